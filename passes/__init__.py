@@ -1,0 +1,1 @@
+"""One file per pass over a whole plan."""

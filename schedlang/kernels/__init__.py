@@ -1,0 +1,1 @@
+"""One kernel per file, with its torch reference beside it."""

@@ -1,0 +1,1 @@
+"""What a built module calls while it runs."""
