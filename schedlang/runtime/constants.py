@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from schedlang.runtime.graph import CutError
 
 LIMIT = 1 << 24  # elements; masks and positions are small, anything larger is not followed
 
@@ -45,9 +48,9 @@ class Constants:
         output = func(*args, **kwargs)
         if shadow is not None:
             for bare, value in zip(pytree.tree_leaves(output), pytree.tree_leaves(shadow)):
-                if isinstance(bare, torch.Tensor) and bare.is_meta:
-                    if bare.untyped_storage()._cdata not in self.values:
-                        self._keep(bare, value)
+                known = not isinstance(bare, torch.Tensor) or _storage(bare) in self.values
+                if not known and bare.is_meta:
+                    self._keep(bare, value)
         elif func._schema.is_mutable:
             self._forget(output)
         return output
@@ -76,7 +79,7 @@ class Constants:
             return None
 
     def _real(self, bare: torch.Tensor) -> torch.Tensor | None:
-        flat = self.values.get(bare.untyped_storage()._cdata)
+        flat = self.values.get(_storage(bare))
         if flat is None:
             return None
         if flat.dtype != bare.dtype:
@@ -89,10 +92,37 @@ class Constants:
             return
         flat = torch.zeros(size, dtype=value.dtype)
         flat.as_strided(bare.shape, bare.stride(), bare.storage_offset()).copy_(value)
-        self.values[bare.untyped_storage()._cdata] = flat
+        self.values[_storage(bare)] = flat
         self.alive.append(bare.untyped_storage())
 
     def _forget(self, output: Any) -> None:
         for bare in pytree.tree_leaves(output):
             if isinstance(bare, torch.Tensor) and bare.is_meta:
-                self.values.pop(bare.untyped_storage()._cdata, None)
+                self.values.pop(_storage(bare), None)
+
+
+class OnMeta(TorchDispatchMode):
+    """Lets a model run on meta tensors although it asks for values of its arguments."""
+
+    def __init__(self, real: Any, meta: Any) -> None:
+        super().__init__()
+        self.constants = Constants()
+        self.constants.know(real, meta)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return self.constants.run(func, args, kwargs or {}, no_value)
+
+
+def no_value(func: Any, where: str = "the model") -> CutError:
+    """What to raise where a value is asked for that is not known."""
+    return CutError(
+        f"reads the value of a tensor ({func._schema.name}) while recorded without data",
+        where,
+        ("record it on real tensors",),
+    )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -1,4 +1,4 @@
-"""What a recorded model needs to be cut: which unit outputs feed which units, and the cut itself."""
+"""A recorded model as a value: which unit outputs feed which units, and its cut into stages."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from schedlang.runtime.constants import Constants
+from schedlang.runtime.constants import Constants, no_value
 from schedlang.runtime.graph import CutError, Leaf, Reads, StageGraph, Token
 from schedlang.runtime.units import Switch, skeleton, to_meta
 
@@ -22,9 +22,10 @@ NONE: Marks = frozenset()
 SHAPE_ONLY = {
     f"aten::{name}"
     for name in (
-        "empty_like zeros_like ones_like full_like rand_like randn_like randint_like "
-        "new_empty new_empty_strided new_zeros new_ones new_full _to_copy_shape"
-    ).split()
+        *("empty_like", "zeros_like", "ones_like", "full_like"),
+        *("rand_like", "randn_like", "randint_like"),
+        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+    )
 }
 # the result goes to Python, or decides a shape: what runs afterwards may depend on it
 CONTROL = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal"}
@@ -189,12 +190,8 @@ class _Recorder(TorchDispatchMode):
             self.marks[storage] = marks
 
     def _refuse_value(self, func: Any) -> CutError:
-        where = self.units[self.inside] if self.inside is not None else "the code between units"
-        return CutError(
-            f"reads the value of a tensor ({func._schema.name}) while recorded without data",
-            where,
-            ("record it on real tensors",),
-        )
+        inside = self.inside is not None
+        return no_value(func, self.units[self.inside or 0] if inside else "the code between units")
 
     def graph(self, output: Any, loss: torch.Tensor | None) -> StageGraph:
         """The recorded graph, once the forward has ended."""

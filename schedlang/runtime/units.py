@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from schedlang.runtime.constants import OnMeta
 from schedlang.runtime.graph import CutError
 
 Handler = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -85,16 +86,17 @@ def to_meta(tree: Any) -> Any:
 
 
 def units_of(
-    model: nn.Module, kwargs: Mapping[str, Any], at: Sequence[str] = ()
+    model: nn.Module, kwargs: Mapping[str, Any], at: Sequence[str] = (), *, meta: bool = True
 ) -> tuple[str, ...]:
     """The modules between which the model may be cut, in call order, from one forward.
 
     The trunk's elements (children of module lists, of a Sequential where there is no list, of the
     model where there is neither) and the modules `at`; and before, between and after them every
     outermost module that has parameters. A module called twice outside the trunk is left to the
-    code between units. `kwargs` are the model's arguments; the forward runs on the model's device.
+    code between units. `kwargs` are the model's arguments; with `meta` the forward runs on a copy
+    on the meta device, else on the model itself.
     """
-    calls = _calls(model, kwargs)
+    calls = _calls(model, kwargs, meta)
     named = dict(model.named_modules())
     for name in at:
         if name not in named:
@@ -123,8 +125,10 @@ def units_of(
     return tuple(found)
 
 
-def _calls(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, int]:
+def _calls(model: nn.Module, kwargs: Mapping[str, Any], meta: bool) -> dict[str, int]:
     """How often each module is called, in the order of first calls."""
+    given = {name: to_meta(value) for name, value in kwargs.items()} if meta else dict(kwargs)
+    model = skeleton(model) if meta else model
     calls: dict[str, int] = {}
     handles = []
     for name, module in model.named_modules():
@@ -134,8 +138,8 @@ def _calls(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, int]:
 
         handles.append(module.register_forward_pre_hook(before))
     try:
-        with torch.no_grad():
-            model(**kwargs)
+        with torch.no_grad(), OnMeta(kwargs, given) if meta else nullcontext():
+            model(**given)
     finally:
         for handle in handles:
             handle.remove()
