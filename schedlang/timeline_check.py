@@ -160,7 +160,7 @@ def with_transfers(timeline: Timeline, lookahead: int = 1) -> Timeline:
     post = np.maximum(post, t.starts[t.rank[used]])
     n, k = len(t), len(made)
     own = {name: getattr(t, name) for name in COLUMNS}
-    columns = {}
+    columns: dict[str, Any] = {}
     for name in COLUMNS:
         columns[name] = np.concatenate([own[name], own[name][made], own[name][used]])
     columns["kind"][n : n + k] = np.where(back, Kind.SEND_B, Kind.SEND_F)

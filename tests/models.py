@@ -18,9 +18,23 @@ class Float64(TorchFunctionMode):
 
 def gpt2():
     import transformers
+
     torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=61, n_embd=16, n_layer=4, n_head=2, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=0)
+    config = transformers.GPT2Config(
+        vocab_size=61,
+        n_embd=16,
+        n_layer=4,
+        n_head=2,
+        n_positions=16,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     return transformers.GPT2LMHeadModel(config).double()
+
 
 def tokens(rows=4, length=8):
     g = torch.Generator().manual_seed(1)

@@ -25,7 +25,5 @@ def run_ranks(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     """`work(rank, *args)` on forked ranks; what each returned. A failing rank raises here."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(
-            _rank, (world, folder, work, args), nprocs=world, start_method="fork"
-        )
+        mp.start_processes(_rank, (world, folder, work, args), nprocs=world, start_method="fork")
         return [torch.load(f"{folder}/{r}.pt", weights_only=False) for r in range(world)]

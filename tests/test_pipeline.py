@@ -16,6 +16,7 @@ from tests.ranks import run_ranks
 
 def test_gpt2():
     """GPT-2 with tied weights over two ranks under 1F1B has the whole model's gradients."""
+
     def work(rank):
         model = gpt2()
         batch = tokens()
@@ -28,6 +29,7 @@ def test_gpt2():
             parts = [{k: v[i : i + 1] for k, v in batch.items()} for i in range(4)]
             out = pipe.run(parts, [0.25] * 4)
         return out, {n: p.grad for n, p in model.named_parameters()}
+
     model, batch = gpt2(), tokens()
     with Float64():
         model(**batch).loss.backward()

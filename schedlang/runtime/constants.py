@@ -101,11 +101,11 @@ class Constants:
                 self.values.pop(_storage(bare), None)
 
 
-class OnMeta(TorchDispatchMode):
+class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets a model run on meta tensors although it asks for values of its arguments."""
 
     def __init__(self, real: Any, meta: Any) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.constants = Constants()
         self.constants.know(real, meta)
 

@@ -64,6 +64,7 @@ class Mail:
         parts = [_bytes(t) for t in tensors]
         if header:
             parts.insert(0, _bytes(_header(layout_of(tensors), self.device)))
+        self._sweep()
         kept = self._sent.setdefault(key, [])
         for part in parts:
             if part.numel():
@@ -102,6 +103,12 @@ class Mail:
         for work, _ in self._sent.pop(key, []):
             work.wait()
 
+    def _sweep(self) -> None:
+        """Let go of what has arrived, where the backend tells (NCCL does, gloo does not)."""
+        for key, works in list(self._sent.items()):
+            if all(work.is_completed() for work, _ in works):
+                del self._sent[key]
+
     def finish(self) -> None:
         """Wait for everything that was sent."""
         for key in list(self._sent):
@@ -130,7 +137,9 @@ class Mail:
 
     def _receive_header(self, source: int, count: int) -> Layout:
         header = torch.empty((count, HEADER), dtype=torch.int64, device=self.device)
-        dist.irecv(_bytes(header), source, self._lane(source, self.rank)).wait()
+        work = dist.irecv(_bytes(header), source, self._lane(source, self.rank))
+        assert work is not None, "this rank is not in the group of its pipeline"
+        work.wait()
         return tuple((DTYPES[row[0]], tuple(row[2 : 2 + row[1]])) for row in header.tolist())
 
     def _lane(self, source: int, target: int) -> dist.ProcessGroup | None:

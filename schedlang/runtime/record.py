@@ -75,11 +75,11 @@ def loss_of(
     return found if isinstance(found, torch.Tensor) else None
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows marks on storages, which views, in-place writes and detached aliases share."""
 
     def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.units = tuple(units)
         self.marks: dict[int, Marks] = {}
         self.owner: dict[int, Token] = {}  # the storage of a returned leaf

@@ -57,9 +57,7 @@ class Stub:
             self._known[key] = self._shapes(unit, args, kwargs)
         leaves, spec = self._known[key]
         made = [
-            received.get((unit, k), _zeros(leaf, device))
-            if (unit, k) not in received
-            else received[(unit, k)]
+            received[(unit, k)] if (unit, k) in received else _zeros(leaf, device)
             for k, leaf in enumerate(leaves)
         ]
         return pytree.tree_unflatten(made, spec)
@@ -166,13 +164,15 @@ class _Enter(torch.autograd.Function):
         return leaf.data
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad
 
 
 def enter(leaf: torch.Tensor) -> torch.Tensor:
     """What the model gets for a received leaf."""
-    entered: torch.Tensor = _Enter.apply(leaf) if leaf.requires_grad else leaf
+    if not leaf.requires_grad:
+        return leaf
+    entered: torch.Tensor = _Enter.apply(leaf)  # type: ignore[no-untyped-call]
     return entered
 
 

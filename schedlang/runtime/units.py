@@ -125,6 +125,12 @@ def units_of(
     return tuple(found)
 
 
+def in_trunk(model: nn.Module, units: Sequence[str]) -> tuple[bool, ...]:
+    """Which units are elements of the trunk, and not what stands before, between or after it."""
+    elements = _trunk(dict(model.named_modules()), dict.fromkeys(units, 1))
+    return tuple(unit in elements for unit in units)
+
+
 def _calls(model: nn.Module, kwargs: Mapping[str, Any], meta: bool) -> dict[str, int]:
     """How often each module is called, in the order of first calls."""
     given = {name: to_meta(value) for name, value in kwargs.items()} if meta else dict(kwargs)
