@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from schedlang.placement import P, Placement, Replicate, S
@@ -43,7 +44,8 @@ class Crossing:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for crossings that do the same to the same tensor."""
-        return (str(self.source), str(self.target), self.group.axes, self.differ)
+        place = (str(self.source), str(self.target), self.group.axes, self.differ)
+        return (*place, torch.is_grad_enabled())
 
 
 def _same(crossing: Crossing, x: Tensor) -> Tensor:
@@ -60,8 +62,15 @@ def _split(crossing: Crossing, x: Tensor) -> Tensor:
 
 def _gather(crossing: Crossing, x: Tensor) -> Tensor:
     assert isinstance(crossing.source, S)
-    dim = dim_of(crossing.source)
-    return collective.gather(x, dim, crossing.group, consumers_differ=crossing.differ)
+    dim, parts = dim_of(crossing.source), crossing.group.size
+    whole = collective.gather(x, dim, crossing.group, consumers_differ=crossing.differ)
+    blocks = crossing.source.blocks
+    if blocks == 1:
+        return whole
+    # every rank's part holds its piece of each block side by side: put equal blocks together
+    sizes = [whole.shape[dim] // blocks] * blocks if isinstance(blocks, int) else list(blocks)
+    pieces = [part.split([size // parts for size in sizes], dim) for part in whole.chunk(parts, dim)]
+    return torch.cat([piece[block] for block in range(len(sizes)) for piece in pieces], dim)
 
 
 def _reduce(crossing: Crossing, x: Tensor) -> Tensor:
