@@ -86,7 +86,7 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
             failure = run.attempt()
         except Hoist as place:
             for fqn in _alike(plan, place.fqn):
-                leaves[fqn] = _hoisted(leaves.get(fqn), place)
+                leaves[fqn] = _hoisted(fqn, leaves.get(fqn), place.axis)
             tries.append((divided, reached))
             continue
         if failure is None:
@@ -131,13 +131,13 @@ def _alike(plan: Plan, fqn: str) -> list[str]:
     return [name for name, s in plan.model.sites.items() if pattern.fullmatch(name) and s.kind == kind]
 
 
-def _hoisted(known: Leaf | None, place: Hoist) -> Leaf:
+def _hoisted(fqn: str, known: Leaf | None, axis: str) -> Leaf:
     """The module that gathers its input for its children, beside what it did before."""
     from schedlang.runtime.dry import Leaf, Wanted
 
     before = known.wanted if known is not None else ()
-    wanted = Wanted(place.axis, R, None, None, splits=False, hoisted=True)
-    return Leaf(place.fqn, "", (*before, wanted))
+    wanted = Wanted(axis, R, None, None, splits=False, hoisted=True)
+    return Leaf(fqn, "", (*before, wanted))
 
 
 def _wanted(plan: Plan, fqn: str, kind: str, axis: str, entry: Any, output: Any) -> Any:
