@@ -1,0 +1,156 @@
+"""Diagnostic: what went wrong, where, why, and what to write instead; Refusal raises it."""
+
+from __future__ import annotations
+
+import difflib
+import unicodedata
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from schedlang.source import NOWHERE, Source, Span
+
+SIMILAR = 0.6  # below this a guess does more harm than good
+
+
+@dataclass(frozen=True)
+class Label:
+    """A place and what is to be said about it."""
+
+    span: Span = NOWHERE
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnostic:
+    """One message: a sentence that stands alone, the place, other places, facts, and remedies."""
+
+    code: str
+    title: str
+    primary: Label = Label()
+    also: tuple[Label, ...] = ()
+    notes: tuple[str, ...] = ()
+    helps: tuple[str, ...] = ()
+    level: str = "error"
+
+    def at(self, span: Span) -> Diagnostic:
+        """The same message at `span`, if it does not name a place of its own yet."""
+        if self.primary.span:
+            return self
+        return replace(self, primary=Label(span, self.primary.text))
+
+    def render(self) -> str:
+        """The message as text, framed as rustc frames its own."""
+        return "\n".join(_render(self))
+
+    def to_json(self) -> dict[str, object]:
+        """The same facts for machines; places count lines and columns from 1."""
+        return {
+            "code": self.code,
+            "level": self.level,
+            "title": self.title,
+            "at": {**self.primary.span.to_json(), "label": self.primary.text},
+            "also": [{**label.span.to_json(), "label": label.text} for label in self.also],
+            "notes": list(self.notes),
+            "helps": list(self.helps),
+        }
+
+
+class Refusal(Exception):
+    """A user's mistake, or several independent ones, sorted by place."""
+
+    def __init__(self, *diagnostics: Diagnostic) -> None:
+        assert diagnostics, "a refusal says why"
+        self.diagnostics = tuple(sorted(diagnostics, key=_place))
+        super().__init__(*self.diagnostics)
+
+    @property
+    def diagnostic(self) -> Diagnostic:
+        """The first message."""
+        return self.diagnostics[0]
+
+    def at(self, span: Span) -> Refusal:
+        """The same refusal, its homeless messages placed at `span`."""
+        return Refusal(*(d.at(span) for d in self.diagnostics))
+
+    def render(self) -> str:
+        """All messages, a blank line between two."""
+        return "\n\n".join(d.render() for d in self.diagnostics)
+
+    def __str__(self) -> str:
+        return "\n" + self.render()
+
+
+def closest(word: str, options: Iterable[str]) -> str | None:
+    """The one option similar enough to `word` to be meant, or None."""
+    known = sorted(set(options))
+    low = {option.lower(): option for option in reversed(known)}
+    hits = difflib.get_close_matches(word.lower(), list(low), 1, SIMILAR)
+    return low[hits[0]] if hits else None
+
+
+def quoted(names: Iterable[str], most: int = 8) -> str:
+    """`a`, `b`, `c`: names in code marks, cut after `most` of them."""
+    every = list(names)
+    shown = ", ".join(f"`{name}`" for name in every[:most])
+    return shown if len(every) <= most else f"{shown} and {len(every) - most} more"
+
+
+def guess(word: str, options: Iterable[str], choose: str) -> str:
+    """The help for an unknown `word`: the one that was meant, else all of them."""
+    known = list(options)
+    near = closest(word, known)
+    return f"did you mean `{near}`?" if near else f"{choose} {quoted(known)}"
+
+
+def _place(d: Diagnostic) -> tuple[str, int, int]:
+    return d.primary.span.source.name, d.primary.span.line, d.primary.span.col
+
+
+def _width(text: str) -> int:
+    """Columns that a terminal needs for `text`."""
+    return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
+
+
+def _marks(label: Label, sign: str) -> str:
+    """The line of ^^^ or --- under a label, without the gutter."""
+    span = label.span
+    row = span.source.line(span.line)
+    end = span.end_col if span.end_line == span.line else len(row) + 1
+    before, under = row[: span.col - 1], row[span.col - 1 : end - 1]
+    # a place may lie behind the end of its line: the character that is missing there
+    indent = _width(before) + (span.col - 1 - len(before))
+    return f"{' ' * indent}{sign * max(1, _width(under))} {label.text}".rstrip()
+
+
+def _frame(source: Source, labels: list[Label], primary: Label, gutter: int) -> Iterable[str]:
+    """The marked lines of one source, `...` where lines are left out."""
+    last: int | None = None
+    for label in sorted(labels, key=lambda x: (x.span.line, x.span.col)):
+        number = label.span.line
+        if last is not None and number > last + 1:
+            yield "..."
+        if number != last:
+            yield f"{number:>{gutter}} | {source.line(number).replace(chr(9), ' ')}".rstrip()
+        last = number
+        yield f"{' ' * gutter} | {_marks(label, '^' if label is primary else '-')}"
+
+
+def _render(d: Diagnostic) -> Iterable[str]:
+    yield f"{d.level}[{d.code}]: {d.title}"
+    placed = [label for label in (d.primary, *d.also) if label.span]
+    gutter = len(str(max((label.span.line for label in placed), default=0)))
+    by_source: dict[Source, list[Label]] = {}
+    for label in placed:
+        by_source.setdefault(label.span.source, []).append(label)
+    for number, (source, labels) in enumerate(by_source.items()):
+        first = d.primary.span if number == 0 and d.primary.span else labels[0].span
+        arrow = "-->" if number == 0 else ":::"
+        yield f"{' ' * gutter}{arrow} {source.name}:{first.line}:{first.col}"
+        yield f"{' ' * gutter} |"
+        yield from _frame(source, labels, d.primary, gutter)
+    if placed:
+        yield f"{' ' * gutter} |"
+    elif d.primary.text:
+        yield f"{' ' * gutter} = note: {d.primary.text}"
+    yield from (f"{' ' * gutter} = note: {note}" for note in d.notes)
+    yield from (f"{' ' * gutter} = help: {text}" for text in d.helps)

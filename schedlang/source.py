@@ -1,0 +1,100 @@
+"""Source and Span: a text with a name, and a place in it (a schedule file or a Python file)."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import islice
+from types import FrameType
+
+HOME = os.path.dirname(os.path.abspath(__file__))
+
+
+@dataclass(frozen=True)
+class Source:
+    """A text and the name a user knows it by."""
+
+    name: str
+    text: str = field(repr=False)
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines without their ends, split where the language splits them."""
+        return self.text.replace("\r\n", "\n").split("\n")
+
+    def line(self, number: int) -> str:
+        """Line `number`, counted from 1; the empty string where the text has no such line."""
+        lines = self.lines
+        return lines[number - 1] if 0 < number <= len(lines) else ""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A place in a source: lines and columns count from 1, the end column is exclusive."""
+
+    source: Source
+    line: int
+    col: int
+    end_line: int
+    end_col: int
+
+    def __bool__(self) -> bool:
+        return self.line > 0
+
+    def __str__(self) -> str:
+        return f"{self.source.name}:{self.line}" if self else "nowhere"
+
+    def to(self, other: Span) -> Span:
+        """From the start of this span to the end of `other`, which lies after it."""
+        return Span(self.source, self.line, self.col, other.end_line, other.end_col)
+
+    def to_json(self) -> dict[str, object]:
+        """File, lines and columns, for machines."""
+        return {
+            "file": self.source.name,
+            "line": self.line,
+            "col": self.col,
+            "end_line": self.end_line,
+            "end_col": self.end_col,
+        }
+
+
+NOWHERE = Span(Source("", ""), 0, 0, 0, 0)
+
+
+@lru_cache(maxsize=64)
+def _interned(name: str, text: str) -> Source:
+    """One object per text, so that a pickled plan carries each file once."""
+    return Source(name, text)
+
+
+def _shown(filename: str) -> str:
+    """A path below the working directory is shown relative to it."""
+    if filename.startswith("<"):
+        return filename
+    relative = os.path.relpath(filename)
+    return filename if relative.startswith("..") else relative
+
+
+def _is_ours(frame: FrameType) -> bool:
+    filename = os.path.abspath(frame.f_code.co_filename)
+    return filename.startswith(HOME + os.sep) or frame.f_code.co_filename.endswith("contextlib.py")
+
+
+def python_span() -> Span:
+    """The place in the caller's Python code: the nearest frame outside this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_ours(frame):
+        frame = frame.f_back
+    if frame is None:
+        return NOWHERE
+    filename = frame.f_code.co_filename
+    source = _interned(_shown(filename), "".join(linecache.getlines(filename, frame.f_globals)))
+    at = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
+    line, end_line, col, end_col = at
+    if line is None or end_line is None or col is None or end_col is None:
+        return Span(source, frame.f_lineno, 1, frame.f_lineno, len(source.line(frame.f_lineno)) + 1)
+    return Span(source, line, col + 1, end_line, end_col + 1)
