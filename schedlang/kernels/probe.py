@@ -76,8 +76,8 @@ def probe_norm(module: nn.Module) -> Norm | Mismatch:
         try:
             fits = [_fit(copied, params, size, center) for center in (False, True)]
         except Exception as raised:  # the module's own code: whatever it raises is a mismatch
-            said = str(raised).splitlines()[0] if str(raised) else ""
-            return Mismatch(f"does not run on rows of {size} alone: {type(raised).__name__}: {said}")
+            said = f"{type(raised).__name__}: {str(raised)}".splitlines()[0]
+            return Mismatch(f"does not run on rows of {size} alone: {said}")
         errors = [_distance(copied, fit, params, size) for fit in fits]
         best = errors.index(min(errors))
         fit, error = fits[best], errors[best]
