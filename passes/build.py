@@ -157,14 +157,14 @@ def local_skeleton(plan: Plan, traced: Traced) -> nn.Module:
 
 def _shape_up(model: nn.Module, traced: Traced, at_home: Callable[[Any], Any]) -> None:
     """Divide the numbers that modules count by, and put crossings around sharded modules."""
-    from schedlang.runtime.shard import forward_of
+    from schedlang.runtime.shard import Sharded
 
     for fqn, attribute, value in traced.numbers:
         setattr(model.get_submodule(fqn), attribute, value)
     for fqn, edges in traced.edges.items():
         module = model.get_submodule(fqn)
         home = tuple(at_home(edge) for edge in edges)
-        module.forward = forward_of(module, traced.kinds[fqn], home)  # type: ignore[method-assign]
+        module.forward = Sharded(module, traced.kinds[fqn], home)  # type: ignore[method-assign]
 
 
 def stages_of(
@@ -282,17 +282,16 @@ def _owners(staged: Staged) -> dict[str, frozenset[int]]:
 def _unsliced(plan: Plan, staged: Staged) -> frozenset[str]:
     """Parameters that stay whole on data-parallel ranks although the rest is sliced.
 
-    In a pipeline: those that several stages use, or that no unit holds; each stage would gather
-    and free them at its own times.
+    In a pipeline: those that several units use, or none holds; each unit gathers and frees its own.
     """
     if staged.axis is None:
         return frozenset()
-    units = tuple(f"{name}." for name in staged.cut.graph.units)
-    shared = set(staged.cut.shared)
-    outside = {
-        n for n, f in plan.model.unique.items() if not any(m.startswith(units) for m in f.names)
+    units = [f"{name}." for name in staged.cut.graph.units]
+    held = {
+        name: sum(any(n.startswith(unit) for n in fact.names) for unit in units)
+        for name, fact in plan.model.unique.items()
     }
-    return frozenset(shared | outside)
+    return frozenset(staged.cut.shared) | {name for name, count in held.items() if count != 1}
 
 
 def _local_copy(plan: Plan, holdings: Mapping[str, Holding], ranks: Ranks) -> nn.Module:
@@ -351,7 +350,7 @@ def _phase(writes: frozenset[str]) -> int:
 
 def _slice(builder: Builder, staged: Staged, holdings: Mapping[str, Holding]) -> dict[int, Sliced]:
     """Put fully_shard around the units of each stage of this rank."""
-    from schedlang.runtime.replicas import Sliced, groups_of_units
+    from schedlang.runtime.replicas import Sliced
 
     plan, ranks, module = builder.plan, builder.ranks, builder.module
     sliced, whole = slicing(plan)
@@ -362,12 +361,11 @@ def _slice(builder: Builder, staged: Staged, holdings: Mapping[str, Holding]) ->
         p for n, p in module.named_parameters()
         if not holdings[n].sliced or not holdings[n].held(plan.mesh, ranks.rank)
     }  # fmt: skip
-    trunk = {builder.at(fqn) for fqn in staged.trunk}
     out = {}
     if staged.axis is None:
         one = Sliced(sliced.stage, mesh, ignored)
-        for unit in trunk:
-            one.add(unit)
+        for fqn in sorted(staged.trunk):
+            one.add(builder.at(fqn))
         one.add(module)
         return {0: one}
     place = plan.mesh.index(ranks.rank, staged.axis)
@@ -376,9 +374,9 @@ def _slice(builder: Builder, staged: Staged, holdings: Mapping[str, Holding]) ->
             continue
         one = Sliced(sliced.stage, mesh, ignored)
         names = [staged.cut.graph.units[u] for u in staged.cut.units(stage)]
-        units = [builder.at(n) for n in names if any(p not in ignored for p in builder.at(n).parameters())]
-        for group in groups_of_units(units, trunk):
-            one.add(group if len(group) > 1 else group[0])
+        for unit in map(builder.at, names):
+            if any(p not in ignored for p in unit.parameters()):
+                one.add(unit)
         out[stage] = one
     return out
 
