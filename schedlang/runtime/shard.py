@@ -1,0 +1,160 @@
+"""Sharded modules: each rank computes with its part of the parameters, between two crossings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schedlang.placement import P, Placement, Replicate, S
+from schedlang.runtime.collective import Group
+from schedlang.runtime.crossing import Crossing, shared
+from schedlang.runtime.vocab import ShardedLogits
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One axis of a sharded module: how tensors arrive, what it wants, computes and hands on.
+
+    `cut` is the true size of the output's last dim where padding must be cut off, `head` tells that
+    the output stays split over the vocabulary for a parallel loss.
+    """
+
+    group: Group
+    arrives: Placement
+    wants: Placement
+    computes: Placement
+    leaves: Placement
+    splits: bool  # parameters are split over this axis
+    cut: int | None = None
+    head: bool = False
+
+    def entry(self) -> Crossing:
+        """The change of placement on the way in."""
+        return Crossing(self.arrives, self.wants, self.group, differ=self.splits)
+
+    def exit(self) -> Crossing:
+        """The change of placement on the way out."""
+        return Crossing(self.computes, self.leaves, self.group, differ=False)
+
+
+Compute = Callable[[nn.Module, Tensor, bool], Tensor]
+
+
+def _linear(module: nn.Module, x: Tensor, with_bias: bool) -> Tensor:
+    return F.linear(x, module.weight, module.bias if with_bias else None)  # type: ignore[arg-type]
+
+
+def _conv1d(module: nn.Module, x: Tensor, with_bias: bool) -> Tensor:
+    weight = module._parameters["weight"]
+    assert weight is not None
+    flat = x.reshape(-1, x.shape[-1])
+    bias = module._parameters["bias"] if with_bias else None
+    out = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
+    return out.view(*x.shape[:-1], weight.shape[-1])
+
+
+COMPUTES: Mapping[str, Compute] = {"Linear": _linear, "Conv1D": _conv1d}
+
+
+def install_projection(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> None:
+    """Make a Linear or Conv1D compute with its parts: enter, multiply, reduce, add the bias once."""
+    compute = COMPUTES[kind]
+    pending = any(isinstance(edge.computes, P) for edge in edges)
+    padded = [edge for edge in edges if edge.cut is not None]
+
+    def forward(x: Tensor) -> Any:
+        for edge in edges:
+            x = shared(edge.entry(), x)
+        y = compute(module, x, not pending)
+        for edge in edges:
+            if edge.head:
+                return _head(y, edge)
+            y = edge.exit()(y)
+        for edge in padded:
+            y = y[..., : edge.cut]
+        bias = module._parameters.get("bias") if pending else None
+        return y if bias is None else y + bias
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
+def _head(y: Tensor, edge: Edge) -> ShardedLogits:
+    assert edge.cut is not None
+    true, width = edge.cut, y.shape[-1]
+    mine = max(0, min(width, true - edge.group.rank * width))
+    if mine < width:  # padding rows of the weight have no class
+        y = y.masked_fill(torch.arange(width, device=y.device) >= mine, -torch.inf)
+    return ShardedLogits(y, edge.group, true)
+
+
+def install_embedding(module: nn.Embedding, edge: Edge) -> None:
+    """Make an embedding look up only the rows that this rank holds; the sum has them all."""
+    width, group = module.weight.shape[0], edge.group
+    first = group.rank * width
+    pad = module.padding_idx
+    local_pad = pad - first if pad is not None and first <= pad < first + width else None
+
+    def forward(ids: Tensor) -> Tensor:
+        local = ids - first
+        mine = (local >= 0) & (local < width)
+        rows = F.embedding(local.clamp(0, width - 1), module.weight, local_pad)
+        return edge.exit()(rows * mine[..., None])
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
+def install_region(module: nn.Module, edges: tuple[Edge, ...]) -> None:
+    """Let a module of any class run as it is between two crossings of its main tensor.
+
+    The main tensor is the first floating-point one among the arguments, and among the results.
+    """
+    inner = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        for edge in edges:
+            args, kwargs = _on_first(edge.entry(), args, kwargs)
+        out = inner(*args, **kwargs)
+        for edge in edges:
+            if edge.computes != edge.leaves:
+                out = _on_result(edge.exit(), out)
+        return out
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
+def is_main(value: Any) -> bool:
+    """Is this a floating-point tensor, as activations are?"""
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _on_first(
+    crossing: Crossing, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    for place, value in enumerate(args):
+        if is_main(value):
+            return (*args[:place], shared(crossing, value), *args[place + 1 :]), kwargs
+    for name, value in kwargs.items():
+        if is_main(value):
+            return args, {**kwargs, name: shared(crossing, value)}
+    return args, kwargs
+
+
+def _on_result(crossing: Crossing, out: Any) -> Any:
+    if is_main(out):
+        return crossing(out)
+    if isinstance(out, tuple | list):
+        for place, value in enumerate(out):
+            if is_main(value):
+                changed = [*out[:place], crossing(value), *out[place + 1 :]]
+                return changed if isinstance(out, list) else tuple(changed)
+    return out
+
+
+def default_arrival(wants: Placement) -> Placement:
+    """What is taken to arrive where no trace has told: what the module wants."""
+    return Replicate() if isinstance(wants, Replicate) else S(wants.dim) if isinstance(wants, S) else wants
