@@ -1,0 +1,236 @@
+"""Random operators of torch written in terms of given uniform numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_ALPHA = -1.7580993408473766  # where SELU saturates
+
+
+class Draw(Protocol):
+    """A source of randomness: a fresh tensor for every call."""
+
+    def keep(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
+        """Booleans of `shape`, true with probability 1 - p."""
+
+    def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Numbers of `shape`, uniform in [0, 1)."""
+
+
+def _dropout(draw: Draw, func: Any, input: Tensor, p: float = 0.5, train: bool = True) -> Tensor:
+    """torch.dropout, dropout_, feature_dropout, feature_dropout_ and their alpha forms."""
+    name = func.__name__
+    if not train or p == 0:
+        return input
+    shape = input.shape
+    if name.startswith("feature"):  # whole channels
+        shape = torch.Size((*shape[:2], *[1] * (input.dim() - 2)))
+    keep = draw.keep(shape, p, input.device)
+    if "alpha" in name:  # Klambauer et al.: Self-normalizing neural networks, NeurIPS 2017
+        scale = 0.0 if p == 1 else ((1 - p) * (1 + p * _ALPHA**2)) ** -0.5
+        out = scale * (torch.where(keep, input, _ALPHA) - p * _ALPHA)
+    else:
+        factor = (
+            keep.to(input.dtype) / (1 - p) if p < 1 else torch.zeros_like(keep, dtype=input.dtype)
+        )
+        return input.mul_(factor) if name.endswith("_") else input * factor
+    return input.copy_(out) if name.endswith("_") else out
+
+
+def _native_dropout(
+    draw: Draw, func: Any, input: Tensor, p: float, train: bool | None
+) -> tuple[Tensor, Tensor]:
+    if train is False or p == 0:
+        return input.clone(), torch.ones_like(input, dtype=torch.bool)
+    keep = draw.keep(input.shape, p, input.device)
+    return input * keep.to(input.dtype) / (1 - p if p < 1 else 1), keep
+
+
+def _attention(
+    draw: Draw,
+    func: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Scaled dot-product attention, written out if it drops; rows that see nothing give 0."""
+    if dropout_p == 0:
+        plain: Callable[..., Tensor] = F.scaled_dot_product_attention
+        return plain(
+            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = query @ key.transpose(-2, -1) * scale
+    if is_causal:  # aligned top left, as torch does
+        attn_mask = torch.ones_like(scores[..., :, :], dtype=torch.bool).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -math.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    blind = (scores == -math.inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
+    keep = draw.keep(weights.shape, dropout_p, weights.device)
+    factor = (
+        keep.to(weights.dtype) / (1 - dropout_p) if dropout_p < 1 else keep.to(weights.dtype) * 0
+    )
+    return (weights * factor) @ value
+
+
+def _like(x: Tensor, kwargs: dict[str, Any]) -> tuple[torch.dtype, torch.device]:
+    return kwargs.get("dtype") or x.dtype, torch.device(kwargs.get("device") or x.device)
+
+
+def _normal(draw: Draw, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Box and Muller: A note on the generation of random normal deviates, 1958."""
+    radius = (-2 * torch.log1p(-draw.uniform(shape, torch.float64, device))).sqrt()
+    angle = 2 * math.pi * draw.uniform(shape, torch.float64, device)
+    return (radius * angle.cos()).to(dtype)
+
+
+def _fresh(sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch.rand and torch.randn: sizes given one by one or as a sequence."""
+
+    def made(draw: Draw, func: Any, *size: Any, **kwargs: Any) -> Tensor:
+        size = tuple(kwargs.pop("size", size))
+        if len(size) == 1 and not isinstance(size[0], int):
+            size = tuple(size[0])
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        out = sample(draw, size, dtype, torch.device(kwargs.get("device") or "cpu"))
+        return out.requires_grad_(bool(kwargs.get("requires_grad")))
+
+    return made
+
+
+def _alike(sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch.rand_like and torch.randn_like."""
+
+    def made(draw: Draw, func: Any, input: Tensor, **kwargs: Any) -> Tensor:
+        return sample(draw, input.shape, *_like(input, kwargs))
+
+    return made
+
+
+def _rand(draw: Draw, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return draw.uniform(shape, dtype, device)
+
+
+def _uniform_(draw: Draw, func: Any, x: Tensor, a: float = 0.0, b: float = 1.0) -> Tensor:
+    u = draw.uniform(x.shape, x.dtype, x.device)
+    return x.copy_(a + (b - a) * u)
+
+
+def _normal_(draw: Draw, func: Any, x: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    return x.copy_(mean + std * _normal(draw, x.shape, x.dtype, x.device))
+
+
+def _exponential_(draw: Draw, func: Any, x: Tensor, lambd: float = 1.0) -> Tensor:
+    return x.copy_(-torch.log1p(-draw.uniform(x.shape, torch.float64, x.device)) / lambd)
+
+
+def _bernoulli(draw: Draw, func: Any, input: Tensor, p: float | None = None) -> Tensor:
+    """torch.bernoulli: of the probabilities in `input`, or of `p`."""
+    u = draw.uniform(input.shape, torch.float64, input.device)
+    return (u < (input if p is None else p)).to(input.dtype)
+
+
+def _bernoulli_(draw: Draw, func: Any, x: Tensor, p: float | Tensor = 0.5) -> Tensor:
+    return x.copy_(draw.uniform(x.shape, torch.float64, x.device) < p)
+
+
+LOGICAL: dict[Any, Callable[..., Any]] = {
+    **{
+        getattr(torch, f"{kind}dropout{tail}"): _dropout
+        for kind in ("", "feature_", "alpha_", "feature_alpha_")
+        for tail in ("", "_")
+    },
+    torch.native_dropout: _native_dropout,
+    F.scaled_dot_product_attention: _attention,
+    torch.rand: _fresh(_rand),
+    torch.randn: _fresh(_normal),
+    torch.rand_like: _alike(_rand),
+    torch.randn_like: _alike(_normal),
+    torch.bernoulli: _bernoulli,
+    torch.Tensor.bernoulli: _bernoulli,
+    torch.Tensor.bernoulli_: _bernoulli_,
+    torch.Tensor.uniform_: _uniform_,
+    torch.Tensor.normal_: _normal_,
+    torch.Tensor.exponential_: _exponential_,
+}
+
+
+def _always(args: Any, kwargs: Any) -> bool:
+    return True
+
+
+def _recurrent(args: Any, kwargs: Any) -> bool:
+    """torch.lstm and its kin end in (layers, dropout, train, ...): random between layers only."""
+    at = next((i for i, a in enumerate(args) if type(a) is int), None)
+    assert at is not None, "the number of layers is an integer argument"
+    return bool(args[at] > 1 and args[at + 1] and args[at + 2])
+
+
+def _leaky(args: Any, kwargs: Any) -> bool:
+    return bool(kwargs.get("training", args[3] if len(args) > 3 else False))
+
+
+_OTHERS: tuple[str, ...] = (
+    *("randint", "randint_like", "randperm", "normal", "multinomial", "poisson", "binomial"),
+    *("random_", "cauchy_", "log_normal_", "geometric_", "_standard_gamma", "_sample_dirichlet"),
+)
+ILLOGICAL: dict[Any, Callable[[Any, Any], bool]] = {
+    **{
+        found: _always
+        for name in _OTHERS
+        for home in (torch, torch.Tensor)
+        if (found := getattr(home, name, None)) is not None
+    },
+    **{getattr(torch, name): _recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    torch.rrelu: _leaky,
+    torch.rrelu_: _leaky,
+}
+
+
+def illogical(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether this call draws random numbers in a way that `LOGICAL` does not cover."""
+    if func in ILLOGICAL:
+        return ILLOGICAL[func](args, kwargs)
+    if kwargs.get("generator") is not None:  # the user's own stream
+        return True
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        names: list[str] = func.overloads()  # type: ignore[no-untyped-call]
+        overloads = [getattr(func, name) for name in names]
+    else:
+        overloads = [func] if isinstance(func, torch._ops.OpOverload) else []
+    return any(torch.Tag.nondeterministic_seeded in o.tags for o in overloads) and _active(
+        overloads[0], args, kwargs
+    )
+
+
+def _active(overload: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operator of torch.ops is random here: not with dropout 0 or out of training."""
+    given = dict(zip((a.name for a in overload._schema.arguments), args)) | kwargs
+    for name in ("dropout_p", "dropout", "p"):
+        if name in given or name == "dropout_p" and _has(overload, name):
+            return bool(given.get(name, 0)) and bool(
+                given.get("train", given.get("training", True))
+            )
+    return True
+
+
+def _has(overload: Any, name: str) -> bool:
+    return any(a.name == name for a in overload._schema.arguments)

@@ -1,0 +1,183 @@
+"""Float64 everywhere: a mode under which a model computes in float64 although it says otherwise.
+
+Models cast: losses and norms to float32, tables of positions to a config's dtype. Such a cast
+inside a float64 run leaves noise of 1e-7, a hundred times the gate. Under `Float64` every named
+float type becomes float64 (and complex64 complex128), and so does the default dtype.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.modes import Ambient
+
+WIDE: dict[Any, torch.dtype] = {
+    dtype: torch.complex128 if dtype.is_complex else torch.float64
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and (dtype.is_complex or dtype.is_floating_point)
+}
+M = TypeVar("M", bound=nn.Module)
+_LEGACY = {
+    f"torch.{where}{kind}Tensor": f"torch.{where}DoubleTensor"
+    for where in ("", "cuda.")
+    for kind in ("Float", "Half", "BFloat16")
+}
+_CASTS = {
+    Tensor.float: torch.float64,
+    Tensor.half: torch.float64,
+    Tensor.bfloat16: torch.float64,
+    getattr(Tensor, "cfloat"): torch.complex128,  # noqa: B009  (torch's stubs lack them)
+    getattr(Tensor, "chalf"): torch.complex128,  # noqa: B009
+}
+_LIKE = {Tensor.to, Tensor.type_as}  # take their dtype from another tensor
+
+
+class Float64(Ambient):
+    """Turn casts to a lower float into float64, and compute what has no float64 from what has.
+
+    Tensors that exist already keep their dtype: `as_float64` is for modules, `widened` for batches.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._defaults: list[torch.dtype] = []
+
+    def __enter__(self) -> Float64:
+        # the default dtype decides the type of factories and of integer / integer
+        self._defaults.append(torch.get_default_dtype())
+        torch.set_default_dtype(torch.float64)
+        TorchFunctionMode.__enter__(self)  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        TorchFunctionMode.__exit__(self, *error)  # type: ignore[no-untyped-call]
+        torch.set_default_dtype(self._defaults.pop())
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _CASTS:
+            wanted = _CASTS[func]
+            return args[0].to(
+                wanted, memory_format=kwargs.get("memory_format", torch.preserve_format)
+            )
+        if func is Tensor.view and any(
+            isinstance(a, torch.dtype) for a in (*args, *kwargs.values())
+        ):
+            _refuse_bits(args, kwargs)
+        if func is Tensor.type and len(args) + len(kwargs) == 1:
+            return func(*args, **kwargs)
+        args, kwargs = _wide(args), {k: _wide(v) for k, v in kwargs.items()}
+        if func in _LIKE and len(args) > 1 and isinstance(args[1], Tensor):
+            args = (args[0], args[1].new_empty(0, dtype=WIDE.get(args[1].dtype)), *args[2:])
+        if func in _WITHOUT_FLOAT64:
+            return _WITHOUT_FLOAT64[func](*args, **kwargs)
+        return self.run(func, types, args, kwargs)
+
+
+def _wide(value: Any) -> Any:
+    """`value` with every lower float type in it replaced."""
+    if isinstance(value, (Tensor, int, float)) or value is None:
+        return value
+    if isinstance(value, torch.dtype):
+        return WIDE.get(value, value)
+    if isinstance(value, str):
+        return _LEGACY.get(value, value)
+    if type(value) in (tuple, list):
+        return type(value)(_wide(v) for v in value)
+    if type(value) is dict:
+        return {k: _wide(v) for k, v in value.items()}
+    if isinstance(value, type) and (name := _LEGACY.get(f"{value.__module__}.{value.__name__}")):
+        return name
+    return value
+
+
+def _refuse_bits(args: Any, kwargs: dict[str, Any]) -> None:
+    target = next(a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.dtype))
+    if target in WIDE or args[0].is_floating_point() or args[0].is_complex():
+        raise Refusal(
+            Diagnostic(
+                "S811",
+                "`Tensor.view(dtype)` reads the bits of a float, which float64 would change",
+                notes=(f"it views {args[0].dtype} as {target}",),
+                helps=("convert with `.to(dtype)`, or leave this module out of the schedule",),
+            )
+        )
+
+
+def _grouped_mm(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """torch.nn.functional.grouped_mm as one product per group; `offs` are the groups' ends."""
+    if offs is None:
+        out = torch.bmm(mat_a, mat_b)
+    else:
+        ends = [int(end) for end in offs.tolist()]
+        spans = list(zip([0, *ends[:-1]], ends, strict=True))
+        out = _GROUPED[mat_a.dim(), mat_b.dim()](mat_a, mat_b, spans)
+    return out if bias is None else out + bias
+
+
+def _rows(a: Tensor, b: Tensor, spans: list[tuple[int, int]]) -> Tensor:
+    parts = [a[i:j] @ b[g] for g, (i, j) in enumerate(spans)]
+    rest = a.new_zeros(a.shape[0] - spans[-1][1], b.shape[-1])
+    return torch.cat([*parts, rest])
+
+
+def _columns(a: Tensor, b: Tensor, spans: list[tuple[int, int]]) -> Tensor:
+    parts = [a[g] @ b[:, i:j] for g, (i, j) in enumerate(spans)]
+    rest = a.new_zeros(a.shape[1], b.shape[1] - spans[-1][1])
+    return torch.cat([*parts, rest], 1)
+
+
+def _inner(a: Tensor, b: Tensor, spans: list[tuple[int, int]]) -> Tensor:
+    return torch.stack([a[:, i:j] @ b[i:j] for i, j in spans])
+
+
+_GROUPED = {(2, 3): _rows, (3, 2): _columns, (2, 2): _inner}
+_WITHOUT_FLOAT64: dict[Any, Callable[..., Tensor]] = {
+    torch._grouped_mm: _grouped_mm,
+    torch.ops.aten._grouped_mm: _grouped_mm,
+    torch.ops.aten._grouped_mm.default: _grouped_mm,
+}
+
+
+def widened(value: Any) -> Any:
+    """A structure of tuples, lists and dicts with its float tensors in float64."""
+    if isinstance(value, Tensor):
+        return value.to(WIDE.get(value.dtype, value.dtype))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(widened(v) for v in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(widened(v) for v in value)
+    if isinstance(value, dict):
+        return type(value)((k, widened(v)) for k, v in value.items())
+    return value
+
+
+def as_float64(module: M) -> M:
+    """A copy of `module` with float64 parameters, buffers and tensor attributes; ties are kept."""
+    twin = copy.deepcopy(module)
+    done: dict[int, Tensor] = {}
+    for child in twin.modules():
+        for parameter in child.parameters(recurse=False):
+            parameter.grad = None
+            parameter.data = widened(parameter.data)
+        for name, buffer in child.named_buffers(recurse=False):
+            setattr(child, name, done.setdefault(id(buffer), widened(buffer)))
+        for name, value in list(vars(child).items()):
+            if isinstance(value, (Tensor, tuple, list)) and not name.startswith("_"):
+                setattr(child, name, widened(value))
+    return twin

@@ -1,0 +1,124 @@
+"""Function modes that hold wherever the model computes: in backward and recomputation too.
+
+A function mode of torch is off inside whatever it handles. So `loss.backward()` would run without
+it, and with it every recomputation of a checkpoint and every backward written in Python: float64
+would be left and dropout masks drawn anew, without a word. `Ambient` modes stay on; `reentry` puts
+them back for a recomputation.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from schedlang.runtime import scope
+
+ModeOrFactory = AbstractContextManager[Any] | Callable[[], AbstractContextManager[Any]]
+
+_PORTALS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_COMPOSED = ("torch.nn.functional", "torch.functional", "torch.autograd")
+
+
+class _Active(threading.local):
+    def __init__(self) -> None:
+        self.modes: tuple[ModeOrFactory, ...] = ()
+
+
+_active = _Active()
+_open_bodies: dict[Any, Callable[..., Any] | None] = {}
+
+
+class Ambient(TorchFunctionMode):
+    """A function mode that is also on inside composed functions and inside backward."""
+
+    def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Call `func`; if it is written in Python, what it calls comes to this mode too."""
+        body = _open(func)
+        if body is None or not all(map(_plain, types)):
+            return func(*args, **kwargs)
+        with self:
+            return body(*args, **kwargs)
+
+
+def _plain(kind: Any) -> bool:
+    """Whether tensors of this class have no rules of their own, which must see the function."""
+    rules: Any = kind.__torch_function__
+    inherited: Any = torch.Tensor.__torch_function__
+    plain = rules is torch._C._disabled_torch_function_impl
+    return plain or getattr(rules, "__func__", None) is inherited.__func__
+
+
+def _open(func: Any) -> Callable[..., Any] | None:
+    """A composed function without its detour to the modes, which would never end."""
+    if func not in _open_bodies:
+        _open_bodies[func] = _body(func)
+    return _open_bodies[func]
+
+
+def _body(func: Any) -> Callable[..., Any] | None:
+    if not isinstance(func, FunctionType):
+        return None
+    composed = func.__module__.startswith(_COMPOSED) or func is torch.Tensor.backward
+    if not composed or not set(func.__code__.co_names) & set(_PORTALS):
+        return None
+    names = {**func.__globals__, **{portal: _no for portal in _PORTALS}}
+    body = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body
+
+
+def _no(*_: Any) -> bool:
+    return False
+
+
+@contextmanager
+def ambient(*modes: ModeOrFactory) -> Iterator[None]:
+    """Enter modes (or what factories make), the last one innermost, known to `reentry`."""
+    with _holding((*_active.modes, *modes)), _on(modes):
+        yield
+
+
+@contextmanager
+def _holding(modes: tuple[ModeOrFactory, ...]) -> Iterator[None]:
+    before = _active.modes
+    _active.modes = modes
+    try:
+        yield
+    finally:
+        _active.modes = before
+
+
+@contextmanager
+def _on(modes: tuple[ModeOrFactory, ...]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode if isinstance(mode, AbstractContextManager) else mode())
+        yield
+
+
+class reentry:  # noqa: N801  (reads as a function: `context_fn=lambda: (nullcontext(), reentry())`)
+    """The context of a recomputation: the modes, scope, site and call counts of when it was made.
+
+    Make it in forward. It may be entered again and again, in any thread.
+    """
+
+    def __init__(self) -> None:
+        self._modes = _active.modes
+        self._place = scope.capture()
+        self._stacks: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(self._place())
+            stack.enter_context(_holding(self._modes))
+            stack.enter_context(_on(self._modes))
+            self._stacks.append(stack.pop_all())
+
+    def __exit__(self, *error: object) -> None:
+        self._stacks.pop().close()

@@ -1,0 +1,161 @@
+"""Logical dropout: masks that depend on what is computed, not on where, when, or how often.
+
+A mask is a function of (seed, step, site, call, sample, position in the sample's logical tensor).
+It is computed at the positions a rank holds, by a counter-based hash, so every layout,
+microbatching and recomputation draws the same one: a program with dropout on can be compared with
+its original to the last digits.
+
+The hash is SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA
+2014), one stream per (seed, step, site, call, sample), one number of the stream per position.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime import scope
+from schedlang.runtime.draws import LOGICAL, illogical
+from schedlang.runtime.modes import Ambient
+
+_GAMMA = 0x9E3779B97F4A7C15
+_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_BITS = 53  # of a float64's fraction
+
+
+@dataclass(frozen=True)
+class Window:
+    """The part of one sample's logical tensor that is held here.
+
+    `shape` is the logical shape without the samples' dim; `index[d]` lists the logical positions
+    held along dim d, None standing for all of them.
+    """
+
+    shape: tuple[int, ...]
+    index: tuple[Sequence[int] | Tensor | None, ...]
+
+
+Slices = Callable[[str, int, tuple[int, ...]], Window | None]
+
+
+class LogicalDropout(Ambient):
+    """Draw dropout logically; refuse other randomness that has no logical form.
+
+    `slices(site, call, shape)` says which part of the logical tensor a local tensor with per-sample
+    shape `shape` is, None: all of it. Rows (dim 0) are the samples of the current scope; a tensor
+    with a multiple of as many rows holds them sample by sample. Outside any scope nothing is
+    changed. `drawn` counts the masks.
+    """
+
+    def __init__(self, seed: int, slices: Slices | None = None) -> None:
+        super().__init__()
+        self.seed, self.slices, self.drawn = seed, slices, 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if scope.current() is not None:
+            if illogical(func, args, kwargs):
+                raise _refusal(f"`{_name(func)}` in `{scope.site()}` has no logical form")
+            if func in LOGICAL:
+                kwargs.pop("generator", None)
+                return LOGICAL[func](self, func, *args, **kwargs)
+        return self.run(func, types, args, kwargs)
+
+    def bits(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Integers uniform in [0, 2**53), as the next call at the current site; shape: `shape`."""
+        where = scope.current()
+        assert where is not None, "logical numbers are drawn inside a scope"
+        site = scope.site()
+        call = scope.next_call(site)
+        per_sample = _per_sample(tuple(shape), len(where.samples), site)
+        window = self.slices(site, call, per_sample) if self.slices else None
+        self.drawn += 1
+        keys = [_key(self.seed, where.step, site, call, sample) for sample in where.samples]
+        streams = torch.tensor(keys, device=device).reshape(-1, *[1] * len(per_sample))
+        positions = _positions(per_sample, window, device, site)
+        return _mix(positions * _signed(_GAMMA) + streams).reshape(tuple(shape))
+
+    def keep(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
+        """A boolean mask of `shape`, true with probability 1 - p."""
+        return torch.ge(self.bits(shape, device), round(p * 2**_BITS))
+
+    def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Numbers of `shape` in [0, 1), with as many binary digits as `dtype` holds."""
+        digits = 1 - round(math.log2(torch.finfo(dtype).eps))
+        bits: Tensor = self.bits(shape, device) >> (_BITS - digits)
+        return torch.div(bits.to(dtype), 2**digits)
+
+
+def _per_sample(shape: tuple[int, ...], samples: int, site: str) -> tuple[int, ...]:
+    if not shape or shape[0] % samples:
+        raise _refusal(
+            f"dropout in `{site}` on a tensor of shape {shape}, not rows of {samples} samples",
+        )
+    return shape[1:] if shape[0] == samples else (shape[0] // samples, *shape[1:])
+
+
+def _key(*what: object) -> int:
+    """A stream for (seed, step, site, call, sample), as a signed 64-bit number."""
+    digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _positions(
+    local: tuple[int, ...], window: Window | None, device: torch.device, site: str
+) -> Tensor:
+    """1 + the index in the logical tensor of one sample, for each element held here."""
+    window = window or Window(local, (None,) * len(local))
+    held = tuple(
+        size if index is None else len(index)
+        for size, index in zip(window.shape, window.index, strict=True)
+    )
+    assert held == local, f"{site}: the window holds {held}, the tensor is {local}"
+    total = torch.ones([1] * len(local), dtype=torch.int64, device=device)
+    for dim, (size, index) in enumerate(zip(window.shape, window.index, strict=True)):
+        where = (
+            torch.arange(size, device=device)
+            if index is None
+            else torch.as_tensor(index, device=device)
+        )
+        stride = math.prod(window.shape[dim + 1 :])
+        total = total + (where * stride).reshape([-1 if d == dim else 1 for d in range(len(local))])
+    return total.unsqueeze(0)
+
+
+def _mix(state: Tensor) -> Tensor:
+    """SplitMix64's output function on int64, which wraps as uint64 does; its highest 53 bits."""
+    for shift, factor in _MIX:
+        state = (state ^ _shifted(state, shift)) * _signed(factor)
+    return _shifted(state ^ _shifted(state, 31), 64 - _BITS)
+
+
+def _shifted(state: Tensor, by: int) -> Tensor:
+    return (state >> by) & ((1 << (64 - by)) - 1)  # a shift without the sign
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def _refusal(title: str) -> Refusal:
+    return Refusal(
+        Diagnostic(
+            "S812",
+            title,
+            notes=("programs are compared under dropout masks that do not depend on the layout",),
+            helps=("verify with this randomness switched off in the model's configuration",),
+        )
+    )
+
+
+def _name(func: Any) -> str:
+    return str(getattr(func, "__qualname__", None) or getattr(func, "__name__", func))

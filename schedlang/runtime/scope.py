@@ -1,0 +1,125 @@
+"""Where in the run we are: step, microbatch, samples, and the module being executed.
+
+Whatever must not depend on the layout (a dropout mask above all) asks here. The state is kept per
+thread, and `capture` takes all of it along, so that a recomputation can stand where its forward
+stood.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+
+@dataclass(frozen=True)
+class Scope:
+    """One microbatch of one step; `samples` are the global ids of its rows, in row order."""
+
+    step: int
+    microbatch: int
+    samples: tuple[int, ...]
+
+
+@dataclass
+class Frame:
+    """The place within one pass over a model: modules entered, and calls per site."""
+
+    modules: list[tuple[int, str]] = field(
+        default_factory=list
+    )  # (identity, path), outermost first
+    calls: dict[str, int] = field(default_factory=dict)
+
+    def copy(self) -> Frame:
+        """A frame that does not follow this one."""
+        return Frame(list(self.modules), dict(self.calls))
+
+
+class _Here(threading.local):
+    scope: Scope | None = None
+
+    def __init__(self) -> None:
+        self.frame = Frame()
+
+
+_here = _Here()
+
+
+def current() -> Scope | None:
+    """The scope of the microbatch that runs in this thread; None outside any."""
+    return _here.scope
+
+
+def site() -> str:
+    """The path of the innermost module that is being executed; "" for the root or outside any."""
+    return _here.frame.modules[-1][1] if _here.frame.modules else ""
+
+
+def next_call(where: str) -> int:
+    """Count one more call at a site: 0, 1, ... within one pass over the outermost module."""
+    calls = _here.frame.calls
+    number = calls.get(where, 0)
+    calls[where] = number + 1
+    return number
+
+
+@contextmanager
+def _placed(scope: Scope | None, frame: Frame) -> Iterator[None]:
+    before = _here.scope, _here.frame
+    _here.scope, _here.frame = scope, frame
+    try:
+        yield
+    finally:
+        _here.scope, _here.frame = before
+
+
+@contextmanager
+def entered(scope: Scope) -> Iterator[None]:
+    """Run one operation of a microbatch, forward or backward; what it leaves is forgotten."""
+    with _placed(scope, Frame()):
+        yield
+
+
+def capture() -> Callable[[], Any]:
+    """Remember scope, site and call counts; each call of the result is a context with them."""
+    scope, frame = _here.scope, _here.frame.copy()
+    return lambda: _placed(scope, frame.copy())
+
+
+def named_sites(module: nn.Module, prefix: str = "") -> list[RemovableHandle]:
+    """Let every module below `module` say its path while it runs; returns the handles that undo it.
+
+    The counts of calls start anew whenever an outermost module is entered. A forward may end by any
+    exception: a module left so is dropped when the module around it, or the scope, is left.
+    """
+    handles = []
+    for name, child in module.named_modules(prefix=prefix):
+        handles += [
+            child.register_forward_pre_hook(_enter(name), prepend=True),
+            child.register_forward_hook(_leave, always_call=True),
+        ]
+    return handles
+
+
+def _enter(name: str) -> Callable[[nn.Module, Any], None]:
+    def enter(module: nn.Module, _args: Any) -> None:
+        frame = _here.frame
+        if not frame.modules:
+            frame.calls.clear()
+        frame.modules.append((id(module), name))
+
+    return enter
+
+
+def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
+    modules = _here.frame.modules
+    # the entry may be missing: an exception before our own pre-hook still calls this hook
+    for depth in range(len(modules) - 1, -1, -1):
+        if modules[depth][0] == id(module):
+            del modules[depth:]
+            return
