@@ -31,6 +31,13 @@ class ParameterFact:
     names: tuple[str, ...]  # all names of the same tensor, itself first
 
     @property
+    def computes_as(self, fqn: str, name: str) -> bool:
+        """Does the module run the forward of its base class `name`, unchanged?"""
+        module = self._modules[fqn]
+        base = next((c for c in type(module).__mro__ if c.__name__ == name), None)
+        own = "forward" in vars(module)
+        return base is not None and not own and type(module).forward is base.forward
+
     def numel(self) -> int:
         """The number of elements."""
         count = 1
@@ -146,6 +153,13 @@ class ModelFacts:
     def attribute(self, fqn: str, name: str) -> object:
         """A plain attribute of a module; AttributeError if it has none of that name."""
         return getattr(self._modules[fqn], name)
+
+    def computes_as(self, fqn: str, name: str) -> bool:
+        """Does the module run the forward of its base class `name`, unchanged?"""
+        module = self._modules[fqn]
+        base = next((c for c in type(module).__mro__ if c.__name__ == name), None)
+        own = "forward" in vars(module)
+        return base is not None and not own and type(module).forward is base.forward
 
     def numel(self, fqn: str) -> int:
         """The number of elements of a module's parameters, each tensor once."""
