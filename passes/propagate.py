@@ -46,6 +46,7 @@ class Traced:
     """What one forward showed.
 
     edges     module -> its edges, with groups that have no processes yet
+    kinds     module -> how it computes (Linear, Conv1D, Embedding, or "" for as it is)
     numbers   attributes to be divided: (module, attribute, local value)
     partial   parameter -> axes over which its gradient must still be summed
     masks     (module, turn) of a random draw -> whole shape and split dims by axis
@@ -53,6 +54,7 @@ class Traced:
     """
 
     edges: Mapping[str, tuple[Edge, ...]] = field(default_factory=dict)
+    kinds: Mapping[str, str] = field(default_factory=dict)
     numbers: tuple[tuple[str, str, int], ...] = ()
     partial: Mapping[str, frozenset[str]] = field(default_factory=dict)
     masks: Mapping[tuple[str, int], tuple[tuple[int, ...], Mapping[str, Tag]]] = field(
@@ -352,7 +354,7 @@ def _traced(plan: Plan, recording: Recording, run: _Run | None = None) -> Traced
         return Traced(**shared)  # type: ignore[arg-type]
     partial = {name: frozenset(axes) for name, axes in run.follower.partial.items()}
     return Traced(
-        edges=run.edges, numbers=tuple(run.numbers), partial=partial, masks=run.follower.masks,
+        edges=run.edges, kinds={fqn: run.leaves[fqn].kind for fqn in run.edges}, numbers=tuple(run.numbers), partial=partial, masks=run.follower.masks,
         exchanges=tuple(run.exchanges), **shared,  # type: ignore[arg-type]
     )  # fmt: skip
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from schedlang.runtime.graph import CutError
+from schedlang.diagnostic import closest
+from schedlang.runtime.graph import refusal
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,16 @@ def at_units(units: Sequence[Unit], starts: Sequence[str]) -> tuple[int, ...]:
     names = [unit.name for unit in units]
     for start in starts:
         if start not in names:
-            raise CutError(f"there is no unit `{start}` to start a stage at", helps=names)
+            guess = closest(start, names)
+            helps = (f"did you mean `{guess}`?",) if guess else (", ".join(names),)
+            raise refusal("S613", start, "is no unit at which a stage can start", *helps)
     places = [names.index(start) for start in starts]
     if places != sorted(set(places)) or 0 in places:
-        raise CutError(
-            "stages start in the order in which the units are called, and not at the first",
-            helps=(", ".join(sorted(starts, key=names.index)),),
+        raise refusal(
+            "S613",
+            "",
+            "stages start in the order in which units are called, after the first unit",
+            ", ".join(sorted({*starts} - {names[0]}, key=names.index)),
         )
     return _stages(len(units), places)
 
@@ -42,10 +47,8 @@ def at_indices(units: Sequence[Unit], starts: Sequence[int]) -> tuple[int, ...]:
     trunk = [unit.name for unit in units if unit.trunk]
     for start in starts:
         if not 0 < start < len(trunk):
-            raise CutError(
-                f"there is no cut before unit {start} of the {len(trunk)} of the trunk",
-                helps=(f"1 to {len(trunk) - 1}",),
-            )
+            reason = f"there is no cut before unit {start} of the {len(trunk)} of the trunk"
+            raise refusal("S613", "", reason, f"1 to {len(trunk) - 1}")
     return at_units(units, [trunk[start] for start in starts])
 
 
@@ -97,19 +100,15 @@ def placement(stages: int, ranks: int) -> tuple[int, ...]:
     """The rank of every stage: stage s on rank s modulo ranks, so chunks go round in a loop."""
     if stages % ranks:
         low, high = stages // ranks * ranks, (stages // ranks + 1) * ranks
-        raise CutError(
-            f"{stages} stages do not spread evenly over {ranks} ranks",
-            helps=tuple(f"{n} stages" for n in (low, high) if n),
-        )
+        reason = f"{stages} stages do not spread evenly over {ranks} ranks"
+        raise refusal("S613", "", reason, *(f"{n} stages" for n in (low, high) if n))
     return tuple(stage % ranks for stage in range(stages))
 
 
 def _enough(units: int, stages: int) -> None:
     if stages < 1 or units < stages:
-        raise CutError(
-            f"{units} units of the trunk cannot be cut into {stages} stages",
-            helps=(f"1 to {units} stages",),
-        )
+        reason = f"{units} units of the trunk cannot be cut into {stages} stages"
+        raise refusal("S613", "", reason, f"1 to {units} stages")
 
 
 def _stages(count: int, starts: Sequence[int]) -> tuple[int, ...]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ import torch.multiprocessing as mp
 
 def _rank(rank: int, world: int, folder: str, work: Callable[..., Any], args: Any) -> None:
     torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+    store, limit = f"file://{folder}/store", timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=limit)
     torch.save(work(rank, *args), f"{folder}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -23,7 +23,6 @@ def _rank(rank: int, world: int, folder: str, work: Callable[..., Any], args: An
 
 def run_ranks(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     """`work(rank, *args)` on forked ranks; what each returned. A failing rank raises here."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_rank, (world, folder, work, args), nprocs=world, start_method="fork")
+        mp.start_processes(_rank, (world, folder, work, args), world, start_method="fork")
         return [torch.load(f"{folder}/{r}.pt", weights_only=False) for r in range(world)]

@@ -9,7 +9,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from schedlang.runtime.graph import CutError
+from schedlang.diagnostic import Refusal
+from schedlang.runtime.graph import refusal
 
 LIMIT = 1 << 24  # elements; masks and positions are small, anything larger is not followed
 
@@ -115,12 +116,13 @@ class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.constants.run(func, args, kwargs or {}, no_value)
 
 
-def no_value(func: Any, where: str = "the model") -> CutError:
+def no_value(func: Any, where: str = "") -> Refusal:
     """What to raise where a value is asked for that is not known."""
-    return CutError(
-        f"reads the value of a tensor ({func._schema.name}) while recorded without data",
+    return refusal(
+        "S611",
         where,
-        ("record it on real tensors",),
+        f"reads the value of a tensor ({func._schema.name}) while recorded without data",
+        "record it on real tensors",
     )
 
 

@@ -52,12 +52,12 @@ def wrap(module: nn.Module, kind: str, layer: Layer) -> None:
     forward = layers_of(module)
     if forward is None:
         forward = Forward(module.forward)
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
     forward.put(kind, layer)
 
 
 def layers_of(module: nn.Module) -> Forward | None:
-    """The layers around a module's forward, outermost first on the module; None if there are none."""
+    """The layers around the forward of a module; None if it has its own."""
     found = vars(module).get("forward")
     return found if isinstance(found, Forward) else None
 
@@ -71,4 +71,4 @@ def unwrap(module: nn.Module) -> None:
     if getattr(inner, "__self__", None) is module:
         del module.forward
     else:
-        module.forward = inner  # type: ignore[method-assign]
+        module.forward = inner

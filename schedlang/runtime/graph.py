@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from schedlang.diagnostic import Diagnostic, Refusal
+
 Token = tuple[int, int]  # (unit, tensor leaf of its output)
 
 
-class CutError(Exception):
+def refusal(code: str, place: str, reason: str, *helps: str, note: str = "") -> Refusal:
     """A model that cannot be cut as asked: why, where, and what would help."""
-
-    def __init__(self, reason: str, place: str = "", helps: Sequence[str] = ()) -> None:
-        super().__init__(f"{place}: {reason}" if place else reason)
-        self.reason, self.place, self.helps = reason, place, tuple(helps)
+    title = f"`{place}` {reason}" if place else reason
+    return Refusal(Diagnostic(code, title, notes=(note,) if note else (), helps=helps))
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Reads:
 class StageGraph:
     """The units of a model in call order and what flows between them; a value without tensors.
 
-    `final` is what the loss and the outputs read. `owners` are the units that read a parameter
+    `final` is what the loss and the outputs read. `between[k]` are the parameters and buffers that
+    the code before unit k touches (k = number of units: after the last). `owners` are the units that read a parameter
     themselves; a parameter that only code between units reads is owned by none of them.
     `partial` are outputs (by path) made of values inside the units given: only the stages of
     those units have them.
@@ -57,6 +58,7 @@ class StageGraph:
     reads: tuple[Reads, ...]
     final: Reads
     leaves: Mapping[Token, Leaf]
+    between: tuple[Reads, ...]
     owners: Mapping[str, frozenset[int]]
     partial: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
@@ -117,7 +119,10 @@ class Cut:
         return {name: tuple(s) for name, s in sorted(holders.items()) if len(s) > 1}
 
     def _reads(self, stage: int) -> Reads:
-        parts = [self.graph.reads[u] for u in self.units(stage)]
+        # a stage replays the code between units up to the first unit of the next, also where the
+        # result does not matter to it: what that code touches must be there
+        parts = [*self.graph.between[: self.units(stage).stop + 1]]
+        parts += [self.graph.reads[u] for u in self.units(stage)]
         if stage == self.stages - 1:
             parts.append(self.graph.final)
         return Reads(
@@ -141,20 +146,23 @@ class Cut:
 def cut(graph: StageGraph, stage_of: Sequence[int]) -> Cut:
     """Cut a graph into stages. `stage_of` gives each unit's stage, 0, 0, .., 1, .. in call order.
 
-    Raises CutError where a stage would read a value from inside a unit of another stage.
+    Raises Refusal S610 where a stage would read a value from inside a unit of another stage.
     """
     rising = all(b - a in (0, 1) for a, b in zip(stage_of, stage_of[1:]))
     if len(stage_of) != len(graph.units) or not stage_of or stage_of[0] != 0 or not rising:
-        raise CutError(f"stages {list(stage_of)} are not runs of the {len(graph.units)} units")
+        n = len(graph.units)
+        raise refusal("S613", "", f"stages {list(stage_of)} are not runs of the {n} units")
     made = Cut(graph, tuple(stage_of))
-    readers = [*zip(graph.units, graph.reads, stage_of), ("the loss", graph.final, stage_of[-1])]
+    readers = [*zip(graph.units, graph.reads, stage_of), ("loss", graph.final, stage_of[-1])]
     for name, reads, stage in readers:
         foreign = sorted(u for u in reads.inner if stage_of[u] != stage)
         if foreign:
             unit = graph.units[foreign[0]]
-            raise CutError(
-                f"reads a value from inside `{unit}` that `{unit}` does not return",
+            raise refusal(
+                "S610",
                 name,
-                (f"keep `{unit}` and what reads it in one stage",),
+                f"reads a value from inside `{unit}` that `{unit}` does not return",
+                f"keep `{unit}` and what reads it in one stage",
+                note=f"stage {stage} would need it from stage {stage_of[foreign[0]]}",
             )
     return made

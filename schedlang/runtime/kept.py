@@ -50,9 +50,9 @@ def _written(args: tuple[Any, ...]) -> list[Tensor]:
     return flat(args[0])
 
 
-class _Record(TorchDispatchMode):
+class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, kept: list[tuple[list[Tensor], list[int], Any]]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kept = kept
 
     def __torch_dispatch__(
@@ -65,15 +65,15 @@ class _Record(TorchDispatchMode):
         return result
 
 
-class _Replay(TorchDispatchMode):
+class _Replay(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, kept: list[tuple[list[Tensor], list[int], Any]]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kept = kept
         self.next = 0
 
     def __enter__(self) -> Any:
         self.next = 0  # a second backward through a retained graph starts over
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

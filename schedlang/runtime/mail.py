@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,20 @@ DTYPES: tuple[torch.dtype, ...] = tuple(
 def layout_of(tensors: Sequence[torch.Tensor]) -> Layout:
     """Dtype and shape of each tensor."""
     return tuple((t.dtype, tuple(t.shape)) for t in tensors)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _plainly(method: F) -> F:
+    """Outside all function modes: what is sent is no part of the model's arithmetic."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return method(*args, **kwargs)
+
+    return cast(F, run)
 
 
 @dataclass
@@ -57,19 +72,21 @@ class Mail:
         self._expected: dict[Hashable, tuple[int, _Expected]] = {}
         self._sent: dict[Hashable, list[tuple[Any, torch.Tensor]]] = {}
 
+    @_plainly
     def send(
         self, to: int, key: Hashable, tensors: Sequence[torch.Tensor], *, header: bool
     ) -> None:
         """Start sending; the tensors are kept until `free(key)` or `finish()`."""
-        parts = [_bytes(t) for t in tensors]
+        parts = [*tensors]
         if header:
-            parts.insert(0, _bytes(_header(layout_of(tensors), self.device)))
+            parts.insert(0, _header(layout_of(tensors), self.device))
         self._sweep()
         kept = self._sent.setdefault(key, [])
-        for part in parts:
+        for part in map(_bytes, parts):
             if part.numel():
                 kept.append((dist.isend(part, to, self._lane(self.rank, to)), part))
 
+    @_plainly
     def post(
         self,
         source: int,
@@ -88,6 +105,7 @@ class Mail:
         queue.append(expected)
         self._drain(source, queue, None)
 
+    @_plainly
     def take(self, key: Hashable) -> list[torch.Tensor]:
         """The tensors of a message; waits for them. Each is fresh memory of its own."""
         source, expected = self._expected.pop(key)
@@ -156,4 +174,7 @@ def _header(layout: Layout, device: torch.device) -> torch.Tensor:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor, which any backend can carry whatever the dtype."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().contiguous().reshape(-1)
+    # a float64 mode refuses to look at bits; here nothing is computed from them
+    with torch._C.DisableTorchFunction():
+        return flat.view(torch.uint8)

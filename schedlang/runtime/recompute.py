@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
@@ -74,11 +75,16 @@ def updates_buffers(model: nn.Module, run: Callable[[], object]) -> dict[str, tu
     tensors both count.  Modules whose forward changes nothing are left out.
     """
     before = {path: _versions(module, False) for path, module in model.named_modules()}
-    run()
+    with _Statistics() as statistics:
+        run()
     changed: dict[str, tuple[str, ...]] = {}
     for path, module in model.named_modules():
         after = _versions(module, False)
-        names = tuple(name for name, state in after.items() if state != before[path].get(name))
+        names = tuple(
+            name
+            for name, state in after.items()
+            if state != before[path].get(name) or state[0] in statistics.written
+        )
         if names:
             changed[path] = names
     return changed
@@ -89,6 +95,23 @@ def _versions(module: nn.Module, recurse: bool) -> dict[str, tuple[int, int]]:
         name: (id(buffer), 0 if buffer.is_inference() else buffer._version)
         for name, buffer in module.named_buffers(recurse=recurse, remove_duplicate=False)
     }
+
+
+class _Statistics(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Finds running statistics written by batch norms, which say nowhere that they write."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.written: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        named = dict(zip((a.name for a in func._schema.arguments), args)) | (kwargs or {})
+        # without a flag `training` in its schema, a variant of the operator always trains
+        if "batch_norm" in func._schema.name and named.get("training", True):
+            self.written |= {id(named.get("running_mean")), id(named.get("running_var"))}
+        return func(*args, **(kwargs or {}))
 
 
 class Checkpoint:
@@ -222,7 +245,8 @@ def _contexts(
         forward.append(keep.forward)
         again.append(keep.again)
     if save:
-        pair = create_selective_checkpoint_contexts(partial(_policy, _operators(save)))
+        policy = partial(_policy, _operators(save))
+        pair = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
         forward.append(pair[0])
         again.append(pair[1])
     return _Together(forward), _Together(again)

@@ -10,12 +10,15 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from schedlang.diagnostic import Refusal
 from schedlang.runtime.constants import Constants, no_value
-from schedlang.runtime.graph import CutError, Leaf, Reads, StageGraph, Token
-from schedlang.runtime.units import Switch, skeleton, to_meta
+from schedlang.runtime.graph import Leaf, Reads, StageGraph, Token, refusal
+from schedlang.runtime.meta import hollow_batch, hollow_model
+from schedlang.runtime.units import Switch
 
 Mark = tuple[str, Any]  # ("out", token) | ("inner", unit) | ("param", name) | ("buffer", name)
 Marks = frozenset[Mark]
+ONCE = "S601"
 NONE: Marks = frozenset()
 
 # the result depends on the shape of the tensor arguments, not on their values
@@ -44,11 +47,11 @@ def record(
     `kwargs` are the model's keyword arguments (real or meta tensors). With `meta` the run is on a
     copy on the meta device, so weights are neither needed nor touched. The loss is
     `loss(output, kwargs)`, else the output's `.loss`, else a scalar output.
-    Raises CutError if a unit is not called exactly once, or not in the order given.
+    Raises Refusal S601 if a unit is not called exactly once, or not in the order given.
     """
-    subject = skeleton(model) if meta else model
+    subject = hollow_model(model, {}) if meta else model
     recorder = _Recorder(subject, units)
-    given = {k: to_meta(v) for k, v in kwargs.items()} if meta else dict(kwargs)
+    given = dict(hollow_batch(dict(kwargs)) if meta else kwargs)
     if meta:
         recorder.constants.know(kwargs, given)
     switch = Switch(subject, units)
@@ -88,30 +91,39 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.quiet = False
         self.called: list[int] = []
         self.read: list[Marks] = [NONE] * len(units)
-        self.own_read: list[Marks] = [NONE] * len(units)
+        self.held: dict[int, Mark] = {}  # the storage of a parameter or buffer
+        self.between: list[Marks] = [NONE] * (len(units) + 1)
+        self.owners: dict[str, set[int]] = {}
         self.control: Marks = NONE
         self.leaves: dict[Token, Leaf] = {}
         self.mutated: set[Token] = set()
         self.constants = Constants()
         for name, parameter in model.named_parameters():
-            self._set(parameter, frozenset({("param", name)}))
+            self._hold(parameter, ("param", name))
         for name, buffer in model.named_buffers():
-            self._set(buffer, frozenset({("buffer", name)}))
+            self._hold(buffer, ("buffer", name))
+
+    def _hold(self, tensor: torch.Tensor, mark: Mark) -> None:
+        self._set(tensor, frozenset({mark}))
+        storage = _storage(tensor)
+        if storage is not None:
+            self.held[storage] = mark
 
     def call(self, unit: int, original: Any, args: Any, kwargs: Any) -> Any:
         """One call of a unit: its outputs get marks of their own."""
         name = self.units[unit]
         if self.inside is not None:
-            raise CutError(f"is called inside `{self.units[self.inside]}`", name)
+            raise refusal(ONCE, name, f"is called inside `{self.units[self.inside]}`")
         if unit in self.called:
-            raise CutError(
-                "is called more than once in one forward",
+            raise refusal(
+                ONCE,
                 name,
-                ("cut outside the loop that calls it",),
+                "is called more than once in one forward; a cut falls between two calls made once",
+                "cut outside the loop that calls it",
             )
         if self.called and unit < self.called[-1]:
             after = self.units[self.called[-1]]
-            raise CutError(f"is called after `{after}`, against the order of the list", name)
+            raise refusal(ONCE, name, f"is called after `{after}`, against the order of the list")
         self.called.append(unit)
         self.read[unit] |= self.control
         self.inside = unit
@@ -162,12 +174,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         unit = self.inside
         if unit is None:
             made = read
+            self.between[len(self.called)] |= {self.held[s] for s in known if s in self.held}
             if name in CONTROL:
                 self.control |= read
         else:
             made = frozenset({("inner", unit)})
             self.read[unit] |= read - made
-            self.own_read[unit] |= read - made
+            for kind, what in (self.held[s] for s in known if s in self.held):
+                if kind == "param":
+                    self.owners.setdefault(what, set()).add(unit)
         for tensor in fresh:
             self._set(tensor, made)
         for tensor in written:
@@ -189,7 +204,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.alive.append(tensor.untyped_storage())
             self.marks[storage] = marks
 
-    def _refuse_value(self, func: Any) -> CutError:
+    def _refuse_value(self, func: Any) -> Refusal:
         inside = self.inside is not None
         return no_value(func, self.units[self.inside or 0] if inside else "the code between units")
 
@@ -197,7 +212,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The recorded graph, once the forward has ended."""
         for unit, name in enumerate(self.units):
             if unit not in self.called:
-                raise CutError("is not called in this forward", name)
+                raise refusal(ONCE, name, "is not called in this forward")
         final, partial = self.control, {}
         if loss is not None:
             final |= self._of(loss)
@@ -210,11 +225,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 partial[pytree.keystr(path)] = inner
             else:
                 final |= marks
-        owners: dict[str, set[int]] = {}
-        for unit, marks in enumerate(self.own_read):
-            for kind, what in marks:
-                if kind == "param":
-                    owners.setdefault(what, set()).add(unit)
         leaves = {
             token: Leaf(leaf.shape, leaf.dtype, leaf.differentiable, token in self.mutated)
             for token, leaf in self.leaves.items()
@@ -224,7 +234,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tuple(_reads(marks) for marks in self.read),
             _reads(final),
             leaves,
-            {name: frozenset(found) for name, found in owners.items()},
+            tuple(_reads(marks) for marks in self.between),
+            {name: frozenset(found) for name, found in self.owners.items()},
             partial,
         )
 

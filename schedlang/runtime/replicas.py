@@ -6,8 +6,6 @@ already carries its weight in the whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -25,19 +23,17 @@ class Sliced:
         self.units: list[FSDPModule] = []
         self._last: bool | None = None
 
-    def add(self, modules: nn.Module | Sequence[nn.Module]) -> None:
-        """Slice the parameters of a module, or of several that are gathered together."""
-        given = modules if isinstance(modules, nn.Module) else list(modules)
-        fully_shard(  # type: ignore[call-overload]
-            given, mesh=self.mesh, reshard_after_forward=self.stage == 3,
+    def add(self, module: nn.Module) -> None:
+        """Slice what this module holds and no module added before it does."""
+        fully_shard(
+            module, mesh=self.mesh, reshard_after_forward=self.stage == 3,
             ignored_params=self.ignored,
         )  # fmt: skip
-        for module in [given] if isinstance(given, nn.Module) else given:
-            assert isinstance(module, FSDPModule)
-            module.set_gradient_divide_factor(1.0)
-            # a plain sum: a factor of one would go through an operator that gloo does not have
-            module.set_force_sum_reduction_for_comms(True)
-            self.units.append(module)
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
+        # a plain sum: a factor of one would go through an operator that gloo does not have
+        module.set_force_sum_reduction_for_comms(True)
+        self.units.append(module)
 
     def before_backward(self, last: bool) -> None:
         """Say whether the backward to come is the last of this step."""
@@ -48,14 +44,3 @@ class Sliced:
             unit.set_requires_gradient_sync(last or self.stage > 1, recurse=False)
             unit.set_is_last_backward(last)
             unit.set_reshard_after_backward(last or self.stage == 3, recurse=False)
-
-
-def groups_of_units(units: Iterable[nn.Module], trunk: set[nn.Module]) -> list[list[nn.Module]]:
-    """The units in groups that are gathered together: each trunk unit alone, the others as one.
-
-    Units that share a parameter must be in one group; tied ones (embedding and head) are not of the
-    trunk.
-    """
-    rest = [unit for unit in units if unit not in trunk]
-    alone = [[unit] for unit in units if unit in trunk]
-    return alone + ([rest] if rest else [])

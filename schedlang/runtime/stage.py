@@ -15,9 +15,10 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from schedlang.runtime.graph import Cut, CutError, Token
+from schedlang.runtime.graph import Cut, Token, refusal
+from schedlang.runtime.meta import hollow_batch, hollow_model
 from schedlang.runtime.record import loss_of
-from schedlang.runtime.units import Switch, skeleton, to_meta
+from schedlang.runtime.units import Switch
 
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 
@@ -65,11 +66,10 @@ class Stub:
     def _shapes(self, unit: int, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
         try:
             with torch.no_grad():
-                output = self.units[unit](*to_meta(args), **to_meta(kwargs))
+                output = self.units[unit](*hollow_batch(args), **hollow_batch(kwargs))
         except (RuntimeError, NotImplementedError) as error:
-            raise CutError(
-                f"its output shape cannot be found without data: {error}", self.names[unit]
-            ) from error
+            name, reason = self.names[unit], "has an output whose shape depends on data"
+            raise refusal("S612", name, reason, note=str(error)) from error
         leaves, spec = pytree.tree_flatten(output)
         return leaves, spec
 
@@ -101,7 +101,7 @@ class Stage:
         self.whole = cut.stages == 1
         if not self.whole:
             self.switch = switch or Switch(model, cut.graph.units)
-            self.stub = stub or Stub(skeleton(model), cut)
+            self.stub = stub or Stub(hollow_model(model, {}), cut)
 
     def differentiable(self, token: Token) -> bool:
         """Whether gradients come back for this value."""
@@ -133,7 +133,8 @@ class Stage:
             except StageEnd:
                 return Forwarded(made, edges)
             if not self.last:
-                raise CutError("the forward ended before the next stage began", self._name())
+                name = self.cut.graph.units[self.units.start]
+                raise refusal("S614", name, "starts a stage whose successor was not called")
             return Forwarded(made, edges, output, loss_of(output, batch, self.loss))
 
     def _capture(
@@ -151,9 +152,6 @@ class Stage:
                 edges[token] = get_gradient_edge(leaf)  # as it is now: it may be written into
             value = leaf.detach()
             made[token] = value.clone() if self.cut.graph.leaves[token].mutated else value
-
-    def _name(self) -> str:
-        return f"stage {self.index} ({self.cut.graph.units[self.units.start]} ..)"
 
 
 class _Enter(torch.autograd.Function):

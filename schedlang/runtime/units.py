@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from schedlang.runtime.constants import OnMeta
-from schedlang.runtime.graph import CutError
+from schedlang.runtime.graph import refusal
+from schedlang.runtime.meta import hollow_batch, hollow_model
 
 Handler = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -59,32 +58,6 @@ class Switch:
                 module._compiled_call_impl = before
 
 
-def skeleton(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters, buffers and tensor attributes are on the meta device.
-
-    No weight is copied; ties, modes, hooks and `requires_grad` are those of the model.
-    """
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        tensors = [*module._parameters.values(), *module._buffers.values(), *vars(module).values()]
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
-                memo[id(tensor)] = _on_meta(tensor)
-    return copy.deepcopy(model, memo)
-
-
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(bare, requires_grad=tensor.requires_grad)
-    return bare.requires_grad_(tensor.requires_grad)
-
-
-def to_meta(tree: Any) -> Any:
-    """The same structure with its tensors on the meta device, without history."""
-    return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to("meta"), tree)
-
-
 def units_of(
     model: nn.Module, kwargs: Mapping[str, Any], at: Sequence[str] = (), *, meta: bool = True
 ) -> tuple[str, ...]:
@@ -100,7 +73,7 @@ def units_of(
     named = dict(model.named_modules())
     for name in at:
         if name not in named:
-            raise CutError(f"there is no module `{name}`")
+            raise refusal("S613", name, "is not a module of this model")
     trunk = _trunk(named, calls)
     containers = {""}
     for name in (*trunk, *at):
@@ -115,13 +88,18 @@ def units_of(
         if next(named[name].parameters(), None) is None:
             continue
         if count > 1 and (name in trunk or name in at):
-            raise CutError(f"is called {count} times in one forward", name)
+            raise refusal(
+                "S601",
+                name,
+                f"is called {count} times in one forward; a cut falls between two calls made once",
+                "cut outside the loop that calls it",
+            )
         if count == 1:
             found.append(name)
     for name in at:
         if name not in found:
             why = "is never called" if name not in calls else "cannot be the start of a stage"
-            raise CutError(why, name)
+            raise refusal("S601", name, why)
     return tuple(found)
 
 
@@ -133,8 +111,8 @@ def in_trunk(model: nn.Module, units: Sequence[str]) -> tuple[bool, ...]:
 
 def _calls(model: nn.Module, kwargs: Mapping[str, Any], meta: bool) -> dict[str, int]:
     """How often each module is called, in the order of first calls."""
-    given = {name: to_meta(value) for name, value in kwargs.items()} if meta else dict(kwargs)
-    model = skeleton(model) if meta else model
+    given = dict(hollow_batch(dict(kwargs)) if meta else kwargs)
+    model = hollow_model(model, {}) if meta else model
     calls: dict[str, int] = {}
     handles = []
     for name, module in model.named_modules():
