@@ -121,9 +121,12 @@ def registry() -> Mapping[str, type[Primitive]]:
 
 
 @contextmanager
-def scratch() -> Iterator[None]:
-    """Primitives defined inside are forgotten afterwards."""
+def scratch(keep: Sequence[str] | None = None) -> Iterator[None]:
+    """Primitives defined inside are forgotten afterwards; of those outside, `keep` are known."""
     before = dict(_registry)
+    for name in before if keep is not None else ():
+        if name not in (keep or ()):
+            del _registry[name]
     try:
         yield
     finally:
