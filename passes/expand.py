@@ -87,11 +87,11 @@ class Failed:
 class Expander:
     """Executes statements one by one; `state` is replaced, `problems` grows."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, selector: Selector | None = None) -> None:
         self.state = state
         self.problems: list[Diagnostic] = []
         self.failed: list[Failed] = []
-        self.selector = Selector(state.facts) if state.facts else None
+        self.selector = selector or (Selector(state.facts) if state.facts else None)
 
     def attempt(self, step: Callable[[], State]) -> bool:
         """Take the state that `step` gives, or note why it refuses."""
