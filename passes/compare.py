@@ -27,7 +27,7 @@ ELEMENT = 100.0  # how much wider the gate of a single element is
 # in this order a difference is found first where it arose
 _ORDER: tuple[str, ...] = (
     *("trainable set", "state_dict keys", "outputs", "loss", "gradients", "input gradients"),
-    *("gradient norm", "parameters", "buffers"),
+    *("gradient norm", "parameters", "other state"),
 )
 
 
@@ -183,7 +183,7 @@ def _ties(expected: Observation, actual: Observation) -> Iterator[Row]:
 
 
 def _state(seen: Observation, condition: str, step: int, name: str) -> Tensor | None:
-    for kind in ("parameters", "buffers"):
+    for kind in ("parameters", "other state"):
         if (value := seen.tensors.get(Key(condition, kind, step, name))) is not None:
             return value
     return None

@@ -7,6 +7,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from schedlang.passes.observe import Key, Observation
+from schedlang.report import Row
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -44,6 +47,27 @@ def diagnose(
         or _rounded(x, r)
         or "no simple pattern fits"
     )
+
+
+def explain(row: Row, expected: Observation, actual: Observation, sizes: Mapping[str, int]) -> str:
+    """The pattern behind a failing row of `compare`, and what came out right just before it."""
+    key = next((k for k in expected.tensors if _is_of(k, row)), None)
+    if key is None:
+        return ""
+    others = {
+        k.name if k.name != key.name else f"{k.name} after step {k.step}": value
+        for k, value in expected.tensors.items()
+        if k != key and k[:2] == key[:2] and (k.step == key.step or k.name == key.name)
+    }
+    found = diagnose(actual.tensors.get(key), expected.tensors[key], sizes, others)
+    order = expected.order
+    if row.kind == "gradients" and row.name in order[1:]:
+        found += f"; equal just before it in backward: {order[order.index(row.name) - 1]}"
+    return found
+
+
+def _is_of(key: Key, row: Row) -> bool:
+    return key == (row.condition, row.kind, row.step, row.name)
 
 
 def _fits(x: Tensor, r: Tensor) -> bool:

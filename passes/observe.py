@@ -187,7 +187,7 @@ class _Sight:
     def state(self, subject: Subject, step: int) -> None:
         trainable = set(subject.trainable())
         for name, value in subject.state_dict().items():
-            self.tensor("parameters" if name in trainable else "buffers", step, name, value)
+            self.tensor("parameters" if name in trainable else "other state", step, name, value)
         copies = subject.replicas()
         if copies is None:
             self.missing.add("replicas")

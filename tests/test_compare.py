@@ -114,7 +114,7 @@ def test_another_order_of_sums_is_equal(expected: Observation) -> None:
     assert report.ok, str(report)
     assert report.worst.error < 1e-12
     kinds = {row.kind for row in report.rows}
-    assert {"outputs", "loss", "gradients", "gradient norm", "parameters", "buffers"} <= kinds
+    assert {"outputs", "loss", "gradients", "gradient norm", "parameters", "other state"} <= kinds
     assert {"tied weights", "trainable set", "state_dict keys", "optimizer exp_avg"} <= kinds
 
 
@@ -172,7 +172,7 @@ def test_sets_ties_and_replicas_are_compared(expected: Observation) -> None:
     less = replace(expected, tensors=copy.deepcopy(expected.tensors), sets={**expected.sets})
     less.sets[key] = less.sets[key] - {"mid.bias"}
     assert Report(compare(expected, less)).first.note == "lost: mid.bias"
-    head = Key("SGD", "buffers", 2, "head.weight")
+    head = Key("SGD", "other state", 2, "head.weight")
     assert head in expected.tensors
     loose = _changed(expected, head, expected.tensors[head] * (1 + 1e-15) + 1e-15)
     assert Report(compare(expected, loose)).first.kind == "tied weights"

@@ -3,7 +3,10 @@
 import pytest
 import torch
 
-from schedlang.passes.diagnose import diagnose
+from schedlang.passes.compare import compare
+from schedlang.passes.diagnose import diagnose, explain
+from schedlang.passes.observe import Key, Observation
+from schedlang.report import Report
 
 SIZES = {"tp": 2, "dp": 3, "microbatches": 4}
 GEN = torch.Generator().manual_seed(0)
@@ -46,3 +49,23 @@ def _one_block(value: float) -> torch.Tensor:
 def test_the_pattern_is_named(actual, words: str) -> None:
     """The words name the number, block, order or tensor that explains the difference."""
     assert words in diagnose(actual, RIGHT, SIZES, {"other": OTHER})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (RIGHT * 2, "tp = 2 times the right value everywhere; equal just before it in backward: a"),
+        (OTHER * 1.0, "it is the value of w after step 1; equal"),
+        (OTHER * 2.0, "it is the value of a; equal"),
+    ],
+)
+def test_a_failing_row_is_explained(wrong: torch.Tensor, words: str) -> None:
+    """The first difference comes with its pattern and with the last gradient that was right."""
+    names = {("a", 0): OTHER * 2.0, ("w", 0): RIGHT, ("w", 1): OTHER * 1.0}
+    tensors = {Key("", "gradients", step, name): v for (name, step), v in names.items()}
+    expected = Observation(tensors, order=("a", "w"))
+    actual = Observation({k: v.clone() for k, v in tensors.items()})
+    actual.tensors[Key("", "gradients", 0, "w")] = wrong.clone()
+    first = Report(compare(expected, actual)).first
+    assert first is not None
+    assert explain(first, expected, actual, SIZES).startswith(words)

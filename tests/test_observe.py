@@ -46,7 +46,7 @@ def test_everything_is_seen() -> None:
         for step in (0, 2):
             held = {k.name for k in seen.tensors if k[:3] == (condition, "parameters", step)}
             assert held == names
-            assert Key(condition, "buffers", step, "1.running_mean") in seen.tensors
+            assert Key(condition, "other state", step, "1.running_mean") in seen.tensors
         assert Key(condition, "outputs", 3, "output") in seen.tensors
         assert seen.sets[Key(condition, "trainable set", 0, "")] == names
     slots = {k.kind for k in seen.tensors if k.condition != "SGD" and "optimizer" in k.kind}
