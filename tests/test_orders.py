@@ -60,11 +60,12 @@ def _torch_rows(name: str, ranks: int, micro: int, chunks: int) -> list[list[str
     else:
         made = schedule._get_pipeline_order()
         rows = [made[rank] for rank in range(ranks)]
+    names = {"F": "F", "B": "B", "I": "B"}
     return [
         [
-            f"{a.stage_index}{a.computation_type.value}{a.microbatch_index}"
+            f"{a.stage_index}{names[a.computation_type.value]}{a.microbatch_index}"
             for a in row
-            if a and a.microbatch_index is not None
+            if a and a.computation_type.value in names
         ]
         for row in rows
     ]
