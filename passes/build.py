@@ -117,10 +117,10 @@ def build(
         outputs_missing=staged.cut.missing if axis is not None else (),
     )  # fmt: skip
     made = None
-    if optimizer is not None:
-        trained = [(n, p) for n, p in found.items() if p.requires_grad]
-        made = optimizer(trained)
+    trained = [(n, p) for n, p in found.items() if p.requires_grad]
+    if optimizer is not None and trained:
         _check_optimizer(plan, holdings, optimizer)
+        made = optimizer(trained)
     return Program(assembly, made, clip)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from schedlang.mesh import Mesh
@@ -99,10 +98,8 @@ class Plan:
     decisions: tuple[tuple[str, Any], ...] = ()
     actions: tuple[Action, ...] = ()
     relaxed: tuple[tuple[str, tuple[str, ...]], ...] = ()  # step -> what it may give up
-    layouts: Mapping[str, Layout] = field(default_factory=lambda: MappingProxyType({}))
-    boundaries: Mapping[str, tuple[Boundary, ...]] = field(
-        default_factory=lambda: MappingProxyType({})
-    )
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    boundaries: Mapping[str, tuple[Boundary, ...]] = field(default_factory=dict)
     cuts: tuple[Cut, ...] = ()
     order: Order | None = None
     replicas: tuple[Replicas, ...] = ()
@@ -171,4 +168,4 @@ class Plan:
 
 
 def _put(known: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
-    return MappingProxyType({**known, key: value})
+    return {**known, key: value}
