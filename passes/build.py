@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostic import Diagnostic, Label, Refusal
+from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.propagate import Traced, propagate
 from schedlang.passes.stages import Unit, at_units, balanced, even, placement
 from schedlang.plan import Plan, Replicas
@@ -149,7 +149,7 @@ def local_skeleton(plan: Plan, traced: Traced) -> nn.Module:
     """The local model on the meta device: right shapes, crossings that send nothing."""
     from schedlang.runtime.meta import hollow_model
 
-    shapes = {name: layout.local_shape(plan.mesh) for name, layout in plan.layouts.items()}
+    shapes = {name: plan.held(name).local_shape(plan.mesh) for name in plan.layouts}
     model = hollow_model(plan.model.model, shapes)
     _shape_up(model, traced, lambda edge: edge)
     return model
@@ -172,7 +172,7 @@ def stages_of(
 ) -> Staged:
     """Cut the model as the plan asks; without cuts everything is one stage."""
     from schedlang.orders import OrderError, order
-    from schedlang.runtime.graph import CutError, cut
+    from schedlang.runtime.graph import cut
     from schedlang.runtime.record import record
     from schedlang.runtime.units import units_of
 
@@ -184,7 +184,7 @@ def stages_of(
     if axis is None or count * chunks == 1:
         from schedlang.runtime.graph import Cut, Reads, StageGraph
 
-        whole = StageGraph(("",), (Reads(),), Reads(), {}, {})
+        whole = StageGraph(("",), (Reads(),), Reads(), {}, (Reads(), Reads()), {})
         return Staged(Cut(whole, (0,)), order("GPipe", 1, micro), (0,), None, _trunk(plan))
     skeleton = local_skeleton(plan, traced)
     skeleton.train()
@@ -193,10 +193,11 @@ def stages_of(
         names = units_of(skeleton, batch, at)
         made = cut(record(skeleton, names, batch, loss=loss), _stage_numbers(plan, names, count * chunks))
         timeline = order(name, count, micro, chunks)
-    except CutError as error:
-        raise Refusal(_cut_refusal(plan, error)) from error
+    except Refusal as refusal:
+        raise _placed(refusal, plan, "stage") from refusal
     except OrderError as error:
-        raise Refusal(_order_refusal(plan, error)) from error
+        told = Diagnostic("S608", error.reason, helps=(error.legal,))
+        raise _placed(Refusal(told), plan, "order") from error
     return Staged(made, timeline, placement(count * chunks, count), axis, _trunk(plan))
 
 
@@ -225,19 +226,10 @@ def _trunk(plan: Plan) -> frozenset[str]:
     return frozenset(f"{fqn}.{child}" for fqn in outer for child in plan.model.sites[fqn].children)
 
 
-def _row_label(plan: Plan, facet: str) -> Label:
+def _placed(refusal: Refusal, plan: Plan, facet: str) -> Refusal:
+    """The refusal at the first row that writes a facet."""
     row = next((a for a in plan.actions if facet in a.primitive.writes), None)
-    return Label(row.span) if row is not None and row.span is not None else Label()
-
-
-def _cut_refusal(plan: Plan, error: Any) -> Diagnostic:
-    where = f"`{error.place}` {error.reason}" if error.place else error.reason
-    return Diagnostic("S601", f"the model cannot be cut here: {where}", _row_label(plan, "stage"),
-                      helps=tuple(error.helps))  # fmt: skip
-
-
-def _order_refusal(plan: Plan, error: Any) -> Diagnostic:
-    return Diagnostic("S608", str(error), _row_label(plan, "order"), helps=(str(error.legal),))
+    return refusal.at(row.span) if row is not None and row.span is not None else refusal
 
 
 # -- what lies where ---------------------------------------------------------------------------------
@@ -261,11 +253,9 @@ def holdings_of(plan: Plan, staged: Staged) -> dict[str, Holding]:
     unsliced = _unsliced(plan, staged)
     holdings = {}
     for name, fact in plan.model.unique.items():
-        layout = plan.layout(name)
-        real = tuple(s for s in layout.splits if plan.mesh.size(s.axis) > 1)
         stages = owners.get(name, frozenset([0])) if staged.axis is not None else None
         cut = () if name in unsliced or not fact.shape else axes
-        holdings[name] = Holding(name, replace(layout, splits=real), cut, staged.axis, stages)
+        holdings[name] = Holding(name, plan.held(name), cut, staged.axis, stages)
     return holdings
 
 
@@ -488,7 +478,7 @@ def _weight(plan: Plan, traced: Traced, parts: int) -> Weight:
     if len(traced.labels) > 1 and parts > 1:
         raise Refusal(
             Diagnostic(
-                "S610", f"the model has {len(traced.labels)} losses with labels of their own",
+                "S621", f"the model has {len(traced.labels)} losses with labels of their own",
                 notes=("a part of the batch would weigh differently in each",),
                 helps=("say what a part weighs: `weight(batch)` in the model file",),
             )
@@ -530,7 +520,7 @@ def _check_optimizer(
         return
     raise Refusal(
         Diagnostic(
-            "S611", "this optimizer does not treat each element by itself",
+            "S622", "this optimizer does not treat each element by itself",
             notes=(f"`{split.name}` lies in parts on several ranks, and parts would be updated"
                    " otherwise than the whole",),
             helps=("use an elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, ...)",),

@@ -134,6 +134,12 @@ class Plan:
         fact = self.model.parameters[parameter]
         return self.layouts.get(fact.name) or Layout.whole(fact.shape)
 
+    def held(self, parameter: str) -> Layout:
+        """How a parameter really lies: axes of size 1 split nothing, and padding serves a split."""
+        layout = self.layout(parameter)
+        real = tuple(split for split in layout.splits if self.mesh.size(split.axis) > 1)
+        return replace(layout, splits=real) if real else Layout.whole(layout.shape)
+
     def with_layout(self, parameter: str, layout: Layout) -> Plan:
         """The plan in which a parameter, under all its names, lies as given."""
         name = self.model.parameters[parameter].name
