@@ -1,4 +1,4 @@
-"""verify: a mark in the plan that asks for the step above to be proven."""
+"""verify: compare with the original at this point; a marker that `verify` answers."""
 
 from __future__ import annotations
 
@@ -6,37 +6,39 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal
 
 from schedlang.kinds import Many
-from schedlang.plan import Plan
 from schedlang.primitive import Primitive, refuse
 
 if TYPE_CHECKING:
     from schedlang.model import Site
+    from schedlang.plan import Plan
+
+What = Literal["forward", "backward", "train", "loss", "exact"]
 
 
-class verify(Primitive):  # noqa: N801
-    """Ask that the schedule up to here be compared with the original.
+class verify(Primitive):
+    """Ask for a comparison with the original; it changes nothing and runs under `verify` only.
 
-    Recorded while planning, run by the verb `verify` and by `schedlang.verify`, which always check
-    everything: a row may add checks and never takes one away.  `rtol` touches the check in the
-    working dtype, never float64.
+    `forward` compares outputs and loss, `backward` all gradients, `train` parameters after `steps`
+    optimizer steps, `loss` the loss curve within a share of the original's; `exact` asks for equal
+    bits.  `rtol` is for the working dtype; the comparison in float64 has its own bound.
     """
 
-    what: Many[Literal["forward", "backward", "train", "exact"]] = ()
-    steps: int = field(default=3, kw_only=True)
-    mode: Literal["train", "eval"] = field(default="train", kw_only=True)
+    what: Many[What] = ()
     rtol: float | None = field(default=None, kw_only=True)
+    steps: int | None = field(default=None, kw_only=True)
+    within: float | None = field(default=None, kw_only=True)
+    mode: Literal["train", "eval"] = field(default="train", kw_only=True)
 
     example = "verify(forward, backward)"
-    reads = frozenset()
-    writes = frozenset()
     takes = "model"
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse numbers that mean nothing."""
-        if self.steps < 1:
-            refuse("S304", f"{self.steps} steps check nothing", helps=("use 1 or more",))
-        if self.rtol is not None and not 0 < self.rtol < 1:
-            refuse("S304", f"a tolerance of {self.rtol} means nothing", helps=("use a small number, as 2e-2",))
+        """Bounds and counts must be possible ones."""
+        for name, value in (("rtol", self.rtol), ("within", self.within), ("steps", self.steps)):
+            if value is not None and value <= 0:
+                refuse("S304", f"`{name}` of `verify` is above zero", f"this is {value}")
+        if self.within is not None and "loss" not in self.what:
+            refuse("S305", "`within` bounds a loss", helps=["write `verify(loss, within=0.01)`"])
 
     def apply(self, site: Site, build: Any) -> None:
-        """Nothing: a mark changes no module."""
+        """Nothing is built for it."""

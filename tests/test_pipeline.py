@@ -17,8 +17,11 @@ from schedlang.runtime import mail
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.graph import Cut, cut
 from schedlang.runtime.meta import hollow_model
+from schedlang.runtime.modes import ambient
 from schedlang.runtime.pipeline import Event, Pipeline
+from schedlang.runtime.random import LogicalDropout
 from schedlang.runtime.record import record
+from schedlang.runtime.scope import Scope, entered, named_sites
 from schedlang.runtime.stage import Stage, Stub
 from schedlang.runtime.units import Switch, in_trunk, units_of
 from schedlang.timeline import Kind, Op, Timeline, timeline
@@ -269,6 +272,53 @@ def test_frozen_parameters() -> None:
     batch = models.tokens()
     answers = run_ranks(2, train, frozen, batch, order("1f1b", 2, 4), True)
     assert_same(frozen, batch, answers)
+
+
+def _dropout(rank: int, batch: Any, plan: Timeline) -> Any:
+    model, parts = models.gpt2(dropout=0.3), split(batch, plan.microbatches)
+    named_sites(model)
+    samples = [tuple(rows.tolist()) for rows in torch.arange(7).tensor_split(len(parts))]
+
+    def around(microbatch: int) -> Any:
+        return entered(Scope(0, microbatch, samples[microbatch]))
+
+    with ambient(Float64()), ambient(LogicalDropout(3)):
+        pipe = pipeline(model, batch, plan, rank)
+        total = sum(weight(p) for p in parts)
+        results = pipe.run(parts, [weight(p) / total for p in parts], around=around)
+    return results, gradients(model)
+
+
+def test_dropout() -> None:
+    """Masks drawn logically are those of the whole model, in forward and around every stub."""
+    batch = models.tokens()
+    answers = run_ranks(2, _dropout, batch, order("interleaved1f1b", 2, 4, 2))
+    model = models.gpt2(dropout=0.3)
+    named_sites(model)
+    with ambient(Float64()), ambient(LogicalDropout(3)), entered(Scope(0, 0, tuple(range(7)))):
+        model(**batch).loss.backward()
+    for name, wanted in gradients(model).items():
+        found = sum(grads[name] for _, grads in answers if grads.get(name) is not None)
+        assert float((found - wanted).norm()) <= GATE * float(wanted.norm()), name
+
+
+def test_split_can_be_off() -> None:
+    """A stage that must not split its backward does all of it at I, and W finds nothing to do."""
+    batch, plan = models.points(), split_backward(order("1f1b", 1, 2))
+    model = models.Skipping()
+    pipe = pipeline(model, batch, plan, 0)
+    pipe.stages[0].split = False
+    seen: list[Any] = []
+
+    def on_op(event: Event) -> None:
+        ready = model.head.weight.grad
+        seen.append((event.op.kind.name, None if ready is None else ready.clone()))
+
+    pipe.run(split(batch, 2), on_op=on_op)
+    kinds = [kind for kind, _ in seen]
+    assert kinds == ["F", "I", "F", "W", "I", "W"]
+    assert seen[1][1] is None and seen[2][1] is not None
+    assert torch.equal(seen[3][1], seen[2][1]) and torch.equal(seen[5][1], model.head.weight.grad)
 
 
 def test_a_timeline_for_other_edges_is_refused() -> None:

@@ -8,11 +8,11 @@ travel by cloudpickle (closures and `__main__` included), and rendezvous is a fi
 is needed.
 
 How a hang is told from slow work. A rank gets on when its main thread sends something (`progress`,
-its result), or when CPU time is spent by it or by processes that it started: compiling, importing,
+its result), or when CPU time is spent by it or by processes that it started: compiling, importing
 and long single operators count, waiting does not, because gloo sleeps in a collective that nobody
-else joins. It is a hang if during `hang_after` seconds no rank sent anything and all ranks together
-spent less than 1/30 of that time on a CPU. The error says where each rank stands. An endless loop
-is not recognised so; `timeout` is for that.
+else joins. It is a hang if during `hang_after` seconds no rank sent anything and none spent 1/30 of
+that time on a CPU. The error says where each rank stands. An endless loop is not recognised so;
+`timeout` is for that.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["Hang", "Pool", "RankDied", "progress"]
 
 _TICK = 0.25  # seconds between two looks at the ranks
 _GRACE = 1.0  # seconds to wait for the cause when a consequence arrives first
-_SLEEPING = 1 / 30  # of one core: below this, all ranks together are said to wait
+_SLEEPING = 1 / 30  # of one core: below this a rank waits (one that polls a store takes 1/100)
 
 
 class RankDied(Exception):
@@ -106,7 +106,7 @@ class _Job:
     failures: list[tuple[int, int, str, BaseException | None]] = field(default_factory=list)
     first_failure: float = 0.0
     moved: float = field(default_factory=time.monotonic)
-    spent: float = 0.0
+    spent: dict[int, float] = field(default_factory=dict)  # CPU seconds by process, then
 
     def fail(self, weight: int, rank: int, text: str, cause: BaseException | None = None) -> None:
         """Note a failure; the lightest is the cause: 0 died, 1 raised, 2 a consequence."""
@@ -282,8 +282,8 @@ class Pool:
             elif job.on_progress is not None and what[0] is not None:
                 job.on_progress(rank.rank, what[0])
 
-    def _spent(self, job: _Job) -> float:
-        return cpu_seconds([r.pid for r in self._ranks[: job.world] if r.pid])
+    def _spent(self, job: _Job) -> dict[int, float]:
+        return {r.pid: cpu_seconds([r.pid]) for r in self._ranks[: job.world] if r.pid}
 
     def _doubt(
         self, job: _Job, end: float | None, timeout: float | None, hang_after: float
@@ -295,7 +295,8 @@ class Pool:
         if now - job.moved < min(1.0, hang_after / 4) or job.failures:
             return
         spent = self._spent(job)
-        if spent - job.spent >= _SLEEPING * hang_after:
+        most = max((spent[p] - job.spent.get(p, 0) for p in spent), default=0)
+        if most >= _SLEEPING * hang_after:
             job.moved, job.spent = now, spent
         elif now - job.moved > hang_after:
             raise Hang(f"no rank got on for {hang_after:g} s", self._stacks(job))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -65,12 +65,31 @@ class Mail:
         group: dist.ProcessGroup | None,
         down: dist.ProcessGroup | None,
         device: torch.device,
+        pairs: Iterable[tuple[int, int]] = (),
     ) -> None:
         self.group, self.down, self.device = group, down or group, device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._queues: dict[int, deque[_Expected]] = {}
         self._expected: dict[Hashable, tuple[int, _Expected]] = {}
         self._sent: dict[Hashable, list[tuple[Any, torch.Tensor]]] = {}
+        if device.type != "cpu":
+            self._connect(pairs)
+
+    def _connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Meet every partner once, in one order for all ranks.
+
+        NCCL connects two ranks when they first talk, and both wait for it: two ranks that begin
+        with sends to each other would wait for ever.
+        """
+        ends = {(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}
+        word = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        for low, high in sorted(ends):
+            for source, target in ((low, high), (high, low)):
+                lane = self._lane(source, target)
+                if self.rank == source:
+                    dist.send(word, target, lane)
+                elif self.rank == target:
+                    dist.recv(word, source, lane)
 
     @_plainly
     def send(

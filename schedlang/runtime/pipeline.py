@@ -72,7 +72,8 @@ class Pipeline:
         self.timeline = timeline.with_edges(cut.edges)
         self.stage_ranks = dict(stage_ranks)
         self.rank = int(self.timeline.stage_rank[next(iter(stages))])
-        self.mail = Mail(group, down, torch.device(device))
+        pairs = {(self.stage_ranks[a], self.stage_ranks[b]) for a, b in self.timeline.edges}
+        self.mail = Mail(group, down, torch.device(device), pairs)
         self._orders: dict[tuple[int, bool], tuple[Event, ...]] = {}
         self._layouts: dict[Any, Layout] = {}
 
@@ -144,7 +145,7 @@ class _Step:
         elif op.kind is Kind.I:
             self._input_backward(self.pipe.stages[op.stage], op.microbatch)
         else:
-            self._weight_backward(op.stage, op.microbatch)
+            self._weight_backward(self.pipe.stages[op.stage], op.microbatch)
 
     def transfer(self, op: Op) -> None:
         """A send, or the posting of a receive."""
@@ -214,16 +215,20 @@ class _Step:
 
     def _input_backward(self, stage: Stage, microbatch: int) -> None:
         flight = self.flights[(stage.index, microbatch)]
+        if not stage.split:
+            self._backward(stage, microbatch)
+            return
         roots, grads = self._roots(stage, flight, microbatch)
         flight.split = SplitBackward(roots, grads, list(flight.leaves.values()))
         for leaf, grad in zip(flight.leaves.values(), flight.split.inputs()):
             leaf.grad = grad
         self._return(stage, flight, microbatch)
 
-    def _weight_backward(self, stage: int, microbatch: int) -> None:
-        flight = self.flights.pop((stage, microbatch))
-        assert flight.split is not None
-        flight.split.weights()
+    def _weight_backward(self, stage: Stage, microbatch: int) -> None:
+        if stage.split:
+            flight = self.flights.pop((stage.index, microbatch))
+            assert flight.split is not None
+            flight.split.weights()
 
     def _roots(self, stage: Stage, flight: _Flight, microbatch: int) -> tuple[list[Any], list[Any]]:
         """Where gradients enter this stage, and the gradients."""

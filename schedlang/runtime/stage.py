@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from schedlang.runtime.graph import Cut, Token, refusal
 from schedlang.runtime.meta import hollow_batch, hollow_model
 from schedlang.runtime.record import loss_of
+from schedlang.runtime.scope import capture
 from schedlang.runtime.units import Switch
 
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
@@ -48,6 +49,7 @@ class Stub:
         self.names = cut.graph.units
         self.units = tuple(reference.get_submodule(name) for name in self.names)
         self._known: dict[Any, Any] = {}
+        self._outside = capture()  # a run for shapes draws no masks and counts no calls
 
     def __call__(
         self, unit: int, args: Any, kwargs: Any, received: Mapping[Token, torch.Tensor], device: Any
@@ -65,7 +67,7 @@ class Stub:
 
     def _shapes(self, unit: int, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._outside():
                 output = self.units[unit](*hollow_batch(args), **hollow_batch(kwargs))
         except (RuntimeError, NotImplementedError) as error:
             name, reason = self.names[unit], "has an output whose shape depends on data"
@@ -80,6 +82,8 @@ class Stage:
     `model` is the local module: parameters of other stages may be anything (meta, say), they are
     never touched. `switch` stands before the units of `model`; the stages of one rank share it.
     `stub` comes from a whole model on meta. `loss(output, batch)` where the model gives none.
+    `split=False` lets I do the whole backward and W nothing: for stages with recomputed or
+    gathered weights, where every part of a backward would recompute or gather again.
     """
 
     def __init__(
@@ -91,8 +95,9 @@ class Stage:
         switch: Switch | None = None,
         stub: Stub | None = None,
         loss: Loss | None = None,
+        split: bool = True,
     ) -> None:
-        self.model, self.cut, self.index, self.loss = model, cut, index, loss
+        self.model, self.cut, self.index, self.loss, self.split = model, cut, index, loss, split
         self.last = index == cut.stages - 1
         self.units = cut.units(index)
         self.incoming = {e[0]: tokens for e, tokens in cut.routes.items() if e[1] == index}
