@@ -6,11 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.fx.experimental import _config as shapes
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from schedlang.diagnostic import Refusal
-from schedlang.runtime.graph import refusal
 
 LIMIT = 1 << 24  # elements; masks and positions are small, anything larger is not followed
 
@@ -37,16 +35,23 @@ class Constants:
         func: Any,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        refuse: Callable[[Any], Exception],
+        unknown: Callable[[Any], Any],
     ) -> Any:
-        """The operator's result; a value that must be known and is not raises `refuse(func)`."""
+        """The operator's result; what a value that is not known becomes is for `unknown(func)`."""
         if func._schema.name == "aten::_local_scalar_dense" and args[0].is_meta:
             value = self._real(args[0])
-            if value is None:
-                raise refuse(func)
-            return value.item()
+            return unknown(func) if value is None else value.item()
         shadow = self._shadow(func, args, kwargs)
-        output = func(*args, **kwargs)
+        if shadow is None and func._schema.name == "aten::nonzero" and args[0].is_meta:
+            unknown(func)
+            with shapes.patch(meta_nonzero_assume_all_nonzero=True):
+                return func(*args, **kwargs)
+        try:
+            output = func(*args, **kwargs)
+        except NotImplementedError:
+            if shadow is None:  # else the shape depends on values, which are known
+                raise
+            output = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), shadow)
         if shadow is not None:
             for bare, value in zip(pytree.tree_leaves(output), pytree.tree_leaves(shadow)):
                 known = not isinstance(bare, torch.Tensor) or _storage(bare) in self.values
@@ -103,9 +108,12 @@ class Constants:
 
 
 class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets a model run on meta tensors although it asks for values of its arguments."""
+    """Lets a model run on meta tensors although it asks for values.
 
-    def __init__(self, real: Any, meta: Any) -> None:
+    `real` and `meta` are its arguments, of which values are known; other values are taken as 0.
+    """
+
+    def __init__(self, real: Any = (), meta: Any = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.constants = Constants()
         self.constants.know(real, meta)
@@ -113,17 +121,7 @@ class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return self.constants.run(func, args, kwargs or {}, no_value)
-
-
-def no_value(func: Any, where: str = "") -> Refusal:
-    """What to raise where a value is asked for that is not known."""
-    return refusal(
-        "S611",
-        where,
-        f"reads the value of a tensor ({func._schema.name}) while recorded without data",
-        "record it on real tensors",
-    )
+        return self.constants.run(func, args, kwargs or {}, lambda func: 0)
 
 
 def _storage(tensor: torch.Tensor) -> int:
