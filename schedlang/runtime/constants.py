@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.fx.experimental import _config as shapes
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-LIMIT = 1 << 24  # elements; masks and positions are small, anything larger is not followed
+LIMIT = 1 << 22  # bytes; padding masks and positions are small, anything larger is not followed
 
 
 class Constants:
@@ -41,24 +41,35 @@ class Constants:
         if func._schema.name == "aten::_local_scalar_dense" and args[0].is_meta:
             value = self._real(args[0])
             return unknown(func) if value is None else value.item()
+        try:
+            output = func(*args, **kwargs)
+        except NotImplementedError:  # the shape depends on values
+            return self._sized(func, args, kwargs, unknown)
+        made = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.is_meta]
+        if not made:
+            if func._schema.is_mutable:
+                self._forget(t for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor))
+            return output
+        small = all(t.untyped_storage().nbytes() <= LIMIT for t in made)
+        shadow = self._shadow(func, args, kwargs) if small else None
+        if shadow is not None:
+            for bare, value in zip(pytree.tree_leaves(output), pytree.tree_leaves(shadow)):
+                if isinstance(bare, torch.Tensor) and _storage(bare) not in self.values:
+                    self._keep(bare, value)
+        elif func._schema.is_mutable:
+            self._forget(made)
+        return output
+
+    def _sized(self, func: Any, args: Any, kwargs: Any, unknown: Callable[[Any], Any]) -> Any:
+        """The result of an operator whose shape only values tell."""
         shadow = self._shadow(func, args, kwargs)
-        if shadow is None and func._schema.name == "aten::nonzero" and args[0].is_meta:
+        if shadow is None:
             unknown(func)
             with shapes.patch(meta_nonzero_assume_all_nonzero=True):
                 return func(*args, **kwargs)
-        try:
-            output = func(*args, **kwargs)
-        except NotImplementedError:
-            if shadow is None:  # else the shape depends on values, which are known
-                raise
-            output = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), shadow)
-        if shadow is not None:
-            for bare, value in zip(pytree.tree_leaves(output), pytree.tree_leaves(shadow)):
-                known = not isinstance(bare, torch.Tensor) or _storage(bare) in self.values
-                if not known and bare.is_meta:
-                    self._keep(bare, value)
-        elif func._schema.is_mutable:
-            self._forget(output)
+        output = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), shadow)
+        for bare, value in zip(pytree.tree_leaves(output), pytree.tree_leaves(shadow)):
+            self._keep(bare, value)
         return output
 
     def _shadow(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -94,17 +105,16 @@ class Constants:
 
     def _keep(self, bare: torch.Tensor, value: torch.Tensor) -> None:
         size = bare.untyped_storage().nbytes() // max(1, bare.element_size())
-        if size > LIMIT or bare.shape != value.shape:
+        if bare.untyped_storage().nbytes() > LIMIT or bare.shape != value.shape:
             return
         flat = torch.zeros(size, dtype=value.dtype)
         flat.as_strided(bare.shape, bare.stride(), bare.storage_offset()).copy_(value)
         self.values[_storage(bare)] = flat
         self.alive.append(bare.untyped_storage())
 
-    def _forget(self, output: Any) -> None:
-        for bare in pytree.tree_leaves(output):
-            if isinstance(bare, torch.Tensor) and bare.is_meta:
-                self.values.pop(_storage(bare), None)
+    def _forget(self, written: Iterable[torch.Tensor]) -> None:
+        for bare in written:
+            self.values.pop(_storage(bare), None)
 
 
 class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -78,6 +78,7 @@ class Cut:
 
     @cached_property
     def stages(self) -> int:
+        """How many stages there are."""
         return self.stage_of[-1] + 1
 
     def units(self, stage: int) -> range:

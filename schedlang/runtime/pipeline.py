@@ -71,6 +71,7 @@ class Pipeline:
     ) -> None:
         self.stages = dict(stages)
         cut = next(iter(stages.values())).cut
+        assert timeline.stages == cut.stages, f"{timeline.stages} stages in time, {cut.stages} cut"
         self.timeline = timeline.with_edges(cut.edges)
         self.stage_ranks = dict(stage_ranks)
         self.rank = int(self.timeline.stage_rank[next(iter(stages))])
@@ -117,10 +118,14 @@ class Pipeline:
             order = with_transfers(order, self.lookahead)
             check(order)
             rows = order.rows(self.rank)
-            last = {op.stage: k for k, op in enumerate(rows) if op.kind in BACKWARD}
+            last = {op.stage: k for k, op in enumerate(rows) if self._works(op)}
             events = (Event(op, last.get(op.stage) == k) for k, op in enumerate(rows))
             self._orders[(count, train)] = tuple(events)
         return self._orders[(count, train)]
+
+    def _works(self, op: Op) -> bool:
+        """Whether an operation is a backward that does something on its stage."""
+        return op.kind in BACKWARD and (op.kind is not Kind.W or self.stages[op.stage].split)
 
 
 class _Step:
