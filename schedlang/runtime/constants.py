@@ -65,7 +65,7 @@ class Constants:
         shadow = self._shadow(func, args, kwargs)
         if shadow is None:
             unknown(func)
-            with shapes.patch(meta_nonzero_assume_all_nonzero=True):
+            with shapes.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
                 return func(*args, **kwargs)
         output = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), shadow)
         for bare, value in zip(pytree.tree_leaves(output), pytree.tree_leaves(shadow)):
