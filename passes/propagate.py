@@ -46,6 +46,7 @@ class Traced:
     """What one forward showed.
 
     edges     module -> its edges, with groups that have no processes yet
+    kinds     module -> how it computes (Linear, Conv1D, Embedding, or "" for as it is)
     numbers   attributes to be divided: (module, attribute, local value)
     partial   parameter -> axes over which its gradient must still be summed
     masks     (module, turn) of a random draw -> whole shape and split dims by axis
@@ -53,6 +54,7 @@ class Traced:
     """
 
     edges: Mapping[str, tuple[Edge, ...]] = field(default_factory=dict)
+    kinds: Mapping[str, str] = field(default_factory=dict)
     numbers: tuple[tuple[str, str, int], ...] = ()
     partial: Mapping[str, frozenset[str]] = field(default_factory=dict)
     masks: Mapping[tuple[str, int], tuple[tuple[int, ...], Mapping[str, Tag]]] = field(
@@ -107,6 +109,7 @@ def leaves_of(plan: Plan) -> dict[str, Leaf]:
     """The sharded modules of a plan; axes of size 1 shard nothing."""
     from schedlang.runtime.dry import Leaf
 
+    _check_ties(plan)
     leaves = {}
     for fqn, boundaries in plan.boundaries.items():
         real = [b for b in boundaries if plan.mesh.size(b.axis) > 1]
@@ -115,13 +118,35 @@ def leaves_of(plan: Plan) -> dict[str, Leaf]:
         site = plan.model.sites[fqn]
         kind = next((k for k in ("Linear", "Conv1D", "Embedding") if site.is_a(k)), "")
         wanted = tuple(_wanted(plan, fqn, kind, b.axis, b.input, b.output) for b in real)
-        split = any(plan.layout(fact.name).splits for fact in site.parameters.values())
+        split = any(plan.held(fact.name).splits for fact in site.parameters.values())
         names = tuple(fact.name for fact in site.parameters.values())
         pending = any(isinstance(w.computes, P) for w in wanted)
         bias = site.parameters.get("bias")
         split_kind = kind if split else ""
         leaves[fqn] = Leaf(fqn, split_kind, wanted, names, bias.name if bias and pending else None)
     return leaves
+
+
+def _check_ties(plan: Plan) -> None:
+    """Every module that uses a split parameter must be sharded over the same axes."""
+    for name in plan.layouts:
+        for used in plan.model.parameters[name].names:
+            owner = plan.model.owner(used).fqn
+            known = {b.axis for b in plan.boundaries.get(owner, ())}
+            for split in plan.held(name).splits:
+                if split.axis not in known:
+                    raise Refusal(_half_sharded(plan, name, used, split.axis))
+
+
+def _half_sharded(plan: Plan, name: str, used: str, axis: str) -> Diagnostic:
+    owner = plan.model.owner(used).fqn
+    row = next(a for a in plan.actions if plan.model.owner(name).fqn in a.sites or _touches(a, name))
+    return Diagnostic(
+        "S506", f"`{owner}` shares a weight that is split, and is not sharded itself",
+        Label(row.span) if row.span is not None else Label(),
+        notes=(f"`{used}` and `{name}` are the same tensor", f"it is split over `{axis}`"),
+        helps=(f"shard it too: `{owner} shard(vocab, over={axis})`",),
+    )  # fmt: skip
 
 
 def _alike(plan: Plan, fqn: str) -> list[str]:
@@ -145,7 +170,7 @@ def _wanted(plan: Plan, fqn: str, kind: str, axis: str, entry: Any, output: Any)
 
     site = plan.model.sites[fqn]
     weight = site.parameters.get("weight")
-    layout = plan.layout(weight.name) if weight is not None else None
+    layout = plan.held(weight.name) if weight is not None else None
     split = next((s for s in layout.splits if s.axis == axis), None) if layout else None
     if not kind or split is None or layout is None or weight is None:
         return Wanted(axis, entry, output, None, splits=False)
@@ -245,12 +270,11 @@ class _Run:
         from schedlang.runtime.meta import hollow_model
 
         plan = self.plan
-        shapes = {name: lay.local_shape(plan.mesh) for name, lay in plan.layouts.items()}
+        shapes = {name: plan.held(name).local_shape(plan.mesh) for name in plan.layouts}
         model = hollow_model(plan.model.model, shapes)
         model.train()
         for name, tensor in model.named_parameters():
-            split = [s for s in plan.layout(name).splits if self.sizes[s.axis] > 1]
-            tags = {s.axis: Tag(s.dim, s.blocks) for s in split}
+            tags = {s.axis: Tag(s.dim, s.blocks) for s in plan.held(name).splits}
             self.follower.put(tensor, Note(tags, frozenset() if tags else frozenset([name])))
         for value in self.inputs.values():
             if hasattr(value, "device"):
@@ -352,7 +376,7 @@ def _traced(plan: Plan, recording: Recording, run: _Run | None = None) -> Traced
         return Traced(**shared)  # type: ignore[arg-type]
     partial = {name: frozenset(axes) for name, axes in run.follower.partial.items()}
     return Traced(
-        edges=run.edges, numbers=tuple(run.numbers), partial=partial, masks=run.follower.masks,
+        edges=run.edges, kinds={fqn: run.leaves[fqn].kind for fqn in run.edges}, numbers=tuple(run.numbers), partial=partial, masks=run.follower.masks,
         exchanges=tuple(run.exchanges), **shared,  # type: ignore[arg-type]
     )  # fmt: skip
 

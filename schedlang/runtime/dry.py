@@ -13,7 +13,7 @@ from schedlang.placement import P, Placement, R, Replicate, S
 from schedlang.runtime.collective import Group
 from schedlang.runtime.crossing import dim_of, shared
 from schedlang.runtime.follow import Follower, Hoist, Mismatch, Note, Tag
-from schedlang.runtime.shard import Edge, forward_of, is_main, on_first, on_result
+from schedlang.runtime.shard import Edge, Sharded, is_main, on_first, on_result
 from schedlang.runtime.trace import tensors_in
 from schedlang.runtime.vocab import ShardedLogits
 
@@ -67,7 +67,7 @@ def dry_forward(
         for edge in edges:
             _hoist(edge, main, follower)
         if leaf.kind:
-            out = forward_of(module, leaf.kind, edges)(*args, **kwargs)
+            out = Sharded(module, leaf.kind, edges)(*args, **kwargs)
             _note_leaf(leaf, edges, note, out, follower)
         else:
             for edge in edges:

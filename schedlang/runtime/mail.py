@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,20 @@ DTYPES: tuple[torch.dtype, ...] = tuple(
 def layout_of(tensors: Sequence[torch.Tensor]) -> Layout:
     """Dtype and shape of each tensor."""
     return tuple((t.dtype, tuple(t.shape)) for t in tensors)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _plainly(method: F) -> F:
+    """Outside all function modes: what is sent is no part of the model's arithmetic."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return method(*args, **kwargs)
+
+    return cast(F, run)
 
 
 @dataclass
@@ -76,6 +91,7 @@ class Mail:
                 elif self.rank == target:
                     dist.recv(word, source, lane)
 
+    @_plainly
     def send(
         self, to: int, key: Hashable, tensors: Sequence[torch.Tensor], *, header: bool
     ) -> None:
@@ -89,6 +105,7 @@ class Mail:
             if part.numel():
                 kept.append((dist.isend(part, to, self._lane(self.rank, to)), part))
 
+    @_plainly
     def post(
         self,
         source: int,
@@ -107,6 +124,7 @@ class Mail:
         queue.append(expected)
         self._drain(source, queue, None)
 
+    @_plainly
     def take(self, key: Hashable) -> list[torch.Tensor]:
         """The tensors of a message; waits for them. Each is fresh memory of its own."""
         source, expected = self._expected.pop(key)

@@ -42,6 +42,15 @@ class Ranks:
         name = (over,) if isinstance(over, str) else tuple(over)
         return self._made(name, self.mesh.groups(axes), self.mesh.index(self.rank, axes))
 
+    def again(self, over: str) -> dist.ProcessGroup | None:
+        """A second process group over the same ranks, for traffic the other way."""
+        groups = self.mesh.groups(self.mesh.fold(over))
+        found = None
+        for ranks in groups:
+            made = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+            found = made if self.rank in ranks else found
+        return found
+
     def subset(self, name: str, groups: Sequence[tuple[int, ...]]) -> Group | None:
         """This rank's group among disjoint ones that need not cover the world; None if in none."""
         mine = next((ranks for ranks in groups if self.rank in ranks), None)

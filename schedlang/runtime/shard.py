@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -117,12 +118,11 @@ def embedding(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
     return forward
 
 
-def region(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
+def region(inner: Forward, edges: tuple[Edge, ...]) -> Forward:
     """A module of any class as it is, between two crossings of its main tensor.
 
     The main tensor is the first floating-point one among the arguments, and among the results.
     """
-    inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         for edge in edges:
@@ -173,6 +173,29 @@ FORWARDS: Mapping[str, Callable[[nn.Module, str, tuple[Edge, ...]], Forward]] = 
 }
 
 
-def forward_of(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
-    """The forward of a sharded module; `kind` is the class that says how it computes, or ""."""
-    return FORWARDS.get(kind, region)(module, kind, edges)
+class Sharded:
+    """The forward of a sharded module; `kind` is the class that says how it computes, or "".
+
+    An object, not a closure: in a deep copy of the model it is bound to the copied module.
+    """
+
+    def __init__(self, module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> None:
+        self.module, self.kind, self.edges = module, kind, edges
+        self.inner = module.forward
+        self.run: Forward | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
+        made = Sharded.__new__(Sharded)
+        memo[id(self)] = made
+        made.module, made.kind = copy.deepcopy(self.module, memo), self.kind
+        made.inner, made.edges = copy.deepcopy(self.inner, memo), self.edges
+        made.run = None
+        return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The sharded computation."""
+        if self.run is None:
+            make = FORWARDS.get(self.kind)
+            made = make(self.module, self.kind, self.edges) if make else region(self.inner, self.edges)
+            self.run = made
+        return self.run(*args, **kwargs)
