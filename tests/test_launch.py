@@ -1,6 +1,7 @@
 """Tests of launch: jobs on local ranks, their failures, and what is left of them."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.runtime.launch import Hang, Pool, RankDied, progress
+from schedlang.runtime.launch import Hang, Pool, RankDied, modules_of, progress
 
 ROOT = Path(__file__).parent.parent
 
@@ -260,3 +261,20 @@ def test_nothing_is_left_behind(kind: str, tmp_path: Path) -> None:
     assert lines[0] == ["once"] and "once" not in rest
     assert (script.returncode == 0 and "fine" in rest) == (kind == "ends")
     assert len(set(pids)) == 3 and _gone(pids)
+
+
+def test_what_the_first_job_names_is_imported_once(tmp_path: Path) -> None:
+    """A module that the pickled job refers to is imported by the server, before the ranks."""
+    (tmp_path / "slow_to_import.py").write_text(
+        "import os\nPID = os.getpid()\ndef pid(): return PID\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        import slow_to_import
+
+        assert "slow_to_import" in modules_of(pickle.dumps(slow_to_import.pid))
+        with Pool(files={"slow_to_import": tmp_path / "slow_to_import.py"}) as pool:
+            assert len(set(pool.run(slow_to_import.pid, 3))) == 1
+    finally:
+        sys.path.remove(str(tmp_path))
+        del sys.modules["slow_to_import"]
