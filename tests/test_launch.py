@@ -244,10 +244,12 @@ print("fine")
 
 @pytest.mark.parametrize("kind", ["ends", "interrupted", "killed"])
 def test_nothing_is_left_behind(kind: str, tmp_path: Path) -> None:
-    """However a script ends, its ranks and their server end too; `__main__` is not run again."""
+    """However a script ends, its ranks, server and files go too; `__main__` is not rerun."""
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(SCRIPT))
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch)}
     script = subprocess.Popen(
         [sys.executable, str(path), kind], stdout=subprocess.PIPE, text=True, env=environ
     )
@@ -261,6 +263,24 @@ def test_nothing_is_left_behind(kind: str, tmp_path: Path) -> None:
     assert lines[0] == ["once"] and "once" not in rest
     assert (script.returncode == 0 and "fine" in rest) == (kind == "ends")
     assert len(set(pids)) == 3 and _gone(pids)
+    assert not list(scratch.iterdir())
+
+
+def test_a_dead_server_is_replaced() -> None:
+    """If the server is killed its ranks go with it, the job says so, and the next one works."""
+    with Pool() as pool:
+        pids = pool.run(os.getpid, 2)
+        pool._server.kill()
+        assert _gone(pids)
+        assert pool.run(_sum_of_ranks, 2) == [1, 1]
+
+        def kill_it() -> None:
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(100)
+
+        with pytest.raises(RankDied, match="fork server"):
+            pool.run(kill_it, 2)
+        assert pool.run(_sum_of_ranks, 2) == [1, 1]
 
 
 def test_what_the_first_job_names_is_imported_once(tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ import os
 import pickle
 import re
 import select
+import shutil
 import signal
 import socket
 import struct
 import sys
-import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -72,7 +72,7 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
 # ---- the server ----------------------------------------------------------------------------------
 
 
-def main(control_fd: int, preload: Sequence[str], files: Mapping[str, str]) -> None:
+def main(control_fd: int, preload: Sequence[str], files: Mapping[str, str], scratch: str) -> None:
     """Serve on an inherited socket until its other end is closed or the parent is gone."""
     control = socket.socket(fileno=control_fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
@@ -84,6 +84,7 @@ def main(control_fd: int, preload: Sequence[str], files: Mapping[str, str]) -> N
         pass  # the parent is gone
     finally:
         _kill(alive)
+        shutil.rmtree(scratch, ignore_errors=True)  # a parent that was killed cannot
 
 
 def _import(names: Sequence[str], files: Mapping[str, str]) -> None:
@@ -268,8 +269,3 @@ def _leave() -> None:
         dist.barrier()  # whoever closes first could cut off what is still on its way
         dist.destroy_process_group()
     gc.collect()
-
-
-def scratch() -> str:
-    """A directory for stores and logs."""
-    return tempfile.mkdtemp(prefix="schedlang-")

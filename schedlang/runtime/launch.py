@@ -28,6 +28,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -59,7 +60,7 @@ class Pool:
         files: Mapping[str, str | Path] | None = None,
     ) -> None:
         self.files = {name: str(path) for name, path in (files or {}).items()}
-        self._scratch = Path(forkserver.scratch())
+        self._scratch = Path(tempfile.mkdtemp(prefix="schedlang-"))  # stores, logs
         self._ranks: list[Rank] = []
         self._jobs = 0
         self._lock = threading.Lock()
@@ -67,10 +68,12 @@ class Pool:
 
     def _start(self, preload: tuple[str, ...]) -> None:
         self._preload, self._owner = preload, os.getpid()
+        self._scratch.mkdir(exist_ok=True)
         self._control, theirs = socket.socketpair()
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; from schedlang.runtime import forkserver; "
-            f"forkserver.main({theirs.fileno()}, {preload!r}, {self.files!r})"
+            f"forkserver.main({theirs.fileno()}, {preload!r}, {self.files!r}, "
+            f"{str(self._scratch)!r})"
         )
         self._server = subprocess.Popen(
             [sys.executable, "-c", code],
