@@ -1,0 +1,179 @@
+"""Make bfloat16 honest in Triton's interpreter: compute in float32 and round to nearest even.
+
+The interpreter keeps a bfloat16 as a uint16 and computes on the bit patterns: sums and products are
+silently wrong, and a cast from float32 truncates.  Triton's own words are that bfloat16 is not
+supported there.  `install` wraps the few methods through which every such value passes.  This is
+the one file that touches `triton.runtime.interpreter`; it is written for triton 3.6 and 3.7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+def widen(bits: Array) -> Array:
+    """The float32 values of bfloat16 bit patterns (uint16); exact."""
+    wide: Array = (bits.astype(np.uint32) << 16).view(np.float32)
+    return wide
+
+
+def narrow(values: Array) -> Array:
+    """The bfloat16 bit patterns (uint16) nearest to float32 values, ties to even, NaN kept."""
+    plain = np.asarray(values, np.float32)  # ascontiguousarray would turn a scalar into a vector
+    bits = plain.copy().view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(plain), np.uint16(0x7FC0), rounded)
+
+
+def install() -> None:
+    """Patch the interpreter of this process, once; a second call does nothing."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    if getattr(builder, "rounds_bfloat16", False):
+        return
+    builder.rounds_bfloat16 = True
+    for name, operands in (
+        ("binary_op", 2),
+        ("unary_op", 1),
+        ("create_fabs", 1),
+        ("create_rsqrt", 1),
+        ("create_erf", 1),
+        ("create_fma", 3),
+    ):
+        setattr(builder, name, _widened(getattr(builder, name), operands))
+    builder.ternary_op = _widened_select(builder.ternary_op)
+    builder.create_dot = _widened_product(builder.create_dot)
+    builder.cast_impl = _rounding_cast(builder.cast_impl)
+    builder.create_fp_to_fp = _rounding_convert(builder.create_fp_to_fp, builder.cast_impl)
+    if not hasattr(builder, "get_bf16"):
+        builder.get_bf16 = _constant
+    interpreter.ReduceOps.sum = _widened_sum(interpreter.ReduceOps.sum)
+    interpreter.ReduceOps.min_max = _widened_min_max(interpreter.ReduceOps.min_max)
+
+
+def _handle(data: Array, dtype: Any) -> Any:
+    from triton.runtime.interpreter import TensorHandle
+
+    return TensorHandle(data, dtype)
+
+
+def _is_bfloat16(handle: Any) -> bool:
+    import triton.language as tl
+
+    scalar = getattr(getattr(handle, "dtype", None), "scalar", None)
+    return bool(scalar == tl.bfloat16)
+
+
+def _up(handle: Any) -> Any:
+    import triton.language as tl
+
+    return _handle(widen(handle.data), tl.float32) if _is_bfloat16(handle) else handle
+
+
+def _down(handle: Any) -> Any:
+    """Back to bfloat16; what is not a float (the result of a comparison) keeps its data."""
+    import triton.language as tl
+
+    if handle.data.dtype != np.float32:
+        return _handle(handle.data, tl.bfloat16)
+    return _handle(narrow(handle.data), tl.bfloat16)
+
+
+def _constant(self: Any, value: float) -> Any:
+    import triton.language as tl
+
+    return _handle(narrow(np.array([value], np.float32)), tl.bfloat16)
+
+
+def _widened(original: Callable[..., Any], operands: int) -> Callable[..., Any]:
+    """An operation whose first `operands` arguments are values."""
+
+    def operate(self: Any, *args: Any) -> Any:
+        if not any(_is_bfloat16(arg) for arg in args[:operands]):
+            return original(self, *args)
+        return _down(original(self, *(_up(arg) for arg in args[:operands]), *args[operands:]))
+
+    return operate
+
+
+def _widened_select(original: Callable[..., Any]) -> Callable[..., Any]:
+    def select(self: Any, left: Any, right: Any, other: Any, operation: Any) -> Any:
+        # `where` moves bit patterns and is right as it is; `clip` compares values
+        if operation is np.where or not _is_bfloat16(other):
+            return original(self, left, right, other, operation)
+        return _down(original(self, _up(left), _up(right), _up(other), operation))
+
+    return select
+
+
+def _widened_product(original: Callable[..., Any]) -> Callable[..., Any]:
+    def dot(self: Any, left: Any, right: Any, *rest: Any) -> Any:
+        return original(self, _up(left), _up(right), *rest)
+
+    return dot
+
+
+def _rounding_cast(original: Callable[..., Any]) -> Callable[..., Any]:
+    import triton.language as tl
+
+    def cast(self: Any, source: Any, target: Any) -> Any:
+        here, there = source.dtype.scalar, target.scalar
+        if here == there:
+            return original(self, source, target)
+        source = _up(source)
+        if there == tl.bfloat16:
+            return _handle(narrow(source.data.astype(np.float32)), tl.bfloat16)
+        return source if source.dtype.scalar == there else original(self, source, target)
+
+    return cast
+
+
+def _rounding_convert(original: Callable[..., Any], cast: Callable[..., Any]) -> Callable[..., Any]:
+    import triton.language as tl
+
+    def convert(self: Any, source: Any, target: Any, mode: Any) -> Any:
+        if tl.bfloat16 in (source.dtype.scalar, target.scalar):
+            return cast(self, source, target)
+        return original(self, source, target, mode)
+
+    return convert
+
+
+def _widened_sum(original: Callable[..., Any]) -> Callable[..., Any]:
+    import triton.language as tl
+
+    def total(self: Any, value: Any) -> Any:
+        if value.dtype.scalar != tl.bfloat16:
+            return original(self, value)
+        wide = widen(value.handle.data)
+        return self.to_tensor(narrow(np.sum(wide, self.axis, keepdims=self.keep_dims)), tl.bfloat16)
+
+    return total
+
+
+def _widened_min_max(original: Callable[..., Any]) -> Callable[..., Any]:
+    import triton.language as tl
+
+    def extreme(self: Any, value: Any, *rest: Any, **named: Any) -> Any:
+        first = value[0] if isinstance(value, tuple) else value
+        if first.dtype.scalar != tl.bfloat16:
+            return original(self, value, *rest, **named)
+        wide = self.to_tensor(widen(first.handle.data), tl.float32)
+        found = original(self, wide, *rest, **named)
+        pair = found if isinstance(found, tuple) else (found,)
+        back = tuple(
+            self.to_tensor(narrow(each.handle.data), tl.bfloat16)
+            if each.dtype.scalar == tl.float32
+            else each
+            for each in pair
+        )
+        return back if isinstance(found, tuple) else back[0]
+
+    return extreme

@@ -1,0 +1,100 @@
+"""The mesh: named axes of ranks, views that fold several axes into one, and who shares a group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Named axes of ranks, slowest first: the last axis varies fastest with the rank.
+
+    `axes` are (name, size) pairs, `views` give a second name to several axes folded together
+    (the first one named is the slowest).  `device` is the text behind `on`, or None.
+    Names only: process groups are made when a plan is built.
+    """
+
+    axes: tuple[tuple[str, int], ...] = ()
+    views: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.axes] + [name for name, _ in self.views]
+        assert len(names) == len(set(names)), f"two axes share a name: {names}"
+        assert all(size >= 1 for _, size in self.axes), self.axes
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """The size of each axis, in mesh order."""
+        return dict(self.axes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Axis names and view names: everything that `over=` may name."""
+        return (*self.sizes, *(name for name, _ in self.views))
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.sizes.values())
+
+    def fold(self, over: str | Sequence[str]) -> tuple[str, ...]:
+        """The plain axes that a name, a view or a tuple of them stands for, slowest first."""
+        if not isinstance(over, str):
+            return tuple(axis for name in over for axis in self.fold(name))
+        return dict(self.views).get(over) or (over,)
+
+    def size(self, over: str | Sequence[str]) -> int:
+        """How many ranks lie along one axis, a view, or a tuple of axes."""
+        return math.prod(self.sizes[axis] for axis in self.fold(over))
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank lies on each axis."""
+        assert 0 <= rank < self.world, (rank, self.world)
+        found: dict[str, int] = {}
+        for name, size in reversed(self.axes):
+            rank, found[name] = divmod(rank, size)
+        return {name: found[name] for name in self.sizes}
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at the given coordinates; the inverse of `coordinates`."""
+        rank = 0
+        for name, size in self.axes:
+            rank = rank * size + coordinates[name]
+        return rank
+
+    def index(self, rank: int, over: str | Sequence[str]) -> int:
+        """The place of a rank within its group along `over`, from 0."""
+        return self.index_at(self.coordinates(rank), over)
+
+    def index_at(self, coordinates: Mapping[str, int], over: str | Sequence[str]) -> int:
+        """The place within a group along `over` of the rank with these coordinates."""
+        place = 0
+        for axis in self.fold(over):
+            place = place * self.sizes[axis] + coordinates[axis]
+        return place
+
+    def group(self, rank: int, over: str | Sequence[str]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` along `over` only, in the order of `index`."""
+        here = self.coordinates(rank)
+        return tuple(self.rank(here | place) for place in self._places(self.fold(over)))
+
+    def groups(self, over: str | Sequence[str]) -> list[tuple[int, ...]]:
+        """All groups along `over`; every rank is in exactly one."""
+        folded = self.fold(over)
+        rest = [name for name in self.sizes if name not in folded]
+        zero = dict.fromkeys(folded, 0)
+        return [self.group(self.rank(zero | place), folded) for place in self._places(rest)]
+
+    def _places(self, axes: Sequence[str]) -> Iterator[dict[str, int]]:
+        for number in range(math.prod(self.sizes[axis] for axis in axes)):
+            place: dict[str, int] = {}
+            for axis in reversed(axes):
+                number, place[axis] = divmod(number, self.sizes[axis])
+            yield place
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={size}" for name, size in self.axes) or "one rank"

@@ -1,0 +1,255 @@
+"""What the parser could not read, told to a person; and what it read but is no schedule."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+
+from lark import Token
+from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
+
+from schedlang import nodes as n
+from schedlang.diagnostic import Diagnostic, Label, closest
+from schedlang.source import Source, Span
+
+VERSION = "1"
+DEEPEST = 48  # brackets inside brackets; nothing a person writes comes near
+DECLARATIONS = (
+    "use",
+    "mesh",
+    "view",
+    "knob",
+    "require",
+    "pattern",
+    "def",
+    "step",
+    "override",
+    "drop",
+)
+STATEMENTS = ("at", "when", "expect")
+KEYWORDS = frozenset(DECLARATIONS + STATEMENTS) | {
+    *("schedule", "for", "as", "on", "of", "in", "relax", "where", "except", "else"),
+    *("or", "and", "not", "true", "false"),
+}
+RESERVED = KEYWORDS | {"model", "_"}
+CLOSING = {"(": ")", "[": "]", "{": "}"}
+WORDS = {
+    "LPAR": "`(`",
+    "RPAR": "`)`",
+    "LBRACE": "`{`",
+    "RBRACE": "`}`",
+    "LSQB": "`[`",
+    "RSQB": "`]`",
+    "EQUAL": "`=`",
+    "DOT": "`.`",
+    "COLON": "`:`",
+    "COMMA": "`,`",
+    "STRING": "a string in double quotes",
+    "INT": "a number",
+    "NAME": "a name",
+    "_NL": "the end of the line",
+    "$END": "the end of the file",
+    "SCHEDULE": "`schedule 1`",
+}
+SIGNS = re.compile(rf"(?:[-+]\s*|\bnot\s+){{{DEEPEST}}}")
+HIDDEN = re.compile(r'#.*|"[^"\n]*"|`[^`\n]+`')
+
+
+def _brackets(source: Source) -> Iterator[tuple[str, int, int]]:
+    """Every bracket outside strings and comments: the character, its line and its column."""
+    for number, row in enumerate(source.lines, 1):
+        bare = HIDDEN.sub(lambda m: " " * len(m[0]), row)
+        for match in re.finditer(r"[()\[\]{}]", bare):
+            yield match[0], number, match.start() + 1
+
+
+def too_deep(source: Source) -> Diagnostic | None:
+    """A text nested deeper than the parser's callers could walk."""
+    depth = 0
+    for char, line, col in _brackets(source):
+        depth += 1 if char in CLOSING else -1
+        if depth > DEEPEST:
+            place = Span(source, line, col, line, col + 1)
+            label = Label(place, f"brackets may stand {DEEPEST} deep")
+            return Diagnostic("S004", "this nests too deep to be read", label)
+    run = SIGNS.search(source.text)
+    if run:
+        line = source.text.count("\n", 0, run.start()) + 1
+        col = run.start() - source.text.rfind("\n", 0, run.start())
+        label = Label(Span(source, line, col, line, col + 1), f"signs may stand {DEEPEST} deep")
+        return Diagnostic("S004", "this nests too deep to be read", label)
+    return None
+
+
+def explain(source: Source, mistake: UnexpectedInput) -> Diagnostic:
+    """The message for what lark could not read."""
+    if isinstance(mistake, UnexpectedCharacters):
+        return _bad_character(source, mistake)
+    assert isinstance(mistake, UnexpectedToken)
+    token = mistake.token
+    return _unclosed(source, token, mistake.accepts) or _unexpected(source, mistake)
+
+
+def _bad_character(source: Source, mistake: UnexpectedCharacters) -> Diagnostic:
+    line, col = mistake.line, mistake.column
+    char = source.line(line)[col - 1 : col] or "\\r"
+    place = Span(source, line, col, line, col + 1)
+    rest = source.line(line)[col - 1 :]
+    if char == '"':
+        closing = Span(source, line, col, line, col + len(rest))
+        return Diagnostic("S001", "this string is never closed", Label(closing, 'no `"` follows'))
+    helps: tuple[str, ...] = ()
+    if char == "'":
+        helps = ('strings stand in double quotes: `"..."`',)
+    elif char == ";":
+        helps = ("one statement per line; nothing ends it but the line's end",)
+    elif char == "%":
+        helps = ("write a share as a number: 0.4",)
+    shown = char if char.isprintable() else f"U+{ord(char[0]):04X}"
+    return Diagnostic("S001", f"`{shown}` means nothing here", Label(place), helps=helps)
+
+
+def _unclosed(source: Source, token: Token, accepts: Iterable[str]) -> Diagnostic | None:
+    """The bracket that is still open where the parser gave up, if it is to blame."""
+    ended = token.type == "$END"
+    opened: list[tuple[str, int, int]] = []
+    for char, line, col in _brackets(source):
+        if not ended and (line, col) >= (token.line, token.column):
+            break
+        if char in CLOSING:
+            opened.append((char, line, col))
+        elif opened and CLOSING[opened[-1][0]] == char:
+            opened.pop()
+    if not opened:
+        return None
+    char, line, col = opened[-1]
+    close = CLOSING[char]
+    wanted = {"(": "RPAR", "[": "RSQB"}.get(char) in set(accepts)
+    if not ended and not (wanted and (token.line or 0) > line):
+        return None
+    here = Label(Span(source, line, col, line, col + 1), "opened here")
+    if ended:
+        last = len(source.text.rstrip("\n").split("\n"))
+        end = len(source.line(last)) + 1
+        label = Label(Span(source, last, end, last, end + 1), f"the file ends; expected `{close}`")
+    else:
+        word = re.match(r"[\w*{}]+", source.line(token.line or 0)[(token.column or 1) - 1 :])
+        width = min(3, len(word[0])) if word else 1
+        place = Span(source, token.line or 0, token.column or 0, token.line or 0, 0)
+        place = Span(source, place.line, place.col, place.line, place.col + width)
+        label = Label(place, f"expected `{close}` or `,` before this")
+    return Diagnostic("S002", f"this `{char}` is never closed", here, (label,))
+
+
+def _unexpected(source: Source, mistake: UnexpectedToken) -> Diagnostic:
+    token, accepts = mistake.token, set(mistake.accepts)
+    place, shown = _found(source, token)
+    before = source.line(place.line)[: place.col - 1]
+    misspelt = _misspelt(before or str(token))
+    if token.type in ("_NL", "$END") and {"LPAR", "DOT", "COLON"} <= accepts and before.strip():
+        row = before.strip().split()[-1]
+        help_ = misspelt or f"say what is done to it: `{row}  checkpoint()`"
+        title = f"{shown} where `(` or `.` or `:` should be"
+        return Diagnostic("S003", title, Label(place, "this row has no primitive"), helps=(help_,))
+    expected = [WORDS[name] for name in WORDS if name in accepts]
+    if "AT" in accepts:
+        expected = ["a declaration", "a step"] if "KNOB" in accepts else ["a row", "`}`"]
+    elif "QUANTITY" in accepts:
+        expected = ["a value"]
+    elif "SCHEDULE" in accepts:
+        expected = ["`schedule 1`"]
+    wanted = " or ".join(expected[:3]) or "something else"
+    helps = [misspelt] if misspelt else []
+    first = (before.split() or [""])[0]
+    if first in DECLARATIONS and "KNOB" not in accepts and before[:1].isspace():
+        helps = [f"`{first}` stands outside of steps and blocks"]
+    if "SCHEDULE" in accepts:
+        helps = ["a schedule begins with its version and its model: `schedule 1 for Class`"]
+    elif str(token) in KEYWORDS and "NAME" in accepts:
+        helps = [f"`{token}` is a word of the language; in a selector put it in backquotes"]
+    return Diagnostic("S003", f"{shown} where {wanted} should be", Label(place), (), (), (*helps,))
+
+
+def _misspelt(line: str) -> str | None:
+    """The help for a line whose first word is almost one that begins a declaration."""
+    first = re.match(r"\s*([A-Za-z]+)", line)
+    if not first or first[1] in KEYWORDS:
+        return None
+    near = closest(first[1], DECLARATIONS + STATEMENTS)
+    return f"did you mean `{near}`?" if near else None
+
+
+def _found(source: Source, token: Token) -> tuple[Span, str]:
+    """Where the parser stopped, and what it saw there, in words."""
+    if token.type == "$END":
+        last = len(source.text.rstrip("\n").split("\n"))
+        end = len(source.line(last)) + 1
+        return Span(source, last, end, last, end + 1), "the file ends"
+    assert token.line and token.column
+    if token.type == "_NL":
+        place = Span(source, token.line, token.column, token.line, token.column + 1)
+        return place, "the line ends"
+    end = token.column + len(token)
+    return Span(source, token.line, token.column, token.line, end), f"`{token}`"
+
+
+# ---- what the grammar accepts and the language does not ----------------------------------
+
+
+def form_problems(file: n.File) -> list[Diagnostic]:
+    """S004 (a call on a glob or a type), S006 (the version), S007 (a reserved word bound)."""
+    found = list(_version(file.header))
+    for node in walk(file):
+        if isinstance(node, n.Do):
+            found += _call_on_path(node)
+        found += [_reserved(name, node.span) for name in _bound(node) if name in RESERVED]
+    return found
+
+
+def walk(node: object) -> Iterator[n.Node]:
+    """The node and everything below it, in the order of the text."""
+    if isinstance(node, tuple):
+        for item in node:
+            yield from walk(item)
+    elif isinstance(node, n.Node):
+        yield node
+        for field in fields(node):
+            if field.name not in ("span", "comments"):
+                yield from walk(getattr(node, field.name))
+
+
+def _version(header: n.Header) -> Iterator[Diagnostic]:
+    if header.version != VERSION:
+        title = f"this is version {header.version} of the language, which is not known here"
+        label = Label(header.span, f"this schedlang reads version {VERSION}")
+        yield Diagnostic("S006", title, label, helps=("install a newer schedlang",))
+
+
+def _bound(node: n.Node) -> Iterator[str]:
+    """The names that a node gives a meaning to."""
+    if isinstance(node, n.Knob | n.View | n.Param | n.Pattern | n.Def):
+        yield node.name
+    elif isinstance(node, n.Use) and node.alias:
+        yield node.alias
+    elif isinstance(node, n.Mesh):
+        yield from (arg.name for arg in node.args if isinstance(arg, n.Keyword))
+
+
+def _reserved(name: str, span: Span) -> Diagnostic:
+    label = Label(span, f"gives `{name}` another meaning")
+    return Diagnostic("S007", f"`{name}` is a word of the language", label, helps=("rename it",))
+
+
+def _call_on_path(do: n.Do) -> Iterator[Diagnostic]:
+    path = do.path
+    if path.type is not None:
+        left = ".".join(seg.text for seg in path.segs)
+        label = Label(path.span, "this colon asks for modules of a type")
+        title = "a selector and its primitive are separated by a space"
+        help_ = f"write `{left}  {path.type}(...)`"
+        yield Diagnostic("S004", title, label, helps=(help_,))
+    elif path.maybe or any(seg.index or not seg.text.isidentifier() for seg in path.segs):
+        label = Label(path.span, "this names modules, not something to do")
+        title = "this row has no primitive"
+        yield Diagnostic("S004", title, label, helps=("write `selector  primitive(...)`",))

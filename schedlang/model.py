@@ -1,0 +1,178 @@
+"""Facts of an untouched model: its modules, parameters, ties and named dims.  Reads, never writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# The names that a class gives to the dims of its parameters, by the class's qualified name;
+# a subclass inherits them.  Parameters of other classes are addressed by dim number.
+DIMS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "torch.nn.modules.linear.Linear": {"weight": ("out", "in"), "bias": ("out",)},
+    "torch.nn.modules.sparse.Embedding": {"weight": ("vocab", "hidden")},
+    "transformers.pytorch_utils.Conv1D": {"weight": ("in", "out"), "bias": ("out",)},
+    "torch.nn.modules.normalization.LayerNorm": {"weight": ("hidden",), "bias": ("hidden",)},
+    "torch.nn.modules.normalization.RMSNorm": {"weight": ("hidden",)},
+}
+
+BASE = "torch.nn.modules.module.Module"
+
+
+@dataclass(frozen=True)
+class ParameterFact:
+    """One parameter: its first name in model order, shape, dtype and whether it is trained."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    requires_grad: bool
+    names: tuple[str, ...]  # all names of the same tensor, itself first
+
+    @property
+    def computes_as(self, fqn: str, name: str) -> bool:
+        """Does the module run the forward of its base class `name`, unchanged?"""
+        module = self._modules[fqn]
+        base = next((c for c in type(module).__mro__ if c.__name__ == name), None)
+        own = "forward" in vars(module)
+        return base is not None and not own and type(module).forward is base.forward
+
+    def numel(self) -> int:
+        """The number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True)
+class Site:
+    """One module of the untouched model.
+
+    `classes` are the qualified names of its class and bases; `dims` the names of the dims of its own
+    parameters; `parameters` maps a local name ("weight") to the parameter, which may be tied.
+    """
+
+    fqn: str
+    classes: tuple[str, ...]
+    children: tuple[str, ...]
+    parameters: Mapping[str, ParameterFact] = field(hash=False)
+    buffers: tuple[str, ...] = ()
+
+    @property
+    def class_name(self) -> str:
+        """The plain name of the module's class."""
+        return self.classes[0].rpartition(".")[2]
+
+    def is_a(self, name: str) -> bool:
+        """Is this class, or one that it inherits from, called `name` (plain or qualified)?"""
+        return any(name in (known, known.rpartition(".")[2]) for known in self.classes)
+
+    @property
+    def dims(self) -> Mapping[str, tuple[str, ...]]:
+        """The names of the dims of each own parameter, where its class defines them."""
+        return next((DIMS[known] for known in self.classes if known in DIMS), {})
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Equal for sites that are alike: same class, parameter shapes and dtypes."""
+        shapes = ((name, fact.shape, fact.dtype) for name, fact in self.parameters.items())
+        return (self.classes[0], tuple(shapes))
+
+    def __str__(self) -> str:
+        return self.fqn or "the model"
+
+
+class ModelFacts:
+    """All sites of one model in model order, found once; the model itself stays as it is.
+
+    The model may lie on the meta device.  `model` is kept only to answer `attribute` and for `build`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.class_name = type(model).__name__
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+
+    @cached_property
+    def parameters(self) -> Mapping[str, ParameterFact]:
+        """Every parameter by every name it has; tied names share one fact."""
+        names: dict[int, list[str]] = {}
+        tensors = dict(self.model.named_parameters(remove_duplicate=False))
+        for name, tensor in tensors.items():
+            names.setdefault(id(tensor), []).append(name)
+        facts: dict[str, ParameterFact] = {}
+        for same in names.values():
+            tensor = tensors[same[0]]
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            shape, grad = tuple(tensor.shape), tensor.requires_grad
+            fact = ParameterFact(same[0], shape, dtype, tensor.itemsize, grad, tuple(same))
+            facts.update(dict.fromkeys(same, fact))
+        return {name: facts[name] for name in tensors}
+
+    @cached_property
+    def unique(self) -> Mapping[str, ParameterFact]:
+        """Every parameter once, by its first name."""
+        return {fact.name: fact for fact in self.parameters.values()}
+
+    @cached_property
+    def ties(self) -> tuple[tuple[str, ...], ...]:
+        """The groups of names that are one tensor."""
+        return tuple(fact.names for fact in self.unique.values() if len(fact.names) > 1)
+
+    @cached_property
+    def sites(self) -> Mapping[str, Site]:
+        """Every module by its name; the model itself is ""."""
+        return {fqn: self._site(fqn, module) for fqn, module in self._modules.items()}
+
+    def _site(self, fqn: str, module: nn.Module) -> Site:
+        prefix = f"{fqn}." if fqn else ""
+        own = {
+            name: self.parameters[prefix + name]
+            for name, tensor in module._parameters.items()
+            if tensor is not None
+        }
+        mro = (f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__)
+        classes = tuple(name for name in mro if name not in (BASE, "builtins.object")) or (BASE,)
+        children = tuple(name for name, child in module._modules.items() if child is not None)
+        buffers = tuple(name for name, value in module._buffers.items() if value is not None)
+        return Site(fqn, classes, children, own, buffers)
+
+    # -- what selectors ask ------------------------------------------------------------------
+
+    def children(self, fqn: str) -> Sequence[str]:
+        """The names of the direct children of a module."""
+        return self.sites[fqn].children
+
+    def class_names(self, fqn: str) -> tuple[str, ...]:
+        """The plain names of a module's class and of its bases."""
+        return tuple(name.rpartition(".")[2] for name in self.sites[fqn].classes)
+
+    def attribute(self, fqn: str, name: str) -> object:
+        """A plain attribute of a module; AttributeError if it has none of that name."""
+        return getattr(self._modules[fqn], name)
+
+    def computes_as(self, fqn: str, name: str) -> bool:
+        """Does the module run the forward of its base class `name`, unchanged?"""
+        module = self._modules[fqn]
+        base = next((c for c in type(module).__mro__ if c.__name__ == name), None)
+        own = "forward" in vars(module)
+        return base is not None and not own and type(module).forward is base.forward
+
+    def numel(self, fqn: str) -> int:
+        """The number of elements of a module's parameters, each tensor once."""
+        return sum(fact.numel for fact in {id(f): f for f in self.below(fqn)}.values())
+
+    def below(self, fqn: str) -> list[ParameterFact]:
+        """The parameters of a module and all below it, by every name there."""
+        prefix = f"{fqn}." if fqn else ""
+        return [fact for name, fact in self.parameters.items() if name.startswith(prefix)]
+
+    def owner(self, parameter: str) -> Site:
+        """The module that holds a parameter of this name."""
+        return self.sites[parameter.rpartition(".")[0]]

@@ -1,0 +1,171 @@
+"""The plan: an immutable value that says what will be done, in order, where and at whose request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from schedlang.mesh import Mesh
+from schedlang.model import ModelFacts
+from schedlang.placement import Layout, Placement, R
+
+if TYPE_CHECKING:
+    from schedlang.primitive import Primitive
+    from schedlang.source import Span
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class Action:
+    """One row at the modules that it selects; `row` counts the rows of the plan from 0."""
+
+    primitive: Primitive
+    sites: tuple[str, ...]
+    step: str
+    row: int
+    span: Span | None = field(default=None, compare=False)
+
+    @property
+    def name(self) -> str:
+        """The word of the language for what is done."""
+        return type(self.primitive).__name__
+
+    @property
+    def each(self) -> Iterator[tuple[str, ...]]:
+        """The groups of sites that the primitive takes at a time."""
+        if self.primitive.takes == "module":
+            return iter([(site,) for site in self.sites])
+        return iter([self.sites])
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """How activations enter and leave a sharded module, for one axis; None: as they come."""
+
+    axis: str
+    input: Placement | None = R
+    output: Placement | None = R
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Cuts of the trunk for one pipeline axis.
+
+    `before` are modules before which a cut falls; `trunk` a list of modules to be cut into equal
+    shares (`balance` "even" or "params"), once the number of stages is known.
+    """
+
+    axis: str
+    before: tuple[str, ...] = ()
+    trunk: str | None = None
+    balance: str = "even"
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order in which a pipeline runs its microbatches."""
+
+    axis: str | None
+    name: str
+    micro: int
+    chunks: int = 1
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """What the ranks along `axes`, which see different rows of the batch, keep whole or split.
+
+    stage 0: all whole; 1: optimizer state split; 2: gradients too; 3: parameters too (ZeRO).
+    """
+
+    axes: tuple[str, ...]
+    stage: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Mesh, decisions, actions, and what follows from the actions.  Every change makes a new plan.
+
+    layouts     parameter (first name) -> Layout, where it is not whole everywhere
+    boundaries  module -> its boundaries, one per axis that shards it
+    """
+
+    model: ModelFacts = field(compare=False, repr=False)
+    mesh: Mesh = Mesh()
+    decisions: tuple[tuple[str, Any], ...] = ()
+    actions: tuple[Action, ...] = ()
+    relaxed: tuple[tuple[str, tuple[str, ...]], ...] = ()  # step -> what it may give up
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    boundaries: Mapping[str, tuple[Boundary, ...]] = field(default_factory=dict)
+    cuts: tuple[Cut, ...] = ()
+    order: Order | None = None
+    replicas: tuple[Replicas, ...] = ()
+
+    @staticmethod
+    def empty(model: ModelFacts, mesh: Mesh | None = None) -> Plan:
+        """The plan that does nothing."""
+        return Plan(model, mesh or Mesh())
+
+    def add(
+        self, primitive: Primitive, sites: Sequence[str], *, step: str = "", span: Span | None = None
+    ) -> Plan:
+        """The plan with one more row, applied to all its sites or to none.
+
+        Raises Refusal from the primitive's own check; `self` is never changed.
+        """
+        row = self.actions[-1].row + 1 if self.actions else 0
+        action = Action(primitive, tuple(sites), step, row, span)
+        plan = self
+        for group in action.each:
+            known = tuple(self.model.sites[fqn] for fqn in group)
+            target: Any = known if primitive.takes == "selection" else known[0]
+            primitive.check(target, plan)
+            plan = primitive.effect(target, plan)
+        return replace(plan, actions=(*self.actions, action))
+
+    def layout(self, parameter: str) -> Layout:
+        """How a parameter (any of its names) lies on the mesh."""
+        fact = self.model.parameters[parameter]
+        return self.layouts.get(fact.name) or Layout.whole(fact.shape)
+
+    def held(self, parameter: str) -> Layout:
+        """How a parameter really lies: axes of size 1 split nothing, and padding serves a split."""
+        layout = self.layout(parameter)
+        real = tuple(split for split in layout.splits if self.mesh.size(split.axis) > 1)
+        return replace(layout, splits=real) if real else Layout.whole(layout.shape)
+
+    def with_layout(self, parameter: str, layout: Layout) -> Plan:
+        """The plan in which a parameter, under all its names, lies as given."""
+        name = self.model.parameters[parameter].name
+        return replace(self, layouts=_put(self.layouts, name, layout))
+
+    def with_boundary(self, fqn: str, boundary: Boundary) -> Plan:
+        """The plan with one more boundary at a module."""
+        known = self.boundaries.get(fqn, ())
+        return replace(self, boundaries=_put(self.boundaries, fqn, (*known, boundary)))
+
+    @property
+    def gives_up(self) -> frozenset[str]:
+        """All that the schedule's result may differ in from the original's."""
+        return frozenset(name for a in self.actions for name in a.primitive.gives_up)
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The plain axes whose ranks see different rows of the batch, in mesh order."""
+        named = {axis for r in self.replicas for over in r.axes for axis in self.mesh.fold(over)}
+        return tuple(axis for axis in self.mesh.sizes if axis in named)
+
+    def rows_at(self, fqn: str) -> list[Action]:
+        """The actions whose sites are this module or hold it."""
+        return [
+            action
+            for action in self.actions
+            if any(fqn == s or not s or fqn.startswith(f"{s}.") for s in action.sites)
+        ]
+
+
+def _put(known: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
+    return {**known, key: value}

@@ -1,0 +1,169 @@
+"""Differentiable collectives over one group of ranks; each counts what it sends.
+
+`enter`/`reduce` are the conjugate pair f and g of Megatron-LM (Shoeybi et al. 2019), `gather`/
+`scatter_sum` the pair of its sequence parallelism (Korthikanti et al. 2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks along some mesh axes that this rank talks to.
+
+    `ranks` are global ranks in mesh order, `rank` the place of this one among them.  Without a
+    process group (`pg` None) collectives only give tensors of the right shape: a dry run.
+    """
+
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    rank: int
+    pg: dist.ProcessGroup | None = None
+    label: str = ""  # whose collectives these are, for those who listen
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+
+Listener = Callable[[str, "Group", int], None]
+_listeners: list[Listener] = []
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Call `listener(kind, group, bytes)` at each collective; bytes are those of the whole tensor."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def count(kind: str, group: Group, whole: Tensor) -> None:
+    for listener in _listeners:
+        listener(kind, group, whole.numel() * whole.element_size())
+
+
+# -- plain collectives: new tensor out, input untouched -------------------------------------------
+
+
+def all_reduce(x: Tensor, group: Group) -> Tensor:
+    """The sum over the group, a new tensor."""
+    out = x.clone(memory_format=torch.contiguous_format)
+    count("all-reduce", group, out)
+    if group.pg is not None:
+        dist.all_reduce(out, group=group.pg)
+    return out
+
+
+def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
+    """The tensors of all ranks side by side along `dim`, in group order."""
+    x = x.contiguous()
+    out = x.new_empty((group.size * x.shape[0], *x.shape[1:]) if x.ndim else (group.size,))
+    count("all-gather", group, out)
+    if group.pg is not None:
+        dist.all_gather_into_tensor(out, x, group=group.pg)
+    return out if dim % x.ndim == 0 else torch.cat(out.chunk(group.size), dim)
+
+
+def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
+    """This rank's part along `dim` of the sum over the group."""
+    parts = torch.cat(x.chunk(group.size, dim)) if dim % x.ndim else x
+    out = x.new_empty((parts.shape[0] // group.size, *parts.shape[1:]))
+    count("reduce-scatter", group, x)
+    if group.pg is not None:
+        dist.reduce_scatter_tensor(out, parts.contiguous(), group=group.pg)
+    return out
+
+
+def own_part(x: Tensor, dim: int, group: Group) -> Tensor:
+    """This rank's equal part of `x` along `dim`."""
+    return x.chunk(group.size, dim)[group.rank].contiguous()
+
+
+# -- differentiable crossings between what all ranks hold alike and what each holds a part of -----
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # a new tensor: autograd may hand the same gradient to another branch
+        return all_reduce(grads[0], ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group, consumers_differ: bool) -> Tensor:
+        ctx.dim, ctx.group, ctx.differ = dim, group, consumers_differ
+        return all_gather(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        back = reduce_scatter if ctx.differ else own_part
+        return back(grads[0], ctx.dim, ctx.group), None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Group, pending: bool) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return reduce_scatter(x, dim, group) if pending else own_part(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_gather(grads[0], ctx.dim, ctx.group), None, None, None
+
+
+def enter(x: Tensor, group: Group) -> Tensor:
+    """From alike on all ranks into a region where ranks differ: backward sums the gradients."""
+    return cast(Tensor, _Enter.apply(x, group))
+
+
+def reduce(x: Tensor, group: Group) -> Tensor:
+    """The sum of the ranks' parts, alike on all: backward passes the gradient on."""
+    return cast(Tensor, _Reduce.apply(x, group))
+
+
+def gather(x: Tensor, dim: int, group: Group, *, consumers_differ: bool) -> Tensor:
+    """All parts side by side along `dim`.
+
+    consumers_differ: what follows differs by rank, so backward sums (reduce-scatter); otherwise
+    every rank computes the same gradient and keeps its part.
+    """
+    return cast(Tensor, _Gather.apply(x, dim, group, consumers_differ))
+
+
+def scatter_sum(x: Tensor, dim: int, group: Group) -> Tensor:
+    """This rank's part of the sum of the ranks' tensors."""
+    return cast(Tensor, _Scatter.apply(x, dim, group, True))
+
+
+def split(x: Tensor, dim: int, group: Group) -> Tensor:
+    """This rank's part of a tensor that is alike on all ranks: backward gathers."""
+    return cast(Tensor, _Scatter.apply(x, dim, group, False))

@@ -1,0 +1,397 @@
+"""Follows which tensors differ by rank through one forward of the sharded model, on the meta device.
+
+Every call is compared with the same call of the original: a dim that is smaller by the number of
+ranks is split, everything else must be equal.  So the shapes themselves prove where a split goes;
+what they cannot prove (a reduction along the split, a leading factor that is not the first) is
+checked by rule.  Gradients follow the rules of R, V and P types of spmd_types.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from schedlang.runtime.trace import (
+    Call,
+    Frame,
+    Recording,
+    Stack,
+    draws,
+    name_of,
+    tensors_in,
+)
+
+
+@dataclass(frozen=True)
+class Tag:
+    """A tensor dim split over an axis, with the sizes of the blocks that lie side by side in it."""
+
+    dim: int
+    blocks: tuple[int, ...]  # of the whole dim
+
+
+@dataclass
+class Note:
+    """What is known of a tensor: its splits by axis, and where its gradient would go.
+
+    `entered` are axes over which the value is whole but the gradient a part, to be summed where the
+    tensor entered the sharded region.
+    """
+
+    tags: Mapping[str, Tag] = field(default_factory=dict)
+    roots: frozenset[str] = frozenset()  # parameters it is made of, and of nothing else
+    data: bool = False  # made from the batch
+    entered: frozenset[str] = frozenset()
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """The axes over which this tensor's gradient is, rightly, not the whole one."""
+        return self.entered | self.tags.keys()
+
+
+class Hoist(Exception):
+    """A tensor should be gathered where an enclosing module takes it, not deeper inside."""
+
+    def __init__(self, fqn: str, axis: str) -> None:
+        super().__init__(fqn, axis)
+        self.fqn, self.axis = fqn, axis
+
+
+class Mismatch(Exception):
+    """The sharded model does not compute what its shapes should be.
+
+    `integers` are arguments of the original call that should have been divided by the ranks of
+    `axis`; empty where no division can help.  `place` counts the calls that agreed before.
+    """
+
+    def __init__(
+        self, frame: Frame, reason: str, axis: str | None, integers: tuple[int, ...], place: int,
+        helps: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(reason)
+        self.frame, self.reason, self.axis = frame, reason, axis
+        self.integers, self.place, self.helps = integers, place, helps
+        self.counted: int | None = None  # into how many parts (heads) a view takes the split dim
+
+
+RESHAPES = {"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"}
+FILLS = {"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty",
+         "zeros_like", "ones_like", "full_like", "empty_like"}  # fmt: skip
+PARTS = {"split", "chunk", "tensor_split", "split_with_sizes", "unsafe_split", "unsafe_chunk"}
+ALONG = {"softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "topk",
+         "flip", "roll", "cross_entropy", "nll_loss", "normalize", "softmin", "gumbel_softmax",
+         "glu"}  # fmt: skip
+OVER_LAST = {"layer_norm", "rms_norm"}
+
+
+class Follower(TorchFunctionMode):
+    """Runs beside one forward of the sharded copy; raises Mismatch at the first disagreement."""
+
+    def __init__(self, recording: Recording, stack: Stack, sizes: Mapping[str, int]) -> None:
+        super().__init__()
+        self.recording, self.stack, self.sizes = recording, stack, sizes
+        self.places: dict[Frame, int] = {}
+        self.loose = False  # from the split logits on, calls cannot be compared one by one
+        self.agreed = 0
+        self.partial: dict[str, set[str]] = {}  # parameter -> axes over which its gradient is a part
+        self.masks: dict[tuple[str, int], tuple[tuple[int, ...], Mapping[str, Tag]]] = {}
+        self.drawn: dict[str, int] = {}
+
+    # -- notes on tensors ------------------------------------------------------------------------
+
+    @staticmethod
+    def note(tensor: Tensor) -> Note:
+        """What is known of a tensor; nothing for one that was never noted."""
+        return tensor.__dict__.get("_schedlang_note") or Note()
+
+    @staticmethod
+    def put(tensor: Tensor, note: Note) -> None:
+        """Write down what is known of a tensor."""
+        tensor.__dict__["_schedlang_note"] = note
+
+    # -- one call --------------------------------------------------------------------------------
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the call, compare it with the original's and note what its results are."""
+        kwargs = dict(kwargs or {})
+        if func is Tensor.__bool__:
+            return False
+        frame = self.stack.frames[-1]
+        if self.stack.muted or self.loose:
+            return func(*args, **kwargs)
+        expected = self._expected(frame)
+        inputs = tensors_in((args, kwargs))
+        try:
+            out = func(*args, **kwargs)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise self._failed(frame, expected, inputs, error) from error
+        outputs = tensors_in(out)
+        if not outputs:
+            return out
+        step = Step(self, frame, func, expected, inputs, args, kwargs)
+        step.finish(outputs)
+        self.places[frame] = self.places.get(frame, 0) + 1
+        self.agreed += 1
+        return out
+
+    def _expected(self, frame: Frame) -> Call | None:
+        calls = self.recording.frames.get(frame, [])
+        place = self.places.get(frame, 0)
+        return calls[place] if place < len(calls) else None
+
+    def _failed(
+        self, frame: Frame, expected: Call | None, inputs: list[Tensor], error: Exception
+    ) -> Mismatch:
+        axis = next((a for t in inputs for a in self.note(t).tags), None)
+        integers = expected.integers if expected is not None and axis is not None else ()
+        failure = Mismatch(frame, str(error).split("\n")[0], axis, integers, self.agreed)
+        if expected is not None and axis is not None and expected.name in RESHAPES:
+            failure.counted = _leading_factor(expected, self.note(inputs[0]).tags.get(axis))
+        return failure
+
+    def partial_over(self, parameters: frozenset[str], axis: str) -> None:
+        """Note that these parameters' gradients are parts, to be summed over an axis."""
+        for name in parameters:
+            self.partial.setdefault(name, set()).add(axis)
+
+
+def _leading_factor(expected: Call, tag: Tag | None) -> int | None:
+    """The parts into which a reshape takes a split dim, slowest first: heads, in attention."""
+    before, after = expected.inputs[0], expected.outputs[0]
+    if tag is None:
+        return None
+    outer = math.prod(before[: tag.dim]) * len(tag.blocks)
+    for dim in range(len(after)):
+        if math.prod(after[:dim]) == outer and after[dim] != 1:
+            return after[dim]
+    return None
+
+
+@dataclass
+class Step:
+    """The comparison of one call with the original's."""
+
+    follower: Follower
+    frame: Frame
+    func: Callable[..., Any]
+    expected: Call | None
+    inputs: list[Tensor]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The name of the function called."""
+        return name_of(self.func)
+
+    def fail(self, reason: str, axis: str | None = None, *helps: str) -> Mismatch:
+        """A mismatch that dividing one of the original call's integers might mend."""
+        integers = self.expected.integers if self.expected is not None else ()
+        return Mismatch(self.frame, reason, axis, integers, self.follower.agreed, helps)
+
+    def finish(self, outputs: list[Tensor]) -> None:
+        """Note every output; raise Mismatch if one is not what the original's shapes allow."""
+        notes = [self.follower.note(t) for t in self.inputs]
+        axes = {axis for note in notes for axis in note.tags}
+        if self.expected is None or self.expected.name != self.name:
+            raise self.fail(f"`{self.name}` runs where the original runs something else")
+        if len(self.expected.outputs) != len(outputs):
+            raise self.fail(f"`{self.name}` gives {len(outputs)} tensors", next(iter(axes), None))
+        roots = frozenset(name for note in notes for name in note.roots)
+        data = any(note.data for note in notes)
+        entered = frozenset(axis for note in notes for axis in note.entered)
+        for axis in axes | entered:
+            self._gradients(axis)
+        for place, (tensor, shape) in enumerate(zip(outputs, self.expected.outputs)):
+            tags = self._tags(tensor, shape, axes, place)
+            own = frozenset() if tags or data else roots
+            mine = Note(tags, own, data, entered - tags.keys())
+            self.follower.put(tensor, mine)
+        self._remember_mask(outputs)
+
+    # -- shapes ----------------------------------------------------------------------------------
+
+    def _tags(
+        self, tensor: Tensor, shape: tuple[int, ...], axes: set[str], place: int
+    ) -> dict[str, Tag]:
+        local = tuple(tensor.shape)
+        if len(local) != len(shape):
+            raise self.fail(f"`{self.name}` gives {list(local)} for {list(shape)}")
+        differ = [dim for dim in range(len(shape)) if local[dim] != shape[dim]]
+        if not axes and differ and self.name not in FILLS:
+            raise self._leak(local, shape)
+        split_axes = sorted(axes) if axes else self._axes_for(differ, local, shape)
+        if not differ:
+            if axes and self._carries_values():
+                axis = split_axes[0]
+                raise self.fail(f"`{self.name}` reduces over a dim that is split over `{axis}`", axis)
+            return {}
+        if len(differ) != len(split_axes):
+            axis = split_axes[0] if split_axes else None
+            raise self.fail(f"`{self.name}` gives {list(local)} for {list(shape)}", axis)
+        tags = {}
+        for dim in differ:
+            axis = self._axis_of(dim, local, shape, split_axes)
+            tags[axis] = Tag(dim, self._blocks(axis, dim, shape, place))
+        return tags
+
+    def _axes_for(self, differ: list[int], local: Any, shape: Any) -> list[str]:
+        sizes = self.follower.sizes
+        return [
+            next((a for a, n in sizes.items() if n > 1 and local[d] * n == shape[d]), "?")
+            for d in differ
+        ]
+
+    def _axis_of(self, dim: int, local: Any, shape: Any, axes: list[str]) -> str:
+        for axis in axes:
+            if local[dim] * self.follower.sizes.get(axis, 0) == shape[dim]:
+                return axis
+        raise self.fail(f"`{self.name}` gives {list(local)} for {list(shape)}", axes[0])
+
+    def _leak(self, local: tuple[int, ...], shape: tuple[int, ...]) -> Mismatch:
+        return self.fail(
+            f"`{self.name}` makes {list(local)} where the original makes {list(shape)}: it reads its"
+            " size from a tensor that is split"
+        )
+
+    def _carries_values(self) -> bool:
+        return self.name not in FILLS and self.name not in ("shape", "size", "stride", "device")
+
+    # -- rules for what shapes cannot tell ---------------------------------------------------------
+
+    def _blocks(self, axis: str, dim: int, shape: tuple[int, ...], place: int) -> tuple[int, ...]:
+        source = next(
+            ((t, s) for t, s in zip(self.inputs, self._input_shapes()) if axis in self._of(t)), None
+        )
+        if source is None:
+            return (shape[dim],)
+        tensor, whole = source
+        tag = self._of(tensor)[axis]
+        self._check_along(axis, tag, whole)
+        if self.name in RESHAPES:
+            return self._reshaped(axis, tag, dim, whole, shape)
+        if self.name in PARTS and shape[dim] != whole[tag.dim]:
+            return self._parted(axis, tag, shape[dim], place)
+        if self.name == "__getitem__" and shape[dim] != whole[tag.dim] and len(shape) == len(whole):
+            return self._sliced(axis, tag, dim)
+        if self.name in ("cat", "concat", "concatenate") and shape[dim] != whole[tag.dim]:
+            return tuple(
+                size
+                for t, s in zip(self.inputs, self._input_shapes())
+                for size in (self._of(t)[axis].blocks if axis in self._of(t) else (s[dim],))
+            )
+        return tag.blocks if sum(tag.blocks) == shape[dim] else (shape[dim],)
+
+    def _of(self, tensor: Tensor) -> Mapping[str, Tag]:
+        return self.follower.note(tensor).tags
+
+    def _input_shapes(self) -> list[tuple[int, ...]]:
+        assert self.expected is not None
+        return list(self.expected.inputs)
+
+    def _reshaped(
+        self, axis: str, tag: Tag, dim: int, before: tuple[int, ...], after: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        ranks = self.follower.sizes[axis]
+        outer_before, outer_after = math.prod(before[: tag.dim]), math.prod(after[:dim])
+        count = len(tag.blocks)
+        if outer_after == outer_before and (count == 1 or after[dim] == before[tag.dim]):
+            return tag.blocks if after[dim] == before[tag.dim] else (after[dim],)
+        if count > 1 and len(set(tag.blocks)) == 1 and outer_after == outer_before * count:
+            return (after[dim],)
+        if count > 1 and outer_after == outer_before:
+            raise self.fail(
+                f"`{self.name}` takes {list(before)} apart as {list(after)}, which does not follow"
+                f" its {count} blocks", axis,
+            )  # fmt: skip
+        raise self.fail(
+            f"`{self.name}` of {list(before)} to {list(after)} would cut across the parts of the"
+            f" {ranks} ranks of `{axis}`", axis,
+        )  # fmt: skip
+
+    def _parted(self, axis: str, tag: Tag, size: int, place: int) -> tuple[int, ...]:
+        if place < len(tag.blocks) and tag.blocks[place] == size:
+            return (size,)
+        count = -(-sum(tag.blocks) // size)
+        raise Mismatch(
+            self.frame, f"`{self.name}` takes {count} parts out of a dim that is split over"
+            f" `{axis}` as {len(tag.blocks)} block{'s' * (len(tag.blocks) > 1)}",
+            axis, (), self.follower.agreed, (f"say what lies side by side: `blocks={count}`",),
+        )  # fmt: skip
+
+    def _sliced(self, axis: str, tag: Tag, dim: int) -> tuple[int, ...]:
+        index = self.args[1] if isinstance(self.args[1], tuple) else (self.args[1],)
+        if Ellipsis in index:
+            behind = len(index) - index.index(Ellipsis) - 1
+            index = (slice(None),) * (len(self.inputs[0].shape) - behind) + index[-behind:]
+        cut = index[dim] if dim < len(index) else slice(None)
+        ranks, start = self.follower.sizes[axis], 0
+        for size in tag.blocks:
+            if cut == slice(start // ranks or None, (start + size) // ranks) or (
+                isinstance(cut, slice)
+                and (cut.start or 0) * ranks == start
+                and cut.step is None
+                and (cut.stop is None or cut.stop * ranks == start + size)
+            ):
+                return (size,)
+            start += size
+        raise self.fail(f"a slice cuts across the parts of the ranks of `{axis}`", axis)
+
+    def _check_along(self, axis: str, tag: Tag, whole: tuple[int, ...]) -> None:
+        """Refuse what computes along the split dim: its result would need the other ranks' parts."""
+        dims: set[int] = set()
+        if self.name in ALONG:
+            named = [self.kwargs.get("dim", self.args[1] if len(self.args) > 1 else -1)]
+            dims = {d % len(whole) for d in named if isinstance(d, int)}
+        elif self.name in OVER_LAST:
+            dims = {len(whole) - 1}
+        elif self.func is F.scaled_dot_product_attention:
+            dims = {len(whole) - 1, len(whole) - 2}
+        if tag.dim in dims:
+            raise Mismatch(
+                self.frame, f"`{self.name}` computes along a dim that is split over `{axis}`", axis,
+                (), self.follower.agreed, ("gather it first: `output=R` on the row before",),
+            )  # fmt: skip
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def _gradients(self, axis: str) -> None:
+        """A whole tensor that meets a split one gets only a part of its gradient on each rank."""
+        if not torch.is_grad_enabled():
+            return
+        for tensor in self.inputs:
+            note = self.follower.note(tensor)
+            if axis in note.parts or not (tensor.requires_grad and tensor.is_floating_point()):
+                continue
+            if note.data or not note.roots:
+                raise Mismatch(
+                    self.frame, f"`{self.name}` mixes a tensor split over `{axis}` with one that"
+                    " is whole, and nothing would sum that one's gradient over the ranks",
+                    axis, (), self.follower.agreed,
+                    ("shard the module that makes it, or give this module `input=...`",),
+                )  # fmt: skip
+            self.follower.partial_over(note.roots, axis)
+
+    def _remember_mask(self, outputs: list[Tensor]) -> None:
+        if not draws(self.func, self.args, self.kwargs):
+            return
+        assert self.expected is not None
+        site = self.frame[0]
+        turn = self.follower.drawn.get(site, 0)
+        self.follower.drawn[site] = turn + 1
+        tags = self._of(outputs[0])
+        self.follower.masks[site, turn] = (self.expected.outputs[0], tags)
+

@@ -1,0 +1,53 @@
+"""A copy of a model, or of a batch, that has shapes but no values (the meta device)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+
+def copy_with(
+    model: nn.Module,
+    parameter: Callable[[str, nn.Parameter], nn.Parameter],
+    other: Callable[[Tensor], Tensor],
+) -> nn.Module:
+    """A deep copy of a model in which tensors are made by the given functions, never copied.
+
+    parameter: first name and parameter to its stand-in; ties stay ties.
+    other: buffers and tensors kept as plain attributes.
+    """
+    memo: dict[int, Any] = {}
+    for name, tensor in model.named_parameters():
+        memo[id(tensor)] = parameter(name, tensor)
+    for module in model.modules():
+        plain = (value for value in vars(module).values() if isinstance(value, Tensor))
+        for value in (*module._buffers.values(), *plain):
+            if value is not None and id(value) not in memo:
+                memo[id(value)] = other(value)
+    return copy.deepcopy(model, memo)
+
+
+def hollow_parameter(tensor: nn.Parameter, shape: tuple[int, ...] | None = None) -> nn.Parameter:
+    """A parameter on the meta device, of the same or the given shape."""
+    empty = torch.empty(shape or tensor.shape, dtype=tensor.dtype, device="meta")
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+
+
+def hollow_model(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
+    """The model on the meta device, with other shapes for some parameters (by first name)."""
+    return copy_with(
+        model,
+        lambda name, tensor: hollow_parameter(tensor, shapes.get(name)),
+        lambda tensor: tensor.to("meta"),
+    )
+
+
+def hollow_batch(batch: Any) -> Any:
+    """The batch with every tensor on the meta device."""
+    to_meta = lambda value: value.to("meta") if isinstance(value, Tensor) else value  # noqa: E731
+    return pytree.tree_map(to_meta, batch)

@@ -1,0 +1,299 @@
+"""Recompute a module's activations in backward instead of keeping them.
+
+Activation checkpointing (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016) by
+torch's non-reentrant `checkpoint`, put around the forward of one module instance: names, hooks and
+state_dict stay.  The module's own hooks lie outside, in `__call__`, and so run once; hooks of its
+submodules run again in recomputation, as FSDP's must.
+
+A collective inside the module is issued again in backward.  Every rank recomputes the same modules
+in the same order, because backward order is that of the same graph, so that they meet.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+)
+from torch.utils.checkpoint import (
+    checkpoint as torch_checkpoint,
+)
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.forward import wrap
+from schedlang.runtime.kept import KeepCollectives
+
+_OPERATORS = {
+    "linear": (
+        "aten::mm aten::addmm aten::bmm aten::baddbmm aten::linear aten::_grouped_mm "
+        "aten::_scaled_mm mkldnn::_linear_pointwise"
+    ),
+    "attention": (
+        "aten::_scaled_dot_product_flash_attention "
+        "aten::_scaled_dot_product_flash_attention_for_cpu "
+        "aten::_scaled_dot_product_efficient_attention "
+        "aten::_scaled_dot_product_cudnn_attention "
+        "aten::_scaled_dot_product_fused_attention_overrideable"
+    ),
+    "collective": (
+        "_c10d_functional::all_gather_into_tensor _c10d_functional::all_reduce "
+        "_c10d_functional::all_to_all_single _c10d_functional::reduce_scatter_tensor "
+        "_c10d_functional::broadcast _c10d_functional::wait_tensor"
+    ),
+}
+CLASSES = tuple(_OPERATORS)
+_PLAIN = (str, bytes, bool, int, float, complex, type(None), type, torch.dtype, torch.device)
+
+
+def checkpoint(module: nn.Module, save: Collection[str] = ()) -> None:
+    """Recompute `module` in backward, in place; gradients stay the same bit by bit.
+
+    `save` names classes of operators (of CLASSES) whose results are kept: `linear` matrix products,
+    `attention` the fused attention kernels, `collective` communication, which then is not repeated.
+    A kernel that draws random numbers is recomputed all the same: were it skipped, the draws after
+    it would differ.  The random state is restored for the recomputation, and the ambient modes are
+    entered again.  Raises Refusal when a forward changes a buffer, which would change it twice.
+    """
+    assert set(save) <= set(CLASSES), save
+    wrap(module, "checkpoint", Checkpoint(module, tuple(sorted(save))))
+
+
+def updates_buffers(model: nn.Module, run: Callable[[], object]) -> dict[str, tuple[str, ...]]:
+    """The buffers that each module changes itself during `run()`: {module path: buffer names}.
+
+    `run` calls the model once, on the meta device or a real one; in-place changes and replaced
+    tensors both count.  Modules whose forward changes nothing are left out.
+    """
+    before = {path: _versions(module, False) for path, module in model.named_modules()}
+    with _Statistics() as statistics:
+        run()
+    changed: dict[str, tuple[str, ...]] = {}
+    for path, module in model.named_modules():
+        after = _versions(module, False)
+        names = tuple(
+            name
+            for name, state in after.items()
+            if state != before[path].get(name) or state[0] in statistics.written
+        )
+        if names:
+            changed[path] = names
+    return changed
+
+
+def _versions(module: nn.Module, recurse: bool) -> dict[str, tuple[int, int]]:
+    return {
+        name: (id(buffer), 0 if buffer.is_inference() else buffer._version)
+        for name, buffer in module.named_buffers(recurse=recurse, remove_duplicate=False)
+    }
+
+
+class _Statistics(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Finds running statistics written by batch norms, which say nowhere that they write."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.written: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        named = dict(zip((a.name for a in func._schema.arguments), args)) | (kwargs or {})
+        # without a flag `training` in its schema, a variant of the operator always trains
+        if "batch_norm" in func._schema.name and named.get("training", True):
+            self.written |= {id(named.get("running_mean")), id(named.get("running_var"))}
+        return func(*args, **(kwargs or {}))
+
+
+class Checkpoint:
+    """The layer around a module's forward: torch's checkpoint, with all tensors as its inputs.
+
+    Tensors among keyword arguments and inside containers become positional inputs, so that hooks
+    around the checkpoint (offloading) see them.
+    """
+
+    def __init__(self, module: nn.Module, save: tuple[str, ...]) -> None:
+        self.module = module
+        self.save = save
+
+    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run `inner` under checkpoint; plainly where no gradient is recorded."""
+        if not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        before = _versions(self.module, True)
+        tensors: list[Tensor] = []
+        template = _take((args, kwargs), tensors)
+        region = _Region(inner, args, kwargs, template)
+        out = torch_checkpoint(
+            region, *tensors, use_reentrant=False, context_fn=partial(_contexts, self.save)
+        )
+        after = _versions(self.module, True)
+        if after != before:
+            names = [name for name, state in after.items() if state != before.get(name)]
+            raise _changes_buffers(type(self.module).__name__, names)
+        return out
+
+
+def _changes_buffers(module: str, names: list[str]) -> Refusal:
+    listed = ", ".join(f"`{name}`" for name in names)
+    return Refusal(
+        Diagnostic(
+            "S811",
+            f"a checkpointed `{module}` changes its buffers",
+            notes=(f"its forward updated {listed}, and recomputation would do so a second time",),
+            helps=("checkpoint the modules beside it, or put it into eval mode",),
+        )
+    )
+
+
+class _Region:
+    """The function that checkpoint calls: first with the arguments as they came, later rebuilt."""
+
+    def __init__(self, inner: Callable[..., Any], args: Any, kwargs: Any, template: Any) -> None:
+        self.inner = inner
+        self.first: tuple[Any, Any] | None = (args, kwargs)
+        self.template = template
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        if self.first is not None:
+            (args, kwargs), self.first = self.first, None  # let go of the tensors
+        else:
+            args, kwargs = _put(self.template, tensors)
+        return self.inner(*args, **kwargs)
+
+
+class _Slot:
+    """The place of a tensor in a structure of arguments."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class _State:
+    """An object that the forward may change (a cache of keys and values), as it was on entry."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def fresh(self) -> Any:
+        """A copy to be changed, which holds the same tensors."""
+        return _structure(self.value)
+
+
+def _take(value: Any, tensors: list[Tensor]) -> Any:
+    """The structure of `value` with slots for its tensors, which are appended to `tensors`."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _Slot(len(tensors) - 1)
+    if type(value) in (list, tuple):
+        return type(value)(_take(each, tensors) for each in value)
+    if type(value) is dict:
+        return {key: _take(each, tensors) for key, each in value.items()}
+    if isinstance(value, (*_PLAIN, nn.Module)) or callable(value):
+        return value
+    return _State(_structure(value))
+
+
+def _put(template: Any, tensors: tuple[Tensor, ...]) -> Any:
+    if isinstance(template, _Slot):
+        return tensors[template.index]
+    if isinstance(template, _State):
+        return template.fresh()
+    if type(template) in (list, tuple):
+        return type(template)(_put(each, tensors) for each in template)
+    if type(template) is dict:
+        return {key: _put(each, tensors) for key, each in template.items()}
+    return template
+
+
+class _SharedTensors(TorchFunctionMode):
+    """A deep copy under this mode copies structure and shares tensors."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.__deepcopy__:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _structure(value: Any) -> Any:
+    try:
+        with _SharedTensors():
+            return copy.deepcopy(value)
+    except (TypeError, NotImplementedError, RuntimeError):
+        return value  # a lock, a process group: nothing that a forward changes
+
+
+def _contexts(
+    save: tuple[str, ...],
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The contexts of the forward and of the recomputation."""
+    forward: list[AbstractContextManager[Any]] = []
+    again: list[AbstractContextManager[Any]] = [_reentry()]
+    if "collective" in save:
+        keep = KeepCollectives()
+        forward.append(keep.forward)
+        again.append(keep.again)
+    if save:
+        policy = partial(_policy, _operators(save))
+        pair = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+        forward.append(pair[0])
+        again.append(pair[1])
+    return _Together(forward), _Together(again)
+
+
+class _Together(AbstractContextManager[None]):
+    """Several contexts, the last innermost; it may be entered again."""
+
+    def __init__(self, parts: list[AbstractContextManager[Any]]) -> None:
+        self.parts = parts
+        self.stacks: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for part in self.parts:
+                stack.enter_context(part)
+            self.stacks.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> None:
+        self.stacks.pop().__exit__(*error)
+
+
+def _reentry() -> AbstractContextManager[Any]:
+    from schedlang.runtime.modes import reentry
+
+    return reentry()
+
+
+def _operators(save: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(name for each in save for name in _OPERATORS[each].split())
+
+
+def _policy(
+    kept: frozenset[str], context: Any, operator: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    schema = getattr(operator, "_schema", None)
+    if schema is None or schema.name not in kept or _draws(operator, args, kwargs):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE
+
+
+def _draws(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call moves the random state on."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    for place, argument in enumerate(operator._schema.arguments):
+        if argument.name == "dropout_p":
+            given = kwargs.get("dropout_p", args[place] if place < len(args) else 0.0)
+            return float(given) > 0.0
+    return True

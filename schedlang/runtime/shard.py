@@ -1,0 +1,201 @@
+"""Sharded modules: each rank computes with its part of the parameters, between two crossings."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schedlang.placement import P, Placement
+from schedlang.runtime.collective import Group
+from schedlang.runtime.crossing import Crossing, shared
+from schedlang.runtime.vocab import ShardedLogits
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One axis of a sharded module: how tensors arrive, what it wants, computes and hands on.
+
+    `differ`: the module computes differently on each rank, so that gradients of a whole input are
+    parts, to be summed on the way in.  `cut` is the true size of the output's last dim where padding
+    must be cut off, `head` tells that the output stays split over the vocabulary for a parallel
+    loss, `hoisted` that children need the gathered input and this module was the first to get it.
+    """
+
+    group: Group
+    arrives: Placement
+    wants: Placement
+    computes: Placement
+    leaves: Placement
+    differ: bool
+    cut: int | None = None
+    head: bool = False
+    hoisted: bool = False
+
+    def entry(self) -> Crossing:
+        """The change of placement on the way in."""
+        return Crossing(self.arrives, self.wants, self.group, differ=self.differ)
+
+    def exit(self) -> Crossing:
+        """The change of placement on the way out."""
+        return Crossing(self.computes, self.leaves, self.group, differ=False)
+
+
+Compute = Callable[[nn.Module, Tensor, bool], Tensor]
+
+
+def _linear(module: nn.Module, x: Tensor, with_bias: bool) -> Tensor:
+    return F.linear(x, module.weight, module.bias if with_bias else None)  # type: ignore[arg-type]
+
+
+def _conv1d(module: nn.Module, x: Tensor, with_bias: bool) -> Tensor:
+    weight = module._parameters["weight"]
+    assert weight is not None
+    flat = x.reshape(-1, x.shape[-1])
+    bias = module._parameters["bias"] if with_bias else None
+    out = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
+    return out.view(*x.shape[:-1], weight.shape[-1])
+
+
+COMPUTES: Mapping[str, Compute] = {"Linear": _linear, "Conv1D": _conv1d}
+
+
+Forward = Callable[..., Any]
+
+
+def projection(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
+    """A Linear or Conv1D on its parts: enter, multiply, reduce, add the bias once."""
+    compute = COMPUTES[kind]
+    pending = any(isinstance(edge.computes, P) for edge in edges)
+    padded = [edge for edge in edges if edge.cut is not None]
+
+    def forward(x: Tensor) -> Any:
+        for edge in edges:
+            x = shared(edge.entry(), x)
+        y = compute(module, x, not pending)
+        for edge in edges:
+            if edge.head:
+                return _head(y, edge)
+            y = edge.exit()(y)
+        for edge in padded:
+            y = y[..., : edge.cut]
+        bias = module._parameters.get("bias") if pending else None
+        return y if bias is None else y + bias
+
+    return forward
+
+
+def _head(y: Tensor, edge: Edge) -> ShardedLogits:
+    assert edge.cut is not None
+    true, width = edge.cut, y.shape[-1]
+    mine = max(0, min(width, true - edge.group.rank * width))
+    if mine < width:  # padding rows of the weight have no class
+        y = y.masked_fill(torch.arange(width, device=y.device) >= mine, -torch.inf)
+    return ShardedLogits(y, edge.group, true)
+
+
+def embedding(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
+    """An embedding that looks up only the rows that this rank holds; the sum has them all."""
+    assert isinstance(module, nn.Embedding)
+    (edge,) = edges
+    width, group = module.weight.shape[0], edge.group
+    first = group.rank * width
+    pad = module.padding_idx
+    local_pad = pad - first if pad is not None and first <= pad < first + width else None
+
+    def forward(ids: Tensor) -> Tensor:
+        local = ids - first
+        mine = (local >= 0) & (local < width)
+        rows = F.embedding(local.clamp(0, width - 1), module.weight, local_pad)
+        return edge.exit()(rows * mine[..., None])
+
+    return forward
+
+
+def region(inner: Forward, edges: tuple[Edge, ...]) -> Forward:
+    """A module of any class as it is, between two crossings of its main tensor.
+
+    The main tensor is the first floating-point one among the arguments, and among the results.
+    """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        for edge in edges:
+            args, kwargs = on_first(partial(shared, edge.entry()), args, kwargs)
+        out = inner(*args, **kwargs)
+        for edge in edges:
+            if edge.computes != edge.leaves:
+                out = on_result(edge.exit(), out)
+        return out
+
+    return forward
+
+
+def is_main(value: Any) -> bool:
+    """Is this a floating-point tensor, as activations are?"""
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def on_first(
+    cross: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with the main tensor changed."""
+    for place, value in enumerate(args):
+        if is_main(value):
+            return (*args[:place], cross(value), *args[place + 1 :]), kwargs
+    for name, value in kwargs.items():
+        if is_main(value):
+            return args, {**kwargs, name: cross(value)}
+    return args, kwargs
+
+
+def on_result(cross: Callable[[Tensor], Tensor], out: Any) -> Any:
+    """The results with the main tensor changed."""
+    if is_main(out):
+        return cross(out)
+    if isinstance(out, tuple | list):
+        for place, value in enumerate(out):
+            if is_main(value):
+                changed = [*out[:place], cross(value), *out[place + 1 :]]
+                return changed if isinstance(out, list) else tuple(changed)
+    return out
+
+
+FORWARDS: Mapping[str, Callable[[nn.Module, str, tuple[Edge, ...]], Forward]] = {
+    "Linear": projection,
+    "Conv1D": projection,
+    "Embedding": embedding,
+}
+
+
+class Sharded:
+    """The forward of a sharded module; `kind` is the class that says how it computes, or "".
+
+    An object, not a closure: in a deep copy of the model it is bound to the copied module.
+    """
+
+    def __init__(self, module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> None:
+        self.module, self.kind, self.edges = module, kind, edges
+        self.inner = module.forward
+        self.run: Forward | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
+        made = Sharded.__new__(Sharded)
+        memo[id(self)] = made
+        made.module, made.kind = copy.deepcopy(self.module, memo), self.kind
+        made.inner, made.edges = copy.deepcopy(self.inner, memo), self.edges
+        made.run = None
+        return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The sharded computation."""
+        if self.run is None:
+            make = FORWARDS.get(self.kind)
+            made = make(self.module, self.kind, self.edges) if make else region(self.inner, self.edges)
+            self.run = made
+        return self.run(*args, **kwargs)

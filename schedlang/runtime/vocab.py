@@ -1,0 +1,182 @@
+"""Logits split over the vocabulary: a stand-in that a model's own loss code may handle.
+
+The cross-entropy over split logits needs three numbers per token from each rank, never the whole
+row (Shoeybi et al. 2019, section 3).  The stand-in follows casts, views, scaling and slices of the
+leading dims; at `cross_entropy` it computes the parallel loss; for anything else the logits are
+gathered first, so that any model still gets what it asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from schedlang.runtime import collective
+from schedlang.runtime.collective import Group
+
+
+class _Statistics(torch.autograd.Function):
+    """log-sum-exp, the target's logit, and the sum of all logits, over the split last dim."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, target: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+        largest = x.amax(-1)
+        collective.count("all-reduce", group, largest)
+        if group.pg is not None:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group.pg)
+        offset = group.rank * x.shape[-1]  # every rank holds as many, padding included
+        local = target - offset
+        mine = (local >= 0) & (local < x.shape[-1])
+        local = local.clamp(0, x.shape[-1] - 1)
+        picked = x.gather(-1, local[..., None])[..., 0] * mine
+        finite = x.masked_fill(x == -torch.inf, 0.0)  # padding has no logit to be summed
+        exps = (x - largest[..., None]).exp()
+        sums = collective.all_reduce(torch.stack([exps.sum(-1), picked, finite.sum(-1)]), group)
+        logsumexp = sums[0].log() + largest
+        ctx.save_for_backward(x, logsumexp, local, mine)
+        return logsumexp, sums[1].clone(), sums[2].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        x, logsumexp, local, mine = ctx.saved_tensors
+        by_lse, by_target, by_sum = grads
+        out = (x - logsumexp[..., None]).exp_() * by_lse[..., None]
+        out += by_sum[..., None] * (x != -torch.inf)
+        out.scatter_add_(-1, local[..., None], (by_target * mine)[..., None])
+        return out, None, None
+
+
+def cross_entropy(
+    logits: ShardedLogits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """`torch.nn.functional.cross_entropy` on logits (..., classes) split over the last dim."""
+    local, group = logits.local, logits.group
+    plain = local.ndim == 2 and not target.is_floating_point()
+    if not plain or weight is not None or size_average is not None or reduce is not None:
+        return F.cross_entropy(
+            logits.gathered(), target, weight, size_average, ignore_index, reduce, reduction,
+            label_smoothing,
+        )  # fmt: skip
+    counts = target != ignore_index
+    stats = _Statistics.apply(local, target.masked_fill(~counts, 0), group)
+    logsumexp, picked, total = cast(tuple[Tensor, Tensor, Tensor], stats)
+    loss = logsumexp - picked
+    if label_smoothing:
+        flat = logsumexp - total / logits.classes
+        loss = (1 - label_smoothing) * loss + label_smoothing * flat
+    loss = loss.masked_fill(~counts, 0.0)
+    if reduction == "none":
+        return loss
+    return loss.sum() / counts.sum() if reduction == "mean" else loss.sum()
+
+
+class ShardedLogits:
+    """Logits (..., classes) of which each rank holds an equal part of the last dim.
+
+    `classes` is the true number; what lies beyond is padding and must hold -inf.
+    """
+
+    def __init__(self, local: Tensor, group: Group, classes: int) -> None:
+        self.local, self.group, self.classes = local, group, classes
+
+    # -- what is read ----------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the whole."""
+        return torch.Size((*self.local.shape[:-1], self.classes))
+
+    def size(self, dim: int | None = None) -> Any:
+        """As Tensor.size."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("dtype", "device", "ndim", "requires_grad", "is_floating_point", "dim"):
+            return getattr(self.local, name)
+        if name in _ALONG:
+            return lambda *a, **k: self._with(getattr(self.local, name)(*a, **k))
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(name)
+        return getattr(self.gathered(), name)
+
+    def gathered(self) -> Tensor:
+        """The whole, on every rank alike."""
+        whole = collective.gather(self.local, -1, self.group, consumers_differ=False)
+        return whole[..., : self.classes]
+
+    # -- what keeps the split --------------------------------------------------------------------
+
+    def _with(self, local: Tensor) -> ShardedLogits:
+        return ShardedLogits(local, self.group, self.classes)
+
+    def view(self, *shape: Any) -> Any:
+        """As Tensor.view where the last dim stays whole; gathered otherwise."""
+        sizes = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
+        if sizes and sizes[-1] in (self.classes, -1) and (sizes.count(-1) < 2):
+            leading_known = -1 not in sizes[:-1]
+            if sizes[-1] == self.classes or (
+                leading_known and torch.Size(sizes[:-1]).numel() == self.shape[:-1].numel()
+            ):
+                return self._with(self.local.reshape(*sizes[:-1], self.local.shape[-1]))
+        return self.gathered().reshape(*shape)
+
+    reshape = view
+
+    def __getitem__(self, index: Any) -> Any:
+        parts = index if isinstance(index, tuple) else (index,)
+        plain = all(isinstance(part, slice | int) or part is Ellipsis for part in parts)
+        named = len(parts) - (Ellipsis in parts) if plain else 0
+        if plain and (named < self.local.ndim or parts[-1] == slice(None)):
+            return self._with(self.local[index])
+        return self.gathered()[index]
+
+    def __mul__(self, other: Any) -> Any:
+        if isinstance(other, int | float):
+            return self._with(self.local * other)
+        return self.gathered() * other
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:
+        if isinstance(other, int | float):
+            return self._with(self.local / other)
+        return self.gathered() / other
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Functions of torch: the parallel loss, or the gathered logits."""
+        kwargs = dict(kwargs or {})
+        if func is F.cross_entropy:
+            args = (kwargs.pop("input"), *args) if "input" in kwargs else args
+            if isinstance(args[0], cls):
+                return cross_entropy(*args, **kwargs)
+        whole = {name: _whole(value) for name, value in kwargs.items()}
+        return func(*(_whole(value) for value in args), **whole)
+
+
+# methods that act on each element, or that need no whole last dim
+_ALONG = frozenset(["float", "double", "half", "bfloat16", "to", "contiguous", "clone", "detach"])
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, ShardedLogits):
+        return value.gathered()
+    return type(value)(map(_whole, value)) if type(value) in (list, tuple) else value

@@ -1,0 +1,159 @@
+"""Text to syntax tree; nothing here knows what a primitive is."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path as FilePath
+from typing import Any
+
+import lark
+from lark import Lark, Token
+
+from schedlang import nodes as n
+from schedlang.diagnostic import Diagnostic, Label, Refusal
+from schedlang.misread import explain, form_problems, too_deep
+from schedlang.source import Source, Span
+from schedlang.treemaker import TreeMaker
+
+GRAMMAR = FilePath(__file__).with_name("sched.lark")
+COMMENT = re.compile(r'"[^"\n]*"|`[^`\n]+`|(#[^\n]*)')
+
+
+class Newlines:
+    """A newline ends a statement, except inside parentheses and square brackets."""
+
+    always_accept = ("_NL",)
+
+    def process(self, stream: Iterable[Token]) -> Iterator[Token]:
+        """The tokens without the newlines that end nothing."""
+        depth, last = 0, ""
+        for token in stream:
+            depth += (token.type in ("LPAR", "LSQB")) - (token.type in ("RPAR", "RSQB"))
+            if token.type == "_NL" and (depth > 0 or last == "_NL"):
+                continue
+            last = token.type
+            yield token
+
+
+def _cache_file(grammar: str, starts: list[str]) -> str | bool:
+    """Where the parse table is kept: in the user's own cache directory, or nowhere."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    folder = os.path.join(root, "schedlang")
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        # the table is unpickled, so nobody else may have put it there
+        owner = os.stat(folder)
+        if hasattr(os, "getuid") and (owner.st_uid != os.getuid() or owner.st_mode & 0o022):
+            return False
+    except OSError:
+        return False
+    key = "\0".join([grammar, *starts, lark.__version__])
+    return os.path.join(folder, f"grammar-{hashlib.sha256(key.encode()).hexdigest()[:16]}")
+
+
+@lru_cache
+def grammar(strict: bool = False) -> Lark:
+    """The compiled grammar; `strict` refuses every conflict and takes no cache."""
+    text = GRAMMAR.read_text(encoding="utf-8")
+    starts = ["start", "path", "expr"]
+    return Lark(
+        text,
+        parser="lalr",
+        lexer="contextual",
+        start=starts,
+        postlex=Newlines(),
+        propagate_positions=True,
+        maybe_placeholders=True,
+        strict=strict,
+        cache=False if strict else _cache_file(text, starts),
+    )
+
+
+def comments(source: Source) -> tuple[n.Comment, ...]:
+    """Every comment of the text, in order."""
+    found = []
+    for number, line in enumerate(source.lines, 1):
+        for match in COMMENT.finditer(line):
+            if match[1]:
+                span = Span(source, number, match.start(1) + 1, number, match.end(1) + 1)
+                found.append(n.Comment(match[1].rstrip(), span))
+    return tuple(found)
+
+
+def _tree(source: Source, start: str) -> tuple[Any, list[Diagnostic]]:
+    text = source.text
+    problem = too_deep(source)
+    if problem:
+        raise Refusal(problem)
+    maker = TreeMaker(source)
+    try:
+        return maker.make(grammar().parse(text, start=start)), maker.problems
+    except lark.exceptions.UnexpectedInput as mistake:
+        raise Refusal(explain(source, mistake)) from None
+    except RecursionError:
+        place = Span(source, 1, 1, 1, 2)
+        raise Refusal(Diagnostic("S004", "this nests too deep to be read", Label(place))) from None
+
+
+def tree(source: Source) -> tuple[n.File, list[Diagnostic]]:
+    """The tree of a text that the grammar accepts, and what is wrong with its form."""
+    file, problems = _tree(source, "start")
+    made = n.File(file.header, file.items, comments(source), span=file.span)
+    return made, [*problems, *form_problems(made)]
+
+
+def parse(source: Source) -> n.File:
+    """The tree of a schedule; refuses what is not one (S001 to S007)."""
+    file, problems = tree(source)
+    if problems:
+        raise Refusal(*problems)
+    return file
+
+
+def parse_path(text: str, span: Span) -> n.Path:
+    """A selector given as a string; its mistakes are shown inside the string."""
+    return _fragment(text, span, "path", n.Path)  # type: ignore[no-any-return]
+
+
+def parse_expr(text: str, span: Span) -> n.Expr:
+    """An expression given as a string; its mistakes are shown inside the string."""
+    made = _fragment(text, span, "expr", n.Node)
+    return made  # type: ignore[no-any-return]
+
+
+def _fragment(text: str, span: Span, start: str, kind: type) -> Any:
+    """Parse `text`, then let every node stand at `span`, the line that gave the string."""
+    source = Source("<string>", text)
+    try:
+        made, problems = _tree(source, start)
+    except Refusal as refused:
+        inner = refused.diagnostic
+        also = (Label(span, "given here"),) if span else ()
+        raise Refusal(
+            Diagnostic(inner.code, inner.title, inner.primary, also, inner.notes, inner.helps)
+        ) from None
+    if problems:
+        raise Refusal(*problems)
+    assert isinstance(made, kind)
+    return n.placed(made, span)
+
+
+def read(path: str | FilePath, name: str | None = None) -> Source:
+    """A schedule file as a Source; refuses what is not a readable UTF-8 text."""
+    shown = name or str(path)
+    try:
+        raw = FilePath(path).read_bytes()
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise Refusal(Diagnostic("S000", f"cannot read `{shown}`: {why}")) from None
+    try:
+        return Source(shown, raw.decode("utf-8-sig").replace("\r\n", "\n"))
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        title = f"`{shown}` is not UTF-8 text"
+        note = f"byte {error.start + 1}, on line {line}, is 0x{raw[error.start]:02x}"
+        raise Refusal(Diagnostic("S000", title, notes=(note,))) from None

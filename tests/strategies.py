@@ -1,0 +1,54 @@
+"""Hypothesis strategies for schedules: programs of the grammar, comments, damage."""
+
+from hypothesis import strategies as st
+from hypothesis.extra.lark import from_lark
+
+from schedlang.misread import RESERVED
+from schedlang.syntax import grammar
+
+NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,5}", fullmatch=True).filter(
+    lambda name: name not in RESERVED
+)
+
+
+def programs() -> st.SearchStrategy[str]:
+    """Texts made from the grammar; a few do not parse, because two tokens were glued together."""
+    lark = grammar(strict=True)  # one loaded from the cache has lost its rules
+    explicit = {
+        t.name: st.just(f" {t.pattern.value} ")
+        for t in lark.terminals
+        if t.pattern.type == "str" and t.pattern.value.isalpha()
+    }
+    explicit |= {
+        "NAME": NAMES,
+        "COMMENT": st.just(" "),
+        "_NL": st.sampled_from(["\n", "\n\n", "\n\n\n"]),
+        "QUANTITY": st.sampled_from(["40GiB", "1.5ms"]),
+        "STRING": st.sampled_from(['"a"', '"x # y"']),
+        "INT": st.sampled_from(["1", "7", "12"]),
+        "SIGNED": st.sampled_from(["-1", "3"]),
+        "FLOAT": st.sampled_from(["1e-5", "0.25"]),
+        "GLOB": st.sampled_from(["*", "**", "{q,k}_proj", "h_*"]),
+        "QUOTED": st.just("`at`"),
+    }
+    return from_lark(lark, start="start", explicit=explicit)
+
+
+@st.composite
+def commented(draw: st.DrawFn, text: str) -> str:
+    """The text with comments and blank lines put at random places."""
+    lines = []
+    for number, line in enumerate(text.split("\n")):
+        above = draw(st.sampled_from([[], [], [], [f"# above {number}"], [""], ["", "# a", ""]]))
+        end = draw(st.sampled_from(["", "", "", f"  # end {number}"]))
+        lines += [*above, line + end]
+    return "\n".join(lines)
+
+
+@st.composite
+def damaged(draw: st.DrawFn, text: str) -> str:
+    """The text with a piece cut out, doubled, or replaced by noise."""
+    start = draw(st.integers(0, len(text)))
+    end = draw(st.integers(start, min(len(text), start + 12)))
+    noise = draw(st.sampled_from(["", text[start:end] * 2, "{", "(", '"', "`", ":", "..", "é\x00"]))
+    return text[:start] + noise + text[end:]

@@ -1,0 +1,189 @@
+"""Messages: the frame, the marks, the guesses."""
+
+import pickle
+
+import pytest
+
+from schedlang.diagnostic import Diagnostic, Label, Refusal, closest
+from schedlang.source import Source, Span, python_span
+
+TEXT = """\
+schedule 1 for GPT2LMHeadModel
+
+# One-dimensional tensor parallelism, placed as Megatron places it.
+knob tp: int = 2 in [1, 2, 4]
+
+mesh(tp=tp) on a100x8
+
+require model.config.n_head % tp == 0
+
+step "tensor parallel" {
+  transformer.wte  shard(vocab, over=tp)
+  at transformer.h[2, 7] {
+    attn.c_attn  shard(col, blocks=3, over=tp)  # q, k and v live side by side in one weight
+    attn.c_proj  shard(row, over=tp)
+    mlp.c_fc     shard(col, over=tp)
+    mlp.c_proj   shard(row, over=tp)
+  }
+  transformer.h.*.attn  replace_kernel(flash_attention)
+  verify(forward, backward)
+}
+"""
+SOURCE = Source("gpt2.sched", TEXT)
+
+
+def mark(line: int, what: str) -> Span:
+    """The place of `what` on a line of the sample."""
+    col = SOURCE.line(line).index(what) + 1
+    return Span(SOURCE, line, col, line, col + len(what))
+
+
+CASES = [
+    (
+        Diagnostic(
+            "S402",
+            "cannot split 50257 evenly 2 ways",
+            Label(mark(11, "shard(vocab, over=tp)"), "`tp` has 2 ranks"),
+            notes=("`transformer.wte.weight` is 50257 x 768; `vocab` splits dim `vocab` = 50257",),
+            helps=("or pad it first: `transformer.wte pad(vocab, multiple=128)`",),
+        ),
+        """\
+error[S402]: cannot split 50257 evenly 2 ways
+  --> gpt2.sched:11:20
+   |
+11 |   transformer.wte  shard(vocab, over=tp)
+   |                    ^^^^^^^^^^^^^^^^^^^^^ `tp` has 2 ranks
+   |
+   = note: `transformer.wte.weight` is 50257 x 768; `vocab` splits dim `vocab` = 50257
+   = help: or pad it first: `transformer.wte pad(vocab, multiple=128)`""",
+    ),
+    (
+        Diagnostic(
+            "S202",
+            "index 7 is out of range",
+            Label(mark(12, "h[2, 7]"), "`transformer.h` has 4 children, 0 to 3"),
+        ),
+        """\
+error[S202]: index 7 is out of range
+  --> gpt2.sched:12:18
+   |
+12 |   at transformer.h[2, 7] {
+   |                  ^^^^^^^ `transformer.h` has 4 children, 0 to 3
+   |""",
+    ),
+    (
+        Diagnostic(
+            "S103",
+            "`tp` cannot be 3",
+            Label(mark(4, "[1, 2, 4]"), "outside this range"),
+            helps=("set `tp` to one of [1, 2, 4]",),
+        ),
+        """\
+error[S103]: `tp` cannot be 3
+ --> gpt2.sched:4:21
+  |
+4 | knob tp: int = 2 in [1, 2, 4]
+  |                     ^^^^^^^^^ outside this range
+  |
+  = help: set `tp` to one of [1, 2, 4]""",
+    ),
+    (
+        Diagnostic(
+            "S501",
+            "two rows in a line",
+            Label(mark(16, "shard(row, over=tp)"), "again"),
+            also=(Label(mark(15, "shard(col, over=tp)"), "first"),),
+            helps=("drop one of the two",),
+        ),
+        """\
+error[S501]: two rows in a line
+  --> gpt2.sched:16:18
+   |
+15 |     mlp.c_fc     shard(col, over=tp)
+   |                  ------------------- first
+16 |     mlp.c_proj   shard(row, over=tp)
+   |                  ^^^^^^^^^^^^^^^^^^^ again
+   |
+   = help: drop one of the two""",
+    ),
+    (
+        Diagnostic(
+            "S503",
+            "replacing a module that is already sharded would lose its placement",
+            Label(mark(18, "replace_kernel(flash_attention)"), "replaces `transformer.h.0.attn`"),
+            also=(
+                Label(
+                    mark(13, "shard(col, blocks=3, over=tp)"),
+                    "shards `transformer.h.0.attn.c_attn`",
+                ),
+            ),
+        ),
+        """\
+error[S503]: replacing a module that is already sharded would lose its placement
+  --> gpt2.sched:18:25
+   |
+13 |     attn.c_attn  shard(col, blocks=3, over=tp)  # q, k and v live side by side in one weight
+   |                  ----------------------------- shards `transformer.h.0.attn.c_attn`
+...
+18 |   transformer.h.*.attn  replace_kernel(flash_attention)
+   |                         ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^ replaces `transformer.h.0.attn`
+   |""",
+    ),
+]
+
+
+@pytest.mark.parametrize("diagnostic, text", CASES, ids=lambda x: getattr(x, "code", ""))
+def test_frame(diagnostic: Diagnostic, text: str) -> None:
+    """A message prints in the frame that users know from rustc, character by character."""
+    assert diagnostic.render() == text
+
+
+def test_two_files() -> None:
+    """A label in another file gets that file's name and frame."""
+    other = Source("base.sched", "schedule 1\nknob n: int = 1\n")
+    label = Label(Span(other, 2, 1, 2, 5), "declared here")
+    text = Diagnostic("S101", "twice", Label(mark(4, "knob"), "again"), (label,)).render()
+    assert " --> gpt2.sched:4:1" in text and " ::: base.sched:2:1" in text
+
+
+def test_a_place_behind_the_end_and_wide_letters() -> None:
+    """Marks stand under what they mean: behind a line's end, after wide letters, after tabs."""
+    source = Source("x", "\t漢字 ab")
+    text = Diagnostic("S001", "t", Label(Span(source, 1, 5, 1, 7))).render()
+    assert text.splitlines()[3:5] == ["1 |  漢字 ab", "  |       ^^"]
+    text = Diagnostic("S001", "t", Label(Span(source, 1, 7, 1, 8))).render()
+    assert text.splitlines()[4] == "  |         ^"
+
+
+def test_refusal_sorts_places_and_travels() -> None:
+    """Several mistakes print in the order of the text, and survive pickling."""
+    first = Diagnostic("S103", "one", Label(mark(4, "knob")))
+    then = Diagnostic("S402", "two", Label(mark(11, "shard")))
+    refusal = Refusal(then, first)
+    assert [d.title for d in refusal.diagnostics] == ["one", "two"]
+    assert pickle.loads(pickle.dumps(refusal)).render() == refusal.render()
+    assert refusal.diagnostic.to_json()["at"]["line"] == 4  # type: ignore[index]
+
+
+def test_place_is_attached_once() -> None:
+    """`at` gives a place to a message that has none, and leaves one that has."""
+    bare = Diagnostic("S401", "no weight", Label(text="here"))
+    placed = bare.at(mark(4, "knob"))
+    assert placed.primary == Label(mark(4, "knob"), "here")
+    assert placed.at(mark(11, "shard")) == placed
+
+
+def test_python_place() -> None:
+    """The span of a Python call is the caller's expression, also when it covers several lines."""
+    span = python_span()
+    assert span.source.line(span.line).strip() == "span = python_span()"
+    assert span.source.line(span.line)[span.col - 1 : span.end_col - 1] == "python_span()"
+
+
+@pytest.mark.parametrize(
+    "word, near",
+    [("c_fcc", "c_fc"), ("verfy", "verify"), ("Verify", "verify"), ("zzz", None), ("", None)],
+)
+def test_closest(word: str, near: str | None) -> None:
+    """One guess, and none below the similarity that makes it worth saying."""
+    assert closest(word, ["c_fc", "c_proj", "verify", "shard"]) == near

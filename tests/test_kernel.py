@@ -1,0 +1,210 @@
+"""Replaced computations: the same results from the module's own parameters, or a refusal."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from schedlang.diagnostic import Refusal
+from schedlang.kernels.probe import Mismatch, Norm
+from schedlang.kernels.rms_norm import runs
+from schedlang.runtime.float64 import Float64
+from schedlang.runtime.forward import unwrap
+from schedlang.runtime.kernel import Attention, kernel_of, match, replace
+from schedlang.runtime.modes import ambient
+from schedlang.runtime.recompute import checkpoint
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 32, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "head_dim": 4,
+}  # fmt: skip
+
+
+def build(name="Llama", implementation="eager", **more):
+    config = getattr(transformers, f"{name}Config")(**(SMALL | more))
+    torch.manual_seed(0)
+    auto = transformers.AutoModelForCausalLM
+    return auto.from_config(config, attn_implementation=implementation).double()
+
+
+def gradients(model, padded=False):
+    ids = torch.arange(20).view(2, 10) % 32
+    mask = torch.ones_like(ids)
+    mask[1, : 3 * padded] = 0
+    model.zero_grad()
+    labels = ids.masked_fill(mask == 0, -100)
+    with ambient(Float64):
+        out = model(input_ids=ids, attention_mask=mask, labels=labels)
+        out.loss.backward()
+    return {"logits": out.logits.detach()} | {n: p.grad for n, p in model.named_parameters()}
+
+
+def assert_close(found, expected):
+    top = max(e.norm() for e in expected.values())
+    for name, e in expected.items():
+        assert (found[name] - e).norm() <= 1e-12 * (e.norm() + 1e-3 * top), name
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma"])
+def test_norms_of_a_model(name):
+    """Every norm of an unmodified model by our operator: equal in float64; names, hooks stay."""
+    model = build(name)
+    expected, state = gradients(model), list(model.state_dict())
+    seen = []
+    norms = [m for n, m in model.named_modules() if n.endswith("norm")]
+    assert len(norms) == 5
+    norms[0].register_forward_hook(lambda *_: seen.append(1))
+    for norm in norms:
+        found = match(norm, "rms_norm")
+        assert isinstance(found, Norm) and found.rounding == {"Llama": "early"}.get(name, "late")
+        replace(norm, found)
+        assert kernel_of(norm) == "rms_norm"
+    before = runs().get("reference", 0)
+    assert_close(gradients(model), expected)
+    assert runs()["reference"] == before + 10 and seen == [1]
+    assert list(model.state_dict()) == state
+    unwrap(norms[0])
+    assert kernel_of(norms[0]) is None and "forward" not in vars(norms[0])
+
+
+def test_a_copy_uses_its_own_weight():
+    """A deep copy of a replaced module follows its own parameters; checkpoint goes around it."""
+    norm = nn.RMSNorm(8, eps=1e-6).double()
+    replace(norm, match(norm, "rms_norm"))
+    checkpoint(norm)
+    copied = copy.deepcopy(norm)
+    with torch.no_grad():
+        copied.weight.zero_()
+    x = torch.randn(3, 8, dtype=torch.float64)
+    assert copied(x).abs().max() == 0 and norm(x).abs().max() > 0
+
+
+def test_norm_refuses_what_it_cannot_take():
+    """More than one argument is refused at the call; other norms and modules by the match."""
+    norm = nn.RMSNorm(4, eps=1e-6)
+    replace(norm, match(norm, "rms_norm"))
+    with pytest.raises(Refusal, match="takes one"):
+        norm.forward(torch.ones(4), torch.ones(4))
+    assert "layer_norm" in match(nn.LayerNorm(4), "rms_norm").reason
+    assert isinstance(match(nn.Linear(4, 4), "rms_norm"), Mismatch)
+
+
+ATTENTIONS = ["Llama", "Gemma", "GPT2", "Phi3", "OPT", "GPTNeoX"]
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attention_of_one_layer(name):
+    """One layer's attention by sdpa, the other as it was: equal in float64, padding included."""
+    more = {"n_embd": 16, "n_layer": 2, "n_head": 4, "resid_pdrop": 0, "embd_pdrop": 0,
+            "attn_pdrop": 0, "ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0,
+            "rotary_pct": 1.0}  # fmt: skip
+    model = build(name, **more)
+    expected, ragged = gradients(model), gradients(model, padded=True)
+    attentions = [m for m in model.modules() if type(m).__name__.endswith("Attention")]
+    first, second = attentions
+    found = match(first, "sdpa")
+    assert isinstance(found, Attention) and not found.identity and found.error < 1e-12
+    replace(first, found)
+    assert kernel_of(first) == "sdpa" and kernel_of(second) is None
+    assert second.config._attn_implementation == "eager" == model.config._attn_implementation
+
+    calls = count_sdpa(lambda: assert_close(gradients(model), expected))
+    assert calls == 1
+    # the last padding on the left predicts a token that counts: its gradient matters
+    assert_close(gradients(model, padded=True), ragged)
+
+
+def count_sdpa(run):
+    """How often torch's fused attention is called."""
+    from torch.overrides import TorchFunctionMode
+
+    calls = []
+
+    class Count(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is torch.nn.functional.scaled_dot_product_attention:
+                calls.append(1)
+            return func(*args, **(kwargs or {}))
+
+    with Count():
+        run()
+    return len(calls)
+
+
+def test_already_sdpa_is_the_identity():
+    """A model that uses sdpa is told so, and nothing changes."""
+    model = build(implementation="sdpa")
+    attention = model.model.layers[0].self_attn
+    found = match(attention, "sdpa")
+    config = attention.config
+    assert isinstance(found, Attention) and found.identity
+    replace(attention, found)
+    assert attention.config is config
+
+
+def test_attention_is_refused_with_the_reason():
+    """Soft caps, other attention, modules without a config: each says why."""
+    capped = build("Gemma2").model.layers[0].self_attn
+    assert "softcap" in match(capped, "sdpa").reason
+    other = build().model.layers[0].self_attn
+    other.config = copy.copy(other.config)
+    other.config.__dict__["_attn_implementation_internal"] = "flash_attention_2"
+    assert "flash_attention_2" in match(other, "sdpa").reason
+    assert "holds no attention" in match(nn.MultiheadAttention(4, 2), "sdpa").reason
+    assert "never asked" in match(Ignoring(), "sdpa").reason
+    assert "differs" in match(Sinking(), "sdpa").reason
+
+
+class Ignoring(nn.Module):
+    """Has a config like the others, and computes something of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = copy.copy(build().config)
+        self.proj = nn.Linear(16, 16)
+
+    def forward(self, hidden_states):
+        return self.proj(hidden_states), None
+
+
+class Sinking(Ignoring):
+    """Its eager attention adds a sink, which sdpa knows nothing of."""
+
+    def forward(self, hidden_states, attention_mask=None):
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        def eager(module, q, k, v, attention_mask, **_):
+            scores = q @ k.mT + attention_mask
+            full = torch.cat([scores, torch.zeros_like(scores[..., :1])], -1).softmax(-1)
+            return (full[..., :-1] @ v).transpose(1, 2), None
+
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        x = self.proj(hidden_states).unsqueeze(1)
+        out, _ = interface(self, x, x, x, attention_mask, scaling=1.0)
+        return out[:, :, 0], None
+
+
+def test_match_on_the_meta_device_with_an_example():
+    """An attention without values is judged by the shapes of an example call."""
+    with torch.device("meta"):
+        config = transformers.LlamaConfig(**SMALL)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    table = torch.empty(1, 5, 4, device="meta")
+    call = (
+        (),
+        {
+            "hidden_states": torch.empty(3, 5, 16, device="meta"),
+            "attention_mask": torch.empty(3, 1, 5, 5, device="meta"),
+            "position_embeddings": (table, table),
+            "past_key_values": object(),
+        },
+    )
+    found = match(model.model.layers[1].self_attn, "sdpa", call)
+    assert isinstance(found, Attention) and found.error < 1e-12
+    assert all(p.is_meta for p in model.parameters())

@@ -1,0 +1,104 @@
+"""The probe names what a norm computes, and gives the measured reason when it is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from schedlang.kernels.probe import Mismatch, Norm, probe_norm
+
+
+class Rms(nn.Module):
+    """An RMSNorm with invented names and every variation that a test wants."""
+
+    def __init__(self, size, form):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(size))
+        self.form = form
+
+    def forward(self, rows):
+        return self.form(rows, self.gain)
+
+
+def inverse(x, eps=1e-6, size=None):
+    return (x.square().sum(-1, keepdim=True) / (size or x.shape[-1]) + eps).rsqrt()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("form", "offset", "eps", "rounding"),
+    [
+        (lambda x, w: w * (x.float() * inverse(x.float())).to(x.dtype), 0.0, 1e-6, "early"),
+        (lambda x, w: (x.float() * inverse(x.float(), 3e-5) * w.float()).to(x.dtype),
+         0.0, 3e-5, "late"),
+        (lambda x, w: (x.float() * inverse(x.float()) * (1 + w.float())).to(x.dtype),
+         1.0, 1e-6, "late"),
+        (lambda x, w: torch.rms_norm(x, w.shape, w), 0.0, None, "late"),
+    ],
+)  # fmt: skip
+def test_names_every_form(form, offset, eps, rounding, device):
+    """Offset, eps and rounding order are found by behaviour, with or without real parameters."""
+    with torch.device(device):
+        module = Rms(24, form)
+    assert probe_norm(module) == Norm("rms_norm", 24, "gain", None, offset, eps, rounding)
+
+
+def test_layer_norm():
+    """LayerNorm is told from RMSNorm, its bias found by what it does."""
+    found = probe_norm(nn.LayerNorm(12, eps=1e-12))
+    assert found == Norm("layer_norm", 12, "weight", "bias", 0.0, 1e-12, None)
+    assert probe_norm(nn.LayerNorm(12, bias=False)).bias is None
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        (lambda x, w: x * inverse(x, size=x.shape[-1] - 1) * w, "differs from rms_norm"),
+        (lambda x, w: x / (x.square().mean(-1, keepdim=True).sqrt() + 1e-3) * w, "differs"),
+        (lambda x, w: x * inverse(x).detach() * w, "gradients differ"),
+        (lambda x, w: x * inverse(x) * w.detach(), "gradients differ"),
+        (lambda x, w: (x * inverse(x) * w).sum(), "does not run"),
+        (lambda x, w: torch.tanh(x) * w, "differs"),
+        (lambda x, w: x * inverse(x) * w, "rounds otherwise"),
+    ],
+)
+def test_refuses_what_only_resembles(form, said):
+    """A wrong divisor, a foreign eps, a cut gradient or foreign rounding is a mismatch."""
+    found = probe_norm(Rms(24, form))
+    assert isinstance(found, Mismatch)
+    assert said in found.reason
+    if "differ" in said:
+        assert found.error > 1e-5
+
+
+def test_refuses_by_structure():
+    """Modules that cannot be norms are refused with what they have."""
+    for module, said in [
+        (nn.Linear(3, 3), "parameters weight (3, 3)"),
+        (nn.BatchNorm1d(3), "buffers"),
+        (nn.Sequential(nn.LayerNorm(3)), "submodules"),
+        (nn.RMSNorm(3, elementwise_affine=False), "no parameters"),
+    ]:
+        assert said in probe_norm(module).reason
+
+
+def test_leaves_no_trace():
+    """Hooks do not run, random state, parameters, gradients and the training flag stay."""
+    module = nn.RMSNorm(8, eps=1e-6)
+    module.register_forward_hook(lambda *_: pytest.fail("a hook ran"))
+    state, before = torch.get_rng_state(), module.weight.clone()
+    assert isinstance(probe_norm(module), Norm)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(module.weight, before) and module.weight.grad is None
+    assert module.training
+
+
+def test_transformers_norms():
+    """The norms of Llama and Gemma, which no list names, are found on the meta device."""
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    gemma = pytest.importorskip("transformers.models.gemma.modeling_gemma")
+    with torch.device("meta"):
+        first, second = llama.LlamaRMSNorm(16, eps=1e-5), gemma.GemmaRMSNorm(16)
+    assert probe_norm(first) == Norm("rms_norm", 16, "weight", None, 0.0, 1e-5, "early")
+    assert probe_norm(second) == Norm("rms_norm", 16, "weight", None, 1.0, 1e-6, "late")

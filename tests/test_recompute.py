@@ -1,0 +1,393 @@
+"""Recomputed modules: the same gradients bit by bit, from less memory, all else kept."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from schedlang.diagnostic import Refusal
+from schedlang.runtime.float64 import Float64
+from schedlang.runtime.forward import layers_of
+from schedlang.runtime.modes import ambient
+from schedlang.runtime.recompute import CLASSES, Checkpoint, _policy, checkpoint, updates_buffers
+
+SAVES = [(), ("linear",), ("attention",), ("linear", "attention"), CLASSES]
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward part, with dropout, keyword arguments and an odd output."""
+
+    def __init__(self, size=8, rate=0.3):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(size, 3 * size), nn.Linear(size, size)
+        self.up, self.down = nn.Linear(size, 2 * size), nn.Linear(2 * size, size, bias=False)
+        self.norm, self.drop = nn.LayerNorm(size), nn.Dropout(rate)
+
+    def forward(self, x, *, mask=None, pack=None):
+        parts = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*parts, attn_mask=mask)
+        x = x + self.drop(self.out(mixed.transpose(1, 2).flatten(2)))
+        x = x + self.drop(self.down(F.gelu(self.up(x)))) * pack["scale"][0]
+        return {"hidden": x, "none": None, "pair": (x.sum(), 3)}
+
+
+class Stack(nn.Module):
+    """Two blocks: what a schedule checkpoints, and what lies around it."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x, mask=None):
+        scale = x.mean()
+        for block in self.blocks:
+            x = block(x, mask=mask, pack={"scale": [scale]})["hidden"]
+        return x
+
+
+def batch(dtype=torch.float64):
+    torch.manual_seed(1)
+    mask = torch.ones(4, 4, dtype=torch.bool).tril()
+    return torch.randn(2, 4, 8, dtype=dtype), mask
+
+
+def gradients(model, dtype=torch.float64):
+    x, mask = batch(dtype)
+    x.requires_grad_()
+    model.zero_grad()
+    torch.manual_seed(2)
+    out = model(x, mask=mask)
+    out.square().sum().backward()
+    return [out.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products and fused attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.products = self.attention = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        self.products += name in ("aten::mm", "aten::addmm")
+        self.attention += name.endswith("flash_attention_for_cpu")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_same_gradients_bit_by_bit(dtype, save):
+    """Output and every gradient equal the untouched module's, dropout included; names stay."""
+    torch.manual_seed(0)
+    model = Stack().to(dtype)
+    names, state = [n for n, _ in model.named_modules()], list(model.state_dict())
+    expected = gradients(model, dtype)
+    for block in model.blocks:
+        checkpoint(block, save)
+    found = gradients(model, dtype)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert [n for n, _ in model.named_modules()] == names and list(model.state_dict()) == state
+
+
+def test_recomputes_what_is_not_saved():
+    """Without `save` every product runs again in backward, with it those of its class do not."""
+    counts = {}
+    for save in [None, *SAVES]:
+        torch.manual_seed(0)
+        model = Stack().double()
+        for block in model.blocks:
+            if save is not None:
+                checkpoint(block, save)
+        with Products() as seen:
+            gradients(model)
+        counts[save] = (seen.products, seen.attention)
+    plain, whole = counts[None], counts[()]
+    assert (whole[0] - plain[0], whole[1] - plain[1]) == (2 * 4, 2)
+    assert counts[("linear",)] == (plain[0], plain[1] + 2)
+    assert counts[("attention",)] == (whole[0], plain[1])
+    assert counts[("linear", "attention")] == plain
+
+
+def test_keeps_less():
+    """Between forward and backward only the inputs of the block are held."""
+
+    def held(model):
+        kept = {}
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+        def pack(t):
+            if t.untyped_storage().data_ptr() not in weights:
+                kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            out = model(*batch())
+        return sum(kept.values()), out
+
+    model = Stack().double()
+    before, _ = held(model)
+    for block in model.blocks:
+        checkpoint(block)
+    after, _ = held(model)
+    assert after < before / 5
+
+
+def test_own_hooks_run_once():
+    """Hooks of the module itself see one call; those of its submodules see the recomputation."""
+    model = Stack().double()
+    seen = []
+    model.blocks[0].register_forward_hook(lambda *_: seen.append("own"))
+    model.blocks[0].register_forward_pre_hook(lambda *_: seen.append("pre"))
+    model.blocks[0].norm.register_forward_hook(lambda *_: seen.append("inner"))
+    checkpoint(model.blocks[0])
+    gradients(model)
+    assert seen.count("own") == seen.count("pre") == 1 and seen.count("inner") == 2
+
+
+def test_ambient_modes_hold_in_recomputation():
+    """A module that casts to float32 computes in float64 in the recomputation too."""
+
+    class Casting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.float64))
+
+        def forward(self, x):
+            return (x.float() @ self.weight.to(torch.float32)).tanh()
+
+    torch.manual_seed(0)
+    module = Casting()
+    x = torch.randn(4, 8, dtype=torch.float64)
+
+    def run():
+        module.zero_grad()
+        with ambient(Float64):
+            loss = module(x).square().sum()
+        assert loss.dtype == torch.float64
+        loss.backward()  # outside the modes
+        return module.weight.grad
+
+    expected = run()
+    for save in SAVES:
+        checkpoint(module, save)
+        assert torch.equal(run(), expected)
+
+
+def test_state_among_the_arguments():
+    """A cache that the forward fills and a list that it appends to change once, not twice."""
+
+    class Cache:
+        def __init__(self):
+            self.keys = None
+
+    class Attend(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.key = nn.Linear(4, 4)
+
+        def forward(self, x, cache, losses):
+            key = self.key(x)
+            cache.keys = key if cache.keys is None else torch.cat([cache.keys, key])
+            losses.append(key.square().sum())
+            return (x @ cache.keys.T).softmax(-1) @ cache.keys
+
+    torch.manual_seed(0)
+    plain = Attend().double()
+    ours = copy.deepcopy(plain)
+    checkpoint(ours)
+    found = []
+    for module in (plain, ours):
+        cache, losses = Cache(), []
+        x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        out = module(module(x, cache, losses), cache, losses)
+        (out.sum() + sum(losses)).backward()
+        assert len(losses) == 2 and cache.keys.shape == (6, 4)
+        found.append(module.key.weight.grad)
+    assert torch.equal(*found)
+
+
+def test_transformers_with_its_cache():
+    """Llama as transformers builds it, its cache on, gives the same gradients."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=32, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = transformers.LlamaForCausalLM(config).train()
+    assert config.use_cache
+    ours = copy.deepcopy(plain)
+    for layer in ours.model.layers:
+        checkpoint(layer)
+    ids = torch.arange(12).view(2, 6)
+    for model in (plain, ours):
+        out = model(input_ids=ids, labels=ids)
+        assert out.past_key_values is not None
+        out.loss.backward()
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_no_gradient_no_checkpoint():
+    """Under no_grad the module runs as ever, and evaluation equals training without dropout."""
+    torch.manual_seed(0)
+    model = Stack().double().eval()
+    x, mask = batch()
+    expected = model(x, mask=mask)
+    for block in model.blocks:
+        checkpoint(block, CLASSES)
+    with torch.no_grad():
+        assert torch.equal(model(x, mask=mask), expected)
+
+
+def test_retained_graph_and_split_backward():
+    """Whole checkpoints can be run backward twice, as a split backward does."""
+    torch.manual_seed(0)
+    model = Stack().double()
+    expected = gradients(model)
+    for block in model.blocks:
+        checkpoint(block)
+    x, mask = batch()
+    x.requires_grad_()
+    torch.manual_seed(2)
+    loss = model(x, mask=mask).square().sum()
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    assert torch.equal(first, expected[1])
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected[2:], strict=True))
+
+
+def test_a_copy_recomputes_itself():
+    """A deep copy of a checkpointed module uses its own parameters."""
+    torch.manual_seed(0)
+    block = Block(rate=0.0).double()
+    checkpoint(block)
+    copied = copy.deepcopy(block)
+    with torch.no_grad():
+        for p in copied.parameters():
+            p.zero_()
+    assert layers_of(copied) is not layers_of(block)
+    x, _ = batch()
+    out = copied(x, pack={"scale": [1.0]})["hidden"]
+    out.sum().backward()
+    assert torch.equal(out, x) and block.up.weight.grad is None
+
+
+def test_names_changed_buffers():
+    """Buffers changed in forward are found on the meta device, by module; and refused at run."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    found = updates_buffers(model, lambda: model(torch.empty(2, 3, device="meta")))
+    assert found == {"1": ("running_mean", "running_var", "num_batches_tracked")}
+    model.eval()
+    assert updates_buffers(model, lambda: model(torch.empty(2, 3, device="meta"))) == {}
+    real = nn.BatchNorm1d(3)
+    checkpoint(real)
+    with pytest.raises(Refusal, match="changes its buffers"):
+        real(torch.randn(4, 3))
+    real.eval()(torch.randn(4, 3))
+
+
+def test_kernels_that_draw_are_recomputed():
+    """Attention with dropout is not kept: skipped, it would shift every later draw."""
+    operator = torch.ops.aten._scaled_dot_product_flash_attention.default
+    kept = frozenset([operator._schema.name])
+    q = torch.empty(1, 1, 2, 2)
+    for dropout, saved in [(0.0, True), (0.1, False)]:
+        policy = _policy(kept, None, operator, q, q, q, dropout)
+        assert (policy.name == "MUST_SAVE") == saved
+    assert _policy(kept, None, operator, q, q, q, dropout_p=0.1).name == "PREFER_RECOMPUTE"
+    assert _policy(kept, None, operator, q, q, q).name == "MUST_SAVE"
+
+
+def _ranks(rank, path, save, queue):
+    import torch.distributed as dist
+
+    from schedlang.runtime.collective import Group, all_reduce, gather, listening, reduce
+
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    group = Group(("tp",), (0, 1), rank, dist.group.WORLD)
+
+    class Parallel(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((4, 4), 0.1 + rank, dtype=torch.float64))
+
+        def forward(self, x):
+            whole = reduce(x.sin() @ self.weight, group).tanh()
+            wide = gather(whole * self.weight[0], -1, group, consumers_differ=True)
+            return wide.exp().sum() + (all_reduce(whole.detach(), group) * whole).sum()
+
+    def gradient(module):
+        x = torch.linspace(0, 1, 8, dtype=torch.float64).view(2, 4).requires_grad_()
+        module(x).backward()
+        return torch.cat([x.grad.flatten(), module.weight.grad.flatten()])
+
+    counts = []
+
+    def sent(*_):
+        counts[-1] += 1
+
+    found = []
+    for each in (None, (), save):
+        module = Parallel()
+        if each is not None:
+            checkpoint(module, each)
+        counts.append(0)
+        with listening(sent):
+            found.append(gradient(module))
+    real = _count_real(partial(gradient, module))
+    queue.put((counts, [torch.equal(found[0], each) for each in found[1:]], real))
+    dist.destroy_process_group()
+
+
+def _count_real(run):
+    class Count(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Count.number += func._schema.name.startswith("c10d::")
+            return func(*args, **(kwargs or {}))
+
+    with Count():
+        run()
+    return Count.number
+
+
+@pytest.mark.parametrize("save", [("collective",), ("collective", "linear")])
+def test_collectives_are_kept(tmp_path, save):
+    """With `collective` none is issued in recomputation, and gradients are the same bit by bit."""
+    import torch.multiprocessing as mp
+
+    context = mp.get_context("fork")
+    queue = context.Queue()
+    workers = [
+        context.Process(target=_ranks, args=(rank, tmp_path / "store", save, queue))
+        for rank in range(2)
+    ]
+    for worker in workers:
+        worker.start()
+    results = [queue.get(timeout=60) for _ in workers]
+    for worker in workers:
+        worker.join()
+    for _counts, same, real in results:
+        assert same == [True, True]
+        assert real == 4  # reduce, gather, all_reduce in forward, the gather's backward
+
+
+def test_layers_are_one_each():
+    """Checkpointing twice replaces the layer: the module is not recomputed twice."""
+    block = Block()
+    checkpoint(block)
+    checkpoint(block, ("linear",))
+    layer = layers_of(block).layers["checkpoint"]
+    assert isinstance(layer, Checkpoint) and layer.save == ("linear",)
+    assert list(layers_of(block).layers) == ["checkpoint"]
+    assert "forward" not in block.state_dict()
