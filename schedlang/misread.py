@@ -15,10 +15,23 @@ from schedlang.source import Source, Span
 
 VERSION = "1"
 DEEPEST = 48  # brackets inside brackets; nothing a person writes comes near
-KEYWORDS = frozenset(
-    "schedule for use as mesh on view of knob in require pattern def step relax override drop "
-    "at where except when else expect or and not true false".split()
+DECLARATIONS = (
+    "use",
+    "mesh",
+    "view",
+    "knob",
+    "require",
+    "pattern",
+    "def",
+    "step",
+    "override",
+    "drop",
 )
+STATEMENTS = ("at", "when", "expect")
+KEYWORDS = frozenset(DECLARATIONS + STATEMENTS) | {
+    *("schedule", "for", "as", "on", "of", "in", "relax", "where", "except", "else"),
+    *("or", "and", "not", "true", "false"),
+}
 RESERVED = KEYWORDS | {"model", "_"}
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 WORDS = {
@@ -39,7 +52,7 @@ WORDS = {
     "$END": "the end of the file",
     "SCHEDULE": "`schedule 1`",
 }
-STARTS = "knob mesh view require use def step at when pattern expect override drop".split()
+SIGNS = re.compile(rf"(?:[-+]\s*|\bnot\s+){{{DEEPEST}}}")
 HIDDEN = re.compile(r'#.*|"[^"\n]*"|`[^`\n]+`')
 
 
@@ -60,12 +73,12 @@ def too_deep(source: Source) -> Diagnostic | None:
             place = Span(source, line, col, line, col + 1)
             label = Label(place, f"brackets may stand {DEEPEST} deep")
             return Diagnostic("S004", "this nests too deep to be read", label)
-    run = re.search(r"(?:[-+]\s*|\bnot\s+){%d}" % DEEPEST, source.text)
+    run = SIGNS.search(source.text)
     if run:
         line = source.text.count("\n", 0, run.start()) + 1
         col = run.start() - source.text.rfind("\n", 0, run.start())
-        place = Label(Span(source, line, col, line, col + 1), "signs may be repeated a few times")
-        return Diagnostic("S004", "this nests too deep to be read", place)
+        label = Label(Span(source, line, col, line, col + 1), f"signs may stand {DEEPEST} deep")
+        return Diagnostic("S004", "this nests too deep to be read", label)
     return None
 
 
@@ -142,8 +155,15 @@ def _unexpected(source: Source, mistake: UnexpectedToken) -> Diagnostic:
     expected = [WORDS[name] for name in WORDS if name in accepts]
     if "AT" in accepts:
         expected = ["a declaration", "a step"] if "KNOB" in accepts else ["a row", "`}`"]
+    elif "QUANTITY" in accepts:
+        expected = ["a value"]
+    elif "SCHEDULE" in accepts:
+        expected = ["`schedule 1`"]
     wanted = " or ".join(expected[:3]) or "something else"
     helps = [misspelt] if misspelt else []
+    first = (before.split() or [""])[0]
+    if first in DECLARATIONS and "KNOB" not in accepts and before[:1].isspace():
+        helps = [f"`{first}` stands outside of steps and blocks"]
     if "SCHEDULE" in accepts:
         helps = ["a schedule begins with its version and its model: `schedule 1 for Class`"]
     elif str(token) in KEYWORDS and "NAME" in accepts:
@@ -156,7 +176,7 @@ def _misspelt(line: str) -> str | None:
     first = re.match(r"\s*([A-Za-z]+)", line)
     if not first or first[1] in KEYWORDS:
         return None
-    near = closest(first[1], STARTS)
+    near = closest(first[1], DECLARATIONS + STATEMENTS)
     return f"did you mean `{near}`?" if near else None
 
 

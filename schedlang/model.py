@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
 # The names that a class gives to the dims of its parameters, by the class's qualified name;
 # a subclass inherits them.  Parameters of other classes are addressed by dim number.
@@ -17,6 +19,8 @@ DIMS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "torch.nn.modules.normalization.LayerNorm": {"weight": ("hidden",), "bias": ("hidden",)},
     "torch.nn.modules.normalization.RMSNorm": {"weight": ("hidden",)},
 }
+
+BASE = "torch.nn.modules.module.Module"
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,13 @@ class ParameterFact:
     names: tuple[str, ...]  # all names of the same tensor, itself first
 
     @property
+    def computes_as(self, fqn: str, name: str) -> bool:
+        """Does the module run the forward of its base class `name`, unchanged?"""
+        module = self._modules[fqn]
+        base = next((c for c in type(module).__mro__ if c.__name__ == name), None)
+        own = "forward" in vars(module)
+        return base is not None and not own and type(module).forward is base.forward
+
     def numel(self) -> int:
         """The number of elements."""
         count = 1
@@ -126,9 +137,8 @@ class ModelFacts:
             for name, tensor in module._parameters.items()
             if tensor is not None
         }
-        mro = (c for c in type(module).__mro__ if c not in (nn.Module, object))
-        classes = tuple(f"{c.__module__}.{c.__qualname__}" for c in mro)
-        classes = classes or ("torch.nn.modules.module.Module",)
+        mro = (f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__)
+        classes = tuple(name for name in mro if name not in (BASE, "builtins.object")) or (BASE,)
         children = tuple(name for name, child in module._modules.items() if child is not None)
         buffers = tuple(name for name, value in module._buffers.items() if value is not None)
         return Site(fqn, classes, children, own, buffers)
@@ -146,6 +156,13 @@ class ModelFacts:
     def attribute(self, fqn: str, name: str) -> object:
         """A plain attribute of a module; AttributeError if it has none of that name."""
         return getattr(self._modules[fqn], name)
+
+    def computes_as(self, fqn: str, name: str) -> bool:
+        """Does the module run the forward of its base class `name`, unchanged?"""
+        module = self._modules[fqn]
+        base = next((c for c in type(module).__mro__ if c.__name__ == name), None)
+        own = "forward" in vars(module)
+        return base is not None and not own and type(module).forward is base.forward
 
     def numel(self, fqn: str) -> int:
         """The number of elements of a module's parameters, each tensor once."""

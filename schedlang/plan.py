@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from schedlang.mesh import Mesh
@@ -99,10 +98,8 @@ class Plan:
     decisions: tuple[tuple[str, Any], ...] = ()
     actions: tuple[Action, ...] = ()
     relaxed: tuple[tuple[str, tuple[str, ...]], ...] = ()  # step -> what it may give up
-    layouts: Mapping[str, Layout] = field(default_factory=lambda: MappingProxyType({}))
-    boundaries: Mapping[str, tuple[Boundary, ...]] = field(
-        default_factory=lambda: MappingProxyType({})
-    )
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    boundaries: Mapping[str, tuple[Boundary, ...]] = field(default_factory=dict)
     cuts: tuple[Cut, ...] = ()
     order: Order | None = None
     replicas: tuple[Replicas, ...] = ()
@@ -133,6 +130,12 @@ class Plan:
         """How a parameter (any of its names) lies on the mesh."""
         fact = self.model.parameters[parameter]
         return self.layouts.get(fact.name) or Layout.whole(fact.shape)
+
+    def held(self, parameter: str) -> Layout:
+        """How a parameter really lies: axes of size 1 split nothing, and padding serves a split."""
+        layout = self.layout(parameter)
+        real = tuple(split for split in layout.splits if self.mesh.size(split.axis) > 1)
+        return replace(layout, splits=real) if real else Layout.whole(layout.shape)
 
     def with_layout(self, parameter: str, layout: Layout) -> Plan:
         """The plan in which a parameter, under all its names, lies as given."""
@@ -165,4 +168,4 @@ class Plan:
 
 
 def _put(known: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
-    return MappingProxyType({**known, key: value})
+    return {**known, key: value}

@@ -93,7 +93,7 @@ attn.c_attn shard( col, blocks = 3,over=tp ) # qkv
 mlp.c_fc    shard(col,over=tp)   # up
 
 layers[3] checkpoint()
- **:Linear checkpoint(save=[linear,flash_attention,some_other_operator,and_one_more_of_them], to=cpu)
+**:Linear checkpoint(save=[linear,flash_attention,some_other_operator,and_one_more_of_them],to=cpu)
 }
 at **:Linear except classifier { split_backward() }
 when tp==2 and not pp>1 { verify(

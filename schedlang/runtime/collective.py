@@ -28,6 +28,7 @@ class Group:
     ranks: tuple[int, ...]
     rank: int
     pg: dist.ProcessGroup | None = None
+    label: str = ""  # whose collectives these are, for those who listen
 
     @property
     def size(self) -> int:
@@ -35,13 +36,13 @@ class Group:
         return len(self.ranks)
 
 
-Listener = Callable[[str, tuple[str, ...], int], None]
+Listener = Callable[[str, "Group", int], None]
 _listeners: list[Listener] = []
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Call `listener(kind, axes, bytes)` at each collective; bytes are those of the whole tensor."""
+    """Call `listener(kind, group, bytes)` at each collective; bytes are those of the whole tensor."""
     _listeners.append(listener)
     try:
         yield
@@ -49,9 +50,9 @@ def listening(listener: Listener) -> Iterator[None]:
         _listeners.remove(listener)
 
 
-def _count(kind: str, group: Group, whole: Tensor) -> None:
+def count(kind: str, group: Group, whole: Tensor) -> None:
     for listener in _listeners:
-        listener(kind, group.axes, whole.numel() * whole.element_size())
+        listener(kind, group, whole.numel() * whole.element_size())
 
 
 # -- plain collectives: new tensor out, input untouched -------------------------------------------
@@ -60,7 +61,7 @@ def _count(kind: str, group: Group, whole: Tensor) -> None:
 def all_reduce(x: Tensor, group: Group) -> Tensor:
     """The sum over the group, a new tensor."""
     out = x.clone(memory_format=torch.contiguous_format)
-    _count("all-reduce", group, out)
+    count("all-reduce", group, out)
     if group.pg is not None:
         dist.all_reduce(out, group=group.pg)
     return out
@@ -70,7 +71,7 @@ def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     """The tensors of all ranks side by side along `dim`, in group order."""
     x = x.contiguous()
     out = x.new_empty((group.size * x.shape[0], *x.shape[1:]) if x.ndim else (group.size,))
-    _count("all-gather", group, out)
+    count("all-gather", group, out)
     if group.pg is not None:
         dist.all_gather_into_tensor(out, x, group=group.pg)
     return out if dim % x.ndim == 0 else torch.cat(out.chunk(group.size), dim)
@@ -80,7 +81,7 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     """This rank's part along `dim` of the sum over the group."""
     parts = torch.cat(x.chunk(group.size, dim)) if dim % x.ndim else x
     out = x.new_empty((parts.shape[0] // group.size, *parts.shape[1:]))
-    _count("reduce-scatter", group, x)
+    count("reduce-scatter", group, x)
     if group.pg is not None:
         dist.reduce_scatter_tensor(out, parts.contiguous(), group=group.pg)
     return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -93,17 +92,24 @@ _CHANGES: dict[tuple[type, type], Callable[[Crossing, Tensor], Tensor]] = {
 }
 
 
-def shared(crossing: Crossing, x: Tensor) -> Tensor:
-    """Cross once for all modules that take the very same tensor (q, k and v projections).
+_last: dict[tuple[Any, ...], tuple[Tensor, int, Tensor]] = {}
 
-    The crossed tensor is remembered on the tensor itself, weakly: it lives as long as autograd or
-    a consumer needs it, and a gathered copy is never kept for memory's sake.
+
+def shared(crossing: Crossing, x: Tensor) -> Tensor:
+    """Cross once for all modules that take the very same tensor in a row (q, k and v projections).
+
+    Only the last crossing of each sort is remembered, so that no more than one tensor is kept;
+    `forget` drops that one.
     """
-    known: dict[Any, weakref.ref[Tensor]] = x.__dict__.setdefault("_schedlang_crossed", {})
-    reference = known.get(crossing.key)
-    crossed = reference() if reference is not None else None
-    if crossed is None:
-        crossed = crossing(x)
-        if crossed is not x:
-            known[crossing.key] = weakref.ref(crossed)
+    known = _last.get(crossing.key)
+    if known is not None and known[0] is x and known[1] == x._version:
+        return known[2]
+    crossed = crossing(x)
+    if crossed is not x:
+        _last[crossing.key] = (x, x._version, crossed)
     return crossed
+
+
+def forget() -> None:
+    """Let go of the tensors that `shared` remembers; called at the end of a step."""
+    _last.clear()

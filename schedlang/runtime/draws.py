@@ -26,7 +26,7 @@ class Draw(Protocol):
 def _dropout(draw: Draw, func: Any, input: Tensor, p: float = 0.5, train: bool = True) -> Tensor:
     """torch.dropout, dropout_, feature_dropout, feature_dropout_ and their alpha forms."""
     name = func.__name__
-    if not train or p == 0:
+    if not train or p == 0 or not input.numel():
         return input
     shape = input.shape
     if name.startswith("feature"):  # whole channels

@@ -24,7 +24,6 @@ from schedlang.runtime.trace import (
     Recording,
     Stack,
     draws,
-    integers_in,
     name_of,
     tensors_in,
 )
@@ -40,14 +39,29 @@ class Tag:
 
 @dataclass
 class Note:
-    """What is known of a tensor: its splits by axis, and where its gradient would go."""
+    """What is known of a tensor: its splits by axis, and where its gradient would go.
+
+    `entered` are axes over which the value is whole but the gradient a part, to be summed where the
+    tensor entered the sharded region.
+    """
 
     tags: Mapping[str, Tag] = field(default_factory=dict)
     roots: frozenset[str] = frozenset()  # parameters it is made of, and of nothing else
     data: bool = False  # made from the batch
+    entered: frozenset[str] = frozenset()
 
-    def __bool__(self) -> bool:
-        return bool(self.tags) or bool(self.roots) or self.data
+    @property
+    def parts(self) -> frozenset[str]:
+        """The axes over which this tensor's gradient is, rightly, not the whole one."""
+        return self.entered | self.tags.keys()
+
+
+class Hoist(Exception):
+    """A tensor should be gathered where an enclosing module takes it, not deeper inside."""
+
+    def __init__(self, fqn: str, axis: str) -> None:
+        super().__init__(fqn, axis)
+        self.fqn, self.axis = fqn, axis
 
 
 class Mismatch(Exception):
@@ -64,6 +78,7 @@ class Mismatch(Exception):
         super().__init__(reason)
         self.frame, self.reason, self.axis = frame, reason, axis
         self.integers, self.place, self.helps = integers, place, helps
+        self.counted: int | None = None  # into how many parts (heads) a view takes the split dim
 
 
 RESHAPES = {"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"}
@@ -83,7 +98,7 @@ class Follower(TorchFunctionMode):
         super().__init__()
         self.recording, self.stack, self.sizes = recording, stack, sizes
         self.places: dict[Frame, int] = {}
-        self.loose: set[Frame] = set()  # frames that handle split logits: not comparable call by call
+        self.loose = False  # from the split logits on, calls cannot be compared one by one
         self.agreed = 0
         self.partial: dict[str, set[str]] = {}  # parameter -> axes over which its gradient is a part
         self.masks: dict[tuple[str, int], tuple[tuple[int, ...], Mapping[str, Tag]]] = {}
@@ -115,7 +130,7 @@ class Follower(TorchFunctionMode):
         if func is Tensor.__bool__:
             return False
         frame = self.stack.frames[-1]
-        if self.stack.muted or frame in self.loose:
+        if self.stack.muted or self.loose:
             return func(*args, **kwargs)
         expected = self._expected(frame)
         inputs = tensors_in((args, kwargs))
@@ -142,12 +157,27 @@ class Follower(TorchFunctionMode):
     ) -> Mismatch:
         axis = next((a for t in inputs for a in self.note(t).tags), None)
         integers = expected.integers if expected is not None and axis is not None else ()
-        return Mismatch(frame, str(error).split("\n")[0], axis, integers, self.agreed)
+        failure = Mismatch(frame, str(error).split("\n")[0], axis, integers, self.agreed)
+        if expected is not None and axis is not None and expected.name in RESHAPES:
+            failure.counted = _leading_factor(expected, self.note(inputs[0]).tags.get(axis))
+        return failure
 
     def partial_over(self, parameters: frozenset[str], axis: str) -> None:
         """Note that these parameters' gradients are parts, to be summed over an axis."""
         for name in parameters:
             self.partial.setdefault(name, set()).add(axis)
+
+
+def _leading_factor(expected: Call, tag: Tag | None) -> int | None:
+    """The parts into which a reshape takes a split dim, slowest first: heads, in attention."""
+    before, after = expected.inputs[0], expected.outputs[0]
+    if tag is None:
+        return None
+    outer = math.prod(before[: tag.dim]) * len(tag.blocks)
+    for dim in range(len(after)):
+        if math.prod(after[:dim]) == outer and after[dim] != 1:
+            return after[dim]
+    return None
 
 
 @dataclass
@@ -182,11 +212,13 @@ class Step:
             raise self.fail(f"`{self.name}` gives {len(outputs)} tensors", next(iter(axes), None))
         roots = frozenset(name for note in notes for name in note.roots)
         data = any(note.data for note in notes)
-        for axis in axes:
+        entered = frozenset(axis for note in notes for axis in note.entered)
+        for axis in axes | entered:
             self._gradients(axis)
         for place, (tensor, shape) in enumerate(zip(outputs, self.expected.outputs)):
             tags = self._tags(tensor, shape, axes, place)
-            mine = Note(tags, frozenset() if tags or data else roots, data)
+            own = frozenset() if tags or data else roots
+            mine = Note(tags, own, data, entered - tags.keys())
             self.follower.put(tensor, mine)
         self._remember_mask(outputs)
 
@@ -342,7 +374,7 @@ class Step:
             return
         for tensor in self.inputs:
             note = self.follower.note(tensor)
-            if axis in note.tags or not (tensor.requires_grad and tensor.is_floating_point()):
+            if axis in note.parts or not (tensor.requires_grad and tensor.is_floating_point()):
                 continue
             if note.data or not note.roots:
                 raise Mismatch(
@@ -363,5 +395,3 @@ class Step:
         tags = self._of(outputs[0])
         self.follower.masks[site, turn] = (self.expected.outputs[0], tags)
 
-
-__all__ = ["Follower", "Mismatch", "Note", "Tag", "integers_in"]

@@ -66,6 +66,8 @@ class LogicalDropout(Ambient):
             if illogical(func, args, kwargs):
                 raise _refusal(f"`{_name(func)}` in `{scope.site()}` has no logical form")
             if func in LOGICAL:
+                if any(hasattr(x, "placements") for x in args):
+                    raise _refusal(f"`{_name(func)}` in `{scope.site()}` is given a DTensor")
                 kwargs.pop("generator", None)
                 return LOGICAL[func](self, func, *args, **kwargs)
         return self.run(func, types, args, kwargs)
@@ -82,7 +84,7 @@ class LogicalDropout(Ambient):
         keys = [_key(self.seed, where.step, site, call, sample) for sample in where.samples]
         streams = torch.tensor(keys, device=device).reshape(-1, *[1] * len(per_sample))
         positions = _positions(per_sample, window, device, site)
-        return _mix(positions * _signed(_GAMMA) + streams).reshape(tuple(shape))
+        return _mix(positions.mul_(_signed(_GAMMA)) + streams).reshape(tuple(shape))
 
     def keep(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
         """A boolean mask of `shape`, true with probability 1 - p."""
@@ -96,6 +98,7 @@ class LogicalDropout(Ambient):
 
 
 def _per_sample(shape: tuple[int, ...], samples: int, site: str) -> tuple[int, ...]:
+    """The shape of one sample in a tensor that holds the samples one after the other."""
     if not shape or shape[0] % samples:
         raise _refusal(
             f"dropout in `{site}` on a tensor of shape {shape}, not rows of {samples} samples",
@@ -133,13 +136,14 @@ def _positions(
 
 def _mix(state: Tensor) -> Tensor:
     """SplitMix64's output function on int64, which wraps as uint64 does; its highest 53 bits."""
-    for shift, factor in _MIX:
-        state = (state ^ _shifted(state, shift)) * _signed(factor)
-    return _shifted(state ^ _shifted(state, 31), 64 - _BITS)
+    for shift, factor in _MIX:  # in place: masks are large
+        state.bitwise_xor_(_shifted(state, shift)).mul_(_signed(factor))
+    return _shifted(state.bitwise_xor_(_shifted(state, 31)), 64 - _BITS)
 
 
 def _shifted(state: Tensor, by: int) -> Tensor:
-    return (state >> by) & ((1 << (64 - by)) - 1)  # a shift without the sign
+    shifted: Tensor = state >> by
+    return shifted.bitwise_and_((1 << (64 - by)) - 1)  # without the sign
 
 
 def _signed(number: int) -> int:

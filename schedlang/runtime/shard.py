@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.placement import P, Placement, Replicate, S
+from schedlang.placement import P, Placement
 from schedlang.runtime.collective import Group
 from schedlang.runtime.crossing import Crossing, shared
 from schedlang.runtime.vocab import ShardedLogits
@@ -20,8 +22,10 @@ from schedlang.runtime.vocab import ShardedLogits
 class Edge:
     """One axis of a sharded module: how tensors arrive, what it wants, computes and hands on.
 
-    `cut` is the true size of the output's last dim where padding must be cut off, `head` tells that
-    the output stays split over the vocabulary for a parallel loss.
+    `differ`: the module computes differently on each rank, so that gradients of a whole input are
+    parts, to be summed on the way in.  `cut` is the true size of the output's last dim where padding
+    must be cut off, `head` tells that the output stays split over the vocabulary for a parallel
+    loss, `hoisted` that children need the gathered input and this module was the first to get it.
     """
 
     group: Group
@@ -29,13 +33,14 @@ class Edge:
     wants: Placement
     computes: Placement
     leaves: Placement
-    splits: bool  # parameters are split over this axis
+    differ: bool
     cut: int | None = None
     head: bool = False
+    hoisted: bool = False
 
     def entry(self) -> Crossing:
         """The change of placement on the way in."""
-        return Crossing(self.arrives, self.wants, self.group, differ=self.splits)
+        return Crossing(self.arrives, self.wants, self.group, differ=self.differ)
 
     def exit(self) -> Crossing:
         """The change of placement on the way out."""
@@ -61,8 +66,11 @@ def _conv1d(module: nn.Module, x: Tensor, with_bias: bool) -> Tensor:
 COMPUTES: Mapping[str, Compute] = {"Linear": _linear, "Conv1D": _conv1d}
 
 
-def install_projection(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> None:
-    """Make a Linear or Conv1D compute with its parts: enter, multiply, reduce, add the bias once."""
+Forward = Callable[..., Any]
+
+
+def projection(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
+    """A Linear or Conv1D on its parts: enter, multiply, reduce, add the bias once."""
     compute = COMPUTES[kind]
     pending = any(isinstance(edge.computes, P) for edge in edges)
     padded = [edge for edge in edges if edge.cut is not None]
@@ -80,7 +88,7 @@ def install_projection(module: nn.Module, kind: str, edges: tuple[Edge, ...]) ->
         bias = module._parameters.get("bias") if pending else None
         return y if bias is None else y + bias
 
-    module.forward = forward  # type: ignore[method-assign]
+    return forward
 
 
 def _head(y: Tensor, edge: Edge) -> ShardedLogits:
@@ -92,8 +100,10 @@ def _head(y: Tensor, edge: Edge) -> ShardedLogits:
     return ShardedLogits(y, edge.group, true)
 
 
-def install_embedding(module: nn.Embedding, edge: Edge) -> None:
-    """Make an embedding look up only the rows that this rank holds; the sum has them all."""
+def embedding(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
+    """An embedding that looks up only the rows that this rank holds; the sum has them all."""
+    assert isinstance(module, nn.Embedding)
+    (edge,) = edges
     width, group = module.weight.shape[0], edge.group
     first = group.rank * width
     pad = module.padding_idx
@@ -105,26 +115,25 @@ def install_embedding(module: nn.Embedding, edge: Edge) -> None:
         rows = F.embedding(local.clamp(0, width - 1), module.weight, local_pad)
         return edge.exit()(rows * mine[..., None])
 
-    module.forward = forward  # type: ignore[method-assign]
+    return forward
 
 
-def install_region(module: nn.Module, edges: tuple[Edge, ...]) -> None:
-    """Let a module of any class run as it is between two crossings of its main tensor.
+def region(inner: Forward, edges: tuple[Edge, ...]) -> Forward:
+    """A module of any class as it is, between two crossings of its main tensor.
 
     The main tensor is the first floating-point one among the arguments, and among the results.
     """
-    inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         for edge in edges:
-            args, kwargs = _on_first(edge.entry(), args, kwargs)
+            args, kwargs = on_first(partial(shared, edge.entry()), args, kwargs)
         out = inner(*args, **kwargs)
         for edge in edges:
             if edge.computes != edge.leaves:
-                out = _on_result(edge.exit(), out)
+                out = on_result(edge.exit(), out)
         return out
 
-    module.forward = forward  # type: ignore[method-assign]
+    return forward
 
 
 def is_main(value: Any) -> bool:
@@ -132,29 +141,61 @@ def is_main(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _on_first(
-    crossing: Crossing, args: tuple[Any, ...], kwargs: dict[str, Any]
+def on_first(
+    cross: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with the main tensor changed."""
     for place, value in enumerate(args):
         if is_main(value):
-            return (*args[:place], shared(crossing, value), *args[place + 1 :]), kwargs
+            return (*args[:place], cross(value), *args[place + 1 :]), kwargs
     for name, value in kwargs.items():
         if is_main(value):
-            return args, {**kwargs, name: shared(crossing, value)}
+            return args, {**kwargs, name: cross(value)}
     return args, kwargs
 
 
-def _on_result(crossing: Crossing, out: Any) -> Any:
+def on_result(cross: Callable[[Tensor], Tensor], out: Any) -> Any:
+    """The results with the main tensor changed."""
     if is_main(out):
-        return crossing(out)
+        return cross(out)
     if isinstance(out, tuple | list):
         for place, value in enumerate(out):
             if is_main(value):
-                changed = [*out[:place], crossing(value), *out[place + 1 :]]
+                changed = [*out[:place], cross(value), *out[place + 1 :]]
                 return changed if isinstance(out, list) else tuple(changed)
     return out
 
 
-def default_arrival(wants: Placement) -> Placement:
-    """What is taken to arrive where no trace has told: what the module wants."""
-    return Replicate() if isinstance(wants, Replicate) else S(wants.dim) if isinstance(wants, S) else wants
+FORWARDS: Mapping[str, Callable[[nn.Module, str, tuple[Edge, ...]], Forward]] = {
+    "Linear": projection,
+    "Conv1D": projection,
+    "Embedding": embedding,
+}
+
+
+class Sharded:
+    """The forward of a sharded module; `kind` is the class that says how it computes, or "".
+
+    An object, not a closure: in a deep copy of the model it is bound to the copied module.
+    """
+
+    def __init__(self, module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> None:
+        self.module, self.kind, self.edges = module, kind, edges
+        self.inner = module.forward
+        self.run: Forward | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
+        made = Sharded.__new__(Sharded)
+        memo[id(self)] = made
+        made.module, made.kind = copy.deepcopy(self.module, memo), self.kind
+        made.inner, made.edges = copy.deepcopy(self.inner, memo), self.edges
+        made.run = None
+        return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The sharded computation."""
+        if self.run is None:
+            make = FORWARDS.get(self.kind)
+            made = make(self.module, self.kind, self.edges) if make else region(self.inner, self.edges)
+            self.run = made
+        return self.run(*args, **kwargs)

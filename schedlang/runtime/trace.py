@@ -80,6 +80,7 @@ class Stack:
 
     def __init__(self) -> None:
         self.frames: list[Frame] = [("", 0)]
+        self.mains: list[Tensor | None] = [None]  # the main tensor that each frame was given
         self.turns: dict[str, int] = {}
         self.muted = 0
 
@@ -96,12 +97,15 @@ class Stack:
             turn = self.turns.get(fqn, 0)
             self.turns[fqn] = turn + 1
             self.frames.append((fqn, turn))
+            floats = (t for t in tensors_in((args, kwargs)) if t.is_floating_point())
+            self.mains.append(next(floats, None))
             self.muted += opaque
             try:
                 return inner(*args, **kwargs)
             finally:
                 self.muted -= opaque
                 self.frames.pop()
+                self.mains.pop()
 
         return forward
 

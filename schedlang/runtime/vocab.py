@@ -26,7 +26,7 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, target: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
         largest = x.amax(-1)
-        collective._count("all-reduce", group, largest)
+        collective.count("all-reduce", group, largest)
         if group.pg is not None:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group.pg)
         offset = group.rank * x.shape[-1]  # every rank holds as many, padding included

@@ -1,0 +1,337 @@
+"""Statements of a schedule, executed in order: from syntax to the plan's actions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from schedlang import nodes as n
+from schedlang.binding import Argument, bind
+from schedlang.diagnostic import Diagnostic, Label, Refusal, guess
+from schedlang.evaluate import evaluate
+from schedlang.knob import unknown_settings
+from schedlang.passes import declare, legality
+from schedlang.passes.parameters import arguments_of
+from schedlang.passes.state import RELAXABLE, Settings, State, start
+from schedlang.primitive import Primitive, load_all, registry
+from schedlang.selector import Selector
+from schedlang.source import Span
+from schedlang.value import UNKNOWN, Names, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from schedlang.model import ModelFacts
+
+Roots = Sequence[str] | None  # the modules of a scope; None where there is no model
+
+
+def expand(file: n.File, facts: ModelFacts | None, settings: Settings | None = None) -> State:
+    """Execute a whole file; every independent mistake is in the refusal.
+
+    Without `facts` syntax, names and arguments are checked, and the state's plan is None.
+    """
+    load_all()
+    settings = _sizing_knobs(file, settings or Settings())
+    runner = Expander(start(facts, settings))
+    runner.attempt(lambda: declare.header(file.header, runner.state))
+    for item in file.items:
+        runner.item(item)
+    if not runner.problems:
+        runner.attempt(lambda: _settings_used(file, runner.state))
+    if runner.problems:
+        raise Refusal(*runner.problems)
+    return runner.state
+
+
+def _sizing_knobs(file: n.File, settings: Settings) -> Settings:
+    """An axis size from outside also sets the knob that sizes the axis, before any `require`."""
+    knobs = dict(settings.knobs)
+    declared = {item.name for item in file.items if isinstance(item, n.Knob)}
+    for item in file.items:
+        for arg in item.args if isinstance(item, n.Mesh) else ():
+            if not isinstance(arg, n.Keyword) or not isinstance(arg.value, n.Name):
+                continue
+            if arg.name in settings.mesh and arg.value.text in declared:
+                knobs[arg.value.text] = settings.mesh[arg.name]
+    return replace(settings, knobs=knobs)
+
+
+def _settings_used(file: n.File, state: State) -> State:
+    unknown_settings(state.settings.knobs, state.knobs, file.header.span)
+    if state.settings.mesh and state.mesh is None:
+        raise Refusal(
+            Diagnostic("S204", "the schedule has no mesh to set", Label(file.header.span))
+        )
+    return state
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Sites of a row that was refused: what touches them afterwards may only follow from that."""
+
+    sites: tuple[str, ...]
+
+    def explains(self, plan_sites: Sequence[str]) -> bool:
+        """Whether one of the sites is, holds or lies in one of these."""
+        return any(
+            a == b or a.startswith(f"{b}." if b else "") or b.startswith(f"{a}." if a else "")
+            for a in self.sites
+            for b in plan_sites
+        )
+
+
+class Expander:
+    """Executes statements one by one; `state` is replaced, `problems` grows."""
+
+    def __init__(self, state: State, selector: Selector | None = None) -> None:
+        self.state = state
+        self.problems: list[Diagnostic] = []
+        self.failed: list[Failed] = []
+        self.selector = selector or (Selector(state.facts) if state.facts else None)
+
+    def attempt(self, step: Callable[[], State]) -> bool:
+        """Take the state that `step` gives, or note why it refuses."""
+        try:
+            self.state = step()
+        except Refusal as refusal:
+            self.problems += [d for d in refusal.diagnostics if d not in self.problems]
+            return False
+        return True
+
+    # ---- declarations -----------------------------------------------------------------
+
+    def item(self, item: n.Item) -> None:
+        """One statement at the top of a file."""
+        state = self.state
+        match item:
+            case n.Knob(name):
+                self._declare(lambda: declare.knob(item, state), name)
+            case n.Mesh(args):
+                axes = [arg.name for arg in args if isinstance(arg, n.Keyword)]
+                self._declare(lambda: declare.mesh(item, state), *axes)
+            case n.View(name):
+                self._declare(lambda: declare.view(item, state), name)
+            case n.Require():
+                self._declare(lambda: declare.require(item, state))
+            case n.Def(name):
+                self._declare(lambda: declare.define(item, state), name)
+            case n.Use(_, alias):
+                above = (Path(item.span.source.name).resolve(),) if item.span else ()
+                self._declare(lambda: declare.use(item, state, above), f"{alias}.")
+            case n.Step():
+                self.step(item)
+            case n.Pattern() | n.Override() | n.Drop():
+                word = type(item).__name__.lower()
+                self._not_yet(word, item.span)
+            case _:
+                self.statement(item, ("",) if state.facts else None, state.names)
+
+    def _declare(self, step: Callable[[], State], *names: str) -> None:
+        """A declaration; if it is refused, what uses its names is not blamed."""
+        before = self.state.broken
+        try:
+            self.state = step()
+        except Refusal as refusal:
+            self.state = self.state.without(*names)
+            if not any(self._follows(d, before) for d in refusal.diagnostics):
+                self.problems += refusal.diagnostics
+
+    def _follows(self, problem: Diagnostic, broken: frozenset[str]) -> bool:
+        """Whether a message only says that a refused declaration is missing."""
+        if not broken or problem.code not in ("S204", "S205", "S301", "S106", "S111", "S304"):
+            return False
+        said = f"{problem.title} {problem.primary.text}"
+        return any(
+            f"`{name}" in said if name[-1] == "." else f"`{name}`" in said for name in broken
+        )
+
+    def _not_yet(self, word: str, span: Span) -> None:
+        title = f"`{word}` {declare.NOT_YET}"
+        self.problems.append(Diagnostic("S005", title, Label(span, "parsed, and refused here")))
+
+    def step(self, node: n.Step) -> None:
+        """A phase with a name."""
+        with self.inside(node):
+            roots = ("",) if self.state.facts else None
+            for statement in node.block.body:
+                self.statement(statement, roots, self.state.names)
+
+    @contextmanager
+    def inside(self, node: n.Step) -> Iterator[None]:
+        """The state within a step, and after it."""
+        self.attempt(lambda: open_step(node, self.state))
+        self.state = replace(self.state, step=node)
+        yield
+        self.state = replace(self.state, step=None)
+
+    # ---- statements -------------------------------------------------------------------
+
+    def statement(self, node: n.Stmt, roots: Roots, names: Names) -> None:
+        """One statement within a scope."""
+        try:
+            self._statement(node, roots, names)
+        except Refusal as refusal:
+            broken = self.state.broken
+            self.problems += [
+                d
+                for d in refusal.diagnostics
+                if not self._follows(d, broken) and d not in self.problems
+            ]
+
+    def _statement(self, node: n.Stmt, roots: Roots, names: Names) -> None:
+        match node:
+            case n.Rule(path, call):
+                sites = self._select(path, roots, names)
+                self._call(call, sites, names, chosen=True)
+            case n.Do(_, call):
+                self._call(call, roots, names, chosen=False)
+            case n.At(block=block):
+                inner = self._scope(node, roots, names)
+                for statement in block.body:
+                    self.statement(statement, inner, names)
+            case n.When(test, block, orelse):
+                self._when(test, block, orelse, roots, names)
+            case n.Expect():
+                self._not_yet("expect", node.span)
+
+    def _select(self, path: n.Path, roots: Roots, names: Names) -> Roots:
+        if self.selector is None or roots is None:
+            return None
+        return self.selector.select(path, roots, names)
+
+    def _scope(self, node: n.At, roots: Roots, names: Names) -> Roots:
+        if self.selector is None or roots is None:
+            return None
+        return self.selector.scope(node, roots, names)
+
+    def _when(
+        self, test: n.Expr, block: n.Block, orelse: n.Block | None, roots: Roots, names: Names
+    ) -> None:
+        holds = evaluate(test, names)
+        if holds is not UNKNOWN and not isinstance(holds, bool):
+            label = Label(test.span, f"this is {shown(holds)}")
+            raise Refusal(Diagnostic("S304", "`when` needs a test, true or false", label))
+        taken = [block] if holds is True else [orelse] if holds is False else [block, orelse]
+        for body in taken:
+            for statement in body.body if body else ():
+                self.statement(statement, roots, names)
+
+    # ---- calls ------------------------------------------------------------------------
+
+    def _call(self, call: n.Call, sites: Roots, names: Names, chosen: bool) -> None:
+        """A definition's body, or one row of the plan."""
+        name = call.name.text
+        defs = self.state.defs
+        if name in defs:
+            self._expand(call, sites, names)
+        elif name in registry():
+            self._row(call, sites, names, chosen)
+        else:
+            raise Refusal(declare.no_primitive(call.name, self.state))
+
+    def _expand(self, call: n.Call, sites: Roots, names: Names) -> None:
+        """Execute the body of a definition with its arguments, in the names of its own file."""
+        made = self.state.defs[call.name.text]
+        given = arguments_of(call, made.node, names, replace(names, knobs=made.knobs))
+        inner = replace(names, knobs=made.knobs, arguments=given)
+        outer, known = self.state, len(self.problems)
+        self.state = replace(outer, defs=made.above)
+        for statement in made.node.block.body:
+            self.statement(statement, sites, inner)
+        self.state = replace(self.state, defs=outer.defs)
+        said = Label(call.span, f"in this call of `{call.name.text}`")
+        self.problems[known:] = [replace(d, also=(*d.also, said)) for d in self.problems[known:]]
+
+    def _row(self, call: n.Call, sites: Roots, names: Names, chosen: bool) -> None:
+        kind = registry()[call.name.text]
+        if kind.takes == "model" and chosen:
+            title = f"`{kind.__name__}` takes no selector"
+            help_ = f"write it without: `{kind.example}`"
+            label = Label(call.span, "acts on the whole scope")
+            raise Refusal(Diagnostic("S306", title, label, helps=(help_,)))
+        primitive = bind(kind, arguments(call, names), call.span, names.axes)
+        self.add(primitive, sites, call.span)
+
+    def add(self, primitive: Primitive, sites: Roots, span: Span) -> None:
+        """One row: all its sites, or none and a refusal."""
+        plan = self.state.plan
+        if plan is None or not sites:
+            return
+        if primitive.takes == "model" and len(sites) > 1:
+            title = f"`{type(primitive).__name__}` acts on one scope"
+            label = Label(span, f"this scope has {len(sites)} modules")
+            raise Refusal(Diagnostic("S306", title, label))
+        allowed(primitive, self.state, span)
+        step = self.state.step
+        try:
+            legality.check(plan, primitive, sites, span)
+            plan = plan.add(primitive, sites, step=step.name if step else "", span=span)
+        except Refusal as refusal:
+            follows = any(failed.explains(sites) for failed in self.failed)
+            self.failed.append(Failed(tuple(sites)))
+            if follows:
+                return
+            raise refusal.at(span) from None
+        self.state = replace(self.state, plan=plan)
+
+
+def arguments(call: n.Call, names: Names) -> list[Argument]:
+    """The evaluated arguments of a call."""
+    found = []
+    for arg in call.args:
+        inner = arg.value if isinstance(arg, n.Keyword) else arg
+        name = arg.name if isinstance(arg, n.Keyword) else None
+        found.append(Argument(name, evaluate(inner, names), arg.span, inner.span))
+    return found
+
+
+def open_step(node: n.Step, state: State) -> State:
+    """The state in which a step's name and what it may give up are known."""
+    if node.name in state.steps:
+        label = Label(node.span and step_head(node), "the second of this name")
+        raise Refusal(Diagnostic("S101", f"there are two steps `{node.name}`", label))
+    for name in node.relax:
+        if name not in RELAXABLE:
+            title = f"a step cannot relax `{name}`"
+            help_ = guess(name, RELAXABLE, "choose among")
+            raise Refusal(Diagnostic("S303", title, Label(step_head(node)), helps=(help_,)))
+    plan = state.plan
+    if plan is not None:
+        plan = replace(plan, relaxed=(*plan.relaxed, (node.name, node.relax)))
+    return replace(state, steps=(*state.steps, node.name), plan=plan)
+
+
+def step_head(node: n.Step) -> Span:
+    """The words `step "name"`."""
+    if not node.span or not node.span.source.name.endswith(".sched"):
+        return node.span
+    start_ = node.span
+    end = start_.col + len(f'step "{node.name}"')
+    return Span(start_.source, start_.line, start_.col, start_.line, end)
+
+
+def allowed(primitive: Primitive, state: State, span: Span) -> None:
+    """Refuse a row that gives up what its step has not allowed (S505)."""
+    step = state.step
+    relaxed = {"rounding", *(step.relax if step else ())}
+    beyond = sorted(primitive.gives_up - relaxed)
+    if not beyond:
+        return
+    name = beyond[0]
+    title = f"this action gives up `{name}`, which its step has not allowed"
+    also = (Label(step_head(step), "allows nothing beyond " + _allows(step)),) if step else ()
+    if step:
+        names = ", ".join((*step.relax, *beyond))
+        help_ = f'allow it: `step "{step.name}" relax({names}) {{`'
+    else:
+        help_ = f'put it into a step that allows it: `step "..." relax({name}) {{`'
+    label = Label(span, f"results may differ in {', '.join(beyond)}")
+    raise Refusal(Diagnostic("S505", title, label, also, (), (help_,)))
+
+
+def _allows(step: n.Step) -> str:
+    return " and ".join(("rounding", *step.relax))

@@ -1,0 +1,228 @@
+"""Two rows that meet: whether the second may stand below the first, from what both declare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from schedlang.diagnostic import Diagnostic, Label, Refusal
+from schedlang.primitive import Primitive, conflicts
+from schedlang.source import NOWHERE, Span
+
+if TYPE_CHECKING:
+    from schedlang.plan import Action, Plan
+
+Meeting = tuple[str, str]  # a site of the first row and one of the second
+
+
+def check(plan: Plan, primitive: Primitive, sites: Sequence[str], span: Span) -> None:
+    """Refuse a row that may not stand below one that is already in the plan (S501 to S504, S506).
+
+    Rows meet where their sites are equal, one lies in the other, or they share a tied parameter.
+    """
+    for first in plan.actions:
+        relation = conflicts(type(first.primitive), type(primitive))
+        if relation not in ("clash", "both"):
+            continue
+        meetings = list(_meetings(plan, first.sites, sites))
+        if not meetings:
+            continue
+        if relation == "clash":
+            _clash(first, primitive, meetings, span)
+        for facet in sorted(first.primitive.writes & primitive.writes):
+            RULES[facet](plan, first, primitive, meetings, span)
+
+
+def _meetings(plan: Plan, first: Sequence[str], then: Sequence[str]) -> Iterator[Meeting]:
+    """Pairs of sites that are equal or nested, then those that share a tensor."""
+    above, below = set(first), set(then)
+    for site in then:
+        for holder in _holders(site):
+            if holder in above:
+                yield holder, site
+    for site in first:
+        for holder in _holders(site):
+            if holder in below and holder != site:
+                yield site, holder
+    for names in plan.model.ties:
+        owners = [name.rpartition(".")[0] for name in names]
+        for one in owners:
+            for other in owners:
+                if one != other and one in above and other in below:
+                    yield one, other
+
+
+def _holders(site: str) -> Iterator[str]:
+    """The module itself, what holds it, and the model."""
+    yield site
+    while site:
+        site = site.rpartition(".")[0]
+        yield site
+
+
+def _name(site: str) -> str:
+    return f"`{site}`" if site else "the model"
+
+
+def _more(meetings: Sequence[Meeting]) -> tuple[str, ...]:
+    return (f"and {len(meetings) - 1} more like it",) if len(meetings) > 1 else ()
+
+
+def _refuse(
+    code: str,
+    title: str,
+    now: str,
+    before: str,
+    first: Action,
+    span: Span,
+    notes: Iterable[str] = (),
+    helps: Iterable[str] = (),
+) -> None:
+    also = (Label(first.span or NOWHERE, before),)
+    raise Refusal(Diagnostic(code, title, Label(span, now), also, tuple(notes), tuple(helps)))
+
+
+def _clash(first: Action, then: Primitive, meetings: list[Meeting], span: Span) -> None:
+    name = type(then).__name__
+    facets = sorted((then.writes & first.primitive.reads) - first.primitive.writes)
+    what = " and ".join(facets)
+    one, other = meetings[0]
+    _refuse(
+        "S503",
+        f"`{name}` must stand above `{first.name}`, which relies on what it changes",
+        f"changes the {what} of {_name(other)}",
+        f"relies on the {what} of {_name(one)}",
+        first,
+        span,
+        _more(meetings),
+        [f"move `{name}` above this `{first.name}`"],
+    )
+
+
+# ---- two rows that write one facet: each facet's own rule ----------------------------------
+
+
+def _recompute(
+    plan: Plan, first: Action, then: Primitive, meetings: list[Meeting], span: Span
+) -> None:
+    """Nested or equal regions would be recomputed twice."""
+    one, other = meetings[0]
+    more = _more(meetings)
+    if one == other:
+        title = f"{_name(one)} is already checkpointed"
+        before, now = "first checkpointed here", "this would recompute it twice"
+        _refuse("S501", title, now, before, first, span, more, ["drop one of the two"])
+    inner, outer = (one, other) if one.startswith(f"{other}." if other else "") else (other, one)
+    _refuse(
+        "S502",
+        "nested checkpoints recompute the inner module twice",
+        f"covers {_name(other)}",
+        f"covers {_name(one)}",
+        first,
+        span,
+        (f"{_name(inner)} lies inside {_name(outer)}", *more),
+        ["keep the outer one and name what it saves: `checkpoint(save=[...])`"],
+    )
+
+
+def _over(plan: Plan, primitive: Primitive) -> set[str]:
+    """The plain axes that a row names."""
+    over = getattr(primitive, "over", ()) or ()
+    return set(plan.mesh.fold(over))
+
+
+def _placement(
+    plan: Plan, first: Action, then: Primitive, meetings: list[Meeting], span: Span
+) -> None:
+    """An axis can split a tensor once; another axis may split it again."""
+    same = [pair for pair in meetings if pair[0] == pair[1]]
+    shared = sorted(_over(plan, first.primitive) & _over(plan, then))
+    if not same or not shared or type(then) is not type(first.primitive):
+        return
+    site = _name(same[0][0])
+    _refuse(
+        "S504",
+        f"{site} is already split over `{shared[0]}`",
+        f"splits {site} again",
+        "first split here",
+        first,
+        span,
+        ("a mesh axis can split a tensor once", *_more(same)),
+        ["drop one of the two, or name another axis"],
+    )
+
+
+def _once(done: str) -> Callable[[Plan, Action, Primitive, list[Meeting], Span], None]:
+    """The rule of a facet that one row per module may write."""
+
+    def rule(
+        plan: Plan, first: Action, then: Primitive, meetings: list[Meeting], span: Span
+    ) -> None:
+        same = [pair for pair in meetings if pair[0] == pair[1]]
+        if same:
+            title = f"{_name(same[0][0])} {done} twice"
+            now, before = "this is the second time", "first here"
+            helps = ["drop one of the two"]
+            _refuse("S501", title, now, before, first, span, _more(same), helps)
+
+    return rule
+
+
+def _residence(
+    plan: Plan, first: Action, then: Primitive, meetings: list[Meeting], span: Span
+) -> None:
+    """A tensor class lives in one place; two rows may move two classes."""
+    if type(first.primitive) is type(then) and _subject(first.primitive) == _subject(then):
+        one, other = meetings[0]
+        title = f"what {_name(other)} keeps has been moved already"
+        now, before = f"moves it at {_name(other)}", f"moves it at {_name(one)}"
+        helps = ["drop one of the two"]
+        _refuse("S501", title, now, before, first, span, _more(meetings), helps)
+
+
+def _subject(primitive: Primitive) -> object:
+    """The first argument: which of a module's tensors a row is about."""
+    return next(iter(vars(primitive).values()), None)
+
+
+def _stage(plan: Plan, first: Action, then: Primitive, meetings: list[Meeting], span: Span) -> None:
+    """Cuts over one axis add up; the model is cut over one axis only."""
+    if _over(plan, first.primitive) != _over(plan, then):
+        one, other = (sorted(_over(plan, p)) for p in (first.primitive, then))
+        title = "the model is cut over one axis only"
+        now, before = f"cuts over `{', '.join(other)}`", f"cuts over `{', '.join(one)}`"
+        helps = ["name the same axis in both"]
+        _refuse("S506", title, now, before, first, span, (), helps)
+
+
+def _state(plan: Plan, first: Action, then: Primitive, meetings: list[Meeting], span: Span) -> None:
+    """One row per axis says how state lies along it."""
+    shared = sorted(_over(plan, first.primitive) & _over(plan, then))
+    if shared:
+        title = f"the state along `{shared[0]}` is already arranged"
+        now, before = "arranges it again", "first arranged here"
+        helps = ["drop one of the two, or name another axis"]
+        _refuse("S506", title, now, before, first, span, (), helps)
+
+
+def _order(plan: Plan, first: Action, then: Primitive, meetings: list[Meeting], span: Span) -> None:
+    """One row sets the order of a pipeline; rows of other verbs only loosen it."""
+    if type(first.primitive) is type(then) and meetings[0][0] == meetings[0][1]:
+        title = "the order of the pipeline is set twice"
+        now, before = "this is the second time", "first here"
+        _refuse("S506", title, now, before, first, span, (), ["drop one of the two"])
+
+
+Rule = Callable[["Plan", "Action", Primitive, list[Meeting], Span], None]
+
+RULES: Mapping[str, Rule] = {
+    "structure": _once("has its computation replaced"),
+    "shape": _once("is padded"),
+    "dtype": _once("changes its type"),
+    "placement": _placement,
+    "recompute": _recompute,
+    "residence": _residence,
+    "stage": _stage,
+    "state": _state,
+    "order": _order,
+}

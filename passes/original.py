@@ -1,0 +1,198 @@
+"""The original as a subject of observation: a plain training loop around the untouched module."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from schedlang.passes.observe import Batch, Loss, MakeOptimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor, nn
+
+
+class Sequential:
+    """A module with the plainest loop: forward, loss, backward, clip, step.
+
+    `module` is trained in place: give a copy. `loss(output, batch)` may be left out if the model
+    returns one.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: MakeOptimizer | None = None,
+        *,
+        loss: Loss | None = None,
+        clip: float | None = None,
+    ) -> None:
+        from schedlang.runtime.scope import named_sites
+
+        self.module, self.loss, self.clip = module, loss or loss_of, clip
+        self._named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        self._optimizer = optimizer(self._named) if optimizer else None
+        self.grad_norm: Tensor | float | None = None
+        self.order: tuple[str, ...] = ()
+        self.ties = tied(module)
+        self._inputs: dict[str, Any] = {}
+        self._steps = 0
+        named_sites(module)
+
+    def train_step(self, batch: Batch) -> Tensor:
+        """Forward, loss, backward, clip and step on the whole batch; the loss."""
+        from torch.nn.utils import clip_grad_norm_
+
+        assert self._optimizer is not None, "this subject was made without an optimizer"
+        loss = self.derive(batch, range(rows(batch)))
+        self.grad_norm = clip_grad_norm_(
+            [p for _, p in self._named], math.inf if self.clip is None else self.clip
+        )
+        self._optimizer.step()
+        self._steps += 1
+        return loss
+
+    def derive(self, batch: Batch, samples: Sequence[int]) -> Tensor:
+        """Loss of a part of a batch in training mode, its gradients in `gradients()`; no step."""
+        from torch import Tensor
+
+        from schedlang.runtime.scope import Scope, entered
+
+        self.module.train()
+        self.module.zero_grad(set_to_none=True)
+        self._inputs = {
+            k: v.detach().clone().requires_grad_()
+            for k, v in batch.items()
+            if isinstance(v, Tensor) and v.is_floating_point()
+        }
+        given = {**batch, **self._inputs}
+        with entered(Scope(self._steps, 0, tuple(samples))), self._noting_order():
+            loss = self.loss(self.module(**given), given)
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def norm(self, batch: Batch) -> float:
+        """The norm of all gradients of a batch; buffers are changed as by a forward."""
+        from torch.nn.utils import get_total_norm
+
+        self.derive(batch, range(rows(batch)))
+        return float(get_total_norm([p.grad for _, p in self._named if p.grad is not None]))
+
+    def eval_step(self, batch: Batch) -> Any:
+        """The output in eval mode."""
+        import torch
+
+        self.module.eval()
+        with torch.no_grad():
+            return self.module(**batch)
+
+    def gradients(self) -> Mapping[str, Tensor | None]:
+        """As the last step left them."""
+        return {name: p.grad for name, p in self._named}
+
+    def input_gradients(self) -> Mapping[str, Tensor | None]:
+        """Of float tensors in the last batch."""
+        return {name: x.grad for name, x in self._inputs.items()}
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """The module's own."""
+        state: Mapping[str, Tensor] = self.module.state_dict()
+        return state
+
+    def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
+        """By parameter name."""
+        assert self._optimizer is not None
+        state = self._optimizer.state
+        return {name: state[p] for name, p in self._named if p in state}
+
+    def trainable(self) -> list[str]:
+        """Parameters that require a gradient."""
+        return [name for name, _ in self._named]
+
+    def replicas(self) -> Mapping[str, float]:
+        """There is one copy of everything."""
+        return {}
+
+    @contextmanager
+    def _noting_order(self) -> Iterator[None]:
+        """Note, once, in which order backward finishes the gradients."""
+        order: list[str] = []
+        handles = [
+            p.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))  # type: ignore
+            for name, p in self._named
+            if not self.order
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.order = self.order or tuple(order)
+
+
+def loss_of(output: Any, batch: Batch) -> Tensor:
+    """The loss that a model returns: its output if a single number, else what it calls `loss`."""
+    from torch import Tensor
+
+    from schedlang.diagnostic import Diagnostic, Refusal
+
+    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    raise Refusal(
+        Diagnostic(
+            "S821",
+            "the model returns no loss",
+            notes=(f"it returns {type(output).__name__}",),
+            helps=("define `loss(output, batch)` beside the model, or give labels in the batch",),
+        )
+    )
+
+
+def rows(batch: Batch) -> int:
+    """The number of samples of a batch: the common size of dim 0 of its tensors."""
+    from torch import Tensor
+
+    sizes = [v.shape[0] for v in batch.values() if isinstance(v, Tensor) and v.dim()]
+    assert sizes, "a batch holds at least one tensor with rows"
+    return max(set(sizes), key=sizes.count)
+
+
+def tied(module: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Groups of names of one parameter."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(group) for group in names.values() if len(group) > 1)
+
+
+def randomised(module: nn.Module, seed: int) -> nn.Module:
+    """A copy with other parameters, so that no zero bias and no unit gain can hide a mistake.
+
+    Each is changed by noise of its own size, matrices at least by 1/2 per square root of their
+    width, vectors by 1/10; the noise of a parameter depends on its name alone.
+    """
+    import torch
+
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        for name, p in twin.named_parameters():
+            if not p.is_floating_point() or not p.numel():
+                continue
+            digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            size = p.double().square().mean().sqrt().item()
+            if p.dim() > 1:
+                size = max(size, 0.5 / math.sqrt(max(p.shape[0], p.numel() // p.shape[0])))
+            else:
+                size = 0.1 * max(1.0, size)
+            p.add_((noise * size).to(p.device, p.dtype))
+    return twin

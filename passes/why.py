@@ -1,0 +1,66 @@
+"""Which rows act on a module or a parameter, where they are written, and by which selectors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from schedlang import nodes as n
+from schedlang import spelling
+from schedlang.diagnostic import Diagnostic, Refusal, guess
+from schedlang.source import Span
+
+if TYPE_CHECKING:
+    from schedlang.plan import Action, Plan
+
+
+def why(plan: Plan, file: n.File, fqn: str) -> str:
+    """The rows at a module, or at a parameter's module; refuses S209 a name that is neither."""
+    facts = plan.model
+    site = facts.owner(fqn).fqn if fqn in facts.parameters else fqn
+    if site not in facts.sites:
+        known = [*facts.sites, *facts.parameters]
+        near = guess(fqn, known, "there are")
+        title = f"the model has no module or parameter `{fqn}`"
+        raise Refusal(Diagnostic("S209", title, helps=(near,)))
+    head = fqn or "the model"
+    if fqn in facts.parameters:
+        fact = facts.parameters[fqn]
+        head += f"   {fact.dtype}{plan.layout(fqn).show()}"
+    rows = [_row(action, file) for action in plan.rows_at(site)]
+    return "\n".join([head, *(rows or ["  no row acts on it"])])
+
+
+def _row(action: Action, file: n.File) -> str:
+    span = action.span
+    text = str(action.primitive)
+    place = str(span) if span else ""
+    if span:
+        row = span.source.line(span.line)
+        end = span.end_col - 1 if span.end_line == span.line else len(row)
+        text = row[span.col - 1 : end] or text
+    step = f'step "{action.step}"' if action.step else "outside of steps"
+    trail = next(_trails(file.items, span, ()), ()) if span else ()
+    by = " then ".join(f"`{path}`" for path in trail)
+    return f"  {place}   {text}   {step}" + (f", selected by {by}" if by else "")
+
+
+def _trails(node: object, span: Span, above: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """The selectors that stand around and before the call at `span`."""
+    if isinstance(node, tuple):
+        for item in node:
+            yield from _trails(item, span, above)
+    elif isinstance(node, n.Rule):
+        if node.call.span == span:
+            yield (*above, spelling.path(node.path))
+    elif isinstance(node, n.Do):
+        if node.call.span == span:
+            yield above
+    elif isinstance(node, n.At):
+        paths = ", ".join(map(spelling.path, node.paths))
+        yield from _trails(node.block.body, span, (*above, paths))
+    elif isinstance(node, n.When):
+        orelse = node.orelse.body if node.orelse else ()
+        yield from _trails((*node.block.body, *orelse), span, above)
+    elif isinstance(node, n.Step | n.Def):
+        yield from _trails(node.block.body, span, above)

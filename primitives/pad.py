@@ -1,0 +1,58 @@
+"""pad: make a vocabulary divisible by adding rows that nothing reads."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import TYPE_CHECKING, Any, Literal
+
+from schedlang.plan import Plan
+from schedlang.primitive import Primitive, refuse
+
+if TYPE_CHECKING:
+    from schedlang.model import Site
+
+
+class pad(Primitive):  # noqa: N801
+    """Round a dim of a weight up to a multiple, with zeros that no result ever sees.
+
+    before   weight[50257, 768]
+    after    weight[50304, 768]        the last 47 rows are zero and stay zero
+
+    The padding exists only where a later `shard` splits the dim; logits are cut back to the true
+    size, and the state dict never shows it.  A tied weight is padded under all its names.
+    """
+
+    dim: Literal["vocab", "out"]
+    multiple: int = field(kw_only=True)
+
+    example = "embed  pad(vocab, multiple=8)"
+    reads = frozenset({"structure"})
+    writes = frozenset({"shape"})
+
+    def check(self, site: Site, plan: Plan) -> None:
+        """Refuse modules without such a dim, and padding that would come too late."""
+        names = site.dims.get("weight", ())
+        if self.dim not in names:
+            known = ", ".join(f"`{name}`" for name in names) or "none that has a name"
+            refuse("S401", f"`{site}` is a `{site.class_name}`, whose weight has no dim `{self.dim}`",
+                   helps=(f"its dims are {known}",))  # fmt: skip
+        if self.multiple < 1:
+            refuse("S304", f"a multiple of {self.multiple} does not exist", helps=("use 1 or more",))
+        layout = plan.layout(site.parameters["weight"].name)
+        if layout.splits:
+            refuse("S507", f"`{site}` is already split, and is padded before", helps=(
+                "move `pad` above the row that shards it",))  # fmt: skip
+
+    def effect(self, site: Site, plan: Plan) -> Plan:
+        """Layouts with the dim rounded up, also of a bias along the same dim."""
+        for name, dims in site.dims.items():
+            if self.dim in dims and name in site.parameters:
+                layout = plan.layout(site.parameters[name].name)
+                dim = dims.index(self.dim)
+                size = -(-layout.shape[dim] // self.multiple) * self.multiple
+                if layout.padded[dim] < size:
+                    plan = plan.with_layout(site.parameters[name].name, layout.pad(dim, size))
+        return plan
+
+    def apply(self, site: Site, build: Any) -> None:
+        """Nothing of its own: parts are cut from the padded layout."""

@@ -1,0 +1,75 @@
+"""pipeline_split: cut the model into stages along one mesh axis."""
+
+from __future__ import annotations
+
+from dataclasses import field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from schedlang.kinds import Axis
+from schedlang.plan import Cut, Plan
+from schedlang.primitive import Primitive, refuse
+
+if TYPE_CHECKING:
+    from schedlang.model import Site
+
+LISTS = ("ModuleList", "Sequential", "ModuleDict")
+
+
+class pipeline_split(Primitive):  # noqa: N801
+    """Cut the model before the selected modules, or a list of modules into equal shares.
+
+    before   every rank runs every module
+    after    rank k of the axis runs the k-th run of modules (and, with chunks, others in turn)
+
+    A list (`transformer.h`) is cut into as many shares as the pipeline needs, `even` in number or
+    with `balance=params` in parameters.  Single modules (`transformer.h[4, 8]`) are where stages
+    start.  What stands before and after the list goes with the first and the last stage.  A tied
+    weight that several stages use lives on each and its gradients are summed; `tied=refuse` makes
+    that an error.
+
+    Each stage replays the model's own forward; nothing is rewritten or traced.
+    """
+
+    over: Axis = field(kw_only=True)
+    balance: Literal["even", "params"] = field(default="even", kw_only=True)
+    tied: Literal["replicate", "refuse"] = field(default="replicate", kw_only=True)
+
+    example = "layers  pipeline_split(over=pp)"
+    reads = frozenset({"structure", "placement", "recompute", "residence"})
+    writes = frozenset({"stage"})
+    takes = "selection"
+
+    def check(self, sites: tuple[Site, ...], plan: Plan) -> None:
+        """Refuse a second axis, cuts at the model itself, and what `tied=refuse` forbids."""
+        other = next((cut.axis for cut in plan.cuts if cut.axis != self.over), None)
+        if other is not None:
+            refuse("S509", f"the model is already cut over `{other}`", helps=(f"use `over={other}`",))
+        if any(not site.fqn for site in sites):
+            refuse("S408", "the whole model cannot be a cut",
+                   helps=("name its list of blocks: `layers  pipeline_split(over=...)`",))  # fmt: skip
+        lists = [site for site in sites if self._is_list(site)]
+        if lists and len(sites) > 1:
+            refuse("S409", "one list is cut, or several modules are cut points",
+                   notes=(f"`{lists[0]}` is a list",), helps=("give the list a row of its own",))  # fmt: skip
+        if (lists or self.balance != "even") and plan.cuts:
+            refuse("S509", "the model is already cut", helps=("one row cuts a list",))
+        if self.tied == "refuse" and plan.model.ties and plan.mesh.size(self.over) > 1:
+            names = plan.model.ties[0]
+            refuse("S602", "this cut separates two names of one weight",
+                   notes=(f"`{names[0]}` and `{names[-1]}` are the same tensor",),
+                   helps=("keep a copy on each side and sum their gradients: `tied=replicate`",))  # fmt: skip
+
+    def effect(self, sites: tuple[Site, ...], plan: Plan) -> Plan:
+        """Note the cuts; stages are numbered when the number of chunks is known."""
+        axis = str(self.over)
+        if len(sites) == 1 and self._is_list(sites[0]):
+            cut = Cut(axis, (), sites[0].fqn, self.balance)
+        else:
+            cut = Cut(axis, tuple(site.fqn for site in sites), None, self.balance)
+        return replace(plan, cuts=(*plan.cuts, cut))
+
+    def apply(self, sites: tuple[Site, ...], build: Any) -> None:
+        """Nothing of its own: `build` makes the stages."""
+
+    def _is_list(self, site: Site) -> bool:
+        return any(site.is_a(kind) for kind in LISTS)

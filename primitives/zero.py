@@ -1,0 +1,70 @@
+"""zero: split the batch over axes, and with it optimizer state, gradients or parameters."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import TYPE_CHECKING, Any
+
+from schedlang.kinds import Axes
+from schedlang.plan import Plan, Replicas
+from schedlang.primitive import Primitive, refuse
+
+if TYPE_CHECKING:
+    from schedlang.model import Site
+
+
+class zero(Primitive):  # noqa: N801
+    """Give the ranks along `over` different rows of the batch; each keeps a slice of the state.
+
+    stage 0   nothing is sliced: plain data parallelism
+    stage 1   optimizer state is sliced; gradients are reduced once a step
+    stage 2   gradients too: reduced after every microbatch
+    stage 3   parameters too: gathered for each block's forward and backward, then freed
+
+    A tuple folds axes: `zero(stage=3, over=(a, b))` slices over both.  Slice within and replicate
+    across is two rows: `zero(stage=3, over=a)` and `zero(stage=0, over=b)`.
+
+    ZeRO (Rajbhandari et al. 2020), by torch's fully_shard.
+    """
+
+    stage: int = field(kw_only=True)
+    over: Axes = field(kw_only=True)
+
+    example = "zero(stage=1, over=dp)"
+    reads = frozenset({"structure", "shape", "dtype", "placement", "stage"})
+    writes = frozenset({"state"})
+    takes = "model"
+    gives_up = frozenset({"rounding"})
+
+    def check(self, site: Site, plan: Plan) -> None:
+        """Refuse unknown stages, and axes that already have other work."""
+        if self.stage not in (0, 1, 2, 3):
+            refuse("S303", f"there is no ZeRO stage {self.stage}", helps=("choose one of 0, 1, 2, 3",))
+        if site.fqn:
+            refuse("S408", "state is sliced for the whole model", f"this stands inside `{site}`",
+                   helps=("move the row out of its `at`",))  # fmt: skip
+        mine = set(plan.mesh.fold(self.over))
+        for other in plan.replicas:
+            for axis in sorted(mine & set(plan.mesh.fold(other.axes))):
+                refuse("S508", f"`{axis}` already has a `zero` row", notes=(f"of stage {other.stage}",),
+                       helps=("one `zero` for each axis",))  # fmt: skip
+            if self.stage and other.stage:
+                refuse("S508", "two rows slice the state",
+                       helps=("fold the axes into one row: `over=(a, b)`",
+                              "or replicate over one of them: `stage=0`"))  # fmt: skip
+        split = {a for layout in plan.layouts.values() for name in layout.axes for a in plan.mesh.fold(name)}
+        staged = {a for cut in plan.cuts for a in plan.mesh.fold(cut.axis)}
+        for axis in sorted(mine & (split | staged)):
+            use = "splits parameters" if axis in split else "holds pipeline stages"
+            refuse("S508", f"`{axis}` cannot split the batch: it already {use}",
+                   helps=("name another axis of the mesh",))  # fmt: skip
+
+    def effect(self, site: Site, plan: Plan) -> Plan:
+        """Note what the ranks along these axes keep whole or sliced."""
+        from dataclasses import replace
+
+        mine = Replicas(tuple(map(str, self.over)), self.stage)
+        return replace(plan, replicas=(*plan.replicas, mine))
+
+    def apply(self, site: Site, build: Any) -> None:
+        """Nothing of its own: `build` slices once stages and parts are in place."""

@@ -1,0 +1,157 @@
+"""Primitive: one verb of the language, its arguments, rules and effects; the registry of all."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from functools import cache
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, dataclass_transform
+
+from schedlang.diagnostic import Diagnostic, Label, Refusal
+from schedlang.source import python_span
+
+if TYPE_CHECKING:
+    from schedlang.plan import Plan
+
+FACETS = frozenset(
+    ("structure", "shape", "dtype", "placement", "recompute")
+    + ("residence", "stage", "state", "order")
+)
+TAKES = ("module", "selection", "model")
+Relation = Literal["commute", "order", "clash", "both"]
+
+_registry: dict[str, type[Primitive]] = {}
+
+
+def refuse(
+    code: str,
+    title: str,
+    label: str = "",
+    notes: Sequence[str] = (),
+    helps: Sequence[str] = (),
+) -> NoReturn:
+    """Refuse an action; whoever knows the row attaches its place."""
+    raise Refusal(Diagnostic(code, title, Label(text=label), (), tuple(notes), tuple(helps)))
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+class Primitive:
+    """A verb.  A subclass is a primitive, its annotated fields are the arguments, an instance is
+    one call's bound arguments.
+
+    A subclass has a docstring, `example` (a row, as documentation and for the generic tests),
+    `reads` and `writes` (facets: its row and column in the conflict table), `check` and `apply`.
+    `takes` says what it is given: each "module" of the selection, the "selection" as a tuple, or
+    the "model" (the scope; no selector stands before it).  `gives_up` names what the result may
+    differ in; a property where it depends on the arguments.  `field(kw_only=True)` makes an
+    argument that must be named, and may then be required after optional ones.
+    """
+
+    example: ClassVar[str]
+    reads: ClassVar[frozenset[str]] = frozenset()
+    writes: ClassVar[frozenset[str]] = frozenset()
+    takes: ClassVar[str] = "module"
+    if TYPE_CHECKING:
+
+        @property
+        def gives_up(self) -> frozenset[str]:
+            """What the result may differ in from the original's."""
+
+    else:
+        gives_up = frozenset()
+
+    def __init_subclass__(cls) -> None:
+        _accept(cls)
+        dataclass(frozen=True)(cls)
+        _registry[cls.__name__] = cls
+
+    def check(self, site: Any, plan: Plan) -> None:
+        """Refuse (with `refuse`) what cannot be done at `site` after what `plan` already does."""
+        raise NotImplementedError
+
+    def effect(self, site: Any, plan: Plan) -> Plan:
+        """The plan with what follows from this action: layouts, boundaries, cuts."""
+        return plan
+
+    def apply(self, site: Any, build: Any) -> None:
+        """Change the module that is being built."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        given = ((f, getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
+        said = (f"{f.name}={value}" for f, value in given if value != f.default)
+        return f"{type(self).__name__}({', '.join(said)})"
+
+
+def _accept(cls: type[Primitive]) -> None:
+    """Refuse a primitive that is not whole, naming what it lacks (S008)."""
+    name = cls.__name__
+    lacks = [what for what in ("check", "apply") if getattr(cls, what) is getattr(Primitive, what)]
+    if not getattr(cls, "example", "").strip():
+        lacks.insert(0, "example")
+    if not (cls.__dict__.get("__doc__") or "").strip():
+        lacks.insert(0, "docstring")
+    for attribute in ("reads", "writes"):
+        facets = frozenset(getattr(cls, attribute))
+        setattr(cls, attribute, facets)
+        if facets - FACETS:
+            lacks.append(f"facets that exist in `{attribute}`, not {sorted(facets - FACETS)},")
+    if cls.takes not in TAKES:
+        lacks.append(f"`takes` among {TAKES}")
+    if lacks:
+        helps = ("CONTRIBUTING.md shows a whole one",)
+        label = Label(python_span(), f"`{name}` of {cls.__module__}")
+        title = f"the primitive `{name}` has no {' and no '.join(lacks)}"
+        raise Refusal(Diagnostic("S008", title, label, helps=helps))
+    known = _registry.get(name)
+    # a module that is loaded again replaces its own
+    if known is not None and known.__module__ != cls.__module__:
+        title = f"there are two primitives `{name}`"
+        notes = (f"one in {known.__module__}, one in {cls.__module__}",)
+        raise Refusal(Diagnostic("S008", title, Label(python_span()), notes=notes))
+
+
+def registry() -> Mapping[str, type[Primitive]]:
+    """Every primitive by its name."""
+    return MappingProxyType(_registry)
+
+
+@contextmanager
+def scratch(keep: Sequence[str] | None = None) -> Iterator[None]:
+    """Primitives defined inside are forgotten afterwards; of those outside, `keep` are known."""
+    before = dict(_registry)
+    for name in before if keep is not None else ():
+        if name not in (keep or ()):
+            del _registry[name]
+    try:
+        yield
+    finally:
+        _registry.clear()
+        _registry.update(before)
+
+
+@cache
+def load_all() -> None:
+    """Import every module of `schedlang.primitives`; none of them imports torch."""
+    package = importlib.import_module("schedlang.primitives")
+    for module in sorted(info.name for info in pkgutil.iter_modules(package.__path__)):
+        importlib.import_module(f"schedlang.primitives.{module}")
+
+
+def conflicts(first: type[Primitive], then: type[Primitive]) -> Relation:
+    """How `then` stands below `first` where both touch one module.
+
+    "commute": nothing shared.  "order": `then` relies on what `first` changed, so this order only.
+    "clash": `then` changes what `first` relied on.  "both": both change one facet, whose own rule
+    decides.
+    """
+    both = first.writes & then.writes
+    if (then.writes & first.reads) - both:
+        return "clash"
+    if both:
+        return "both"
+    return "order" if first.writes & then.reads else "commute"

@@ -1,0 +1,193 @@
+"""Report: what `verify` found, as a value, as JSON and as a table for the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison. `error` is relative, at most `gate` if equal; a gate of 0 means bitwise."""
+
+    condition: str  # under which optimizer, batches, clipping
+    kind: str  # what kind of thing: "gradients", "trainable set", ...
+    name: str  # which of them
+    error: float
+    gate: float
+    ok: bool
+    step: int | None = None
+    note: str = ""
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def place(self) -> str:
+        """The row in words."""
+        step = "" if self.step is None else f", step {self.step}"
+        where = f" ({self.condition}{step})" if self.condition else ""
+        return f"{self.kind}: {self.name}{where}" if self.name else f"{self.kind}{where}"
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A condition that was not exercised, and the mistakes that it could hide."""
+
+    condition: str
+    hides: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of one verification; `str()` is the table."""
+
+    rows: tuple[Row, ...]
+    title: str = ""
+    facts: tuple[tuple[str, str], ...] = ()  # mesh, seed, versions: printed above the table
+    equivalence: str = "algebraic"
+    gaps: tuple[Gap, ...] = ()
+    unchecked: tuple[str, ...] = ()  # what should have been compared and was not, and why
+    diagnosis: str = ""
+    blamed: tuple[str, ...] = ()  # rows of the schedule
+    command: str = ""  # repeats this verification
+    seconds: float = 0.0
+    more: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything was compared and everything is equal."""
+        return bool(self.rows) and all(row.ok for row in self.rows) and not self.unchecked
+
+    @property
+    def exit_code(self) -> int:
+        """0 equal, 1 not equal, 3 not (fully) checked."""
+        if any(not row.ok for row in self.rows):
+            return 1
+        return 0 if self.ok else 3
+
+    @property
+    def worst(self) -> Row | None:
+        """The failing row first found, else the row nearest to its gate."""
+        return self.first or max(self.rows, key=_closeness, default=None)
+
+    @property
+    def first(self) -> Row | None:
+        """The first failing row, in the order of comparison: forward, backward, updates."""
+        return next((row for row in self.rows if not row.ok), None)
+
+    def blame(self, *rows: str, diagnosis: str = "") -> Report:
+        """The same report with the rows of the schedule that are to blame."""
+        return replace(self, blamed=rows, diagnosis=diagnosis or self.diagnosis)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON values; numbers that are not finite become strings."""
+        found = asdict(self) | {"ok": self.ok, "exit_code": self.exit_code}
+        found["worst"] = None if self.worst is None else asdict(self.worst)
+        found["facts"] = dict(self.facts)
+        plain: dict[str, Any] = json.loads(json.dumps(_finite(found)))
+        return plain
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        text = io.StringIO()
+        Console(file=text, width=118, color_system=None).print(self)
+        return text.getvalue().rstrip()
+
+    def __rich__(self) -> Group:
+        from rich.console import Group
+        from rich.text import Text
+
+        head = [Text(self.title, style="bold")] if self.title else []
+        if self.facts:
+            head.append(Text("  " + " · ".join(f"{k} {v}".strip() for k, v in self.facts)))
+        return Group(*head, _table(self), *_failure(self), *_remarks(self), _verdict(self))
+
+
+def _closeness(row: Row) -> float:
+    """How near a row is to its gate; an error at a gate of 0 is beyond any."""
+    if math.isnan(row.error):
+        return math.inf
+    return row.error / row.gate if row.gate else row.error * math.inf if row.error else 0.0
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return value
+
+
+def _kinds(rows: tuple[Row, ...]) -> dict[str, list[Row]]:
+    kinds: dict[str, list[Row]] = {}
+    for row in rows:
+        kinds.setdefault(row.kind, []).append(row)
+    return kinds
+
+
+def _table(report: Report) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
+    table.add_column("equivalence vs the original")
+    table.add_column("compared", overflow="fold")
+    for name in ("worst", "gate", "verdict"):
+        table.add_column(name, justify="left" if name == "verdict" else "right")
+    for kind, rows in _kinds(report.rows).items():
+        failed = [row for row in rows if not row.ok]
+        worst = failed[0] if failed else max(rows, key=_closeness)
+        names = {row.name for row in rows}
+        good = len(names - {row.name for row in failed})
+        count = f"{good} / {len(names)}" if len(names) > 1 or failed else _single(worst)
+        detail = f"{count}   worst {worst.name}" if len(names) > 1 else count
+        style = "red" if failed else "green"
+        verdict = f"[{style}]{'DIFFERENT' if failed else 'equal'}[/]"
+        gate = f"{worst.gate:.0e}" if worst.gate else "exact"
+        table.add_row(kind, detail, f"{worst.error:.1e}", gate, verdict)
+    return table
+
+
+def _single(row: Row) -> str:
+    return "×".join(map(str, row.shape)) if row.shape else row.name
+
+
+def _failure(report: Report) -> list[Any]:
+    from rich.text import Text
+
+    if report.first is None:
+        return []
+    lines = [f" first difference   {report.first.place}   error {report.first.error:.1e}"]
+    if report.first.note:
+        lines.append(f" what               {report.first.note}")
+    if report.diagnosis:
+        lines.append(f" pattern            {report.diagnosis}")
+    lines += [f" to blame           {row}" for row in report.blamed]
+    if report.command:
+        lines.append(f" repeat             {report.command}")
+    return [Text(line, style="red") for line in lines]
+
+
+def _remarks(report: Report) -> list[Any]:
+    from rich.text import Text
+
+    gaps = [f" not exercised: {gap.condition} (could hide {gap.hides})" for gap in report.gaps]
+    missing = [f" not checked: {what}" for what in report.unchecked]
+    return [Text(line, style="yellow") for line in (*gaps, *missing)]
+
+
+def _verdict(report: Report) -> Any:
+    from rich.text import Text
+
+    word = {0: "PASS", 1: "FAIL", 3: "NOT FULLY CHECKED"}[report.exit_code]
+    text = f" {word} in {report.seconds:.1f} s · class {report.equivalence}"
+    return Text(text, style="bold green" if report.ok else "bold red")

@@ -1,0 +1,203 @@
+"""A sharded module on the meta device: finds out how tensors arrive, and notes how they leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from schedlang.placement import P, Placement, R, Replicate, S
+from schedlang.runtime.collective import Group
+from schedlang.runtime.crossing import dim_of, shared
+from schedlang.runtime.follow import Follower, Hoist, Mismatch, Note, Tag
+from schedlang.runtime.shard import Edge, Sharded, is_main, on_first, on_result
+from schedlang.runtime.trace import tensors_in
+from schedlang.runtime.vocab import ShardedLogits
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One axis of one sharded module, before it is known how tensors arrive.
+
+    `computes` None: what it wants (a module that runs as it is).  `input` None: as they come.
+    """
+
+    axis: str
+    input: Placement | None
+    output: Placement | None
+    computes: Placement | None
+    splits: bool
+    cut: int | None = None
+    head: bool = False
+    hoisted: bool = False
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A sharded module: how it computes, its axes, and its own parameters (first names).
+
+    `kind` "" runs as it is between its edges, and its own calls are followed.
+    """
+
+    fqn: str
+    kind: str
+    wanted: tuple[Wanted, ...]
+    parameters: tuple[str, ...] = ()
+    bias: str | None = None  # first name of the bias, if it is added after a pending sum
+
+
+def dry_forward(
+    leaf: Leaf,
+    module: nn.Module,
+    follower: Follower,
+    groups: Callable[[str], Group],
+    found: dict[str, tuple[Edge, ...]],
+) -> Callable[..., Any]:
+    """A forward that resolves the leaf's edges at its first call and notes its results."""
+    inner = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        tensors = tensors_in((args, kwargs))
+        main = next((t for t in tensors if is_main(t)), tensors[0])
+        note = follower.note(main)
+        edges = tuple(_edge(leaf, wanted, main, note, groups(wanted.axis)) for wanted in leaf.wanted)
+        for edge in edges:
+            _hoist(edge, main, follower)
+        if leaf.kind:
+            out = Sharded(module, leaf.kind, edges)(*args, **kwargs)
+            _note_leaf(leaf, edges, note, out, follower)
+        else:
+            for edge in edges:
+                args, kwargs = on_first(partial(_enter, edge, follower), args, kwargs)
+            out = inner(*args, **kwargs)
+            edges = tuple(_left(edge, w, out, follower) for edge, w in zip(edges, leaf.wanted))
+            for edge in edges:
+                out = on_result(partial(_exit, edge, follower), out)
+        if found.setdefault(leaf.fqn, edges) != edges:
+            reason = f"`{leaf.fqn}` is called several times, and its input arrives differently"
+            raise Mismatch(follower.stack.frames[-1], reason, None, (), follower.agreed)
+        return out
+
+    return forward
+
+
+def _hoist(edge: Edge, main: Tensor, follower: Follower) -> None:
+    """Where an enclosing module was given the very tensor to be gathered, gather it there.
+
+    That module may read sizes from it (batch and sequence), and its children share one gather.
+    """
+    if edge.arrives == edge.wants or not isinstance(edge.wants, Replicate) or edge.hoisted:
+        return
+    enclosing = list(zip(follower.stack.frames, follower.stack.mains))[:-1]
+    outermost = None
+    for (fqn, _), given in reversed(enclosing):
+        if given is not main:
+            break
+        outermost = fqn
+    if outermost:
+        raise Hoist(outermost, edge.group.axes[0])
+
+
+def _left(edge: Edge, wanted: Wanted, out: Any, follower: Follower) -> Edge:
+    """The edge with what the module was seen to compute."""
+    main = next((t for t in tensors_in(out) if is_main(t)), None)
+    tag = follower.note(main).tags.get(wanted.axis) if main is not None else None
+    computes: Placement = R if tag is None else S(tag.dim, _compact(tag.blocks))
+    leaves = computes if wanted.output is None else wanted.output
+    if isinstance(leaves, S) and main is not None:
+        leaves = S(dim_of(leaves) % main.ndim, leaves.blocks)
+        if isinstance(computes, S) and computes != leaves:
+            raise _refuse(f"it computes {computes} and cannot hand on {leaves}", wanted.axis)
+    return replace(edge, computes=computes, leaves=leaves)
+
+
+def _enter(edge: Edge, follower: Follower, x: Tensor) -> Tensor:
+    """Cross into a module whose own calls are followed, and note what arrives there."""
+    note, muted = follower.note(x), follower.stack.muted
+    follower.stack.muted += 1
+    crossed = shared(edge.entry(), x)
+    follower.stack.muted = muted
+    kept = {axis: tag for axis, tag in note.tags.items() if axis != edge.group.axes[0]}
+    if isinstance(edge.wants, S):
+        dim = dim_of(edge.wants) % x.ndim
+        kept[edge.group.axes[0]] = Tag(dim, (crossed.shape[dim] * edge.group.size,))
+    axis = edge.group.axes[0]
+    entered = note.entered | {axis} if edge.hoisted else note.entered
+    follower.put(crossed, Note(kept, frozenset(), True, entered))
+    return crossed
+
+
+def _exit(edge: Edge, follower: Follower, x: Tensor) -> Tensor:
+    if edge.computes == edge.leaves:
+        return x
+    note, muted = follower.note(x), follower.stack.muted
+    follower.stack.muted += 1
+    crossed = edge.exit()(x)
+    follower.stack.muted = muted
+    axis = edge.group.axes[0]
+    kept = {other: tag for other, tag in note.tags.items() if other != axis}
+    if isinstance(edge.leaves, S):
+        dim = dim_of(edge.leaves)
+        kept[axis] = Tag(dim, (crossed.shape[dim] * edge.group.size,))
+    follower.put(crossed, Note(kept, frozenset(), True, note.entered))
+    return crossed
+
+
+def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) -> Edge:
+    tag = note.tags.get(wanted.axis)
+    arrives: Placement = R if tag is None else S(tag.dim, _compact(tag.blocks))
+    wants = arrives if wanted.input is None else wanted.input
+    if isinstance(wants, S):
+        wants = S(dim_of(wants) % main.ndim, wants.blocks)
+        if isinstance(arrives, S) and arrives != wants:
+            reason = f"`{leaf.fqn}` wants its input as {wanted.input}, but it arrives as {arrives}"
+            raise _refuse(reason, wanted.axis)
+    computes = wants if wanted.computes is None else wanted.computes
+    leaves = computes if wanted.output is None else wanted.output
+    if isinstance(computes, S):
+        ndim = main.ndim if is_main(main) else main.ndim + 1  # an embedding adds a dim to its ids
+        computes = S(dim_of(computes) % ndim, computes.blocks)
+        if isinstance(leaves, S):
+            leaves = S(dim_of(leaves) % ndim, computes.blocks)
+    differ = wanted.splits or (wanted.hoisted and tag is not None)
+    differ = differ and wanted.axis not in note.entered
+    return Edge(group, arrives, wants, computes, leaves, differ, wanted.cut, wanted.head, wanted.hoisted)
+
+
+def _refuse(reason: str, axis: str) -> Mismatch:
+    return Mismatch(("", 0), reason, axis, (), 0)
+
+
+def _compact(blocks: Sequence[int]) -> int | tuple[int, ...]:
+    return len(blocks) if len(set(blocks)) == 1 else tuple(blocks)
+
+
+def _note_leaf(
+    leaf: Leaf, edges: Sequence[Edge], note: Note, out: Any, follower: Follower
+) -> None:
+    """Note the result of a projection or embedding, and which of its gradients are parts."""
+    own = {edge.group.axes[0]: edge for edge in edges}
+    for axis in note.parts - own.keys():
+        follower.partial_over(frozenset(leaf.parameters), axis)
+    for axis, edge in own.items():
+        if leaf.bias is not None and isinstance(edge.computes, P) and isinstance(edge.leaves, S):
+            follower.partial_over(frozenset([leaf.bias]), axis)
+    if isinstance(out, ShardedLogits):
+        follower.loose = True
+        return
+    kept = {axis: tag for axis, tag in note.tags.items() if axis not in own}
+    for axis, edge in own.items():
+        if isinstance(edge.leaves, S):
+            dim = dim_of(edge.leaves) % out.ndim
+            kept[axis] = Tag(dim, _sizes(edge, out.shape[dim] * edge.group.size))
+    follower.put(out, Note(kept, frozenset(), True, note.entered - own.keys()))
+
+
+def _sizes(edge: Edge, whole: int) -> tuple[int, ...]:
+    assert isinstance(edge.leaves, S)
+    blocks = edge.leaves.blocks
+    return (whole // blocks,) * blocks if isinstance(blocks, int) else blocks
+

@@ -1,0 +1,39 @@
+"""Tells whether an optimizer treats each element by itself, by trying it on parts and on the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def is_elementwise(optimizer: Callable[[Any], torch.optim.Optimizer]) -> bool:
+    """Does a small matrix, updated as a whole, move as its quarters do when updated alone?
+
+    Two steps with unequal gradients, in float64, equal to the last bit.  The function is called with
+    made-up names (`probe.weight`).
+    """
+    generator = torch.Generator().manual_seed(7)
+    whole = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+    grads = [torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(2)]
+    together = _moved(optimizer, whole, grads)
+    pieces = [piece for half in whole.chunk(2) for piece in half.chunk(2, 1)]
+    cut = [[piece for half in g.chunk(2) for piece in half.chunk(2, 1)] for g in grads]
+    alone = [_moved(optimizer, piece, list(own)) for piece, own in zip(pieces, zip(*cut))]
+    joined = torch.cat([torch.cat(alone[:2], 1), torch.cat(alone[2:], 1)])
+    return torch.equal(together, joined)
+
+
+def _moved(
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    value: torch.Tensor,
+    grads: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    parameter = nn.Parameter(value.clone())
+    made = optimizer([("probe.weight", parameter)])
+    for grad in grads:
+        parameter.grad = grad.clone()
+        made.step()
+    return parameter.detach()

@@ -1,0 +1,106 @@
+"""Gradients made whole: sums over the ranks that each had a part, and their true global norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from schedlang.runtime.collective import Group, count
+
+BUCKET_BYTES = 25 * 2**20  # as torch's DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class Sum:
+    """One reduction: the gradients of these parameters are parts over this group."""
+
+    group: Group
+    names: tuple[str, ...]
+    kind: str  # "replicas", "partial" or "tied": what made them parts
+
+
+def local_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """The part of the gradient that this rank holds, as a plain tensor."""
+    grad = parameter.grad
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def sum_gradients(parameters: Mapping[str, nn.Parameter], sums: Sequence[Sum]) -> None:
+    """Replace each gradient by its sum over the group, bucket by bucket, in order of the sums.
+
+    A parameter that got no gradient on any rank of the group keeps none.
+    """
+    for one in sums:
+        for bucket in _buckets([parameters[name] for name in one.names]):
+            _sum_bucket(bucket, one.group)
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    buckets: list[list[nn.Parameter]] = []
+    room, kind = 0, None
+    for parameter in parameters:
+        local = _local(parameter)
+        size = local.numel() * local.element_size()
+        if kind != local.dtype or size > room:
+            buckets.append([])
+            room, kind = BUCKET_BYTES, local.dtype
+        buckets[-1].append(parameter)
+        room -= size
+    return buckets
+
+
+def _local(parameter: nn.Parameter) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _sum_bucket(parameters: Sequence[nn.Parameter], group: Group) -> None:
+    locals_ = [_local(parameter) for parameter in parameters]
+    grads = [local_gradient(parameter) for parameter in parameters]
+    # one number a parameter behind the values: on how many ranks it got a gradient
+    there = torch.tensor([g is not None for g in grads], dtype=locals_[0].dtype)
+    parts = [(g if g is not None else torch.zeros_like(p)).reshape(-1) for g, p in zip(grads, locals_)]
+    flat = torch.cat([*parts, there.to(parts[0].device)])
+    count("all-reduce", group, flat)
+    if group.pg is not None:
+        dist.all_reduce(flat, group=group.pg)
+    counts = flat[-len(parameters) :].tolist()
+    at = 0
+    for parameter, local, got in zip(parameters, locals_, counts):
+        if got:
+            _set_gradient(parameter, flat[at : at + local.numel()].view_as(local))
+        at += local.numel()
+
+
+def _set_gradient(parameter: nn.Parameter, value: Tensor) -> None:
+    current = local_gradient(parameter)
+    if current is not None:
+        current.copy_(value)
+    elif isinstance(parameter, DTensor):
+        parameter.grad = DTensor.from_local(
+            value.clone(), parameter.device_mesh, parameter.placements, run_check=False,
+            shape=parameter.shape, stride=parameter.stride(),
+        )  # fmt: skip
+    else:
+        parameter.grad = value.clone()
+
+
+def square_sum(parameters: Mapping[str, nn.Parameter], speaks: Callable[[str], bool]) -> Tensor:
+    """The sum of squares of the gradients for which this rank speaks, in float64 or wider."""
+    grads = [local_gradient(p) for name, p in parameters.items() if speaks(name)]
+    present = [g for g in grads if g is not None and g.numel()]
+    if not present:
+        return torch.zeros((), dtype=torch.float64)
+    norms = torch.stack([n.double() for n in torch._foreach_norm(present)])
+    return (norms * norms).sum()
+
+
+def scale_gradients(parameters: Mapping[str, nn.Parameter], factor: float) -> None:
+    """Multiply every gradient in place."""
+    grads = [g for p in parameters.values() if (g := local_gradient(p)) is not None]
+    if grads:
+        torch._foreach_mul_(grads, factor)

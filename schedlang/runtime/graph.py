@@ -1,0 +1,168 @@
+"""A recorded model as a value: which unit outputs feed which units, and its cut into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from schedlang.diagnostic import Diagnostic, Refusal
+
+Token = tuple[int, int]  # (unit, tensor leaf of its output)
+
+
+def refusal(code: str, place: str, reason: str, *helps: str, note: str = "") -> Refusal:
+    """A model that cannot be cut as asked: why, where, and what would help."""
+    title = f"`{place}` {reason}" if place else reason
+    return Refusal(Diagnostic(code, title, notes=(note,) if note else (), helps=helps))
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor in the output of a unit, as it was when recorded.
+
+    `mutated`: the model writes into it after the unit has returned it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    differentiable: bool
+    mutated: bool = False
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a unit, with the code between units that feeds it, reads of the rest of the model.
+
+    `inner` are units of whose inside it reads a value that they do not return.
+    """
+
+    tokens: frozenset[Token] = frozenset()
+    inner: frozenset[int] = frozenset()
+    params: frozenset[str] = frozenset()
+    buffers: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """The units of a model in call order and what flows between them; a value without tensors.
+
+    `final` is what the loss and the outputs read. `between[k]` are the parameters and buffers that
+    the code before unit k touches (k = number of units: after the last). `owners` are the units that read a parameter
+    themselves; a parameter that only code between units reads is owned by none of them.
+    `partial` are outputs (by path) made of values inside the units given: only the stages of
+    those units have them.
+    """
+
+    units: tuple[str, ...]
+    reads: tuple[Reads, ...]
+    final: Reads
+    leaves: Mapping[Token, Leaf]
+    between: tuple[Reads, ...]
+    owners: Mapping[str, frozenset[int]]
+    partial: Mapping[str, frozenset[int]] = field(default_factory=dict)
+
+    @property
+    def glue(self) -> tuple[str, ...]:
+        """Parameters that no unit reads itself: held by containers, or by modules called twice."""
+        used = set(self.final.params).union(*(r.params for r in self.reads))
+        return tuple(sorted(n for n in used if not self.owners.get(n)))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A graph cut into stages: `stage_of[unit]`, rising in call order."""
+
+    graph: StageGraph
+    stage_of: tuple[int, ...]
+
+    @cached_property
+    def stages(self) -> int:
+        return self.stage_of[-1] + 1
+
+    def units(self, stage: int) -> range:
+        """The units of a stage, a run in call order."""
+        first = self.stage_of.index(stage)
+        return range(first, first + self.stage_of.count(stage))
+
+    @cached_property
+    def routes(self) -> Mapping[tuple[int, int], tuple[Token, ...]]:
+        """(from stage, to stage) to the unit outputs that are sent, in the order of sending."""
+        found: dict[tuple[int, int], set[Token]] = {}
+        for stage in range(self.stages):
+            for token in self._reads(stage).tokens:
+                source = self.stage_of[token[0]]
+                if source != stage:
+                    found.setdefault((source, stage), set()).add(token)
+        return {edge: tuple(sorted(tokens)) for edge, tokens in sorted(found.items())}
+
+    @property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """The transfers between stages, for a timeline."""
+        return tuple(self.routes)
+
+    def parameters(self, stage: int) -> frozenset[str]:
+        """Names of the parameters that a stage must hold; one name per tied parameter."""
+        return self._reads(stage).params
+
+    def buffers(self, stage: int) -> frozenset[str]:
+        """Names of the buffers that a stage must hold."""
+        return self._reads(stage).buffers
+
+    @cached_property
+    def shared(self) -> Mapping[str, tuple[int, ...]]:
+        """Parameters that several stages hold: their gradients must be summed over those stages."""
+        holders: dict[str, list[int]] = {}
+        for stage in range(self.stages):
+            for name in self.parameters(stage):
+                holders.setdefault(name, []).append(stage)
+        return {name: tuple(s) for name, s in sorted(holders.items()) if len(s) > 1}
+
+    def _reads(self, stage: int) -> Reads:
+        # a stage replays the code between units up to the first unit of the next, also where the
+        # result does not matter to it: what that code touches must be there
+        parts = [*self.graph.between[: self.units(stage).stop + 1]]
+        parts += [self.graph.reads[u] for u in self.units(stage)]
+        if stage == self.stages - 1:
+            parts.append(self.graph.final)
+        return Reads(
+            frozenset().union(*(p.tokens for p in parts)),
+            frozenset().union(*(p.inner for p in parts)),
+            frozenset().union(*(p.params for p in parts)),
+            frozenset().union(*(p.buffers for p in parts)),
+        )
+
+    @cached_property
+    def missing(self) -> tuple[str, ...]:
+        """Outputs (by path) that the last stage cannot give, such as caches of earlier units."""
+        last = self.stages - 1
+        return tuple(
+            path
+            for path, units in self.graph.partial.items()
+            if any(self.stage_of[u] != last for u in units)
+        )
+
+
+def cut(graph: StageGraph, stage_of: Sequence[int]) -> Cut:
+    """Cut a graph into stages. `stage_of` gives each unit's stage, 0, 0, .., 1, .. in call order.
+
+    Raises Refusal S610 where a stage would read a value from inside a unit of another stage.
+    """
+    rising = all(b - a in (0, 1) for a, b in zip(stage_of, stage_of[1:]))
+    if len(stage_of) != len(graph.units) or not stage_of or stage_of[0] != 0 or not rising:
+        n = len(graph.units)
+        raise refusal("S613", "", f"stages {list(stage_of)} are not runs of the {n} units")
+    made = Cut(graph, tuple(stage_of))
+    readers = [*zip(graph.units, graph.reads, stage_of), ("loss", graph.final, stage_of[-1])]
+    for name, reads, stage in readers:
+        foreign = sorted(u for u in reads.inner if stage_of[u] != stage)
+        if foreign:
+            unit = graph.units[foreign[0]]
+            raise refusal(
+                "S610",
+                name,
+                f"reads a value from inside `{unit}` that `{unit}` does not return",
+                f"keep `{unit}` and what reads it in one stage",
+                note=f"stage {stage} would need it from stage {stage_of[foreign[0]]}",
+            )
+    return made

@@ -1,0 +1,165 @@
+"""Which part of each tensor this rank holds, and how parts become whole tensors again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from schedlang.mesh import Mesh
+from schedlang.placement import Layout, Segment
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Where the parts of one parameter lie.
+
+    layout   its splits by `shard` and `pad`
+    sliced   axes over which dim 0 of what `layout` leaves is cut once more (ZeRO)
+    stages   places along `axis` (the pipeline's) that hold it; None: all
+    """
+
+    name: str
+    layout: Layout
+    sliced: tuple[str, ...] = ()
+    axis: str | None = None
+    stages: frozenset[int] | None = None
+
+    def held(self, mesh: Mesh, rank: int) -> bool:
+        """Does this rank hold a part?"""
+        if self.stages is None or self.axis is None:
+            return True
+        return mesh.index(rank, self.axis) in self.stages
+
+    def segments(self, mesh: Mesh, rank: int) -> tuple[tuple[Segment, ...], ...]:
+        """For each dim the runs of the (padded) whole that this rank holds, in its own order."""
+        runs = self.layout.segments(mesh, mesh.coordinates(rank))
+        if not self.sliced:
+            return runs
+        count, place = mesh.size(self.sliced), mesh.index(rank, self.sliced)
+        length = sum(run.length for run in runs[0])
+        chunk = -(-length // count)  # as torch.chunk, which fully_shard follows
+        first, last = min(place * chunk, length), min((place + 1) * chunk, length)
+        return (tuple(_window(runs[0], first, last)), *runs[1:])
+
+    def primary(self, mesh: Mesh, rank: int) -> bool:
+        """Is this the rank that speaks for its part, among those that hold the same?"""
+        if not self.held(mesh, rank):
+            return False
+        here = mesh.coordinates(rank)
+        splitting = {a for axis in (*self.layout.axes, *self.sliced) for a in mesh.fold(axis)}
+        if self.axis is not None and self.stages is not None:
+            if mesh.index(rank, self.axis) != min(self.stages):
+                return False
+            splitting |= set(mesh.fold(self.axis))
+        return all(place == 0 for axis, place in here.items() if axis not in splitting)
+
+    def local_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
+        """The shape of this rank's part."""
+        runs = self.segments(mesh, rank)
+        return tuple(sum(run.length for run in dim) for dim in runs)
+
+
+def _window(runs: tuple[Segment, ...], first: int, last: int) -> Iterator[Segment]:
+    """The part of a chain of runs between two local positions."""
+    at = 0
+    for run in runs:
+        low, high = max(first, at), min(last, at + run.length)
+        if low < high:
+            yield Segment(run.start + low - at, high - low)
+        at += run.length
+
+
+@dataclass(frozen=True)
+class Block:
+    """One box of a part: where it lies in the local tensor and in the whole, and its size."""
+
+    local: tuple[int, ...]
+    whole: tuple[int, ...]
+    size: tuple[int, ...]
+
+    def of_local(self, tensor: Tensor) -> Tensor:
+        """The view of this box in the local tensor."""
+        return tensor[tuple(slice(o, o + n) for o, n in zip(self.local, self.size))]
+
+    def of_whole(self, tensor: Tensor) -> Tensor:
+        """The view of this box in the whole tensor."""
+        return tensor[tuple(slice(o, o + n) for o, n in zip(self.whole, self.size))]
+
+
+def blocks(
+    segments: tuple[tuple[Segment, ...], ...], shape: tuple[int, ...]
+) -> Iterator[Block]:
+    """The boxes of a part; what lies beyond the true shape (padding) is left out."""
+    rows = []
+    for runs, size in zip(segments, shape):
+        at, cells = 0, []
+        for run in runs:
+            length = max(0, min(run.start + run.length, size) - run.start)
+            if length:
+                cells.append((at, run.start, length))
+            at += run.length
+        rows.append(cells)
+    for cell in itertools.product(*rows):
+        yield Block(*(tuple(c[k] for c in cell) for k in range(3)))
+
+
+def take(whole: Tensor, holding: Holding, mesh: Mesh, rank: int) -> Tensor:
+    """This rank's part of a whole tensor, a new tensor; padding is zero."""
+    segments = holding.segments(mesh, rank)
+    part = whole.new_zeros([sum(run.length for run in runs) for runs in segments])
+    for block in blocks(segments, tuple(whole.shape)):
+        block.of_local(part).copy_(block.of_whole(whole))
+    return part
+
+
+def put(part: Tensor, whole: Tensor, holding: Holding, mesh: Mesh, rank: int) -> None:
+    """Write a rank's part into the whole."""
+    for block in blocks(holding.segments(mesh, rank), tuple(whole.shape)):
+        block.of_whole(whole).copy_(block.of_local(part))
+
+
+def assemble(
+    holdings: Mapping[str, Holding], local: Callable[[str], Tensor | None], mesh: Mesh, rank: int
+) -> dict[str, Tensor]:
+    """Whole tensors, on the CPU of every rank, from the parts that each rank has.
+
+    A tensor of which no part exists anywhere is left out.  Every rank that speaks for parts sends
+    them as one flat buffer per dtype; the others know its order and shapes from the holdings.
+    """
+    if mesh.world == 1:
+        return {n: _alone(h, t, mesh) for n, h in holdings.items() if (t := local(n)) is not None}
+    whole: dict[str, Tensor] = {}
+    for source in range(mesh.world):
+        names = [name for name, holding in holdings.items() if holding.primary(mesh, source)]
+        sent: list[tuple[str, str] | None] = [None]
+        if source == rank:
+            found = {name: local(name) for name in names}
+            sent = [tuple(  # type: ignore[list-item]
+                (name, str(t.dtype).removeprefix("torch.")) for name, t in found.items() if t is not None
+            )]  # fmt: skip
+        dist.broadcast_object_list(sent, src=source)
+        for name, dtype in sent[0] or ():
+            holding = holdings[name]
+            kind = getattr(torch, dtype)
+            part = torch.empty(holding.local_shape(mesh, source), dtype=kind)
+            if source == rank:
+                own = local(name)
+                assert own is not None
+                part.copy_(own.detach())
+            if part.numel():
+                dist.broadcast(part, src=source)
+            if name not in whole:
+                whole[name] = torch.zeros(holding.layout.shape, dtype=kind)
+            put(part, whole[name], holding, mesh, source)
+    return {name: whole[name] for name in holdings if name in whole}
+
+
+def _alone(holding: Holding, part: Tensor, mesh: Mesh) -> Tensor:
+    whole = torch.zeros(holding.layout.shape, dtype=part.dtype)
+    put(part.detach().cpu(), whole, holding, mesh, 0)
+    return whole

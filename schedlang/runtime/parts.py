@@ -1,0 +1,105 @@
+"""A batch in parts: the rows of this rank, its microbatches, and what each part weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from schedlang.diagnostic import Diagnostic, Refusal
+
+Batch = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some rows of a batch: keyword arguments for the model, and the rows' numbers in the whole."""
+
+    inputs: dict[str, Any]
+    rows: tuple[int, ...]
+
+
+def rows_of(batch: Batch) -> int:
+    """How many rows (samples) a batch has: the size of dim 0 of its first tensor with dims.
+
+    Raises Refusal S605 for a batch that has none.
+    """
+    for value in batch.values():
+        if isinstance(value, Tensor) and value.ndim:
+            return value.shape[0]
+    raise Refusal(
+        Diagnostic(
+            "S605", "the batch has no rows",
+            notes=("none of its values is a tensor with a first dim for the samples",),
+            helps=("return a dict of tensors from `batch(seed)`: `{'input_ids': ...}`",),
+        )
+    )  # fmt: skip
+
+
+def cut(batch: Batch, rows: Sequence[int], count: int) -> dict[str, Any]:
+    """Consecutive rows of each tensor that has as many rows as the batch; the rest as it is."""
+    first, last = rows[0], rows[-1] + 1
+
+    def part(value: Any) -> Any:
+        whole = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == count
+        return value[first:last] if whole else value
+
+    return {name: part(value) for name, value in batch.items()}
+
+
+def shares(count: int, parts: int) -> list[range]:
+    """`count` rows in `parts` runs that differ by at most one row, larger ones first."""
+    base, extra = divmod(count, parts)
+    starts = [place * base + min(place, extra) for place in range(parts + 1)]
+    return [range(a, b) for a, b in zip(starts, starts[1:])]
+
+
+def split(batch: Batch, replicas: int, micro: int) -> list[list[Part]]:
+    """For each of `replicas` data-parallel ranks its `micro` microbatches.
+
+    Raises Refusal S606 if there are fewer rows than parts.
+    """
+    count = rows_of(batch)
+    if count < replicas * micro:
+        raise Refusal(
+            Diagnostic(
+                "S606", f"{count} rows cannot fill {replicas * micro} parts",
+                notes=(f"{replicas} data-parallel ranks with {micro} microbatches each",),
+                helps=(f"give a batch of at least {replicas * micro} rows",),
+            )
+        )  # fmt: skip
+    out = []
+    for share in shares(count, replicas):
+        runs = [range(share.start + r.start, share.start + r.stop) for r in shares(len(share), micro)]
+        out.append([Part(cut(batch, run, count), tuple(run)) for run in runs])
+    return out
+
+
+def stack(outputs: Sequence[Any], rows: Sequence[int], weights: Sequence[float]) -> Any:
+    """The output for the whole batch from the outputs of its parts.
+
+    Tensors with one row per sample are put one after the other, other floating-point numbers
+    (losses) are averaged by weight; of anything else the first stands for all.
+    """
+    from torch.utils import _pytree as pytree
+
+    flat = [pytree.tree_flatten(output) for output in outputs]
+    leaves = zip(*(leaves for leaves, _ in flat))
+    whole = [_stacked(values, rows, weights) for values in leaves]
+    return pytree.tree_unflatten(whole, flat[0][1])
+
+
+def _stacked(values: Sequence[Any], rows: Sequence[int], weights: Sequence[float]) -> Any:
+    first = values[0]
+    if not isinstance(first, Tensor):
+        return first
+    if all(v.ndim and v.shape[0] == count for v, count in zip(values, rows)):
+        return torch.cat(list(values)) if len(values) > 1 else first
+    if first.is_floating_point():
+        mean = sum(value * (weight / sum(weights)) for value, weight in zip(values, weights))
+        assert isinstance(mean, Tensor)
+        return mean
+    return first

@@ -1,0 +1,322 @@
+"""A built program: one rank's part of a scheduled model, trained step by step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from schedlang.runtime import crossing
+from schedlang.runtime.gradient import Sum, local_gradient, scale_gradients, square_sum, sum_gradients
+from schedlang.runtime.holding import Holding, assemble, take
+from schedlang.runtime.modes import ambient
+from schedlang.runtime.parts import Batch, Part, cut, rows_of, shares, split, stack
+from schedlang.runtime.pipeline import BACKWARD, Event, Pipeline, Result
+from schedlang.runtime.random import LogicalDropout
+from schedlang.runtime.ranks import Ranks
+from schedlang.runtime.replicas import Sliced
+from schedlang.runtime.scope import Scope, entered
+from schedlang.runtime.vocab import ShardedLogits
+
+Weight = Callable[[Batch], float]
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What `build` puts together: everything that a Program runs.
+
+    parameters  first name -> the parameter of this rank, of the stages that it holds
+    sums        reductions after the last backward, in this order on all ranks
+    weight      how much a part of the batch weighs in the mean loss
+    """
+
+    module: nn.Module
+    pipeline: Pipeline
+    ranks: Ranks
+    replicas: tuple[str, ...]  # data axes
+    micro: int
+    parameters: Mapping[str, nn.Parameter]
+    holdings: Mapping[str, Holding]
+    buffers: Mapping[str, Tensor]
+    buffer_stages: Mapping[str, frozenset[int] | None]
+    ties: tuple[tuple[str, ...], ...]
+    keys: tuple[str, ...]  # of the original's state_dict, in order
+    sums: tuple[Sum, ...]
+    sliced: Mapping[int, Sliced]  # stage -> its units
+    weight: Weight
+    last_rank: int  # a rank of the last stage, at place 0 of all other axes
+    stage_axis: str | None = None
+    dropout: LogicalDropout | None = None
+    outputs_missing: tuple[str, ...] = ()
+
+
+@dataclass
+class Program:
+    """A scheduled model on this rank.
+
+    `train_step` and `eval_step` take the same whole batch on every rank (`local=True`: this rank's
+    rows) and give the same value on every rank.  Gradients, state and outputs carry the original's
+    names and whole shapes.
+    """
+
+    assembly: Assembly
+    optimizer: torch.optim.Optimizer | None = None
+    clip: float | None = None
+    step: int = 0
+    grad_norm: float | None = None
+    _gradients: dict[str, Tensor | None] = field(default_factory=dict)
+
+    @property
+    def module(self) -> nn.Module:
+        """The plain module, where no pipeline is involved: bring your own loop."""
+        assert self.assembly.stage_axis is None, "a pipeline has no single module; use train_step"
+        return self.assembly.module
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def train_step(self, batch: Batch, *, local: bool = False) -> Tensor:
+        """Forward, backward, reduction, clipping and optimizer step; the loss of the whole batch.
+
+        `clip` bounds the true global norm of the gradients.  Without an optimizer the gradients
+        stay for the caller's own.
+        """
+        self.assembly.module.train()
+        self._zero()
+        parts, weights, total = self._parts(batch, local)
+        results = self._run(parts, [w / total for w in weights], train=True)
+        sum_gradients(self.assembly.parameters, self.assembly.sums)
+        loss = self._finish(results, weights, total)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        self.step += 1
+        return loss
+
+    def eval_step(self, batch: Batch, *, local: bool = False) -> Any:
+        """The output of the whole batch, structured as the model's own, on every rank."""
+        self.assembly.module.eval()
+        parts, weights, _ = self._parts(batch, local)
+        with torch.no_grad():
+            results = self._run(parts, None, train=False)
+        output = None
+        if results is not None:
+            outputs = [_gathered(result.output) for result in results]
+            output = stack(outputs, [len(part.rows) for part in parts], weights)
+            output = self._across_replicas(output, sum(len(part.rows) for part in parts), sum(weights))
+        return self._from_last(output)
+
+    def _zero(self) -> None:
+        for parameter in self.assembly.parameters.values():
+            parameter.grad = None
+
+    def _parts(self, batch: Batch, local: bool) -> tuple[list[Part], list[float], float]:
+        """This rank's microbatches, their weights, and the weight of the whole batch."""
+        a = self.assembly
+        mesh = a.ranks.mesh
+        count = mesh.size(a.replicas)
+        if not local:
+            everyone = split(batch, count, a.micro)
+            mine = everyone[mesh.index(a.ranks.rank, a.replicas)]
+            alone = count * a.micro == 1
+            weigh = [[1.0 if alone else a.weight(p.inputs) for p in parts] for parts in everyone]
+            weights = weigh[mesh.index(a.ranks.rank, a.replicas)]
+            return mine, weights, _positive(sum(map(sum, weigh)))
+        rows = rows_of(batch)
+        parts = [Part(cut(batch, r, rows), tuple(r)) for r in shares(rows, a.micro)]
+        weights = [a.weight(part.inputs) for part in parts]
+        total = torch.tensor([sum(weights), float(rows)], dtype=torch.float64)
+        group = a.ranks.group(a.replicas)
+        if group.pg is not None:
+            dist.all_reduce(total, group=group.pg)
+        return parts, weights, _positive(float(total[0]))
+
+    def _run(
+        self, parts: Sequence[Part], scale: Sequence[float] | None, *, train: bool
+    ) -> list[Result] | None:
+        a = self.assembly
+
+        def around(microbatch: int) -> contextlib.AbstractContextManager[Any]:
+            return entered(Scope(self.step, microbatch, parts[microbatch].rows))
+
+        def on_op(event: Event) -> None:
+            if event.op.kind in BACKWARD and event.op.stage in a.sliced:
+                a.sliced[event.op.stage].before_backward(event.last)
+
+        dropout = ambient(a.dropout) if train and a.dropout is not None else contextlib.nullcontext()
+        with dropout:
+            results = a.pipeline.run(
+                [part.inputs for part in parts], scale, train=train, around=around, on_op=on_op,
+                keep_outputs=not train,
+            )  # fmt: skip
+        crossing.forget()
+        return results
+
+    def _finish(
+        self, results: list[Result] | None, weights: Sequence[float], total: float
+    ) -> Tensor:
+        """Clip by the global norm; the loss and the norm cross the world in one reduction."""
+        a = self.assembly
+        mesh, rank = a.ranks.mesh, a.ranks.rank
+        speaks = {name for name, holding in a.holdings.items() if holding.primary(mesh, rank)}
+        squares = square_sum(a.parameters, lambda name: name in speaks)
+        value = torch.zeros((), dtype=torch.float64)
+        kind = torch.float32
+        if results is not None:
+            losses = [result.loss for result in results]
+            assert all(loss is not None for loss in losses), "the model gives no loss: pass `loss=`"
+            kind = losses[0].dtype  # type: ignore[union-attr]
+            if self._speaks_for_loss():
+                value = sum(  # type: ignore[assignment]
+                    loss.double().cpu() * (w / total) for loss, w in zip(losses, weights) if loss is not None
+                )  # fmt: skip
+        both = torch.stack([squares.cpu(), value])
+        if mesh.world > 1:
+            dist.all_reduce(both)
+        self.grad_norm = float(both[0].sqrt())
+        if self.clip is not None and self.grad_norm > self.clip:
+            # as torch.nn.utils.clip_grad_norm_
+            scale_gradients(a.parameters, self.clip / (self.grad_norm + 1e-6))
+        return both[1].to(kind if results is not None else torch.get_default_dtype())
+
+    def _speaks_for_loss(self) -> bool:
+        a = self.assembly
+        here = a.ranks.at
+        free = {axis for name in (*a.replicas, *_named(a.stage_axis)) for axis in a.ranks.mesh.fold(name)}
+        return all(place == 0 for axis, place in here.items() if axis not in free)
+
+    # -- outputs of all ranks --------------------------------------------------------------------
+
+    def _across_replicas(self, output: Any, rows: int, weight: float) -> Any:
+        group = self.assembly.ranks.group(self.assembly.replicas)
+        if group.pg is None:
+            return output
+        found: list[Any] = [None] * group.size
+        dist.all_gather_object(found, (output, rows, weight), group=group.pg)
+        return stack([o for o, _, _ in found], [r for _, r, _ in found], [w for _, _, w in found])
+
+    def _from_last(self, output: Any) -> Any:
+        a = self.assembly
+        if a.stage_axis is None:
+            return output
+        sent = [output]
+        dist.broadcast_object_list(sent, src=a.last_rank)
+        return sent[0]
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def _whole(self, local: Callable[[str], Tensor | None]) -> dict[str, Tensor]:
+        a = self.assembly
+        return assemble(a.holdings, local, a.ranks.mesh, a.ranks.rank)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The whole gradients of the last step, clipped if it clipped, by original name."""
+        found = self.assembly.parameters
+        return self._whole(lambda n: local_gradient(found[n]) if n in found else None)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The original's state dict: its keys in its order, whole values on the CPU of every rank."""
+        a = self.assembly
+        whole = self._whole(lambda n: _local(a.parameters[n]) if n in a.parameters else None)
+        whole.update(self._whole_buffers())
+        for names in a.ties:
+            whole.update({name: whole[names[0]] for name in names if names[0] in whole})
+        return {key: whole[key] for key in a.keys}
+
+    def _whole_buffers(self) -> dict[str, Tensor]:
+        a = self.assembly
+        own = {name: value.detach().cpu().clone() for name, value in a.buffers.items()}
+        if a.stage_axis is None:
+            return own
+        found: list[Any] = [None] * a.ranks.mesh.world
+        mine = {
+            name: value
+            for name, value in own.items()
+            if (stages := a.buffer_stages.get(name)) is None
+            or a.ranks.mesh.index(a.ranks.rank, a.stage_axis) in stages
+        }
+        dist.all_gather_object(found, mine)
+        merged: dict[str, Tensor] = {}
+        for values in reversed(found):
+            merged.update(values)
+        return merged
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over whole values, as `state_dict` gives them; every rank passes the same.
+
+        Raises KeyError naming what is missing or unknown, before anything is changed.
+        """
+        a = self.assembly
+        missing, unknown = set(a.keys) - state.keys(), state.keys() - set(a.keys)
+        if missing or unknown:
+            raise KeyError(f"missing {sorted(missing)}, unknown {sorted(unknown)}")
+        with torch.no_grad():
+            for name, parameter in a.parameters.items():
+                part = take(state[name], a.holdings[name], a.ranks.mesh, a.ranks.rank)
+                _local(parameter).copy_(part)
+            for name, buffer in a.buffers.items():
+                if name in state:
+                    buffer.copy_(state[name])
+
+    def optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """The optimizer's state by original parameter name: whole tensors, and plain numbers."""
+        a = self.assembly
+        own = {}
+        if self.optimizer is not None:
+            own = {n: self.optimizer.state.get(p, {}) for n, p in a.parameters.items()}
+        keys = sorted({key for state in own.values() for key in state})
+        everyone: list[Any] = [keys]
+        if a.ranks.mesh.world > 1:
+            everyone = [None] * a.ranks.mesh.world
+            dist.all_gather_object(everyone, keys)
+        out: dict[str, dict[str, Any]] = {}
+        for key in sorted({key for keys in everyone for key in keys}):
+            for name, value in self._state_entry(own, key).items():
+                out.setdefault(name, {})[key] = value
+        return out
+
+    def _state_entry(self, own: Mapping[str, Any], key: str) -> dict[str, Any]:
+        shapes = {name: tuple(_local(p).shape) for name, p in self.assembly.parameters.items()}
+
+        def local(name: str) -> Tensor | None:
+            value = own.get(name, {}).get(key)
+            value = _local(value) if isinstance(value, Tensor) else None
+            return value if value is not None and tuple(value.shape) == shapes[name] else None
+
+        whole: dict[str, Any] = dict(self._whole(local))
+        plain = {
+            name: state[key].cpu().clone() if isinstance(state[key], Tensor) else state[key]
+            for name, state in own.items()
+            if key in state and local(name) is None
+        }
+        everyone: list[Any] = [plain]
+        if self.assembly.ranks.mesh.world > 1:
+            everyone = [None] * self.assembly.ranks.mesh.world
+            dist.all_gather_object(everyone, plain)
+        for found in reversed(everyone):
+            whole.update(found)
+        return whole
+
+
+def _positive(total: float) -> float:
+    return total if total > 0 else 1.0
+
+
+def _named(axis: str | None) -> Iterator[str]:
+    if axis is not None:
+        yield axis
+
+
+def _local(value: Any) -> Any:
+    return value.to_local() if hasattr(value, "to_local") else value.detach()
+
+
+def _gathered(output: Any) -> Any:
+    """The output with split logits made whole; all ranks of their group do this together."""
+    from torch.utils import _pytree as pytree
+
+    whole = lambda value: value.gathered() if isinstance(value, ShardedLogits) else value  # noqa: E731
+    return pytree.tree_map(whole, output)

@@ -1,0 +1,209 @@
+"""One stage of a model by replay: the model's own forward, with the units of other stages stubbed.
+
+A unit of an earlier stage returns what was received, and zeros of the right shape where nothing
+was needed; the first unit of a later stage ends the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import _pytree as pytree
+
+from schedlang.runtime.graph import Cut, Token, refusal
+from schedlang.runtime.meta import hollow_batch, hollow_model
+from schedlang.runtime.record import loss_of
+from schedlang.runtime.scope import capture
+from schedlang.runtime.units import Switch
+
+Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
+
+
+class StageEnd(BaseException):
+    """Raised by the first unit of a later stage; not an Exception, so no model catches it."""
+
+
+@dataclass(frozen=True)
+class Forwarded:
+    """What one forward of a stage made.
+
+    `made` are the values for other stages, without history; `edges` where their gradients enter.
+    `output` and `loss` are those of the model, on the last stage only.
+    """
+
+    made: Mapping[Token, torch.Tensor]
+    edges: Mapping[Token, GradientEdge]
+    output: Any = None
+    loss: torch.Tensor | None = None
+
+
+class Stub:
+    """Knows the output of every unit for every shape of its arguments, by running it on meta."""
+
+    def __init__(self, reference: nn.Module, cut: Cut) -> None:
+        self.names = cut.graph.units
+        self.units = tuple(reference.get_submodule(name) for name in self.names)
+        self._known: dict[Any, Any] = {}
+        self._outside = capture()  # a run for shapes draws no masks and counts no calls
+
+    def __call__(
+        self, unit: int, args: Any, kwargs: Any, received: Mapping[Token, torch.Tensor], device: Any
+    ) -> Any:
+        """The unit's output: the received leaves, zeros for the others."""
+        key = (unit, self.units[unit].training, _signature((args, kwargs)))
+        if key not in self._known:
+            self._known[key] = self._shapes(unit, args, kwargs)
+        leaves, spec = self._known[key]
+        made = [
+            received[(unit, k)] if (unit, k) in received else _zeros(leaf, device)
+            for k, leaf in enumerate(leaves)
+        ]
+        return pytree.tree_unflatten(made, spec)
+
+    def _shapes(self, unit: int, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+        try:
+            with torch.no_grad(), self._outside():
+                output = self.units[unit](*hollow_batch(args), **hollow_batch(kwargs))
+        except (RuntimeError, NotImplementedError) as error:
+            name, reason = self.names[unit], "has an output whose shape depends on data"
+            raise refusal("S612", name, reason, note=str(error)) from error
+        leaves, spec = pytree.tree_flatten(output)
+        return leaves, spec
+
+
+class Stage:
+    """A stage of a cut model on this rank.
+
+    `model` is the local module: parameters of other stages may be anything (meta, say), they are
+    never touched. `switch` stands before the units of `model`; the stages of one rank share it.
+    `stub` comes from a whole model on meta. `loss(output, batch)` where the model gives none.
+    `split=False` lets I do the whole backward and W nothing: for stages with recomputed or
+    gathered weights, where every part of a backward would recompute or gather again.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cut: Cut,
+        index: int,
+        *,
+        switch: Switch | None = None,
+        stub: Stub | None = None,
+        loss: Loss | None = None,
+        split: bool = True,
+    ) -> None:
+        self.model, self.cut, self.index, self.loss, self.split = model, cut, index, loss, split
+        self.last = index == cut.stages - 1
+        self.units = cut.units(index)
+        self.incoming = {e[0]: tokens for e, tokens in cut.routes.items() if e[1] == index}
+        self.outgoing = {e[1]: tokens for e, tokens in cut.routes.items() if e[0] == index}
+        self.wanted = frozenset(t for tokens in self.outgoing.values() for t in tokens)
+        self.whole = cut.stages == 1
+        if not self.whole:
+            self.switch = switch or Switch(model, cut.graph.units)
+            self.stub = stub or Stub(hollow_model(model, {}), cut)
+
+    def differentiable(self, token: Token) -> bool:
+        """Whether gradients come back for this value."""
+        return self.cut.graph.leaves[token].differentiable
+
+    def forward(
+        self, batch: Mapping[str, Any], received: Mapping[Token, torch.Tensor]
+    ) -> Forwarded:
+        """Forward of one microbatch; `received` holds every token of `incoming`."""
+        if self.whole:
+            output = self.model(**batch)
+            return Forwarded({}, {}, output, loss_of(output, batch, self.loss))
+        made: dict[Token, torch.Tensor] = {}
+        edges: dict[Token, GradientEdge] = {}
+        device = _device(batch)
+
+        def handle(unit: int, original: Any, args: Any, kwargs: Any) -> Any:
+            if unit < self.units.start:
+                return self.stub(unit, args, kwargs, received, device)
+            if unit >= self.units.stop:
+                raise StageEnd
+            output = original(*args, **kwargs)
+            self._capture(unit, output, made, edges)
+            return output
+
+        with self.switch.using(handle):
+            try:
+                output = self.model(**batch)
+            except StageEnd:
+                return Forwarded(made, edges)
+            if not self.last:
+                name = self.cut.graph.units[self.units.start]
+                raise refusal("S614", name, "starts a stage whose successor was not called")
+            return Forwarded(made, edges, output, loss_of(output, batch, self.loss))
+
+    def _capture(
+        self,
+        unit: int,
+        output: Any,
+        made: dict[Token, torch.Tensor],
+        edges: dict[Token, GradientEdge],
+    ) -> None:
+        for k, leaf in enumerate(pytree.tree_leaves(output)):
+            token = (unit, k)
+            if token not in self.wanted:
+                continue
+            if leaf.requires_grad:
+                edges[token] = get_gradient_edge(leaf)  # as it is now: it may be written into
+            value = leaf.detach()
+            made[token] = value.clone() if self.cut.graph.leaves[token].mutated else value
+
+
+class _Enter(torch.autograd.Function):
+    """A received tensor as a value of the graph: no leaf and no view, so it may be written into."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.data
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def enter(leaf: torch.Tensor) -> torch.Tensor:
+    """What the model gets for a received leaf."""
+    if not leaf.requires_grad:
+        return leaf
+    entered: torch.Tensor = _Enter.apply(leaf)  # type: ignore[no-untyped-call]
+    return entered
+
+
+def _zeros(leaf: Any, device: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
+
+
+def _device(batch: Mapping[str, Any]) -> torch.device:
+    for value in pytree.tree_leaves(dict(batch)):
+        if isinstance(value, torch.Tensor):
+            return value.device
+    return torch.device("cpu")
+
+
+def signature(batch: Mapping[str, Any]) -> Any:
+    """What shapes depend on: shapes and dtypes of tensors, other values as they are."""
+    return _signature(dict(batch))
+
+
+def _signature(tree: Any) -> Any:
+    leaves, spec = pytree.tree_flatten(tree)
+    return (str(spec), tuple(_key(leaf) for leaf in leaves))
+
+
+def _key(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return (tuple(leaf.shape), leaf.dtype)
+    simple = (int, float, bool, str, type(None), torch.dtype)
+    return leaf if isinstance(leaf, simple) else type(leaf)

@@ -1,0 +1,369 @@
+"""Schedule: the interactive object; each call is checked when it is made and recorded as syntax."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from schedlang import lift, printer
+from schedlang import nodes as n
+from schedlang.diagnostic import Diagnostic, Label, Refusal, closest
+from schedlang.passes.diff import Difference, compare
+from schedlang.passes.expand import Expander, expand, open_step
+from schedlang.passes.state import Settings, State, start
+from schedlang.passes.why import why
+from schedlang.primitive import Primitive, load_all, registry
+from schedlang.selector import Selector
+from schedlang.source import NOWHERE, Source, Span, python_span
+from schedlang.syntax import parse, parse_expr, parse_path, read
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from schedlang.model import ModelFacts
+    from schedlang.plan import Plan
+
+
+def create_schedule(model: nn.Module, file: str | Path | None = None) -> Schedule:
+    """An empty schedule for a model, or the one of a file.  The model is read, never changed."""
+    return load(file, model) if file is not None else Schedule(model)
+
+
+def load(path: str | Path, model: nn.Module, **knobs: object) -> Schedule:
+    """The schedule of a file for a model, its knobs set as given.  Refuses every mistake in it."""
+    return Schedule(model, parse(read(path)), Settings(knobs=knobs, world=job_size()))
+
+
+def job_size() -> int | None:
+    """The number of ranks that torchrun started, or None."""
+    size = os.environ.get("WORLD_SIZE", "")
+    return int(size) if size.isdigit() else None
+
+
+class Scope:
+    """Some modules of the model, to which rows are applied."""
+
+    def __init__(self, schedule: Schedule, roots: Sequence[str]) -> None:
+        self._schedule, self._roots = schedule, tuple(roots)
+
+    def __getitem__(self, path: str) -> Cursor:
+        """The modules that `path` names, relative to this scope."""
+        return Cursor(self._schedule, self._roots, parse_path(path, python_span()))
+
+    def __getattr__(self, name: str) -> Caller:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return Caller(self._schedule, self._roots, None, name)
+
+    def do(self, primitive: Primitive) -> None:
+        """Apply a bound primitive to the scope."""
+        self._schedule._record_call(
+            self._roots, None, lift.call_of(primitive, python_span()), python_span()
+        )
+
+    @contextmanager
+    def at(
+        self, *paths: str, where: str | None = None, except_: str | Sequence[str] = ()
+    ) -> Iterator[Scope]:
+        """A scope of the modules that `paths` name; its rows are taken back if the block raises."""
+        span = python_span()
+        excluded = [except_] if isinstance(except_, str) else except_
+        node = n.At(
+            tuple(parse_path(path, span) for path in paths),
+            parse_expr(where, span) if where is not None else None,
+            tuple(parse_path(path, span) for path in excluded),
+            n.Block((), span=span),
+            span=span,
+        )
+        roots = self._schedule._scope(node, self._roots)
+        with self._schedule._block(lambda body: replace(node, block=body)):
+            yield Scope(self._schedule, roots)
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """The modules of one path: `sch["transformer.h.*"].checkpoint()`."""
+
+    _schedule: Schedule
+    _roots: tuple[str, ...]
+    _path: n.Path
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Their names, in model order."""
+        return self._schedule._select(self._path, self._roots)
+
+    def __getattr__(self, name: str) -> Caller:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return Caller(self._schedule, self._roots, self._path, name)
+
+    def do(self, primitive: Primitive) -> Cursor:
+        """Apply a bound primitive; the typed way to say what `sch[...].name(...)` says."""
+        call = lift.call_of(primitive, python_span())
+        self._schedule._record_call(self._roots, self._path, call, python_span())
+        return self
+
+
+@dataclass(frozen=True)
+class Caller:
+    """A primitive or a definition about to be called; a dotted name is one of a library."""
+
+    _schedule: Schedule
+    _roots: tuple[str, ...]
+    _path: n.Path | None
+    _name: str
+
+    def __getattr__(self, name: str) -> Caller:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return replace(self, _name=f"{self._name}.{name}")
+
+    def __call__(self, *args: object, **named: object) -> None:
+        """Check the row, add it to the plan and record it; or refuse and change nothing."""
+        span = python_span()
+        call = lift.call(self._name, args, named, span)
+        self._schedule._record_call(self._roots, self._path, call, span)
+
+
+class Schedule(Scope):
+    """A model and what is to be done with it.
+
+    `sch["path"].primitive(...)`, `sch.primitive(...)`, `with sch.at(...)`, `with sch.step(...)`.
+    The only mutable object of the language; `plan()` is an immutable value at any time.
+    """
+
+    def __init__(
+        self, model: nn.Module, file: n.File | None = None, settings: Settings | None = None
+    ) -> None:
+        from schedlang.model import ModelFacts
+
+        load_all()
+        self._facts: ModelFacts = ModelFacts(model)
+        self._selector = Selector(self._facts)
+        self._settings = settings or Settings(world=job_size())
+        class_name = type(model).__name__
+        header = n.Header("1", class_name if class_name.isidentifier() else None)
+        self._file = file or n.File(header, (), span=Span(Source("", ""), 1, 1, 1, 1))
+        empty = start(self._facts, self._settings)
+        self._state: State = expand(file, self._facts, self._settings) if file else empty
+        self._stack: list[list[Any]] = [list(self._file.items)]
+        super().__init__(self, ("",))
+
+    # ---- what it knows ------------------------------------------------------------------
+
+    @property
+    def model(self) -> lift.Facts:
+        """Facts of the model: `sch.model.config.n_head` is a value that remembers its path."""
+        return lift.Facts(("model",), self._facts.model, lambda: self._state.names)
+
+    def plan(self) -> Plan:
+        """What will be done, as an immutable value."""
+        assert self._state.plan is not None
+        return self._state.plan
+
+    @property
+    def tree(self) -> n.File:
+        """The schedule as syntax."""
+        return replace(self._file, items=tuple(self._stack[0]))
+
+    def to_sched(self) -> str:
+        """The schedule as the text of a file, in canonical form."""
+        return printer.to_text(self.tree)
+
+    def to_json(self) -> dict[str, object]:
+        """Decisions and actions, for machines."""
+        from schedlang.passes.record import record
+
+        return record(self.plan())
+
+    def why(self, fqn: str) -> str:
+        """Which rows act on a module or a parameter, and where they are written."""
+        return why(self.plan(), self.tree, fqn)
+
+    def diff(self, other: Schedule | Plan) -> Difference:
+        """How this schedule differs from another, action by action."""
+        return compare(self.plan(), other.plan() if isinstance(other, Schedule) else other)
+
+    def build(self, *args: Any, **options: Any) -> Any:
+        """This rank's program; arguments as `schedlang.passes.build.build` takes them."""
+        from schedlang.passes.build import build
+
+        return build(self.plan(), *args, **options)
+
+    # ---- declarations -------------------------------------------------------------------
+
+    def knob(
+        self,
+        name: str,
+        default: object,
+        choices: Sequence[object] | None = None,
+        range: tuple[object, object] | None = None,
+    ) -> lift.Remembered:
+        """A parameter of the schedule with its domain; a value that remembers its name."""
+        span = python_span()
+        kinds = {bool: "bool", int: "int", float: "float"}
+        domain: n.Expr | n.Interval | None = None
+        if choices is not None:
+            domain = lift.lift(list(choices), span)
+        elif range is not None:
+            domain = n.Interval(*(lift.lift(end, span) for end in range), span=span)
+        kind = kinds.get(type(default), "choice")
+        self._declare(n.Knob(name, kind, lift.lift(default, span), domain, span=span))
+        return lift.Remembered(n.Name((name,)), lambda: self._state.names)
+
+    def mesh(self, on: str | None = None, **axes: object) -> None:
+        """Named axes, slowest first; the size "_" is the rest of the ranks."""
+        span = python_span()
+        args = [n.Keyword(k, lift.lift(v, span), span=span) for k, v in axes.items()]
+        self._declare(n.Mesh(tuple(args), on, span=span))
+
+    def view(self, name: str, of: Sequence[str], size: object | None = None) -> None:
+        """A second name for several axes folded together."""
+        span = python_span()
+        said = lift.lift(size, span) if size is not None else None
+        self._declare(n.View(name, said, tuple(of), span=span))
+
+    def require(self, test: lift.Remembered | str | bool) -> None:
+        """A condition on knobs, mesh and model; a plain bool is checked and not recorded."""
+        span = python_span()
+        if isinstance(test, bool):
+            if not test:
+                raise Refusal(Diagnostic("S104", "a requirement does not hold", Label(span)))
+            return
+        node = parse_expr(test, span) if isinstance(test, str) else lift.lift(test, span)
+        self._declare(n.Require(node, span=span))
+
+    def use(self, path: str, as_: str | None = None, **knobs: object) -> None:
+        """Bring in the definitions of a library file, relative to the working directory."""
+        span = python_span()
+        args = tuple(n.Keyword(k, lift.lift(v, span), span=span) for k, v in knobs.items())
+        self._declare(n.Use(path, as_, args or None, span=NOWHERE))
+
+    def expect(self, test: str, on: str | None = None) -> None:
+        """An assertion about the plan (refused: not interpreted yet)."""
+        span = python_span()
+        self._declare(n.Expect(parse_expr(test, span), on, span=span))
+
+    def set(self, **knobs: object) -> None:
+        """Set knobs and plan everything again; refused settings change nothing."""
+        values = {k: v.value if isinstance(v, lift.Remembered) else v for k, v in knobs.items()}
+        for name in values:
+            if name not in self._state.knobs:
+                near = closest(name, self._state.knobs)
+                helps = (f"did you mean `{near}`?",) if near else ()
+                title = f"the schedule has no knob `{name}`"
+                raise Refusal(Diagnostic("S106", title, Label(python_span()), helps=helps))
+        merged = {**self._settings.knobs, **values}
+        self._replay(self._stack[0], replace(self._settings, knobs=merged))
+
+    @contextmanager
+    def step(self, name: str, relax: Sequence[str] = ()) -> Iterator[Schedule]:
+        """A phase; if the block raises, all of it is taken back."""
+        span = python_span()
+        node = n.Step(name, tuple(relax), n.Block((), span=span), span=span)
+        if self._state.step is not None or len(self._stack) > 1:
+            title = "a step stands outside of steps and blocks"
+            raise Refusal(Diagnostic("S113", title, Label(span)))
+        opened = replace(open_step(node, self._state), step=node)
+        with self._block(lambda body: replace(node, block=body), opened):
+            yield self
+
+    def undo(self, to: str | None = None) -> None:
+        """Take back the last row, or everything from the start of the step `to`."""
+        if len(self._stack) > 1:
+            title = "`undo` inside an open step or scope"
+            raise Refusal(
+                Diagnostic("S113", title, Label(python_span()), helps=("leave it first",))
+            )
+        items = self._stack[0]
+        if to is None:
+            self._replay(_without_last(items), self._settings)
+            return
+        steps = [item.name for item in items if isinstance(item, n.Step)]
+        if to not in steps:
+            near = closest(to, steps)
+            helps = (f"did you mean `{near}`?",) if near else ()
+            title = f"there is no step `{to}`"
+            raise Refusal(Diagnostic("S113", title, Label(python_span()), helps=helps))
+        place = next(i for i, x in enumerate(items) if isinstance(x, n.Step) and x.name == to)
+        self._replay(items[:place], self._settings)
+
+    # ---- recording ------------------------------------------------------------------------
+
+    def _select(self, path: n.Path, roots: Sequence[str]) -> tuple[str, ...]:
+        return self._selector.select(path, roots, self._state.names)
+
+    def _scope(self, node: n.At, roots: Sequence[str]) -> tuple[str, ...]:
+        return self._selector.scope(node, roots, self._state.names)
+
+    def _run(self, action: Callable[[Expander], None], span: Span) -> None:
+        """Execute on the state; a refusal leaves everything as it was and has a place."""
+        runner = Expander(self._state, self._selector)
+        action(runner)
+        if runner.problems:
+            raise Refusal(*runner.problems).at(span)
+        self._state = runner.state
+
+    def _declare(self, node: n.Item) -> None:
+        span = node.span or python_span()
+        if len(self._stack) > 1:
+            word = type(node).__name__.lower()
+            title = f"`{word}` stands outside of steps and blocks"
+            raise Refusal(Diagnostic("S113", title, Label(span)))
+        self._run(lambda runner: runner.item(node), span)
+        self._stack[-1].append(node)
+
+    def _record_call(
+        self, roots: Sequence[str], path: n.Path | None, call: n.Call, span: Span
+    ) -> None:
+        node: n.Rule | n.Do
+        if path is None:
+            segs = tuple(n.Seg(part, span=span) for part in call.name.parts)
+            node = n.Do(n.Path(segs, span=span), call, span=span)
+        else:
+            node = n.Rule(path, call, span=span)
+        self._run(lambda runner: runner.statement(node, roots, self._state.names), span)
+        self._stack[-1].append(node)
+
+    @contextmanager
+    def _block(
+        self, close: Callable[[n.Block], Any], opened: State | None = None
+    ) -> Iterator[None]:
+        """Collect the rows of a block; `close` makes its node; an exception takes all back."""
+        before, depth = self._state, len(self._stack)
+        self._state = opened or before
+        self._stack.append([])
+        try:
+            yield
+        except BaseException:
+            self._state = before
+            del self._stack[depth:]
+            raise
+        body = self._stack.pop()
+        if opened is not None:
+            self._state = replace(self._state, step=None)
+        self._stack[-1].append(close(n.Block(tuple(body))))
+
+    def _replay(self, items: Sequence[Any], settings: Settings) -> None:
+        """Execute all items anew; only then do they become this schedule."""
+        file = replace(self._file, items=tuple(items))
+        self._state = expand(file, self._facts, settings)
+        self._stack, self._settings = [list(items)], settings
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *registry()]
+
+
+def _without_last(items: Sequence[Any]) -> list[Any]:
+    """The items without the last row; a step or scope left empty goes with it."""
+    *rest, last = items or (None,)
+    if isinstance(last, n.Step | n.At) and last.block.body:
+        body = _without_last(last.block.body)
+        if body:
+            rest.append(replace(last, block=replace(last.block, body=tuple(body))))
+    return rest

@@ -1,0 +1,305 @@
+"""A path and a tree of modules to the modules it names, in model order."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, NoReturn, Protocol
+
+from schedlang import nodes as n
+from schedlang import spelling
+from schedlang.diagnostic import Diagnostic, Label, Refusal, closest, quoted
+from schedlang.evaluate import evaluate, plain
+from schedlang.value import UNKNOWN, Missing, Names, Symbol, shown
+
+
+class Typed(Protocol):
+    """A parameter, as far as `where` sees it."""
+
+    @property
+    def dtype(self) -> str:
+        """The name of the element type: float32."""
+
+
+class Tree(Protocol):
+    """What selectors ask of a model; modules are named as PyTorch names them, "" is the model."""
+
+    def children(self, fqn: str) -> Sequence[str]:
+        """The names of a module's direct children, in order."""
+
+    def class_names(self, fqn: str) -> tuple[str, ...]:
+        """The plain names of a module's class and of its bases."""
+
+    def attribute(self, fqn: str, name: str) -> object:
+        """A plain attribute of a module, or AttributeError."""
+
+    def numel(self, fqn: str) -> int:
+        """The number of elements of a module's parameters, those of its children included."""
+
+    def below(self, fqn: str) -> Sequence[Typed]:
+        """The parameters of a module and its children."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Modules found under one outer match; `loose` once a `**` has been passed."""
+
+    root: str
+    modules: tuple[str, ...]
+    loose: bool = False
+
+
+class Selector:
+    """Resolves paths against one tree; the order of modules is found once."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+
+    @cached_property
+    def order(self) -> dict[str, int]:
+        """The place of every module in model order."""
+        return {fqn: place for place, fqn in enumerate(self.descend(""))}
+
+    def descend(self, fqn: str) -> Iterator[str]:
+        """A module and everything below it, in model order."""
+        yield fqn
+        for name in self.tree.children(fqn):
+            yield from self.descend(_join(fqn, name))
+
+    def sort(self, modules: Iterable[str]) -> tuple[str, ...]:
+        """Model order, each module once."""
+        return tuple(sorted(set(modules), key=self.order.__getitem__))
+
+    # ---- paths ----------------------------------------------------------------------------
+
+    def select(self, path: n.Path, roots: Sequence[str], names: Names) -> tuple[str, ...]:
+        """The modules that `path` names below each of `roots`.
+
+        Refuses S201 (a segment matches nothing under some outer match), S202 (an index out of
+        range) and S203 (no module of the type), unless the path ends in `?`.
+        """
+        groups = [Found(root, (root,)) for root in roots]
+        for seg in path.segs:
+            looked = [m for group in groups for m in group.modules]
+            groups = [new for group in groups for new in self._step(seg, group, looked, path.maybe)]
+            if seg.index:
+                groups = [self._index(seg, group, names) for group in groups]
+        if path.type:
+            return self.sort(m for same in _by_root(groups) for m in self._of_type(path, same))
+        return self.sort(m for group in groups for m in group.modules)
+
+    def _step(self, seg: n.Seg, group: Found, looked: Sequence[str], maybe: bool) -> list[Found]:
+        """One segment further down; `maybe` lets it match nothing."""
+        if seg.text == "**":
+            below = self.sort(d for m in group.modules for d in self.descend(m))
+            return [Found(group.root, below, loose=True)]
+        found: list[str] = []
+        for wanted in _alternatives(seg.text):
+            hits = [_join(m, c) for m in group.modules for c in self._children(m, wanted, seg)]
+            if not hits and group.modules and not maybe:
+                self._no_match(seg, wanted, group, looked)
+            found += hits
+        if group.loose:
+            return [Found(group.root, self.sort(found), loose=True)]
+        return [Found(group.root, (fqn,)) for fqn in self.sort(found)]
+
+    def _children(self, fqn: str, wanted: str, seg: n.Seg) -> list[str]:
+        there = self.tree.children(fqn)
+        if wanted.isdigit() and wanted not in there and there:
+            return [self._numbered(fqn, int(wanted), seg)]
+        pattern = _pattern(wanted)
+        return [name for name in there if pattern.fullmatch(name)]
+
+    def _numbered(self, fqn: str, index: int, seg: n.Seg) -> str:
+        """The child at a position, counted from the end if negative (S202)."""
+        there = self.tree.children(fqn)
+        if not -len(there) <= index < len(there):
+            count = f"{len(there)} children, 0 to {len(there) - 1}" if there else "no children"
+            label = Label(seg.span, f"{_name(fqn)} has {count}")
+            raise Refusal(Diagnostic("S202", f"index {index} is out of range", label))
+        return there[index]
+
+    def _index(self, seg: n.Seg, group: Found, names: Names) -> Found:
+        """The children picked by [3], [-1], [0:12], [::2], [:ckpt]."""
+        picked: list[str] = []
+        for fqn in group.modules:
+            there = self.tree.children(fqn)
+            for item in seg.index:
+                if isinstance(item, str):
+                    place = _bound(item, seg, names)
+                    assert place is not None
+                    picked.append(_join(fqn, self._numbered(fqn, place, seg)))
+                else:
+                    picked += [_join(fqn, name) for name in _sliced(there, item, seg, names, fqn)]
+        return Found(group.root, self.sort(picked), group.loose)
+
+    def _of_type(self, path: n.Path, found: tuple[str, ...]) -> tuple[str, ...]:
+        kept = tuple(fqn for fqn in found if path.type in self.tree.class_names(fqn))
+        if kept or path.maybe or not found:
+            return kept
+        assert path.type is not None
+        there = sorted({self.tree.class_names(fqn)[0] for fqn in found})
+        near = closest(path.type, there)
+        help_ = f"did you mean `:{near}`?" if near else f"the types there are {quoted(there)}"
+        count = f"selects {len(found)} modules, none" if len(found) > 1 else "selects 1 module, not"
+        label = Label(path.span, f"{count} of this type")
+        title = f"no selected module is a `{path.type}`"
+        raise Refusal(Diagnostic("S203", title, label, helps=(help_,)))
+
+    def _no_match(self, seg: n.Seg, wanted: str, group: Found, looked: Sequence[str]) -> NoReturn:
+        children = sorted({name for m in group.modules for name in self.tree.children(m)})
+        where = _name(group.modules[0])
+        says = f"{where} has no child `{wanted}`" if children else f"{where} has no children"
+        notes: tuple[str, ...] = ()
+        if len(looked) > 1:
+            notes = (f"looked in {len(looked)} modules, {_name(looked[0])} to {_name(looked[-1])}",)
+            having = [m for m in looked if self._has(m, wanted)]
+            if having:
+                notes += (f"{len(having)} of them have one; end the path in `?` to take those",)
+        near = closest(wanted, children)
+        helps: tuple[str, ...] = (f"did you mean `{near}`?",) if near else ()
+        if not near and children:
+            helps = (f"its children are {quoted(children)}",)
+        label = Label(seg.span, says)
+        raise Refusal(Diagnostic("S201", "selector matches no module", label, (), notes, helps))
+
+    def _has(self, fqn: str, wanted: str) -> bool:
+        return any(_pattern(wanted).fullmatch(name) for name in self.tree.children(fqn))
+
+    # ---- at ... where ... except ... ------------------------------------------------------
+
+    def scope(self, at: n.At, roots: Sequence[str], names: Names) -> tuple[str, ...]:
+        """The modules of an `at`; refuses S207 when `where` or `except` leave none of them."""
+        found = self.sort(m for path in at.paths for m in self.select(path, roots, names))
+        if not found:
+            return found
+        kept = self._where(at.where, found, names) if at.where is not None else found
+        gone = {m for path in at.except_ for m in self.select(path, roots, names)}
+        left = tuple(fqn for fqn in kept if fqn not in gone)
+        if not left:
+            title = "nothing is left of this selection"
+            label = Label(at.paths[0].span.to(at.paths[-1].span), _counted(found))
+            said = "`where` keeps none" if not kept else "`except` takes all of them"
+            raise Refusal(Diagnostic("S207", title, label, notes=(said,)))
+        return left
+
+    def _where(self, test: n.Expr, found: tuple[str, ...], names: Names) -> tuple[str, ...]:
+        """The modules for which the test holds; one that lacks an attribute is not kept."""
+        kept, lacking = [], []
+        for index, fqn in enumerate(found):
+            try:
+                holds = evaluate(test, replace(names, here=self._sight(fqn, index)))
+            except Missing as missing:
+                lacking.append(str(missing))
+                continue
+            if not isinstance(holds, bool) and holds is not UNKNOWN:
+                label = Label(test.span, f"this is {shown(holds)}")
+                raise Refusal(Diagnostic("S304", "`where` needs a test, true or false", label))
+            if holds is True:
+                kept.append(fqn)
+        if lacking and len(lacking) == len(found):
+            label = Label(test.span, f"in `{spelling.expr(test)}`")
+            title = f"no selected module has an attribute `{lacking[0]}`"
+            known = quoted(["params", "dtype", "fqn", "index"])
+            raise Refusal(Diagnostic("S208", title, label, helps=(f"every module has {known}",)))
+        return tuple(kept)
+
+    def _sight(self, fqn: str, index: int) -> Any:
+        """What names mean in a `where` that looks at one module."""
+
+        def here(name: str) -> object:
+            if name == "fqn":
+                return fqn
+            if name == "index":
+                return index
+            if name == "params":
+                return self.tree.numel(fqn)
+            if name == "dtype":
+                kinds = {p.dtype for p in self.tree.below(fqn)}
+                return kinds.pop() if len(kinds) == 1 else "mixed" if kinds else "none"
+            if name.startswith("_"):
+                raise AttributeError(name)
+            value = plain(self.tree.attribute(fqn, name))
+            if value is None:
+                raise AttributeError(name)
+            return value
+
+        return here
+
+
+def _by_root(groups: Sequence[Found]) -> Iterator[tuple[str, ...]]:
+    """What was found below each root."""
+    for root in dict.fromkeys(group.root for group in groups):
+        yield tuple(m for group in groups if group.root == root for m in group.modules)
+
+
+def _join(fqn: str, name: str) -> str:
+    return f"{fqn}.{name}" if fqn else name
+
+
+def _name(fqn: str) -> str:
+    return f"`{fqn}`" if fqn else "the model"
+
+
+def _counted(found: Sequence[str]) -> str:
+    return f"selects {len(found)} modules" if len(found) > 1 else f"selects {_name(found[0])}"
+
+
+@lru_cache
+def _alternatives(text: str) -> tuple[str, ...]:
+    """{q,k}_proj is q_proj and k_proj; each must match."""
+    bare = text.strip("`")
+    if text.startswith("`"):
+        return (f"`{bare}",)
+    parts = re.findall(r"\{[^}]*\}|[^{]+", bare)
+    options = [part[1:-1].split(",") if part[0] == "{" else [part] for part in parts]
+    return tuple("".join(choice) for choice in itertools.product(*options))
+
+
+@lru_cache
+def _pattern(text: str) -> re.Pattern[str]:
+    """The names that a segment without alternatives matches; one in backquotes is taken as is."""
+    if text.startswith("`"):
+        return re.compile(re.escape(text[1:]))
+    parts = re.split(r"\*+", text)
+    return re.compile("[^.]*".join(map(re.escape, parts)))
+
+
+def _bound(text: str | None, seg: n.Seg, names: Names) -> int | None:
+    """The value of one bound: a number, or a name that has one."""
+    if text is None:
+        return None
+    if text.lstrip("-").isdigit():
+        return int(text)
+    value = evaluate(n.Name((text,), span=seg.span), names)
+    if value is UNKNOWN:
+        return 0
+    if type(value) is Symbol:
+        known = names.known()
+        near = closest(text, known)
+        helps = (f"did you mean `{near}`?",) if near else ()
+        title = f"nothing is called `{text}`"
+        raise Refusal(Diagnostic("S205", title, Label(seg.span, "used as an index"), helps=helps))
+    if isinstance(value, bool) or not isinstance(value, int):
+        label = Label(seg.span, f"`{text}` is {shown(value)}")
+        raise Refusal(Diagnostic("S304", "an index is a whole number", label))
+    return int(value)
+
+
+def _sliced(
+    there: Sequence[str], item: n.Slice, seg: n.Seg, names: Names, fqn: str
+) -> Sequence[str]:
+    """A slice of the children; empty only if a knob made it so."""
+    texts = (item.start, item.stop, item.step)
+    bounds = [_bound(text, seg, names) for text in texts]
+    if bounds[2] == 0:
+        raise Refusal(Diagnostic("S202", "a slice cannot step by 0", Label(seg.span)))
+    picked = there[slice(*bounds)]
+    numbers = all(text is None or text.lstrip("-").isdigit() for text in texts)
+    if not picked and numbers:
+        label = Label(seg.span, f"{_name(fqn)} has {len(there)} children")
+        raise Refusal(Diagnostic("S202", "this slice is empty", label))
+    return picked

@@ -1,0 +1,131 @@
+"""Tiny models and batches for the tests; the models of transformers are unmodified."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+VOCAB = 61
+SIZES = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+
+
+def gpt2(layers: int = 4, dropout: float = 0.0) -> nn.Module:
+    """GPT-2, embedding and head tied."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_embd=16, n_layer=layers, n_head=2, n_positions=16,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, **SIZES,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config).double()
+
+
+def llama(layers: int = 4) -> nn.Module:
+    """Llama with grouped key-value heads, cache on as its config says."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=16, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=24, max_position_embeddings=16, **SIZES,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).double()
+
+
+def bert() -> nn.Module:
+    """BERT for masked words: decoder tied to the embedding, a bias under two names."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=4, num_attention_heads=2,
+        intermediate_size=24, max_position_embeddings=16,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config).double()
+
+
+def bart() -> nn.Module:
+    """An encoder and a decoder: every decoder layer reads the encoder's last output."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.BartConfig(
+        d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24,
+        max_position_embeddings=16, dropout=0.0, **{**SIZES, "eos_token_id": 2},
+    )  # fmt: skip
+    return transformers.BartForConditionalGeneration(config).double()
+
+
+class Block(nn.Module):
+    """Writes into its input first, which is nobody else's, then mixes; may say which are large."""
+
+    def __init__(self, width: int, mask: bool = False) -> None:
+        super().__init__()
+        self.mix, self.mask = nn.Linear(width, width), mask
+
+    def forward(self, x: Tensor) -> Any:
+        out = self.mix(torch.tanh(x.add_(0.1)))
+        return (out, out > 0) if self.mask else out
+
+
+class Skipping(nn.Module):
+    """A skip over stages, a flag, a detached use, and outputs that are written into afterwards."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(width, mask=k == 1) for k in range(5))
+        self.gain = nn.Parameter(torch.rand(width))  # read between units, in two places
+        self.head = nn.Linear(width, 1)
+        self.double()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        first = self.embed(x)
+        skip = self.blocks[0](first.clone())
+        skip.mul_(1.5)
+        h, large = self.blocks[1](skip * self.gain)
+        for block in self.blocks[2:]:
+            h = block(h)
+        h = torch.where(large, h, h * self.gain) + skip + 0.1 * first.detach()
+        return ((self.head(h)[..., 0] - y) ** 2).mean()
+
+
+def tokens(rows: int = 7, length: int = 8, mask: bool = True, seed: int = 1) -> dict[str, Tensor]:
+    """Token ids with labels, some of them ignored, rows padded on the right to unequal lengths."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (rows, length), generator=g)
+    labels = ids.clone()
+    batch = {"input_ids": ids, "labels": labels}
+    if mask:
+        lengths = torch.randint(3, length + 1, (rows, 1), generator=g)
+        batch["attention_mask"] = (torch.arange(length) < lengths).long()
+        labels[batch["attention_mask"] == 0] = -100
+    labels[0, 2:4] = -100
+    return batch
+
+
+def points(rows: int = 7, seed: int = 1) -> dict[str, Tensor]:
+    """Inputs and targets for Skipping."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 6, generator=g, dtype=torch.float64)
+    return {"x": x, "y": x.sum(1)}
+
+
+def split(batch: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    """Microbatches of nearly equal numbers of rows, the last ones smaller."""
+    parts = {name: value.tensor_split(count) for name, value in batch.items()}
+    return [{name: part[k] for name, part in parts.items()} for k in range(count)]
+
+
+def weight(batch: dict[str, Tensor], shift: bool = True) -> float:
+    """What the loss of a part counts for: its labels after the model's shift, else its rows."""
+    if "labels" not in batch:
+        return float(len(batch["x"]))
+    labels = batch["labels"][:, 1:] if shift else batch["labels"]
+    return float((labels != -100).sum())

@@ -1,0 +1,43 @@
+"""Tests of cpu: time spent by processes and their descendants."""
+
+import os
+import subprocess
+import sys
+import time
+
+from schedlang.runtime import cpu
+from schedlang.runtime.cpu import cpu_seconds
+
+BURN = "import time\nwhile time.process_time() < 0.3: pass\ninput()"
+
+
+def test_a_child_that_still_runs_counts() -> None:
+    """CPU time of a living grandchild is part of the sum."""
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BURN!r}])"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+    try:
+        end = time.monotonic() + 60
+        while cpu_seconds([child.pid]) < 0.3 and time.monotonic() < end:
+            time.sleep(0.05)
+        assert cpu_seconds([child.pid]) >= 0.3
+        assert (
+            abs(cpu._by_ps({child.pid}) - cpu_seconds([child.pid])) < 2
+        )  # ps may round to seconds
+    finally:
+        child.communicate(b"\n")
+
+
+def test_a_process_that_is_gone_counts_nothing() -> None:
+    """An ended process adds 0 instead of failing."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    assert cpu_seconds([gone.pid]) == 0
+    assert cpu_seconds([os.getpid()]) > 0
+
+
+def test_times_of_ps() -> None:
+    """Both forms that ps prints are read, and descendants are followed."""
+    assert cpu._seconds("1-02:03:04") == 86400 + 7384
+    assert cpu._seconds("0:01.50") == 1.5
+    table = {1: (0, 1.0), 2: (1, 2.0), 3: (2, 4.0), 4: (0, 8.0)}
+    assert cpu._of_table(table, {1}) == 7

@@ -1,0 +1,339 @@
+"""Execution of statements: which actions they give, and what is said when they cannot."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schedlang.diagnostic import Refusal
+from schedlang.model import ModelFacts
+from schedlang.passes.expand import expand
+from schedlang.passes.state import Settings, State
+from schedlang.placement import R
+from schedlang.source import Source
+from schedlang.syntax import parse
+from tests.samples import SAMPLES
+from tests.verbs_for_tests import GPT2LMHeadModel, toys
+
+FACTS = ModelFacts(GPT2LMHeadModel())
+GPT2 = """\
+schedule 1 for GPT2LMHeadModel
+
+# One-dimensional tensor parallelism, placed as Megatron places it.
+knob tp: int = 2 in [1, 2, 4]
+
+mesh(tp=tp) on a100x8
+
+require model.config.n_head % tp == 0
+
+step "tensor parallel" {
+  transformer.wte  pad(vocab, multiple=8)
+  at transformer.h.* {
+    attn.c_attn  shard(col, blocks=3, over=tp)  # q, k and v
+    attn.c_proj  shard(row, over=tp)
+    mlp.c_fc     shard(col, over=tp)
+    mlp.c_proj   shard(row, over=tp)
+  }
+  verify(forward, backward)
+}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _toys() -> Iterator[None]:
+    with toys():
+        yield
+
+
+def run(text: str, model: bool = True, **settings: Any) -> State:
+    name = settings.pop("name", "gpt2.sched")
+    return expand(parse(Source(name, text)), FACTS if model else None, Settings(**settings))
+
+
+def rows(state: State) -> list[tuple[str, int, str]]:
+    assert state.plan
+    return [(str(a.primitive), len(a.sites), a.step) for a in state.plan.actions]
+
+
+def refused(text: str, model: bool = True, **settings: Any) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        run(text, model, **settings)
+    return caught.value
+
+
+def body(text: str) -> str:
+    return f'schedule 1\nknob tp: int = 2 in [1, 2, 4]\nmesh(tp=tp)\nstep "a" {{\n{text}\n}}\n'
+
+
+def test_a_file_gives_its_actions_in_order() -> None:
+    """Each row is one action at all its sites, with its step, its arguments and its place."""
+    state = run(GPT2)
+    assert rows(state) == [
+        ("pad(dim=vocab, multiple=8)", 1, "tensor parallel"),
+        ("shard(style=col, over=tp, blocks=3)", 4, "tensor parallel"),
+        ("shard(style=row, over=tp)", 4, "tensor parallel"),
+        ("shard(style=col, over=tp)", 4, "tensor parallel"),
+        ("shard(style=row, over=tp)", 4, "tensor parallel"),
+        ("verify(what=('forward', 'backward'))", 1, "tensor parallel"),
+    ]
+    assert state.plan and state.plan.decisions == (("tp", 2),)
+    assert state.plan.mesh.sizes == {"tp": 2} and state.plan.mesh.device == "a100x8"
+    assert state.plan.actions[1].span and state.plan.actions[1].span.line == 13
+
+
+def test_settings() -> None:
+    """A knob or an axis can be set from outside; an axis takes the knob that sizes it along."""
+    assert run(GPT2, knobs={"tp": "4"}).axes == {"tp": 4}
+    by_mesh = run(GPT2, mesh={"tp": 4})
+    assert by_mesh.axes == {"tp": 4} and by_mesh.knobs["tp"].value == 4
+    assert "did you mean `tp`" in refused(GPT2, knobs={"ttp": 4}).render()
+    assert "no axis `pp`" in refused(GPT2, mesh={"pp": 2}).render()
+    assert refused(GPT2, mesh={"tp": 3}).diagnostic.code == "S103"
+
+
+@pytest.mark.parametrize(
+    "mesh, world, sizes",
+    [
+        ("mesh(dp=_, tp=2)", 8, {"dp": 4, "tp": 2}),
+        ("mesh(dp=_, tp=2) on h100x64", None, {"dp": 32, "tp": 2}),
+        ("mesh(dp=_, tp=2) on h100x64", 4, {"dp": 2, "tp": 2}),
+        ("mesh(dp=_, tp=4)", None, {"dp": 2, "tp": 4}),
+        ("mesh(dp=2, tp=4)", None, {"dp": 2, "tp": 4}),
+    ],
+)
+def test_the_rest_of_the_ranks(mesh: str, world: int | None, sizes: dict[str, int]) -> None:
+    """`_` is what is left of the job's ranks, else of the machine's, else 2."""
+    assert run(f"schedule 1\n{mesh}\n", world=world).axes == sizes
+
+
+def test_views_fold_axes() -> None:
+    """A view has the ranks of its axes."""
+    text = "schedule 1\nmesh(dp=2, tp=4)\nview cp = 8 of (dp, tp)\nrequire cp == 8\n"
+    assert run(text).axes == {"dp": 2, "tp": 4, "cp": 8}
+    assert "has 8 ranks, not 4" in refused(text.replace("= 8 of", "= 4 of")).render()
+
+
+def test_when_takes_one_branch() -> None:
+    """The condition is decided before any action; without a model both branches are checked."""
+    text = body(
+        "when tp > 1 { lm_head checkpoint() } else { lm_head pad(vocab, multiple=8) }\n"
+        "when model.config.n_head == 5 { lm_head pad(vocab, multiple=8) }"
+    )
+    assert rows(run(text)) == [("checkpoint()", 1, "a")]
+    assert run(text, model=False).plan is None
+    assert refused(body("when tp { }")).diagnostic.code == "S304"
+
+
+DEFS = """\
+schedule 1
+mesh(tp=2)
+
+def attention(over: axis, out=R) {
+  c_attn  shard(col, over=over, output=out)
+}
+
+def block(over: axis, seq: bool = false) {
+  at attn { attention(over=over) }
+  when seq {
+    at mlp { attention(over) }
+  }
+}
+
+step "a" {
+  at transformer.h[0:2] { block(over=tp) }
+}
+"""
+
+
+def test_definitions_are_called_like_primitives() -> None:
+    """A def runs its rows at the caller's scope, with defaults and arguments of their types."""
+    state = run(DEFS)
+    assert rows(state) == [("shard(style=col, over=tp, output=R)", 2, "a")]
+    assert state.plan and state.plan.actions[0].primitive.output is R  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "old, new, code, said",
+    [
+        ("block(over=tp)", "block(ovr=tp)", "S302", "did you mean `over`?"),
+        ("block(over=tp)", "block(over=tpp)", "S204", "did you mean `tp`?"),
+        ("block(over=tp)", "block()", "S305", "needs `over`"),
+        ("block(over=tp)", "block(over=tp, seq=3)", "S304", "`true` or `false`"),
+        ("block(over=tp)", "blok(over=tp)", "S301", "did you mean `block`?"),
+        ("attention(over=over)", "block(over=over)", "S301", "nor a `def` above this line"),
+        ("block(over=tp)", "block(over=tp, seq=true)", "S201", "in this call of `block`"),
+        ("def attention", "def shard", "S101", "`shard` is a primitive"),
+        ("(over: axis, out", "(over: axsis, out", "S102", "did you mean `axis`?"),
+    ],
+)
+def test_definition_mistakes(old: str, new: str, code: str, said: str) -> None:
+    """Calls of definitions are checked like calls of primitives; there is no recursion."""
+    refusal = refused(DEFS.replace(old, new))
+    assert refusal.diagnostic.code == code and said in refusal.render()
+
+
+def test_libraries(tmp_path: Path) -> None:
+    """`use` brings in definitions by a path relative to the file, under a prefix."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "base.sched").write_text(
+        "schedule 1\nknob deep: int = 1\ndef norm() {\n  ln_1  checkpoint()\n}\n"
+    )
+    (tmp_path / "lib" / "my.sched").write_text(
+        'schedule 1\nuse "base.sched" as base\n'
+        "def half() {\n  at transformer.h[:2] { base.norm() }\n}\n"
+    )
+    main = 'schedule 1\nuse "lib/my.sched" as my\nstep "a" {\n  my.half()\n}\n'
+    state = run(main, name=str(tmp_path / "main.sched"))
+    assert rows(state) == [("checkpoint()", 2, "a")]
+
+    def said(text: str) -> str:
+        return refused(text, name=str(tmp_path / "main.sched")).render()
+
+    assert "no such file" in said('schedule 1\nuse "nix.sched"\n')
+    assert "there is no primitive `my.hal`" in said(main.replace("my.half()", "my.hal()"))
+    assert "has no knob `deeep`" in said(
+        main.replace("lib/my.sched", "lib/base.sched").replace("as my", "as my (deeep=1)")
+    )
+    (tmp_path / "lib" / "base.sched").write_text('schedule 1\nuse "my.sched" as my\n')
+    assert "these files use each other" in said(main)
+    (tmp_path / "lib" / "base.sched").write_text('schedule 1\nstep "x" {\n}\n')
+    assert "`use` of a base schedule is not interpreted yet" in said(main)
+
+
+@pytest.mark.parametrize(
+    "text, word",
+    [
+        ("pattern f(x, b) { gelu(x + b) }", "pattern"),
+        ('override step "a" {}', "override"),
+        ('drop step "a"', "drop"),
+        ("expect peak_memory < 70GiB", "expect"),
+    ],
+)
+def test_not_interpreted_yet(text: str, word: str) -> None:
+    """What is parsed and not interpreted is refused by name."""
+    refusal = refused(f"schedule 1\n{text}\n")
+    assert refusal.diagnostic.code == "S005"
+    assert f"`{word}` is not interpreted yet" in refusal.render()
+
+
+@pytest.mark.parametrize(
+    "text, code, said",
+    [
+        (body("lm_head  shrad(col, over=tp)"), "S301", "did you mean `shard`?"),
+        (body("lm_head  shard(col, over=tpp)"), "S204", "did you mean `over=tp`?"),
+        (body("lm_head  shard(rows, over=tp)"), "S303", "choose one of `col`, `row`, `vocab`"),
+        (body("lm_head  shard(col, block=3, over=tp)"), "S302", "did you mean `blocks`?"),
+        (body("lm_head  shard(vocab, over=tp)"), "S402", "cannot split 21 evenly 2 ways"),
+        (body("lm_hed  checkpoint()"), "S201", "did you mean `lm_head`?"),
+        (body('lm_head  pipeline(order="1F1B", micro=2)'), "S306", "takes no selector"),
+        (body('at transformer.h.* { pipeline(order="x", micro=2) }'), "S306", "has 4 modules"),
+        (body("lm_head  pad(vocab)"), "S305", "needs `multiple`"),
+        (body("verfy(forward)"), "S301", "did you mean `verify`?"),
+        (body("verify(forwards)"), "S303", "`forward`"),
+        ("schedule 1 for Llama\n", "S110", "the model is a GPT2LMHeadModel"),
+        ("schedule 1\nknob a: int = 1\nknob a: int = 2\n", "S101", "first declared here"),
+        ("schedule 1\nmesh(a=2)\nmesh(b=2)\n", "S101", "the mesh is declared twice"),
+        ("schedule 1\nmesh(a=0)\n", "S111", "at least one rank"),
+        ("schedule 1\nmesh(a=_, b=_)\n", "S111", "one axis at most"),
+        ("schedule 1\nmesh(a=_, b=3) on x8\n", "S111", "the other axes take 3 of 8 ranks"),
+        ("schedule 1\nknob a: int = 1\nmesh(a=2)\n", "S101", "`a` is a knob and an axis"),
+        ("schedule 1\nknob n: int = 1\nmesh(a=m)\n", "S111", "is `m`"),
+        ("schedule 1\nview v of (a, b)\n", "S204", "no axis `a`"),
+        ('schedule 1\nstep "a" relax(rngg) {\n}\n', "S303", "did you mean `rng`?"),
+        ('schedule 1\nstep "a" {\n}\nstep "a" {\n}\n', "S101", "two steps `a`"),
+        ("schedule 1\nlm_head checkpoint()\nmesh(tp=2)\n", "S111", "above the first row"),
+        ("schedule 1\nrequire 2\n", "S304", "a test"),
+    ],
+)
+def test_refusals(text: str, code: str, said: str) -> None:
+    """Each mistake is refused with its code, its place and what would be right."""
+    refusal = refused(text)
+    assert [d.code for d in refusal.diagnostics] == [code]
+    assert said in refusal.render() and refusal.diagnostic.primary.span
+
+
+def test_requirement() -> None:
+    """A requirement that fails shows the value, the knobs, and values that satisfy it."""
+    text = GPT2.replace("n_head % tp == 0", "n_head % tp == 2")
+    assert (
+        refused(text, knobs={"tp": 4}).render()
+        == """\
+error[S104]: a requirement does not hold
+ --> gpt2.sched:8:1
+  |
+8 | require model.config.n_head % tp == 2
+  | ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^ model.config.n_head % tp is 0
+  |
+  = note: with tp = 4"""
+    )
+    text = GPT2.replace("n_head % tp == 0", "n_head // tp == 4")
+    assert "= help: `tp` may be `1`" in refused(text).render()
+
+
+def test_all_independent_mistakes() -> None:
+    """Every mistake is told once, and none that only follows from another."""
+    text = """\
+schedule 1
+knob tp: int = 3 in [1, 2]
+mesh(tp=tp)
+require tp < 2
+step "a" {
+  lm_head  shard(cl, over=tp)
+  lm_head  chekpoint()
+  transformer.wte  shard(vocab, over=tp)
+}
+"""
+    assert [d.code for d in refused(text).diagnostics] == ["S103", "S303", "S301"]
+    text = body("lm_head shard(vocab, over=tp)\ntransformer shard(over=tp)\nlm_head pad(x)\n")
+    assert [d.code for d in refused(text).diagnostics] == ["S402", "S305"]
+
+
+def test_a_refused_row_leaves_no_trace() -> None:
+    """A row that fails at one of its sites is not applied to the others."""
+    state = run(body("lm_head checkpoint()"))
+    before = state.plan
+    with pytest.raises(Refusal):
+        run(body("lm_head checkpoint()\ntransformer.*  shard(col, over=tp)"))
+    assert state.plan is before
+
+
+def test_a_step_must_allow_what_its_rows_give_up() -> None:
+    """Giving up more than rounding needs the step's word, and both places are shown."""
+    text = """\
+schedule 1
+step "kernels" {
+  lm_head  replace_kernel(x, rng=philox)
+}
+"""
+    assert (
+        refused(text).render()
+        == """\
+error[S505]: this action gives up `rng`, which its step has not allowed
+ --> gpt2.sched:3:12
+  |
+2 | step "kernels" {
+  | -------------- allows nothing beyond rounding
+3 |   lm_head  replace_kernel(x, rng=philox)
+  |            ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^ results may differ in rng
+  |
+  = help: allow it: `step "kernels" relax(rng) {`"""
+    )
+    assert rows(run(text.replace('"kernels" {', '"kernels" relax(rng) {')))
+
+
+def test_without_a_model() -> None:
+    """Syntax, names, domains and arguments are checked without a model; selectors are not."""
+    assert run(GPT2, model=False).plan is None
+    assert run(GPT2.replace("transformer.wte", "nix"), model=False).plan is None
+    assert refused(GPT2.replace("row", "rows"), model=False).diagnostic.code == "S303"
+    assert refused(GPT2.replace("over=tp", "over=pt"), model=False).diagnostic.code == "S204"
+
+
+def test_the_library_sample_is_whole() -> None:
+    """The library of the samples checks without a model."""
+    assert set(run(SAMPLES["megatron.sched"], model=False).defs) == {
+        "attention",
+        "swiglu",
+        "decoder_block",
+    }

@@ -1,0 +1,106 @@
+"""Tests of observe: one protocol, all that can be compared, by name."""
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from schedlang.passes.observe import Condition, Key, conditions, flattened, observe
+from schedlang.passes.original import Sequential
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+
+
+def _loss(output: Any, batch: Any) -> torch.Tensor:
+    return output.square().mean()
+
+
+BATCHES = tuple(
+    {"input": torch.randn(n, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(n))}
+    for n in (4, 5, 6)
+)
+
+
+def _seen(**options: Any) -> Any:
+    def make(condition: Condition) -> Sequential:
+        return Sequential(_net(), condition.optimizer, loss=_loss, clip=condition.clip)
+
+    return observe(make, conditions(BATCHES, 1.0), **options)
+
+
+def test_everything_is_seen() -> None:
+    """Each kind is there under each condition, at its steps, with the names of the module."""
+    seen = _seen()
+    names = dict(_net().named_parameters()).keys()
+    for condition in ("SGD", "AdamW, clipped"):
+        for step in range(3):
+            grads = {k.name for k in seen.tensors if k[:3] == (condition, "gradients", step)}
+            assert grads == names
+            assert Key(condition, "loss", step, "loss") in seen.tensors
+            assert Key(condition, "input gradients", step, "input") in seen.tensors
+        for step in (0, 2):
+            held = {k.name for k in seen.tensors if k[:3] == (condition, "parameters", step)}
+            assert held == names
+            assert Key(condition, "other state", step, "1.running_mean") in seen.tensors
+        assert Key(condition, "outputs", 3, "output") in seen.tensors
+        assert seen.sets[Key(condition, "trainable set", 0, "")] == names
+    slots = {k.kind for k in seen.tensors if k.condition != "SGD" and "optimizer" in k.kind}
+    assert slots == {"optimizer step", "optimizer exp_avg", "optimizer exp_avg_sq"}
+    assert seen.order[-2:] in {("0.weight", "0.bias"), ("0.bias", "0.weight")}
+
+
+def test_one_condition_clips_and_one_does_not() -> None:
+    """Gradients as left by a step are shortened under the clip, and only there."""
+    torch.manual_seed(0)
+    subject = Sequential(_net(), loss=_loss)
+    norm = subject.norm(BATCHES[0])
+    plain, clipped = conditions(BATCHES, norm)
+    for condition, expected in ((plain, norm), (clipped, norm / 4)):
+        subject = Sequential(_net(), condition.optimizer, loss=_loss, clip=condition.clip)
+        subject.train_step(BATCHES[0])
+        left = torch.stack([g.norm() for g in subject.gradients().values()]).norm()
+        assert abs(left / expected - 1) < 1e-4
+        assert abs(subject.grad_norm / norm - 1) < 1e-12
+
+
+def test_a_rank_that_keeps_nothing_runs_all() -> None:
+    """Without `keep` the training is the same and the observation is empty."""
+    steps = []
+
+    class Counted(Sequential):
+        def train_step(self, batch: Any) -> torch.Tensor:
+            steps.append(len(batch["input"]))
+            return super().train_step(batch)
+
+    seen = observe(
+        lambda c: Counted(_net(), c.optimizer, loss=_loss), conditions(BATCHES, 1.0), keep=False
+    )
+    assert steps == [4, 5, 6] * 2 and not seen.tensors and not seen.sets
+
+
+def test_what_is_seen_is_a_copy() -> None:
+    """Parameters seen after the first step are not those of the last."""
+    seen = _seen()
+    first, last = (seen.tensors[Key("SGD", "parameters", s, "0.weight")] for s in (0, 2))
+    assert not torch.equal(first, last)
+
+
+def test_outputs_of_any_structure_are_read() -> None:
+    """Nested containers, named tuples and dataclasses give tensors by path; others are named."""
+
+    @dataclass
+    class Out:
+        x: Any
+        y: Any = None
+
+    Pair = namedtuple("Pair", "a b")
+    unread: set[str] = set()
+    t = torch.ones(1)
+    value = {"l": [t, {"m": t}], "o": Out(t), "p": Pair(t, 2.0), "s": "text", "c": object()}
+    assert [name for name, _ in flattened(value, unread)] == ["l.0", "l.1.m", "o.x", "p.a", "p.b"]
+    assert unread == {"object"}

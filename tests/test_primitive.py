@@ -1,0 +1,205 @@
+"""Primitives: what makes one, how calls are bound to it, what `explain` says of it."""
+
+from collections.abc import Iterator
+from dataclasses import field
+from typing import Any, Literal
+
+import pytest
+
+from schedlang import manual
+from schedlang.binding import Argument, bind
+from schedlang.diagnostic import Refusal
+from schedlang.kinds import Axes, Axis, Many, Rest
+from schedlang.placement import P, Placement, R, S
+from schedlang.primitive import Primitive, conflicts, refuse, registry, scratch
+from schedlang.source import Source, Span
+from schedlang.value import UNKNOWN, AxisSize, Symbol
+
+SPAN = Span(Source("x", "split(col, over=tp)"), 1, 1, 1, 20)
+AXES = {"tp": 2, "dp": 4}
+
+
+class Whole:
+    """The methods that every primitive needs."""
+
+    def check(self, site: Any, plan: Any) -> None:
+        pass
+
+    def apply(self, site: Any, build: Any) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    with scratch():
+        yield
+
+
+@pytest.fixture
+def split() -> type[Primitive]:
+    class split(Whole, Primitive):
+        """Split the parameters of a module."""
+
+        style: Literal["col", "row", "vocab"] | None = None
+        over: Axis = field(kw_only=True)
+        blocks: int | tuple[int, ...] = 1
+        tensors: Rest[Placement] = ()
+        example = "h  split(col, over=tp)"
+        reads = frozenset({"structure", "shape"})
+        writes = frozenset({"placement"})
+        gives_up = frozenset({"rounding"})
+
+    return split
+
+
+def arg(value: object, name: str | None = None) -> Argument:
+    return Argument(name, value, SPAN, SPAN)
+
+
+def bound(kind: type[Primitive], *args: object, **named: object) -> Any:
+    given = [arg(a) for a in args] + [arg(v, k) for k, v in named.items()]
+    return bind(kind, given, SPAN, AXES)
+
+
+def refused(kind: type[Primitive], *args: object, **named: object) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        bound(kind, *args, **named)
+    return caught.value
+
+
+@pytest.fixture
+def many() -> type[Primitive]:
+    class many(Whole, Primitive):
+        """Takes several kinds of arguments."""
+
+        what: Many[Literal["forward", "backward"]] = ()
+        over: Axes = ()
+        to: Literal["cpu", "disk"] = "cpu"
+        rate: float = 0.5
+        on: bool = False
+        save: tuple[str, ...] = ()
+        limit: int | None = None
+        example = "many(forward)"
+        takes = "model"
+
+    return many
+
+
+def test_fields_are_the_arguments(split: type[Primitive], many: type[Primitive]) -> None:
+    """Values become fields of the declared types, by position, by name, or freely named."""
+    one = bound(split, Symbol("col"), over=AxisSize.of("tp", 2), blocks=(4, 2), bias=R, out=S(-1))
+    assert (one.style, one.over, one.blocks) == ("col", "tp", (4, 2))
+    assert one.tensors == (("bias", R), ("out", S(-1)))
+    assert one == bound(split, "col", over="tp", blocks=(4, 2), bias=R, out=S(-1))
+    two = bound(many, "forward", "backward", over=AxisSize.of("dp", 4), rate=1, save=("a", "b"))
+    assert two.what == ("forward", "backward") and two.over == ("dp",) and two.rate == 1.0
+    assert bound(many, over=("dp", "tp")).over == ("dp", "tp")
+    assert bound(many, limit=Symbol("none")).limit is None
+    assert bound(many, limit=UNKNOWN).limit is UNKNOWN
+    assert isinstance(hash(one), int)
+
+
+@pytest.mark.parametrize(
+    "args, named, code, said",
+    [
+        (("rows",), {"over": "tp"}, "S303", "`split` does not know the style `rows`"),
+        (("rows",), {"over": "tp"}, "S303", "choose one of `col`, `row`, `vocab`"),
+        (("col",), {"over": "tpp"}, "S204", "did you mean `over=tp`?"),
+        (("col",), {"over": "tpp"}, "S204", "the mesh is tp=2, dp=4"),
+        (("col",), {"over": 3}, "S304", "`over` of `split` is an axis of the mesh"),
+        (("col",), {"over": "tp", "block": 3}, "S302", "did you mean `blocks`?"),
+        (("col", 2, 5), {"over": "tp"}, "S302", "no further argument without a name"),
+        (("col", 2), {"blocks": 2, "over": "tp"}, "S302", "`blocks` is given twice"),
+        (("col",), {}, "S305", "for example `h  split(col, over=tp)`"),
+        (("col",), {"over": "tp", "blocks": "x"}, "S304", "a whole number or a list"),
+        (("col",), {"over": "tp", "bias": 3}, "S304", "`S(dim)` or `R` or `P(sum)`"),
+        ((), {"over": "tp", "bias": P("sum")}, "", ""),
+    ],
+)
+def test_mistakes_in_arguments(
+    split: type[Primitive], args: tuple[object, ...], named: Any, code: str, said: str
+) -> None:
+    """Each kind of mistake has its code and says what would be right."""
+    if not code:
+        assert bound(split, *args, **named).tensors == (("bias", P("sum")),)
+        return
+    refusal = refused(split, *args, **named)
+    assert [d.code for d in refusal.diagnostics] == [code]
+    assert said in refusal.render()
+
+
+def test_more_mistakes(many: type[Primitive]) -> None:
+    """Booleans are no numbers, lists are no values, several mistakes come together."""
+    assert "whole number" in refused(many, limit=True).render()
+    assert "`true` or `false`" in refused(many, on=1).render()
+    assert "a list" in refused(many, save=3).render()
+    both = refused(many, "sideways", to="tape", nothing=1)
+    assert sorted(d.code for d in both.diagnostics) == ["S302", "S303", "S303"]
+    assert "no mesh is declared" in str(
+        pytest.raises(Refusal, bind, many, [arg("tp", "over")], SPAN, {}).value
+    )
+
+
+def test_a_primitive_is_whole() -> None:
+    """A class without documentation, example, check or apply is no primitive."""
+    with pytest.raises(Refusal, match="no docstring and no example and no check and no apply"):
+
+        class nothing(Primitive):
+            pass
+
+    assert "nothing" not in registry()
+    with pytest.raises(Refusal, match="facets that exist"):
+
+        class odd(Whole, Primitive):
+            """Writes what does not exist."""
+
+            example = "odd()"
+            writes = frozenset({"weather"})
+
+
+def test_one_name_one_primitive(split: type[Primitive]) -> None:
+    """A second primitive of a name is refused, naming both modules."""
+    body = {
+        "__doc__": "Another.",
+        "__module__": "elsewhere",
+        "example": "split()",
+        "check": Whole.check,
+        "apply": Whole.apply,
+    }
+    with pytest.raises(Refusal, match=f"one in {split.__module__}, one in elsewhere"):
+        type("split", (Primitive,), body)
+    assert registry()["split"] is split
+
+
+def test_refuse_leaves_the_place_to_the_caller() -> None:
+    """A primitive says what is wrong; the row's place is attached by whoever knows it."""
+    with pytest.raises(Refusal) as caught:
+        refuse("S401", "no weight", "it is a Block", notes=["n"], helps=["h"])
+    assert caught.value.at(SPAN).diagnostic.primary.span == SPAN
+
+
+def test_conflicts_follow_from_facets() -> None:
+    """Reads and writes alone decide how two verbs stand to each other."""
+
+    def made(name: str, reads: set[str], writes: set[str]) -> type[Primitive]:
+        body = {"__doc__": name, "__module__": name, "example": f"{name}()"}
+        body |= {"reads": frozenset(reads), "writes": frozenset(writes)}  # type: ignore[dict-item]
+        return type(name, (Whole, Primitive), body)
+
+    pad = made("pad", {"structure"}, {"shape"})
+    shard = made("shard", {"structure", "shape"}, {"placement"})
+    keep = made("keep", {"structure"}, {"recompute"})
+    assert conflicts(pad, shard) == "order"
+    assert conflicts(shard, pad) == "clash"
+    assert conflicts(shard, keep) == "commute"
+    assert conflicts(shard, shard) == "both"
+
+
+def test_explain(split: type[Primitive]) -> None:
+    """The page of a primitive is made from its class."""
+    text = manual.explain(split)
+    assert text.startswith("split(style=none, over=axis, blocks=1, name=S(dim) | R | P(sum), ...)")
+    for said in ("Split the parameters", "h  split(col, over=tp)", "reads     shape, structure"):
+        assert said in text
+    assert "gives up  rounding" in text
+    assert manual.to_json(split)["writes"] == ["placement"]
