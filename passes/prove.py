@@ -246,7 +246,8 @@ def _ranks(
 
     with tempfile.TemporaryDirectory(prefix="schedlang-") as folder:
         results = pool.run(_rank, case.plan.mesh.world, case, tuple(told), folder)
-        return results[0], _loaded(case, told, folder)
+        import os
+        return results[0], _loaded(case, told, folder) if os.path.exists(folder+'/state') else None
 
 
 def _rank(case: Case, told: Sequence[Condition], folder: str) -> Observation:
@@ -270,7 +271,7 @@ def _rank(case: Case, told: Sequence[Condition], folder: str) -> Observation:
     rank = dist.get_rank() if dist.is_initialized() else 0
     with ambient(Float64()):
         seen = observe(make, told, keep=rank == 0)
-        made[-1].save(f"{folder}/state")
+        if hasattr(made[-1],'save'): made[-1].save(f"{folder}/state")
     return seen
 
 
