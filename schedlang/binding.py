@@ -180,7 +180,7 @@ class Binder:
         except NoAxis as unknown:
             self._no_axis(str(unknown), argument)
         except Mismatch as wrong:
-            value = argument.value
+            value = wrong.culprit[0] if wrong.culprit else argument.value
             symbol = isinstance(value, Symbol | AxisSize) or type(value) is str
             if wrong.choices and symbol:
                 word = value.name if isinstance(value, AxisSize) else str(value)
@@ -188,14 +188,16 @@ class Binder:
                 help_ = _choice(word, wrong.choices)
                 self._problem("S303", title, Label(argument.inner), help_)
             else:
-                title = f"`{field}` of `{self.name}` is {wrong.expected}"
+                each = "holds" if wrong.culprit else "is"
+                title = f"`{field}` of `{self.name}` {each} {wrong.expected}"
                 self._problem("S304", title, Label(argument.inner, f"this is {shown(value)}"))
         return []
 
     def _no_axis(self, name: str, argument: Argument) -> None:
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.axes.items())
         near = closest(name, self.axes)
-        before = f"{argument.name}=" if argument.name else ""
+        alone = argument.name and not isinstance(argument.value, tuple)
+        before = f"{argument.name}=" if alone else ""
         helps = (f"did you mean `{before}{near}`?",) if near else ()
         if not self.axes:
             helps = (f"declare it: `mesh({name}=2)`",)

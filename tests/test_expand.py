@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from schedlang.diagnostic import Refusal
 from schedlang.model import ModelFacts
@@ -14,6 +16,7 @@ from schedlang.placement import R
 from schedlang.source import Source
 from schedlang.syntax import parse
 from tests.samples import SAMPLES
+from tests.strategies import damaged, swapped
 from tests.verbs_for_tests import GPT2LMHeadModel, toys
 
 FACTS = ModelFacts(GPT2LMHeadModel())
@@ -337,3 +340,28 @@ def test_the_library_sample_is_whole() -> None:
         "swiglu",
         "decoder_block",
     }
+
+
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@QUICK
+@given(st.sampled_from([GPT2, DEFS]).flatmap(lambda t: damaged(t) | swapped(t)), st.booleans())
+def test_damage_is_refused_or_executed(text: str, model: bool) -> None:
+    """A damaged schedule is refused with messages that have places, or is another schedule."""
+    try:
+        run(text, model)
+    except Refusal as refusal:
+        assert refusal.render().startswith("error[S")
+        assert all(d.primary.span for d in refusal.diagnostics)
+
+
+@pytest.mark.deep
+@settings(QUICK, max_examples=3000)
+@given(st.sampled_from([GPT2, DEFS]).flatmap(lambda t: damaged(t) | swapped(t)), st.booleans())
+def test_damage_at_length(text: str, model: bool) -> None:
+    """The same, on many more texts."""
+    try:
+        run(text, model)
+    except Refusal as refusal:
+        assert all(d.primary.span for d in refusal.diagnostics)
