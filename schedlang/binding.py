@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from schedlang.diagnostic import Diagnostic, Label, Refusal, closest, guess, quoted
-from schedlang.kinds import MANY, REST, Mismatch, NoAxis, convert
+from schedlang.kinds import MANY, REST, Axis, Mismatch, NoAxis, convert, describe
 from schedlang.primitive import Primitive
 from schedlang.source import Span
 from schedlang.value import AxisSize, Symbol, shown
@@ -17,12 +17,14 @@ from schedlang.value import AxisSize, Symbol, shown
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of a call: its name (None: by position), value and place."""
+    """One argument of a call: its name (None: by position), value, place, and the bare name that
+    stood for the value, if it was one."""
 
     name: str | None
     value: Any
     span: Span
     inner: Span  # the place of the value alone
+    word: str = ""
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,9 @@ class Binder:
             self._no_axis(str(unknown), argument)
         except Mismatch as wrong:
             value = wrong.culprit[0] if wrong.culprit else argument.value
+            if wrong.expected == describe(Axis) and argument.word:
+                self._no_axis(argument.word, argument)
+                return []
             symbol = isinstance(value, Symbol | AxisSize) or type(value) is str
             if wrong.choices and symbol:
                 word = value.name if isinstance(value, AxisSize) else str(value)
@@ -190,7 +195,7 @@ class Binder:
             else:
                 each = "holds" if wrong.culprit else "is"
                 title = f"`{field}` of `{self.name}` {each} {wrong.expected}"
-                self._problem("S304", title, Label(argument.inner, f"this is {shown(value)}"))
+                self._problem("S304", title, Label(argument.inner, _is(argument, value)))
         return []
 
     def _no_axis(self, name: str, argument: Argument) -> None:
@@ -204,6 +209,12 @@ class Binder:
         note = f"the mesh is {mesh}" if self.axes else "no mesh is declared above"
         title = f"the mesh has no axis `{name}`"
         self._problem("S204", title, Label(argument.span), *helps, note=note)
+
+
+def _is(argument: Argument, value: object) -> str:
+    """What a value is, and which name it came from."""
+    named = argument.word and not isinstance(value, str | AxisSize)
+    return f"`{argument.word}` is {shown(value)}" if named else f"this is {shown(value)}"
 
 
 def _choice(word: str, choices: Sequence[str]) -> str:

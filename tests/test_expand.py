@@ -92,6 +92,7 @@ def test_settings() -> None:
     assert by_mesh.axes == {"tp": 4} and by_mesh.knobs["tp"].value == 4
     assert "did you mean `tp`" in refused(GPT2, knobs={"ttp": 4}).render()
     assert "no axis `pp`" in refused(GPT2, mesh={"pp": 2}).render()
+    assert "set to 2 and its axis to 4" in refused(GPT2, knobs={"tp": 2}, mesh={"tp": 4}).render()
     assert refused(GPT2, mesh={"tp": 3}).diagnostic.code == "S103"
 
 
@@ -225,6 +226,18 @@ def test_not_interpreted_yet(text: str, word: str) -> None:
     [
         (body("lm_head  shrad(col, over=tp)"), "S301", "did you mean `shard`?"),
         (body("lm_head  shard(col, over=tpp)"), "S204", "did you mean `over=tp`?"),
+        (
+            body("lm_head shard(col, over=tp)").replace("mesh(tp=tp)", "mesh(dp=tp)"),
+            "S204",
+            "the mesh has no axis `tp`",
+        ),
+        (
+            body("lm_head pad(vocab, multiple=n)").replace(
+                "knob tp", "knob n: bool = true\nknob tp"
+            ),
+            "S304",
+            "`n` is true",
+        ),
         (body("lm_head  shard(rows, over=tp)"), "S303", "choose one of `col`, `row`, `vocab`"),
         (body("lm_head  shard(col, block=3, over=tp)"), "S302", "did you mean `blocks`?"),
         (body("lm_head  shard(vocab, over=tp)"), "S402", "cannot split 21 evenly 2 ways"),
@@ -237,7 +250,7 @@ def test_not_interpreted_yet(text: str, word: str) -> None:
         ("schedule 1 for Llama\n", "S110", "the model is a GPT2LMHeadModel"),
         ("schedule 1\nknob a: int = 1\nknob a: int = 2\n", "S101", "first declared here"),
         ("schedule 1\nmesh(a=2)\nmesh(b=2)\n", "S101", "the mesh is declared twice"),
-        ("schedule 1\nmesh(a=0)\n", "S111", "at least one rank"),
+        ("schedule 1\nmesh(a=0)\n", "S111", "1 to 1048576 ranks"),
         ("schedule 1\nmesh(a=_, b=_)\n", "S111", "one axis at most"),
         ("schedule 1\nmesh(a=_, b=3) on x8\n", "S111", "the other axes take 3 of 8 ranks"),
         ("schedule 1\nknob a: int = 1\nmesh(a=2)\n", "S101", "`a` is a knob and an axis"),
@@ -288,6 +301,8 @@ step "a" {
 }
 """
     assert [d.code for d in refused(text).diagnostics] == ["S103", "S303", "S301"]
+    text = body("lm_head shard(cl, over=tp)").replace("mesh(tp=tp)", "mesh(tp=0)")
+    assert [d.code for d in refused(text).diagnostics] == ["S111", "S303"]
     text = body("lm_head shard(vocab, over=tp)\ntransformer shard(over=tp)\nlm_head pad(x)\n")
     assert [d.code for d in refused(text).diagnostics] == ["S402", "S305"]
 
