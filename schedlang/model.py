@@ -98,6 +98,7 @@ class ModelFacts:
         self.model = model
         self.class_name = type(model).__name__
         self._modules = dict(model.named_modules(remove_duplicate=False))
+        self.cache: dict[object, object] = {}  # answers of probes, by what was asked
 
     @cached_property
     def parameters(self) -> Mapping[str, ParameterFact]:

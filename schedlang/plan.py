@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from schedlang.mesh import Mesh
@@ -99,10 +98,8 @@ class Plan:
     decisions: tuple[tuple[str, Any], ...] = ()
     actions: tuple[Action, ...] = ()
     relaxed: tuple[tuple[str, tuple[str, ...]], ...] = ()  # step -> what it may give up
-    layouts: Mapping[str, Layout] = field(default_factory=lambda: MappingProxyType({}))
-    boundaries: Mapping[str, tuple[Boundary, ...]] = field(
-        default_factory=lambda: MappingProxyType({})
-    )
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    boundaries: Mapping[str, tuple[Boundary, ...]] = field(default_factory=dict)
     cuts: tuple[Cut, ...] = ()
     order: Order | None = None
     replicas: tuple[Replicas, ...] = ()
@@ -156,6 +153,15 @@ class Plan:
         return frozenset(name for a in self.actions for name in a.primitive.gives_up)
 
     @property
+    def used_axes(self) -> frozenset[str]:
+        """The plain axes that some row uses."""
+        over = [axis for r in self.replicas for axis in r.axes]
+        over += [b.axis for boundaries in self.boundaries.values() for b in boundaries]
+        over += [axis for layout in self.layouts.values() for axis in layout.axes]
+        over += [cut.axis for cut in self.cuts]
+        return frozenset(plain for axis in over for plain in self.mesh.fold(axis))
+
+    @property
     def data_axes(self) -> tuple[str, ...]:
         """The plain axes whose ranks see different rows of the batch, in mesh order."""
         named = {axis for r in self.replicas for over in r.axes for axis in self.mesh.fold(over)}
@@ -171,4 +177,4 @@ class Plan:
 
 
 def _put(known: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
-    return MappingProxyType({**known, key: value})
+    return {**known, key: value}

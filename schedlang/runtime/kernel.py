@@ -318,6 +318,6 @@ def _common_call(module: nn.Module, generator: torch.Generator) -> dict[str, Any
 def kernel_of(module: nn.Module) -> str | None:
     """Which of KERNELS `replace` gave to this module itself, if any."""
     layers = layers_of(module)
-    if layers is not None and "kernel" in layers.layers:
+    if layers is not None and "kernel" in layers.kinds:
         return "rms_norm"
     return "sdpa" if _implementation(module) == _SDPA else None
