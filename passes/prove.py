@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from schedlang.runtime.program import Program
 
 MOST_RANKS = 8
-STEPS = 3
+DTYPES = ("float32", "bfloat16", "float16", "none")
 Weight = Callable[[Batch], float]
 Progress = Callable[[str], None]
 
@@ -29,7 +29,8 @@ Progress = Callable[[str], None]
 class Case:
     """What is to be proven, all that a rank needs to run it.
 
-    `batches` one for each step; `parts` the rows and weights are those of `build`.
+    `batches` one for each step.  `dtype` is the working dtype that is checked beside float64: that
+    of the model if None, not checked if "none".
     """
 
     plan: Plan
@@ -37,6 +38,7 @@ class Case:
     loss: Loss | None = None
     weight: Weight | None = None
     seed: int = 0
+    dtype: str | None = None
 
     def with_model(self, module: nn.Module) -> Case:
         """The same for another module of the same names and shapes."""
@@ -59,15 +61,17 @@ def prove(
     start = time.perf_counter()
     check_world(case.plan)
     pool = pool or launch.shared()
-    case = widened(case)
+    working, case = as_worked(case), widened(case)
     progress("the original")
     told = _conditions(case)
     check_parts(case)
     expected, drawn = _original(case, told)
     progress(f"{case.plan.mesh.world} ranks")
-    actual, archive = _ranks(case, told, pool)
+    actual, rounded, archive = _ranks(case, working, told, pool)
     exact = not case.plan.gives_up
     rows = [*compare(expected, actual, exact=exact), *_archive_rows(case, archive, actual)]
+    if working is not None:
+        rows += _working_rows(working, told, expected, rounded)
     report = Report(
         tuple(rows), title=title, facts=_facts(case), equivalence="exact" if exact else "algebraic",
         gaps=_gaps(case, actual, drawn), command=command,
@@ -81,10 +85,65 @@ def prove(
 def widened(case: Case) -> Case:
     """The case on a float64 copy of the model with other parameters, and float64 batches."""
     from schedlang.passes.original import randomised
-    from schedlang.runtime.float64 import as_float64, widened as wide
+    from schedlang.runtime.float64 import as_float64
+    from schedlang.runtime.float64 import widened as wide
 
-    module = as_float64(randomised(case.plan.model.model, case.seed))
+    module = as_float64(randomised(_typed(case), case.seed))
     return replace(case.with_model(module), batches=tuple(wide(dict(b)) for b in case.batches))
+
+
+def as_worked(case: Case) -> Case | None:
+    """The case in the working dtype, from the very weights that the float64 run starts from."""
+    import torch
+
+    from schedlang.passes.original import randomised
+
+    module = case.plan.model.model
+    if case.dtype == "none":
+        return None
+    if case.dtype is not None:
+        if case.dtype not in DTYPES:
+            raise Refusal(
+                Diagnostic("S704", f"`{case.dtype}` is no working dtype",
+                           helps=(f"choose one of {', '.join(DTYPES)}",))
+            )  # fmt: skip
+        module = _typed(case)
+    kinds = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    if kinds == {torch.float64}:
+        return None
+    return case.with_model(randomised(module, case.seed))
+
+
+def _typed(case: Case) -> nn.Module:
+    """The model in the dtype asked for."""
+    import copy
+
+    import torch
+
+    module = case.plan.model.model
+    if case.dtype in (None, "none"):
+        return module
+    return copy.deepcopy(module).to(getattr(torch, str(case.dtype)))
+
+
+def _working_rows(
+    working: Case, told: Sequence[Condition], exact: Observation, program: Observation
+) -> list[Row]:
+    """The program in the working dtype, no further from float64 than the original's own rounding."""
+    from schedlang.passes.original import Sequential
+    from schedlang.passes.rounding import within_rounding
+    from schedlang.runtime.modes import ambient
+    from schedlang.runtime.random import LogicalDropout
+
+    def make(condition: Condition) -> Sequential:
+        return Sequential(_twin(working), condition.optimizer, loss=working.loss, clip=condition.clip)
+
+    first = [replace(condition, batches=working.batches) for condition in told[:1]]
+    with ambient(LogicalDropout(working.seed)):
+        original = observe(make, first)
+    names = {condition.name for condition in first}
+    wanted = replace(exact, tensors={k: v for k, v in exact.tensors.items() if k.condition in names})
+    return list(within_rounding(wanted, original, program))
 
 
 def check_world(plan: Plan) -> None:
@@ -239,25 +298,39 @@ class Distributed:
 
 
 def _ranks(
-    case: Case, told: Sequence[Condition], pool: Pool
-) -> tuple[Observation, dict[str, Any] | None]:
-    """What the ranks saw, and the state that was saved by them and loaded by one rank."""
+    case: Case, working: Case | None, told: Sequence[Condition], pool: Pool
+) -> tuple[Observation, Observation, dict[str, Any]]:
+    """What the ranks saw in float64 and in the working dtype, and the state that they saved, loaded."""
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="schedlang-") as folder:
-        results = pool.run(_rank, case.plan.mesh.world, case, tuple(told), folder)
-        return results[0], _loaded(case, told, folder)
+        world = case.plan.mesh.world
+        seen, rounded = pool.run(_rank, world, case, working, tuple(told), folder)[0]
+        return seen, rounded, _loaded(case, told, folder)
 
 
-def _rank(case: Case, told: Sequence[Condition], folder: str) -> Observation:
+def _rank(
+    case: Case, working: Case | None, told: Sequence[Condition], folder: str
+) -> tuple[Observation, Observation]:
     """One rank's part of the proof; only rank 0 keeps what it saw."""
-    import torch.distributed as dist
-
-    from schedlang.passes.build import build
     from schedlang.runtime.float64 import Float64
     from schedlang.runtime.modes import ambient
 
     made: list[Program] = []
+    with ambient(Float64()):
+        seen = _observed(case, told, made)
+        made[-1].save(f"{folder}/state")
+    if working is None:
+        return seen, Observation()
+    first = [replace(condition, batches=working.batches) for condition in told[:1]]
+    return seen, _observed(working, first, [])
+
+
+def _observed(case: Case, told: Sequence[Condition], made: list[Program]) -> Observation:
+    """One rank's observation of programs, which are noted in `made`."""
+    import torch.distributed as dist
+
+    from schedlang.passes.build import build
 
     def make(condition: Condition) -> Distributed:
         program = build(
@@ -268,10 +341,7 @@ def _rank(case: Case, told: Sequence[Condition], folder: str) -> Observation:
         return Distributed(program)
 
     rank = dist.get_rank() if dist.is_initialized() else 0
-    with ambient(Float64()):
-        seen = observe(make, told, keep=rank == 0)
-        made[-1].save(f"{folder}/state")
-    return seen
+    return observe(make, told, keep=rank == 0)
 
 
 def _loaded(case: Case, told: Sequence[Condition], folder: str) -> dict[str, Any]:
@@ -288,12 +358,10 @@ def _loaded(case: Case, told: Sequence[Condition], folder: str) -> dict[str, Any
         return {"state": program.state_dict(), "optimizer": program.optimizer_state()}
 
 
-def _archive_rows(case: Case, archive: Mapping[str, Any] | None, actual: Observation) -> list[Row]:
+def _archive_rows(case: Case, archive: Mapping[str, Any], actual: Observation) -> list[Row]:
     """Saved under this layout and loaded by one rank: equal to the last bit."""
     import torch
 
-    if archive is None:
-        return []
     last = max(key.step for key in actual.tensors if key.kind == "parameters")
     condition = list(actual.tensors)[-1].condition
     rows = []
@@ -361,7 +429,7 @@ def _blamed(case: Case, pool: Pool) -> list[str]:
             told = _conditions(quick)[:1]
             small = replace(quick, plan=plan)
             expected, _ = _original(small, told)
-            actual = pool.run(_observed, plan.mesh.world, small, told)[0]
+            actual = pool.run(_tried, plan.mesh.world, small, told)[0]
         except Refusal:
             return False
         return any(not row.ok for row in compare(expected, actual))
@@ -370,23 +438,13 @@ def _blamed(case: Case, pool: Pool) -> list[str]:
     return [shown(action) for action in found.rows]
 
 
-def _observed(case: Case, told: Sequence[Condition]) -> Observation:
-    """One rank's observation without a checkpoint."""
-    import torch.distributed as dist
-
-    from schedlang.passes.build import build
+def _tried(case: Case, told: Sequence[Condition]) -> Observation:
+    """One rank's observation while looking for the row to blame."""
     from schedlang.runtime.float64 import Float64
     from schedlang.runtime.modes import ambient
 
-    def make(condition: Condition) -> Distributed:
-        return Distributed(
-            build(case.plan, case.batches[0], loss=case.loss, optimizer=condition.optimizer,
-                  clip=condition.clip, weight=case.weight, seed=case.seed)
-        )  # fmt: skip
-
-    rank = dist.get_rank() if dist.is_initialized() else 0
     with ambient(Float64()):
-        return observe(make, told, keep=rank == 0)
+        return _observed(case, told, [])
 
 
 def only(plan: Plan, rows: Sequence[Action]) -> Plan:
@@ -412,3 +470,32 @@ def shown(action: Action) -> str:
     where = f"{span.source.name}:{span.line}: " if span is not None and span.line else ""
     sites = action.sites[0] if len(action.sites) == 1 else f"{action.sites[0]} and {len(action.sites) - 1} more"
     return f"{where}{sites}  {action.primitive}".rstrip()
+
+
+def only_lines(plan: Plan, lines: str) -> Plan:
+    """The plan of the rows that stand on the given lines, as "11,14-17" (S705)."""
+    wanted: set[int] = set()
+    for part in lines.split(","):
+        first, _, last = part.strip().partition("-")
+        if not first.isdigit() or not (last or first).isdigit():
+            raise Refusal(
+                Diagnostic("S705", f"`--only {lines}` names no lines", helps=("write `--only 11,14-17`",))
+            )  # fmt: skip
+        wanted |= set(range(int(first), int(last or first) + 1))
+    rows = [action for action in plan.actions if action.span is not None and action.span.line in wanted]
+    if not rows:
+        raise Refusal(
+            Diagnostic("S705", f"no row stands on the lines {lines}",
+                       helps=("lines are those of the schedule file",))
+        )  # fmt: skip
+    return only(plan, rows)
+
+
+def repeated(file: object, plan: Plan, seed: int, model: str | None, lines: str | None) -> str:
+    """The command that repeats a verification."""
+    mesh = ",".join(f"{name}={size}" for name, size in plan.mesh.axes)
+    parts = ["schedlang verify", str(file), f"--seed {seed}"]
+    parts += [f"--mesh {mesh}"] if mesh else []
+    parts += [f"--model {model}"] if model else []
+    parts += [f"--only {lines}"] if lines else []
+    return " ".join(parts)

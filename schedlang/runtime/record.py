@@ -55,7 +55,9 @@ def record(
         recorder.constants.know(kwargs, given)
     switch = Switch(subject, units)
     try:
-        with torch.enable_grad(), switch.using(recorder.call), recorder:
+        # drawing numbers here must not change what the program draws later
+        undrawn = torch.random.fork_rng(devices=[])
+        with undrawn, torch.enable_grad(), switch.using(recorder.call), recorder:
             output = subject(**given)
             value = loss_of(output, given, loss)
     finally:
