@@ -279,7 +279,7 @@ class Expander:
             plan = plan.add(primitive, sites, step=step.name if step else "", span=span)
         except Refusal as refusal:
             follows = any(failed.explains(sites) for failed in self.failed)
-            self.failed.append(Failed(tuple(sites)))
+            self.failed.append(Failed((*sites, *legality.tied(plan, sites))))
             if follows:
                 return
             raise _beside(refusal.at(span), primitive, self.state) from None

@@ -305,6 +305,8 @@ step "a" {
     assert [d.code for d in refused(text).diagnostics] == ["S111", "S303"]
     text = body("lm_head shard(vocab, over=tp)\ntransformer shard(over=tp)\nlm_head pad(x)\n")
     assert [d.code for d in refused(text).diagnostics] == ["S402", "S305"]
+    text = body("lm_head shard(col, over=tp)\ntransformer.wte shard(vocab, over=tp)")
+    assert [d.code for d in refused(text).diagnostics] == ["S402"]
 
 
 def test_a_refused_row_leaves_no_trace() -> None:

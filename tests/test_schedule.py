@@ -207,6 +207,7 @@ def test_why(tmp_path: Path) -> None:
     assert text.splitlines()[0] == "transformer.h.3.mlp.c_fc.weight   float32[32, 8]"
     assert 'x.sched:15   shard(col, over=tp)   step "tensor parallel", selected by' in text
     assert "`transformer.h.*` then `mlp.c_fc`" in text
+    assert "verify" not in text
     assert "test_schedule.py" in built().why("transformer.wte")
 
 
