@@ -109,6 +109,8 @@ def build(
         weight=weight or weight_of(traced, len(everyone) * micro),
         last_rank=plan.mesh.rank(zero | last), stage_axis=axis, dropout=dropout,
         outputs_missing=staged.cut.missing if axis is not None else (),
+        loss_dtype=_loss_dtype(plan),
+        without_labels=traced.labels[0].filled if len(traced.labels) == 1 else None,
     )  # fmt: skip
     made = None
     trained = [(n, p) for n, p in found.items() if p.requires_grad]
@@ -170,6 +172,14 @@ def _apply(builder: Builder) -> None:
 
 def _phase(writes: frozenset[str]) -> int:
     return min((FACETS.index(f) for f in writes if f in FACETS), default=len(FACETS))
+
+
+def _loss_dtype(plan: Plan) -> torch.dtype:
+    """float64 for a float64 model, else float32: losses are sums of many terms."""
+    import torch
+
+    wide = any(fact.dtype == "float64" for fact in plan.model.unique.values())
+    return torch.float64 if wide else torch.float32
 
 
 # -- random numbers, weights, the executor -----------------------------------------------------------

@@ -53,6 +53,8 @@ class Assembly:
     stage_axis: str | None = None
     dropout: LogicalDropout | None = None
     outputs_missing: tuple[str, ...] = ()
+    loss_dtype: torch.dtype = torch.float32  # the same on every rank
+    without_labels: Callable[[Batch], dict[str, Any]] | None = None
 
 
 @dataclass
@@ -89,6 +91,7 @@ class Program:
         self.assembly.module.train()
         self._zero()
         parts, weights, total = self._parts(batch, local)
+        parts = [self._defined(part, weight) for part, weight in zip(parts, weights)]
         if self.follow_inputs:
             parts = self._inputs = [Part(_followed(part.inputs), part.rows) for part in parts]
         results = self._run(parts, [w / total for w in weights], train=True)
@@ -137,6 +140,11 @@ class Program:
             dist.all_reduce(total, group=group.pg)
         return parts, weights, _positive(float(total[0]))
 
+    def _defined(self, part: Part, weight: float) -> Part:
+        """A part in which no label counts has no mean: give it labels, its weight is zero anyway."""
+        fill = self.assembly.without_labels
+        return part if weight or fill is None else Part(fill(part.inputs), part.rows)
+
     def _run(
         self, parts: Sequence[Part], scale: Sequence[float] | None, *, train: bool
     ) -> list[Result] | None:
@@ -167,11 +175,9 @@ class Program:
         speaks = {name for name, holding in a.holdings.items() if holding.primary(mesh, rank)}
         squares = square_sum(a.parameters, lambda name: name in speaks)
         value = torch.zeros((), dtype=torch.float64)
-        kind = torch.float32
         if results is not None:
             losses = [result.loss for result in results]
             assert all(loss is not None for loss in losses), "the model gives no loss: pass `loss=`"
-            kind = losses[0].dtype  # type: ignore[union-attr]
             if self._speaks_for_loss():
                 value = sum(  # type: ignore[assignment]
                     loss.double().cpu() * (w / total) for loss, w in zip(losses, weights) if loss is not None
@@ -183,7 +189,7 @@ class Program:
         if self.clip is not None and self.grad_norm > self.clip:
             # as torch.nn.utils.clip_grad_norm_
             scale_gradients(a.parameters, self.clip / (self.grad_norm + 1e-6))
-        return both[1].to(kind if results is not None else torch.get_default_dtype())
+        return both[1].to(a.loss_dtype)
 
     def _speaks_for_loss(self) -> bool:
         a = self.assembly
