@@ -19,7 +19,7 @@ from schedlang.runtime.parts import Batch, Part, cut, rows_of, shares, split, st
 from schedlang.runtime.pipeline import BACKWARD, Event, Pipeline, Result
 from schedlang.runtime.random import LogicalDropout
 from schedlang.runtime.ranks import Ranks
-from schedlang.runtime.replicas import Sliced
+from schedlang.runtime.replicas import Sliced, reshard
 from schedlang.runtime.scope import Scope, entered
 from schedlang.runtime.vocab import ShardedLogits
 
@@ -101,10 +101,12 @@ class Program:
 
     def eval_step(self, batch: Batch, *, local: bool = False) -> Any:
         """The output of the whole batch, structured as the model's own, on every rank."""
-        self.assembly.module.eval()
+        a = self.assembly
+        a.module.eval()
         parts, weights, _ = self._parts(batch, local)
         with torch.no_grad():
             results = self._run(parts, None, train=False)
+        reshard(a.sliced)
         output = None
         if results is not None:
             outputs = [_gathered(result.output) for result in results]
@@ -320,6 +322,7 @@ class Program:
             for name, buffer in a.buffers.items():
                 if name in state:
                     buffer.copy_(state[name])
+        reshard(a.sliced)
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """The optimizer's state by original parameter name: whole tensors, and plain numbers."""
