@@ -51,10 +51,12 @@ def test_units_at_inner_modules() -> None:
 
 def test_record_touches_nothing() -> None:
     """Recording leaves parameters, buffers, hooks, gradients and the model's own calls as found."""
-    model, batch = models.gpt2(2), models.tokens(2)
+    model, batch = models.gpt2(2, dropout=0.5), models.tokens(2)
+    state = torch.get_rng_state()
     before = {n: (id(p), p._version) for n, p in model.named_parameters()}
     meta, real = graph_of(model, batch), graph_of(model, batch, meta=False)
     assert before == {n: (id(p), p._version) for n, p in model.named_parameters()}
+    assert torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in model.parameters())
     assert all("_compiled_call_impl" not in vars(m) for m in model.modules())
     assert all(not m._forward_pre_hooks and not m._forward_hooks for m in model.modules())

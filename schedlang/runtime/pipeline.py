@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +45,6 @@ class _Flight:
     edges: Mapping[Token, GradientEdge]
     layouts: dict[int, Layout]
     loss: torch.Tensor | None = None
-    grads: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     split: SplitBackward | None = None
 
 

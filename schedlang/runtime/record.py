@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -55,7 +56,10 @@ def record(
         recorder.constants.know(kwargs, given)
     switch = Switch(subject, units)
     try:
-        with torch.enable_grad(), switch.using(recorder.call), recorder:
+        # drawing numbers here must not change what the program draws later
+        undrawn = torch.random.fork_rng(devices=[])
+        at_home = torch.device("meta") if meta else nullcontext()
+        with undrawn, torch.enable_grad(), at_home, switch.using(recorder.call), recorder:
             output = subject(**given)
             value = loss_of(output, given, loss)
     finally:
