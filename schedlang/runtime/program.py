@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,15 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from schedlang.runtime import crossing
+from schedlang.runtime import archive, crossing
+from schedlang.runtime.folder import gathered
 from schedlang.runtime.gradient import Sum, local_gradient, scale_gradients, square_sum, sum_gradients
 from schedlang.runtime.holding import Holding, assemble, take
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.moments import local as _local
 from schedlang.runtime.parts import Batch, Part, cut, rows_of, shares, split, stack
 from schedlang.runtime.pipeline import BACKWARD, Event, Pipeline, Result
 from schedlang.runtime.random import LogicalDropout
 from schedlang.runtime.ranks import Ranks
-from schedlang.runtime.replicas import Sliced
+from schedlang.runtime.replicas import Sliced, reshard
 from schedlang.runtime.scope import Scope, entered
 from schedlang.runtime.vocab import ShardedLogits
 
@@ -104,10 +107,12 @@ class Program:
 
     def eval_step(self, batch: Batch, *, local: bool = False) -> Any:
         """The output of the whole batch, structured as the model's own, on every rank."""
-        self.assembly.module.eval()
+        a = self.assembly
+        a.module.eval()
         parts, weights, _ = self._parts(batch, local)
         with torch.no_grad():
             results = self._run(parts, None, train=False)
+        reshard(a.sliced)
         output = None
         if results is not None:
             outputs = [_gathered(result.output) for result in results]
@@ -326,6 +331,15 @@ class Program:
             for name, buffer in a.buffers.items():
                 if name in state:
                     buffer.copy_(state[name])
+        reshard(a.sliced)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save the state in a folder, whole or not at all; see `archive.save`."""
+        archive.save(self, path)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Take over what a program of any layout saved; see `archive.load`."""
+        archive.load(self, path)
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """The optimizer's state by original parameter name: whole tensors, and plain numbers."""
@@ -334,10 +348,7 @@ class Program:
         if self.optimizer is not None:
             own = {n: self.optimizer.state.get(p, {}) for n, p in a.parameters.items()}
         keys = sorted({key for state in own.values() for key in state})
-        everyone: list[Any] = [keys]
-        if a.ranks.mesh.world > 1:
-            everyone = [None] * a.ranks.mesh.world
-            dist.all_gather_object(everyone, keys)
+        everyone = gathered(keys, a.ranks.mesh.world)
         out: dict[str, dict[str, Any]] = {}
         for key in sorted({key for keys in everyone for key in keys}):
             for name, value in self._state_entry(own, key).items():
@@ -358,11 +369,7 @@ class Program:
             for name, state in own.items()
             if key in state and local(name) is None
         }
-        everyone: list[Any] = [plain]
-        if self.assembly.ranks.mesh.world > 1:
-            everyone = [None] * self.assembly.ranks.mesh.world
-            dist.all_gather_object(everyone, plain)
-        for found in reversed(everyone):
+        for found in reversed(gathered(plain, self.assembly.ranks.mesh.world)):
             whole.update(found)
         return whole
 
@@ -386,10 +393,6 @@ def _positive(total: float) -> float:
 def _named(axis: str | None) -> Iterator[str]:
     if axis is not None:
         yield axis
-
-
-def _local(value: Any) -> Any:
-    return value.to_local() if hasattr(value, "to_local") else value.detach()
 
 
 def _gathered(output: Any) -> Any:
