@@ -142,7 +142,7 @@ class Expander:
 
     def _follows(self, problem: Diagnostic, broken: frozenset[str]) -> bool:
         """Whether a message only says that a refused declaration is missing."""
-        if not broken or problem.code not in ("S204", "S205", "S301", "S106", "S111", "S304"):
+        if not broken or problem.code not in ("S204", "S210", "S301", "S106", "S111", "S304"):
             return False
         said = f"{problem.title} {problem.primary.text}"
         return any(
@@ -275,8 +275,23 @@ class Expander:
             self.failed.append(Failed(tuple(sites)))
             if follows:
                 return
-            raise refusal.at(span) from None
+            raise _beside(refusal.at(span), primitive, self.state) from None
         self.state = replace(self.state, plan=plan)
+
+
+def _beside(refusal: Refusal, primitive: Primitive, state: State) -> Refusal:
+    """A message about two rows shows the earlier one of the same verb, if it shows none yet."""
+    rows = state.plan.actions if state.plan else ()
+    earlier = [a.span for a in rows if type(a.primitive) is type(primitive) and a.span]
+    if not earlier:
+        return refusal
+    also = (Label(earlier[-1], "the row above"),)
+    return Refusal(
+        *(
+            replace(d, also=also) if d.code.startswith("S5") and not d.also else d
+            for d in refusal.diagnostics
+        )
+    )
 
 
 def arguments(call: n.Call, names: Names) -> list[Argument]:

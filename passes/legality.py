@@ -16,7 +16,7 @@ Meeting = tuple[str, str]  # a site of the first row and one of the second
 
 
 def check(plan: Plan, primitive: Primitive, sites: Sequence[str], span: Span) -> None:
-    """Refuse a row that may not stand below one that is already in the plan (S501 to S504, S506).
+    """Refuse a row that may not stand below one that is already in the plan (S501 to S504).
 
     Rows meet where their sites are equal, one lies in the other, or they share a tied parameter.
     """
@@ -29,7 +29,7 @@ def check(plan: Plan, primitive: Primitive, sites: Sequence[str], span: Span) ->
             continue
         if relation == "clash":
             _clash(first, primitive, meetings, span)
-        for facet in sorted(first.primitive.writes & primitive.writes):
+        for facet in sorted(first.primitive.writes & primitive.writes & set(RULES)):
             RULES[facet](plan, first, primitive, meetings, span)
 
 
@@ -185,36 +185,9 @@ def _subject(primitive: Primitive) -> object:
     return next(iter(vars(primitive).values()), None)
 
 
-def _stage(plan: Plan, first: Action, then: Primitive, meetings: list[Meeting], span: Span) -> None:
-    """Cuts over one axis add up; the model is cut over one axis only."""
-    if _over(plan, first.primitive) != _over(plan, then):
-        one, other = (sorted(_over(plan, p)) for p in (first.primitive, then))
-        title = "the model is cut over one axis only"
-        now, before = f"cuts over `{', '.join(other)}`", f"cuts over `{', '.join(one)}`"
-        helps = ["name the same axis in both"]
-        _refuse("S506", title, now, before, first, span, (), helps)
-
-
-def _state(plan: Plan, first: Action, then: Primitive, meetings: list[Meeting], span: Span) -> None:
-    """One row per axis says how state lies along it."""
-    shared = sorted(_over(plan, first.primitive) & _over(plan, then))
-    if shared:
-        title = f"the state along `{shared[0]}` is already arranged"
-        now, before = "arranges it again", "first arranged here"
-        helps = ["drop one of the two, or name another axis"]
-        _refuse("S506", title, now, before, first, span, (), helps)
-
-
-def _order(plan: Plan, first: Action, then: Primitive, meetings: list[Meeting], span: Span) -> None:
-    """One row sets the order of a pipeline; rows of other verbs only loosen it."""
-    if type(first.primitive) is type(then) and meetings[0][0] == meetings[0][1]:
-        title = "the order of the pipeline is set twice"
-        now, before = "this is the second time", "first here"
-        _refuse("S506", title, now, before, first, span, (), ["drop one of the two"])
-
-
 Rule = Callable[["Plan", "Action", Primitive, list[Meeting], Span], None]
 
+# stage, state and order are facts of the whole plan: their verbs' own checks compare them there
 RULES: Mapping[str, Rule] = {
     "structure": _once("has its computation replaced"),
     "shape": _once("is padded"),
@@ -222,7 +195,4 @@ RULES: Mapping[str, Rule] = {
     "placement": _placement,
     "recompute": _recompute,
     "residence": _residence,
-    "stage": _stage,
-    "state": _state,
-    "order": _order,
 }

@@ -31,7 +31,7 @@ def refused(node: n.Node, code: str, title: str, label: str = "", *helps: str) -
 
 
 def evaluate(node: n.Node, names: Names) -> Any:
-    """The value of an expression.  Refuses S205 (unknown name), S206 (no such attribute of the
+    """The value of an expression.  Refuses S210 (unknown name), S206 (no such attribute of the
     model), S304 (an operation on values it has no meaning for), S107 (division by zero)."""
     match node:
         case n.Lit(text):
@@ -255,4 +255,4 @@ def _unknown(item: n.Node, name: str, names: Names) -> NoReturn:
         raise Missing(name)
     known = names.known()
     helps = (guess(name, known, "the names are"),) if known else ()
-    refused(item, "S205", f"nothing is called `{name}`", "no knob, axis or argument", *helps)
+    refused(item, "S210", f"nothing is called `{name}`", "no knob, axis or argument", *helps)

@@ -137,6 +137,9 @@ WORDS: Mapping[Any, str] = {
 }
 
 
+PLURALS: Mapping[Any, str] = {int: "whole numbers", float: "numbers", str: "names", Axis: "axes"}
+
+
 def describe(kind: Any) -> str:
     """What a type asks for, in words."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
@@ -149,5 +152,6 @@ def describe(kind: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(describe(one) for one in args if one is not type(None))
     if origin is tuple:
-        return f"a list, each {describe(args[0])}" if args else "a list"
+        each = PLURALS.get(args[0]) if args else None
+        return f"a list of {each}" if each else f"a list, each {describe(args[0])}"
     return str(getattr(kind, "__name__", kind))

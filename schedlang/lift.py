@@ -63,6 +63,12 @@ class Remembered:
     def __floordiv__(self, other: object) -> Remembered:
         return self._with("//", other)
 
+    def __rtruediv__(self, other: object) -> Remembered:
+        return self._with("/", other, True)
+
+    def __rfloordiv__(self, other: object) -> Remembered:
+        return self._with("//", other, True)
+
     def __mod__(self, other: object) -> Remembered:
         return self._with("%", other)
 

@@ -282,7 +282,7 @@ def _bound(text: str | None, seg: n.Seg, names: Names) -> int | None:
         near = closest(text, known)
         helps = (f"did you mean `{near}`?",) if near else ()
         title = f"nothing is called `{text}`"
-        raise Refusal(Diagnostic("S205", title, Label(seg.span, "used as an index"), helps=helps))
+        raise Refusal(Diagnostic("S210", title, Label(seg.span, "used as an index"), helps=helps))
     if isinstance(value, bool) or not isinstance(value, int):
         label = Label(seg.span, f"`{text}` is {shown(value)}")
         raise Refusal(Diagnostic("S304", "an index is a whole number", label))

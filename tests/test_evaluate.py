@@ -80,8 +80,8 @@ def test_without_a_model() -> None:
     [
         ("1 // 0", "S107", "division by zero"),
         ("micro % (tp - 4)", "S107", "is 0"),
-        ("tpp * 2", "S205", "did you mean `tp`?"),
-        ("zzzz == 2", "S205", "the names are `seq`, `tp`, `dp`, `micro`"),
+        ("tpp * 2", "S210", "did you mean `tp`?"),
+        ("zzzz == 2", "S210", "the names are `seq`, `tp`, `dp`, `micro`"),
         ("mode == ful", "S303", "did you mean `full`?"),
         ("mode + 1", "S304", "arithmetic needs numbers"),
         ("[1] < [2]", "S304", "cannot compare"),

@@ -96,10 +96,10 @@ def test_modules_apart_do_not_meet() -> None:
     run("transformer.h.0  checkpoint()", "transformer.h.1.attn  replace_kernel(sdpa)")
 
 
-def test_one_order_of_the_pipeline() -> None:
-    """The pipeline's order is set once."""
-    row = 'pipeline(order="1F1B", micro=4)'
-    assert "the order of the pipeline is set twice" in refused(row, row)
+def test_a_verbs_own_check_shows_the_row_above() -> None:
+    """What a verb itself refuses of two rows is shown with the earlier one."""
+    text = refused('pipeline(order="1F1B", micro=4)', 'pipeline(order="GPipe", micro=4)')
+    assert "S509" in text and "the row above" in text and "4 |" in text and "5 |" in text
 
 
 def test_markers_meet_nothing() -> None:

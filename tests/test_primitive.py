@@ -31,7 +31,7 @@ class Whole:
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
-    with scratch():
+    with scratch(keep=[]):
         yield
 
 

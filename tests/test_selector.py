@@ -150,7 +150,7 @@ def test_no_module_of_the_type() -> None:
         ("transformer.h.* except transformer.h.*", "S207", "`except` takes all"),
         ("transformer.h.* where plaice > 9", "S208", "attribute `plaice`"),
         ("transformer.h.* where place + 1", "S304", "needs a test"),
-        ("transformer.h[:ckptt]", "S205", "nothing is called `ckptt`"),
+        ("transformer.h[:ckptt]", "S210", "nothing is called `ckptt`"),
         ("transformer.h.* except transformer.x", "S201", "no child `x`"),
     ],
 )

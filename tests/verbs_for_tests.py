@@ -100,7 +100,8 @@ def define() -> None:
         writes = frozenset({"order"})
 
         def check(self, site: Any, plan: Any) -> None:
-            pass
+            if any(action.name == "pipeline" for action in plan.actions):
+                refuse("S509", "the pipeline already has an order")
 
         def apply(self, site: Any, build: Any) -> None:
             pass

@@ -1,0 +1,31 @@
+"""The command line: one verb per file of `schedlang.verbs`."""
+
+from __future__ import annotations
+
+import typer
+
+from schedlang.verbs.check import check
+from schedlang.verbs.explain import explain
+from schedlang.verbs.fmt import fmt
+
+app = typer.Typer(
+    name="schedlang",
+    help="The model says what to compute, the schedule says how, and the two are proven to agree.",
+    epilog="Exit 0: holds. 1: does not hold. 2: refused. 3: could not be checked.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+for verb in (fmt, check, explain):
+    app.command(verb.__name__)(verb)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""Every code of a message: what it is about, and what usually helps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+FAMILIES: Mapping[str, str] = {
+    "0": "reading the text",
+    "1": "declarations",
+    "2": "names and selectors",
+    "3": "arguments",
+    "4": "one row",
+    "5": "two rows",
+    "6": "the pipeline, the batch and the structure of the model",
+    "7": "verification and expectations",
+    "8": "running: precision, randomness, kernels",
+}
+
+CODES: Mapping[str, tuple[str, str]] = {
+    "S000": ("the file cannot be read", "It is missing, a directory, not permitted, or not UTF-8."),
+    "S001": (
+        "a character means nothing here",
+        "Strings stand in double quotes and end on their line; comments begin with `#`.",
+    ),
+    "S002": (
+        "a bracket is never closed",
+        "Newlines inside ( ) and [ ] end nothing, so the mistake shows on a later line; the\n"
+        "message points at the bracket that was opened.",
+    ),
+    "S003": (
+        "something else was expected",
+        "A row is `selector  primitive(arguments)`, with a space between; a declaration begins\n"
+        "with its keyword and stands outside of steps.",
+    ),
+    "S004": (
+        "the form of a row or a number is wrong",
+        "Most often a colon or nothing at all stands between a selector and its primitive:\n"
+        "write `h.*  checkpoint()`, not `h.*: checkpoint()`.  A colon asks for modules of a type.",
+    ),
+    "S005": (
+        "parsed, but not interpreted yet",
+        "The grammar has this statement and `fmt` formats it; executing it is still to come.",
+    ),
+    "S006": ("another version of the language", "This schedlang reads `schedule 1`."),
+    "S007": (
+        "a word of the language cannot be a name",
+        "Knobs, axes, views, definitions and parameters need other names.  Modules may be called\n"
+        "anything: put such a name in backquotes.",
+    ),
+    "S008": (
+        "a primitive is not whole",
+        "A subclass of Primitive has a docstring, an example, check and apply, facets that exist,\n"
+        "and a name that no other module uses.",
+    ),
+    "S101": (
+        "declared twice",
+        "Knobs, axes, views, definitions and steps have names of their own.",
+    ),
+    "S102": ("a value of another type", "Knobs are int, float, bool or choice, and stay so."),
+    "S103": (
+        "a knob outside its domain",
+        "`in [1, 2, 4]` and `in 1..8` say which values a knob may have, for you and for a tuner.",
+    ),
+    "S104": (
+        "a requirement does not hold",
+        "`require` is checked with the knobs, the mesh and the model before any row; the message\n"
+        "lists knob values that would satisfy it.",
+    ),
+    "S105": ("a knob has no value", "Give it a default or set it: `--knob name=value`."),
+    "S106": ("no such knob", "A setting must be of a knob that the schedule declares."),
+    "S107": ("division by zero", "`/`, `//` and `%` need a right side that is not zero."),
+    "S109": ("a setting cannot be read", "Write `--knob name=value` and `--mesh dp=2,tp=4`."),
+    "S110": ("a schedule for another model", "`schedule 1 for Class` names the model's class."),
+    "S111": (
+        "the mesh does not add up",
+        "Axes are named with sizes, slowest first; one may be `_`, the rest of the ranks.",
+    ),
+    "S112": ("files use each other", "`use` brings in what a file defines; it cannot be circular."),
+    "S113": ("not here", "Steps do not nest; declarations and `undo` stand outside of them."),
+    "S201": (
+        "a selector matches no module",
+        "Every segment must match under every module found so far: 31 of 32 layers is a mistake.\n"
+        "End the path in `?` to take what there is.  `schedlang tree` shows all names.",
+    ),
+    "S202": ("an index out of range", "Indices count children from 0, slices work as in Python."),
+    "S203": ("no module of this type", "`:Class` keeps modules of a class or of its subclasses."),
+    "S204": ("no such axis", "`over=` names an axis or a view of the mesh."),
+    "S205": ("an axis that no row uses", "Every axis of the mesh splits something, or the batch."),
+    "S206": (
+        "not a plain value of the model",
+        "`model.a.b` reads numbers and texts.  A schedule never runs code, so methods, properties\n"
+        "and private names cannot be read.",
+    ),
+    "S207": ("nothing is left of a selection", "`where` and `except` must keep some module."),
+    "S208": ("no such attribute", "`where` sees a module's data, and params, dtype, fqn, index."),
+    "S209": ("no such module or parameter", "Names are those of `model.named_modules()`."),
+    "S210": ("nothing has this name", "A name in an expression is a knob, an axis or an argument."),
+    "S301": (
+        "no such primitive",
+        "`schedlang explain` lists them; a definition must stand above its use.",
+    ),
+    "S302": ("no such argument", "`schedlang explain` shows what a primitive takes."),
+    "S303": ("an unknown word", "Where words are expected there is a closed list of them."),
+    "S304": ("a value of the wrong kind", "The message says which kind is meant."),
+    "S305": ("an argument is missing", "The message shows an example."),
+    "S306": ("this call does not fit its place", "Some primitives act on modules, some on all."),
+    "S307": (
+        "no such dim",
+        "Linear and Conv1D have `in` and `out`, Embedding `vocab` and `hidden`; dims of other\n"
+        "classes are counted: `S(0)`.",
+    ),
+    "S401": ("the primitive does not fit the module", "The message names the module's class."),
+    "S402": (
+        "a size does not divide",
+        "Every rank gets an equal part.  Choose another size of the axis, or `pad` first.",
+    ),
+    "S403": (
+        "heads do not divide",
+        "Attention splits by whole heads, and by whole key-value heads; the message names the\n"
+        "sizes that fit.",
+    ),
+    "S404": ("a module with a forward of its own", "Shard the modules inside of it."),
+    "S405": (
+        "the model cannot compute with the parts",
+        "Following the shapes through the model on the meta device, some call met a part where it\n"
+        "needs the whole.  The message names the module and the call.",
+    ),
+    "S406": ("blocks do not make up the dim", "`blocks=` lists sizes that add up."),
+    "S408": ("not for this scope", "Some rows are about the whole model, some never are."),
+    "S409": ("one list or several cut points", "`pipeline_split` takes one kind of selection."),
+    "S501": ("done twice", "Two rows do the same at one module; drop one."),
+    "S502": ("one region inside another", "The inner module would be recomputed twice."),
+    "S503": (
+        "rows in the wrong order",
+        "The verbs stand in this order: replace_kernel and fuse, cast, pad, shard, checkpoint,\n"
+        "offload, pipeline_split, zero, pipeline.  It follows from what each reads and writes.",
+    ),
+    "S504": ("an axis splits a tensor once", "Name another axis, or drop one of the rows."),
+    "S505": (
+        "more is given up than the step allows",
+        'Rounding is always allowed; anything else is named: `step "..." relax(rng) {`.',
+    ),
+    "S506": ("a tied weight is split on one side", "Both modules that share a weight name it."),
+    "S507": ("padding after splitting", "Pad first."),
+    "S508": ("an axis cannot slice the state", "It is used otherwise, or sliced already."),
+    "S509": ("the pipeline is arranged twice", "One axis cuts the model, one row orders it."),
+    "S601": (
+        "a cut inside a loop",
+        "A cut falls between two calls that the model makes once; this module is called often.",
+    ),
+    "S602": ("a cut separates tied names", "`tied=replicate` keeps a copy on each side."),
+    "S604": ("the model rejects the batch", "The model itself raised; its message is shown."),
+    "S605": ("the batch has no rows", "Tensors of a batch have rows along their first dim."),
+    "S606": ("too few rows", "Every part of the batch needs a row: fewer parts or a larger batch."),
+    "S607": ("the mesh and the job differ", "The mesh needs as many ranks as the job has."),
+    "S608": ("no such order of the pipeline", "The message says what the order needs."),
+    "S609": ("stages or values are missing", "Cuts must make as many stages as the order needs."),
+    "S610": ("a hidden value crosses the cut", "A stage hands over what its modules return."),
+    "S611": ("the forward reads values", "It cannot be recorded without data."),
+    "S612": ("the model fails while it is recorded", "The model's own message is shown."),
+    "S613": ("not a place to cut", "Cuts stand before modules of the trunk."),
+    "S614": ("a stage is never reached", "The model did not call what follows the cut."),
+    "S615": ("no loss", "The model returns none: give `loss(output, batch)`."),
+    "S621": ("parts of the batch do not add up", "Say what a part weighs: `weight(batch)`."),
+    "S622": ("an optimizer that looks at whole tensors", "Elementwise ones work on parts."),
+    "S701": ("the program differs from the original", "The message names the row to blame."),
+    "S811": ("no float64 for this operation", "It reads the bits of a float."),
+    "S812": ("randomness of its own", "It cannot be drawn logically, alike under every layout."),
+    "S821": ("the kernel does not fit the call", "Leave this module as it is."),
+    "S831": ("inductor cannot compile here", "It needs a compiler; the message says which."),
+    "S832": ("a kernel of its own already", "Fuse or replace, not both."),
+    "S833": ("not one graph", "The region cannot be compiled whole; choose a smaller one."),
+    "S834": ("compiled too often", "Something that it reads differs from call to call."),
+}
+
+
+WARNINGS: Mapping[str, str] = {
+    "W101": "a knob is never used",
+    "W102": "a definition is never called",
+    "W701": "a step is never verified",
+}
+
+
+def explain(code: str) -> str:
+    """The page of a code; KeyError if there is none."""
+    title, text = CODES[code]
+    return f"{code}: {title}\n\n{text}\n\nCodes {code[:2]}.. are about {FAMILIES[code[1]]}.\n"

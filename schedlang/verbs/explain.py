@@ -1,0 +1,67 @@
+"""explain: a primitive, or the code of a message."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from schedlang.verbs.outcome import AsJson, show_json, verb
+
+
+@verb
+def explain(
+    name: Annotated[
+        str | None, typer.Argument(help="A primitive or a code: shard, S402.", metavar="NAME")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Explain a primitive or the code of a message; without a name list all of them."""
+    from schedlang import codes, manual
+    from schedlang.diagnostic import Diagnostic, Refusal, closest
+    from schedlang.primitive import load_all, registry
+
+    load_all()
+    known = registry()
+    if name is None:
+        _list_all(as_json)
+    elif name in known:
+        page: object = manual.to_json(known[name]) if as_json else manual.explain(known[name])
+        _show(page, as_json)
+    elif name.upper() in codes.CODES:
+        title, text = codes.CODES[name.upper()]
+        page = {"code": name.upper(), "title": title, "text": text}
+        _show(page if as_json else codes.explain(name.upper()), as_json)
+    elif name.upper() in codes.WARNINGS:
+        title = codes.WARNINGS[name.upper()]
+        page = {"code": name.upper(), "title": title, "text": "A warning refuses nothing."}
+        _show(page if as_json else f"{name.upper()}: {title}; a warning refuses nothing\n", as_json)
+    else:
+        near = closest(name, [*known, *codes.CODES])
+        helps = (f"did you mean `{near}`?",) if near else ("`schedlang explain` lists them all",)
+        title = f"there is no primitive and no code `{name}`"
+        raise Refusal(Diagnostic("S301", title, helps=helps))
+
+
+def _show(page: object, as_json: bool) -> None:
+    if as_json:
+        show_json(page)
+    else:
+        print(page, end="")
+
+
+def _list_all(as_json: bool) -> None:
+    from schedlang import codes
+    from schedlang.primitive import registry
+
+    verbs = {name: (kind.__doc__ or "").strip().split("\n")[0] for name, kind in registry().items()}
+    if as_json:
+        messages = {code: title for code, (title, _) in codes.CODES.items()}
+        show_json({"primitives": verbs, "codes": messages})
+        return
+    width = max(map(len, verbs), default=0)
+    for name in sorted(verbs):
+        print(f"{name:<{width}}  {verbs[name]}")
+    print()
+    for code, (title, _) in codes.CODES.items():
+        print(f"{code:<{width}}  {title}")

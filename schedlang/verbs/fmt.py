@@ -1,0 +1,70 @@
+"""fmt: rewrite schedules in their one canonical form."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from schedlang.verbs.outcome import FAILS, AsJson, show_json, verb
+
+
+@verb
+def fmt(
+    files: Annotated[list[Path], typer.Argument(help="Schedule files.", metavar="FILE...")],
+    check: Annotated[
+        bool, typer.Option("--check", help="Change nothing; exit 1 if a file would change.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Format schedules in place: one style, no options.  Comments are kept.
+
+    Nothing is written unless every file can be read.
+    """
+    from schedlang.diagnostic import Diagnostic, Refusal
+    from schedlang.printer import fmt as canonical
+    from schedlang.syntax import read
+
+    made: dict[Path, tuple[str, str]] = {}
+    problems: list[Diagnostic] = []
+    for file in files:
+        try:
+            source = read(file)
+            made[file] = (source.text, canonical(source))
+        except Refusal as refusal:
+            problems += refusal.diagnostics
+    if problems:
+        raise Refusal(*problems)
+    changed = [file for file, (before, after) in made.items() if _differs(file, before, after)]
+    for file in changed if not check else ():
+        _write(file, made[file][1])
+    code = FAILS if check and changed else 0
+    if as_json:
+        show_json({"exit": code, "changed": [str(file) for file in changed]})
+    else:
+        for file in changed:
+            print(f"{'would format' if check else 'formatted'} {file}")
+    raise typer.Exit(code)
+
+
+def _differs(file: Path, before: str, after: str) -> bool:
+    """Whether the bytes would change: also line ends and a byte order mark count."""
+    return before != after or file.read_bytes() != after.encode()
+
+
+def _write(file: Path, text: str) -> None:
+    """Replace the file whole or not at all; a link keeps pointing at it."""
+    target = Path(os.path.realpath(file))
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "wb") as out:
+            out.write(text.encode())
+        shutil.copymode(target, name)
+        os.replace(name, target)
+    except BaseException:
+        os.unlink(name)
+        raise
