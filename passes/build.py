@@ -51,7 +51,13 @@ class Builder:
     module: nn.Module
     traced: Traced
     ranks: Ranks
-    late: list[Callable[[], None]] = field(default_factory=list)
+    _shared: dict[object, Any] = field(default_factory=dict)
+
+    def shared(self, key: object, make: Callable[[], Any]) -> Any:
+        """One object for all modules that ask with this key."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
 
     def at(self, fqn: str) -> nn.Module:
         """The module of this name in the copy that is being built."""
@@ -126,10 +132,7 @@ def build(
 
 def _check_axes(plan: Plan) -> None:
     """Every axis must have work to do: ranks along an idle one would all do the same."""
-    used = {axis for r in plan.replicas for over in r.axes for axis in plan.mesh.fold(over)}
-    used |= {a for bs in plan.boundaries.values() for b in bs for a in plan.mesh.fold(b.axis)}
-    used |= {a for layout in plan.layouts.values() for s in layout.axes for a in plan.mesh.fold(s)}
-    used |= {a for cut in plan.cuts for a in plan.mesh.fold(cut.axis)}
+    used = plan.used_axes
     for axis, size in plan.mesh.axes:
         if size > 1 and axis not in used:
             raise Refusal(
@@ -467,6 +470,15 @@ def _positions(blocks: Sequence[int], size: int, parts: int, place: int) -> list
         found += range(start + place * length, start + (place + 1) * length)
         start += int(block * scale)
     return found
+
+
+def part_weight(
+    plan: Plan, sample: Mapping[str, Any], loss: Loss | None, weight: Weight | None, parts: int
+) -> Weight:
+    """What a part of a batch weighs, as `build` decides it from a sample part."""
+    if weight is not None:
+        return weight
+    return _weight(plan, propagate(Plan.empty(plan.model), sample, loss), parts)
 
 
 def _weight(plan: Plan, traced: Traced, parts: int) -> Weight:

@@ -87,8 +87,10 @@ class Sequential:
         """The output in eval mode."""
         import torch
 
+        from schedlang.runtime.scope import Scope, entered
+
         self.module.eval()
-        with torch.no_grad():
+        with torch.no_grad(), entered(Scope(self._steps, 0, tuple(range(rows(batch))))):
             return self.module(**batch)
 
     def gradients(self) -> Mapping[str, Tensor | None]:

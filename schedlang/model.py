@@ -35,13 +35,6 @@ class ParameterFact:
     names: tuple[str, ...]  # all names of the same tensor, itself first
 
     @property
-    def computes_as(self, fqn: str, name: str) -> bool:
-        """Does the module run the forward of its base class `name`, unchanged?"""
-        module = self._modules[fqn]
-        base = next((c for c in type(module).__mro__ if c.__name__ == name), None)
-        own = "forward" in vars(module)
-        return base is not None and not own and type(module).forward is base.forward
-
     def numel(self) -> int:
         """The number of elements."""
         count = 1
@@ -98,6 +91,7 @@ class ModelFacts:
         self.model = model
         self.class_name = type(model).__name__
         self._modules = dict(model.named_modules(remove_duplicate=False))
+        self.cache: dict[object, object] = {}  # answers of probes, by what was asked
 
     @cached_property
     def parameters(self) -> Mapping[str, ParameterFact]:

@@ -153,6 +153,15 @@ class Plan:
         return frozenset(name for a in self.actions for name in a.primitive.gives_up)
 
     @property
+    def used_axes(self) -> frozenset[str]:
+        """The plain axes that some row uses."""
+        over = [axis for r in self.replicas for axis in r.axes]
+        over += [b.axis for boundaries in self.boundaries.values() for b in boundaries]
+        over += [axis for layout in self.layouts.values() for axis in layout.axes]
+        over += [cut.axis for cut in self.cuts]
+        return frozenset(plain for axis in over for plain in self.mesh.fold(axis))
+
+    @property
     def data_axes(self) -> tuple[str, ...]:
         """The plain axes whose ranks see different rows of the batch, in mesh order."""
         named = {axis for r in self.replicas for over in r.axes for axis in self.mesh.fold(over)}

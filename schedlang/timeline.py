@@ -108,10 +108,12 @@ class Timeline:
 
     @cached_property
     def stages(self) -> int:
+        """How many stages there are, over all ranks."""
         return int(self.stage.max()) + 1 if len(self) else 0
 
     @cached_property
     def microbatches(self) -> int:
+        """How many microbatches there are."""
         return int(self.microbatch.max()) + 1 if len(self) else 0
 
     @cached_property

@@ -198,6 +198,7 @@ class _Table:
         return found
 
     def name(self, flat: Any) -> str:
+        """A place of the table in words."""
         replica, stage, microbatch, part = np.unravel_index(int(flat), self.shape)
         text = f"stage {stage}, microbatch {microbatch}"
         text += f", slice {part}" if self.shape[3] > 1 else ""

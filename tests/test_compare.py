@@ -166,6 +166,13 @@ def test_each_kind_of_tensor_is_compared(expected: Observation) -> None:
             assert first is not None and (first.kind, first.name) == (key.kind, key.name)
 
 
+def test_no_gradient_may_be_told_by_none_or_by_silence(expected: Observation) -> None:
+    """An unused parameter without a gradient is equal to one that is not named at all."""
+    kept = {k: v for k, v in copy.deepcopy(expected.tensors).items() if v is not None}
+    assert len(kept) < len(expected.tensors)
+    assert Report(compare(expected, replace(expected, tensors=kept))).ok
+
+
 def test_sets_ties_and_replicas_are_compared(expected: Observation) -> None:
     """A lost key, a broken tie, and copies that differ fail, each under its name."""
     key = Key("SGD", "trainable set", 0, "")

@@ -1,6 +1,7 @@
 """Tests of launch: jobs on local ranks, their failures, and what is left of them."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.runtime.launch import Hang, Pool, RankDied, progress
+from schedlang.runtime.launch import Hang, Pool, RankDied, modules_of, progress
 
 ROOT = Path(__file__).parent.parent
 
@@ -243,10 +244,12 @@ print("fine")
 
 @pytest.mark.parametrize("kind", ["ends", "interrupted", "killed"])
 def test_nothing_is_left_behind(kind: str, tmp_path: Path) -> None:
-    """However a script ends, its ranks and their server end too; `__main__` is not run again."""
+    """However a script ends, its ranks, server and files go too; `__main__` is not rerun."""
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(SCRIPT))
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch)}
     script = subprocess.Popen(
         [sys.executable, str(path), kind], stdout=subprocess.PIPE, text=True, env=environ
     )
@@ -260,3 +263,38 @@ def test_nothing_is_left_behind(kind: str, tmp_path: Path) -> None:
     assert lines[0] == ["once"] and "once" not in rest
     assert (script.returncode == 0 and "fine" in rest) == (kind == "ends")
     assert len(set(pids)) == 3 and _gone(pids)
+    assert not list(scratch.iterdir())
+
+
+def test_a_dead_server_is_replaced() -> None:
+    """If the server is killed its ranks go with it, the job says so, and the next one works."""
+    with Pool() as pool:
+        pids = pool.run(os.getpid, 2)
+        pool._server.kill()
+        assert _gone(pids)
+        assert pool.run(_sum_of_ranks, 2) == [1, 1]
+
+        def kill_it() -> None:
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(100)
+
+        with pytest.raises(RankDied, match="fork server"):
+            pool.run(kill_it, 2)
+        assert pool.run(_sum_of_ranks, 2) == [1, 1]
+
+
+def test_what_the_first_job_names_is_imported_once(tmp_path: Path) -> None:
+    """A module that the pickled job refers to is imported by the server, before the ranks."""
+    (tmp_path / "slow_to_import.py").write_text(
+        "import os\nPID = os.getpid()\ndef pid(): return PID\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        import slow_to_import
+
+        assert "slow_to_import" in modules_of(pickle.dumps(slow_to_import.pid))
+        with Pool(files={"slow_to_import": tmp_path / "slow_to_import.py"}) as pool:
+            assert len(set(pool.run(slow_to_import.pid, 3))) == 1
+    finally:
+        sys.path.remove(str(tmp_path))
+        del sys.modules["slow_to_import"]

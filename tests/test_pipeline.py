@@ -313,10 +313,13 @@ def test_split_can_be_off() -> None:
     def on_op(event: Event) -> None:
         ready = model.head.weight.grad
         seen.append((event.op.kind.name, None if ready is None else ready.clone()))
+        announced.append(event.last)
 
+    announced: list[bool] = []
     pipe.run(split(batch, 2), on_op=on_op)
     kinds = [kind for kind, _ in seen]
     assert kinds == ["F", "I", "F", "W", "I", "W"]
+    assert announced == [False, False, False, False, True, False]
     assert seen[1][1] is None and seen[2][1] is not None
     assert torch.equal(seen[3][1], seen[2][1]) and torch.equal(seen[5][1], model.head.weight.grad)
 

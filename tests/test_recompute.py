@@ -387,7 +387,7 @@ def test_layers_are_one_each():
     block = Block()
     checkpoint(block)
     checkpoint(block, ("linear",))
-    layer = layers_of(block).layers["checkpoint"]
+    layer = layers_of(block).kinds["checkpoint"]
     assert isinstance(layer, Checkpoint) and layer.save == ("linear",)
-    assert list(layers_of(block).layers) == ["checkpoint"]
+    assert list(layers_of(block).kinds) == ["checkpoint"]
     assert "forward" not in block.state_dict()

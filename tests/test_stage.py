@@ -12,10 +12,12 @@ from schedlang.diagnostic import Refusal
 from schedlang.passes import stages as cuts
 from schedlang.runtime.graph import cut
 from schedlang.runtime.meta import hollow_model
+from schedlang.runtime.pipeline import Pipeline
 from schedlang.runtime.record import record
 from schedlang.runtime.split import SplitBackward
 from schedlang.runtime.stage import Stage, Stub, enter
 from schedlang.runtime.units import Switch, in_trunk, units_of
+from schedlang.timeline import Kind, Op, timeline
 from tests import models
 
 
@@ -49,10 +51,12 @@ def test_units_at_inner_modules() -> None:
 
 def test_record_touches_nothing() -> None:
     """Recording leaves parameters, buffers, hooks, gradients and the model's own calls as found."""
-    model, batch = models.gpt2(2), models.tokens(2)
+    model, batch = models.gpt2(2, dropout=0.5), models.tokens(2)
+    state = torch.get_rng_state()
     before = {n: (id(p), p._version) for n, p in model.named_parameters()}
     meta, real = graph_of(model, batch), graph_of(model, batch, meta=False)
     assert before == {n: (id(p), p._version) for n, p in model.named_parameters()}
+    assert torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in model.parameters())
     assert all("_compiled_call_impl" not in vars(m) for m in model.modules())
     assert all(not m._forward_pre_hooks and not m._forward_hooks for m in model.modules())
@@ -94,12 +98,14 @@ class Odd(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
         self.how = how
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         order = {"loop": (0, 1, 1, 2), "reversed": (0, 2, 1), "skipped": (0, 1)}
         for k in order.get(self.how, (0, 1, 2)):
             x = self.layers[k](x)
             if self.how == "value" and x.sum().item() > 0:
                 x = x * 2
+        if self.how == "batch" and rows is not None:
+            x = x[rows.nonzero()[:, 0]]
         return (x**2).mean()
 
 
@@ -127,12 +133,65 @@ def test_loop_is_no_trunk() -> None:
 def test_value_that_decides() -> None:
     """A value read by Python is refused without data; with data its source is sent to all."""
     batch = {"x": torch.ones(2, 3)}
-    with pytest.raises(Refusal, match="reads the value of a tensor") as caught:
+    with pytest.raises(Refusal, match="between units reads the value") as caught:
         graph_of(Odd("value"), batch)
     assert caught.value.diagnostic.code == "S611"
     names = ["layers.0", "layers.1", "layers.2"]
     graph = record(Odd("value"), names, batch, meta=False)
     assert graph.final.tokens == {(0, 0), (1, 0), (2, 0)}
+
+
+def test_values_of_the_batch() -> None:
+    """Code between units may ask for values of the batch: they are known without weights too."""
+    batch = {"x": torch.ones(4, 3), "rows": torch.tensor([True, False, True, True])}
+    graph = graph_of(Odd("batch"), batch)
+    assert graph.final.tokens == {(2, 0)}
+
+
+class Choosing(nn.Module):
+    """Looks at its values, and at how many are positive, before it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        rows = torch.nonzero(x[:, 0] > 0)[:, 0]
+        extra = other if x.sum() > 0 else torch.zeros_like(other)
+        return self.mix(x).index_add(0, rows, x[rows]) + extra
+
+
+class Chosen(nn.Module):
+    """Units whose computation depends on values, but whose output shape does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Choosing() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.layers[0](x, x)
+        for layer in self.layers[1:]:
+            x = layer(x, first)
+        return x.square().mean()
+
+
+def test_values_inside_units() -> None:
+    """A unit may look at values: it then reads all its arguments, and its stub has a shape."""
+    model, batch = Chosen().double(), {"x": torch.rand(4, 3, dtype=torch.float64)}
+    graph = graph_of(model, batch)
+    assert graph.reads[2].tokens == {(0, 0), (1, 0)}
+    model(**batch).backward()
+    wanted = {n: p.grad for n, p in model.named_parameters()}
+    model.zero_grad()
+    made = cut(graph, [0, 1, 2])
+    plan = timeline(
+        [[Op(k, s, 0) for k, r in ((Kind.F, (0, 1, 2)), (Kind.B, (2, 1, 0))) for s in r]]
+    )
+    switch, stub = Switch(model, graph.units), Stub(hollow_model(model, {}), made)
+    stages = {s: Stage(model, made, s, switch=switch, stub=stub) for s in range(3)}
+    Pipeline(stages, plan, {s: 0 for s in range(3)}).run([batch])
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad, wanted[name], rtol=1e-14, atol=0), name
 
 
 class Leaving(nn.Linear):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.fx.experimental import _config as shapes
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from schedlang.diagnostic import Refusal
-from schedlang.runtime.graph import refusal
-
-LIMIT = 1 << 24  # elements; masks and positions are small, anything larger is not followed
+LIMIT = 1 << 22  # bytes; padding masks and positions are small, anything larger is not followed
 
 
 class Constants:
@@ -37,23 +35,41 @@ class Constants:
         func: Any,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        refuse: Callable[[Any], Exception],
+        unknown: Callable[[Any], Any],
     ) -> Any:
-        """The operator's result; a value that must be known and is not raises `refuse(func)`."""
+        """The operator's result; what a value that is not known becomes is for `unknown(func)`."""
         if func._schema.name == "aten::_local_scalar_dense" and args[0].is_meta:
             value = self._real(args[0])
-            if value is None:
-                raise refuse(func)
-            return value.item()
-        shadow = self._shadow(func, args, kwargs)
-        output = func(*args, **kwargs)
+            return unknown(func) if value is None else value.item()
+        try:
+            output = func(*args, **kwargs)
+        except NotImplementedError:  # the shape depends on values
+            return self._sized(func, args, kwargs, unknown)
+        made = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.is_meta]
+        if not made:
+            if func._schema.is_mutable:
+                self._forget(t for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor))
+            return output
+        small = all(t.untyped_storage().nbytes() <= LIMIT for t in made)
+        shadow = self._shadow(func, args, kwargs) if small else None
         if shadow is not None:
             for bare, value in zip(pytree.tree_leaves(output), pytree.tree_leaves(shadow)):
-                known = not isinstance(bare, torch.Tensor) or _storage(bare) in self.values
-                if not known and bare.is_meta:
+                if isinstance(bare, torch.Tensor) and _storage(bare) not in self.values:
                     self._keep(bare, value)
         elif func._schema.is_mutable:
-            self._forget(output)
+            self._forget(made)
+        return output
+
+    def _sized(self, func: Any, args: Any, kwargs: Any, unknown: Callable[[Any], Any]) -> Any:
+        """The result of an operator whose shape only values tell."""
+        shadow = self._shadow(func, args, kwargs)
+        if shadow is None:
+            unknown(func)
+            with shapes.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
+                return func(*args, **kwargs)
+        output = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), shadow)
+        for bare, value in zip(pytree.tree_leaves(output), pytree.tree_leaves(shadow)):
+            self._keep(bare, value)
         return output
 
     def _shadow(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -89,23 +105,25 @@ class Constants:
 
     def _keep(self, bare: torch.Tensor, value: torch.Tensor) -> None:
         size = bare.untyped_storage().nbytes() // max(1, bare.element_size())
-        if size > LIMIT or bare.shape != value.shape:
+        if bare.untyped_storage().nbytes() > LIMIT or bare.shape != value.shape:
             return
         flat = torch.zeros(size, dtype=value.dtype)
         flat.as_strided(bare.shape, bare.stride(), bare.storage_offset()).copy_(value)
         self.values[_storage(bare)] = flat
         self.alive.append(bare.untyped_storage())
 
-    def _forget(self, output: Any) -> None:
-        for bare in pytree.tree_leaves(output):
-            if isinstance(bare, torch.Tensor) and bare.is_meta:
-                self.values.pop(_storage(bare), None)
+    def _forget(self, written: Iterable[torch.Tensor]) -> None:
+        for bare in written:
+            self.values.pop(_storage(bare), None)
 
 
 class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets a model run on meta tensors although it asks for values of its arguments."""
+    """Lets a model run on meta tensors although it asks for values.
 
-    def __init__(self, real: Any, meta: Any) -> None:
+    `real` and `meta` are its arguments, of which values are known; other values are taken as 0.
+    """
+
+    def __init__(self, real: Any = (), meta: Any = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.constants = Constants()
         self.constants.know(real, meta)
@@ -113,17 +131,7 @@ class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return self.constants.run(func, args, kwargs or {}, no_value)
-
-
-def no_value(func: Any, where: str = "") -> Refusal:
-    """What to raise where a value is asked for that is not known."""
-    return refusal(
-        "S611",
-        where,
-        f"reads the value of a tensor ({func._schema.name}) while recorded without data",
-        "record it on real tensors",
-    )
+        return self.constants.run(func, args, kwargs or {}, lambda func: 0)
 
 
 def _storage(tensor: torch.Tensor) -> int:

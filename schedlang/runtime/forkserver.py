@@ -18,11 +18,11 @@ import os
 import pickle
 import re
 import select
+import shutil
 import signal
 import socket
 import struct
 import sys
-import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -72,48 +72,60 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
 # ---- the server ----------------------------------------------------------------------------------
 
 
-def main(control_fd: int, preload: Sequence[str], files: Mapping[str, str]) -> None:
+def main(control_fd: int, preload: Sequence[str], files: Mapping[str, str], scratch: str) -> None:
     """Serve on an inherited socket until its other end is closed or the parent is gone."""
     control = socket.socket(fileno=control_fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
-    for name in preload:
-        with contextlib.suppress(Exception):  # a rank that needs it will say why it fails
-            importlib.import_module(name)
-    with contextlib.suppress(Exception):
-        load_files(files)
-    gc.freeze()  # keep the collector from touching, and so copying, what the ranks share
+    _import(preload, files)
     alive: dict[int, int] = {}
+    try:
+        _serve(control, alive)
+    except (EOFError, OSError):
+        pass  # the parent is gone
+    finally:
+        _kill(alive)
+        shutil.rmtree(scratch, ignore_errors=True)  # a parent that was killed cannot
+
+
+def _import(names: Sequence[str], files: Mapping[str, str]) -> None:
+    with contextlib.suppress(Exception):  # a rank that needs it will say why it fails
+        load_files(files)
+    for name in names:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    gc.freeze()  # keep the collector from touching, and so copying, what the ranks share
+
+
+def _serve(control: socket.socket, alive: dict[int, int]) -> None:
     wake_r, wake_w = os.pipe()
-    sources: list[Any] = [control, wake_r]
     os.set_blocking(wake_w, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_w)
     parent = os.getppid()
-    try:
-        while os.getppid() == parent:
-            ready, _, _ = select.select(sources, [], [], 1.0)
-            if wake_r in ready:
-                os.read(wake_r, 1024)
-            _reap(alive, control)
-            if control in ready:
-                message, fds = receive(control)
-                if message[0] == "fork":
-                    pid = os.fork()
-                    if pid == 0:
-                        _become_rank(
-                            message[1], message[2], fds[0], (control.fileno(), wake_r, wake_w)
-                        )
-                    os.close(fds[0])
-                    alive[pid] = message[1]
-                    send(control, ("pid", message[1], pid))
-                else:
-                    _kill(alive)
-                    _reap(alive, control, wait=True)
-                    send(control, ("killed",))
-    except (EOFError, OSError):
-        pass
-    finally:
-        _kill(alive)
+    sources: list[Any] = [control, wake_r]
+    while os.getppid() == parent:
+        ready, _, _ = select.select(sources, [], [], 1.0)
+        if wake_r in ready:
+            os.read(wake_r, 1024)
+        _reap(alive, control)
+        if control not in ready:
+            continue
+        message, fds = receive(control)
+        if message[0] == "import":
+            _import(message[1], message[2])
+            continue
+        if message[0] == "kill":
+            _kill(alive)
+            _reap(alive, control, wait=True)
+            send(control, ("killed",))
+            continue
+        _, rank, log = message
+        pid = os.fork()
+        if pid == 0:
+            _become_rank(rank, log, fds[0], (control.fileno(), wake_r, wake_w))
+        os.close(fds[0])
+        alive[pid] = rank
+        send(control, ("pid", rank, pid))
 
 
 def _reap(alive: dict[int, int], control: socket.socket, wait: bool = False) -> None:
@@ -257,8 +269,3 @@ def _leave() -> None:
         dist.barrier()  # whoever closes first could cut off what is still on its way
         dist.destroy_process_group()
     gc.collect()
-
-
-def scratch() -> str:
-    """A directory for stores and logs."""
-    return tempfile.mkdtemp(prefix="schedlang-")

@@ -3,12 +3,19 @@
 The layers become the instance's `forward`, inside `__call__`: the module's own hooks see each call
 once, and its class, parameters, children, names and state_dict do not change.  Layers keep a fixed
 order, whichever was put on first: from the inside out as in `ORDER`.
+
+The new forward is a bound method of a function that all instances of a class share, and everything
+else lies in the instance.  A deep copy then has layers bound to the copy, where closures would go
+on calling the original with its parameters; and torch.compile takes equal modules for equal.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -16,31 +23,32 @@ from torch import nn
 ORDER = ("kernel", "fuse", "checkpoint", "offload")
 
 Layer = Callable[..., Any]  # layer(inner, *args, **kwargs) calls inner, or computes in its place
+_SLOT = "_schedlang_forward"
 
 
-class Forward:
-    """The forward of a module with layers around it.
+class Layers:
+    """What lies around a module's forward: `original`, and at most one layer of each kind."""
 
-    An object, not a closure: a deep copy of the module then has layers bound to the copy, as it has
-    methods; closures would go on calling the original with the original's parameters.
-    """
-
-    def __init__(self, original: Callable[..., Any]) -> None:
-        self.__wrapped__ = original  # inspect.signature follows it
-        self.layers: dict[str, Layer] = {}
-        self.chain = original
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the outermost layer."""
-        return self.chain(*args, **kwargs)
+    def __init__(self, original: Callable[..., Any] | None) -> None:
+        self.original = original  # of the instance; None: its class's own
+        self.kinds: dict[str, Layer] = {}
+        self.order: tuple[Layer, ...] = ()  # from the inside out
 
     def put(self, kind: str, layer: Layer) -> None:
         """Add or replace the layer of a kind."""
-        self.layers[kind] = layer
-        self.chain = self.__wrapped__
-        for name in ORDER:
-            if name in self.layers:
-                self.chain = partial(self.layers[name], self.chain)
+        self.kinds[kind] = layer
+        self.order = tuple(self.kinds[name] for name in ORDER if name in self.kinds)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layers:
+        """The layers of a copy of the module, bound to the copy."""
+        twin = Layers(copy.deepcopy(self.original, memo))
+        for kind, layer in self.kinds.items():
+            twin.put(kind, copy.deepcopy(layer, memo))
+        return twin
+
+    def __reduce__(self) -> Any:
+        """Refuse to be pickled: a method of an instance would come back as that of its class."""
+        raise TypeError("a module with layers around its forward cannot be pickled; its state can")
 
 
 def wrap(module: nn.Module, kind: str, layer: Layer) -> None:
@@ -49,26 +57,54 @@ def wrap(module: nn.Module, kind: str, layer: Layer) -> None:
     Whatever forward the instance has at the first call is the innermost.
     """
     assert kind in ORDER, kind
-    forward = layers_of(module)
-    if forward is None:
-        forward = Forward(module.forward)
-        module.forward = forward
-    forward.put(kind, layer)
+    layers = layers_of(module)
+    if layers is None:
+        layers = Layers(vars(module).get("forward"))
+        setattr(module, _SLOT, layers)
+        owner: Any = type(module)
+        module.forward = MethodType(_layered(owner), module)
+    layers.put(kind, layer)
 
 
-def layers_of(module: nn.Module) -> Forward | None:
+def layers_of(module: nn.Module) -> Layers | None:
     """The layers around the forward of a module; None if it has its own."""
-    found = vars(module).get("forward")
-    return found if isinstance(found, Forward) else None
+    return vars(module).get(_SLOT)
+
+
+def plain_forward(module: nn.Module) -> Callable[..., Any]:
+    """The forward below all layers."""
+    layers = layers_of(module)
+    if layers is None:
+        found: Callable[..., Any] = module.forward
+    elif layers.original is not None:
+        found = layers.original
+    else:
+        found = partial(type(module).forward, module)  # torch.compile cannot trace MethodType
+    return found
 
 
 def unwrap(module: nn.Module) -> None:
     """Take all layers off again."""
-    forward = layers_of(module)
-    if forward is None:
+    layers = layers_of(module)
+    if layers is None:
         return
-    inner = forward.__wrapped__
-    if getattr(inner, "__self__", None) is module:
-        del module.forward
-    else:
-        module.forward = inner
+    del module.forward
+    if layers.original is not None:
+        module.forward = layers.original
+    delattr(module, _SLOT)
+
+
+@functools.cache
+def _layered(owner: Any) -> Callable[..., Any]:
+    """The forward of all wrapped modules of one class."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call = plain_forward(self)
+        layers = layers_of(self)
+        assert layers is not None
+        for layer in layers.order:
+            call = partial(layer, call)
+        return call(*args, **kwargs)
+
+    forward.__wrapped__ = owner.forward  # type: ignore[attr-defined]  # for inspect.signature
+    return forward

@@ -48,8 +48,8 @@ class StageGraph:
     """The units of a model in call order and what flows between them; a value without tensors.
 
     `final` is what the loss and the outputs read. `between[k]` are the parameters and buffers that
-    the code before unit k touches (k = number of units: after the last). `owners` are the units that read a parameter
-    themselves; a parameter that only code between units reads is owned by none of them.
+    the code before unit k touches (k = number of units: after the last). `owners` are the units
+    that read a parameter themselves; one that only code between units reads is owned by none.
     `partial` are outputs (by path) made of values inside the units given: only the stages of
     those units have them.
     """
@@ -78,6 +78,7 @@ class Cut:
 
     @cached_property
     def stages(self) -> int:
+        """How many stages there are."""
         return self.stage_of[-1] + 1
 
     def units(self, stage: int) -> range:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import pickletools
 import select
 import selectors
 import shutil
@@ -27,99 +28,30 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from schedlang.diagnostic import Refusal
 from schedlang.runtime import forkserver
 from schedlang.runtime.cpu import cpu_seconds
 from schedlang.runtime.forkserver import progress
+from schedlang.runtime.job import Hang, Job, Rank, RankDied, account, judge, unpickled
 
 __all__ = ["Hang", "Pool", "RankDied", "progress"]
 
 _TICK = 0.25  # seconds between two looks at the ranks
-_GRACE = 1.0  # seconds to wait for the cause when a consequence arrives first
 _SLEEPING = 1 / 30  # of one core: below this a rank waits (one that polls a store takes 1/100)
-
-
-class RankDied(Exception):
-    """A rank raised an exception or ended; `error` is its account, `cause` its exception."""
-
-    def __init__(self, rank: int, error: str, cause: BaseException | None = None) -> None:
-        super().__init__(f"rank {rank} failed\n{error}")
-        self.rank, self.error, self.cause = rank, error, cause
-
-
-class Hang(Exception):
-    """No rank got on for too long; `stacks` says where each of them stands."""
-
-    def __init__(self, why: str, stacks: Mapping[int, str]) -> None:
-        lines = [f"rank {rank}:\n{stack}" for rank, stack in sorted(stacks.items())]
-        super().__init__("\n".join([why, *lines]))
-        self.why, self.stacks = why, dict(stacks)
-
-
-@dataclass
-class _Rank:
-    rank: int
-    sock: socket.socket
-    log: Path
-    pid: int = 0
-    buffer: bytearray = field(default_factory=bytearray)
-    open: bool = True
-
-    def read(self) -> list[Any]:
-        """The messages that have arrived whole; notes when the other end is closed."""
-        try:
-            chunk = self.sock.recv(1 << 20)
-        except ConnectionError:
-            chunk = b""
-        self.open = bool(chunk)
-        self.buffer += chunk
-        return _frames(self.buffer)
-
-
-def _frames(buffer: bytearray) -> list[Any]:
-    messages = []
-    size = forkserver.HEADER.size
-    while len(buffer) >= size:
-        end = size + forkserver.HEADER.unpack(buffer[:size])[0]
-        if len(buffer) < end:
-            break
-        messages.append(pickle.loads(buffer[size:end]))
-        del buffer[:end]
-    return messages
-
-
-@dataclass
-class _Job:
-    """What is known of a running job."""
-
-    world: int
-    on_progress: Callable[[int, Any], None] | None
-    results: dict[int, Any] = field(default_factory=dict)
-    failures: list[tuple[int, int, str, BaseException | None]] = field(default_factory=list)
-    first_failure: float = 0.0
-    moved: float = field(default_factory=time.monotonic)
-    spent: dict[int, float] = field(default_factory=dict)  # CPU seconds by process, then
-
-    def fail(self, weight: int, rank: int, text: str, cause: BaseException | None = None) -> None:
-        """Note a failure; the lightest is the cause: 0 died, 1 raised, 2 a consequence."""
-        self.first_failure = self.first_failure or time.monotonic()
-        self.failures.append((weight, rank, text, cause))
 
 
 class Pool:
     """Local ranks, started when first needed and again after a failure.
 
-    `preload` are modules imported once before the ranks are forked; `files` maps module names to
-    files that cannot be imported by name, such as a model file; both only make starting faster or
-    unpickling possible.
+    `preload` are modules imported before the ranks are forked, besides those that the first job
+    names; `files` maps module names to files that cannot be imported by name, such as a model file.
     """
 
     def __init__(
@@ -128,18 +60,20 @@ class Pool:
         files: Mapping[str, str | Path] | None = None,
     ) -> None:
         self.files = {name: str(path) for name, path in (files or {}).items()}
-        self._scratch = Path(forkserver.scratch())
-        self._ranks: list[_Rank] = []
+        self._scratch = Path(tempfile.mkdtemp(prefix="schedlang-"))  # stores, logs
+        self._ranks: list[Rank] = []
         self._jobs = 0
         self._lock = threading.Lock()
         self._start(tuple(preload))
 
     def _start(self, preload: tuple[str, ...]) -> None:
         self._preload, self._owner = preload, os.getpid()
+        self._scratch.mkdir(exist_ok=True)
         self._control, theirs = socket.socketpair()
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; from schedlang.runtime import forkserver; "
-            f"forkserver.main({theirs.fileno()}, {preload!r}, {self.files!r})"
+            f"forkserver.main({theirs.fileno()}, {preload!r}, {self.files!r}, "
+            f"{str(self._scratch)!r})"
         )
         self._server = subprocess.Popen(
             [sys.executable, "-c", code],
@@ -148,7 +82,7 @@ class Pool:
             start_new_session=True,  # an interrupt at the terminal is for us alone
         )
         theirs.close()
-        self._inbox = _Rank(-1, self._control, self._scratch / "server")
+        self._inbox = Rank(-1, self._control, self._scratch / "server")
         # the server ends when our end is closed, so this is all there is to tidy up
         self._finalizer = weakref.finalize(self, _end, self._control, self._server, self._scratch)
 
@@ -183,13 +117,13 @@ class Pool:
         assert os.getpid() == self._owner and self._finalizer.alive, "a pool belongs to one process"
         with self._lock:
             blob = cloudpickle.dumps((fn, args))
-            job = _Job(world, on_progress)
+            job = Job(world, on_progress)
             self._jobs += 1
             store = self._scratch / f"store{self._jobs}"
             setup = {"path": sys.path, "files": self.files, "store": str(store)}
             setup["environ"] = dict(environ or {})
             try:
-                self._grow(world, job)
+                self._grow(world, job, blob)
                 for rank in self._ranks[:world]:
                     self._send(rank, pickle.dumps((world, setup, blob)))
                 self._watch(job, timeout, hang_after)
@@ -200,7 +134,7 @@ class Pool:
                 store.unlink(missing_ok=True)
             return [job.results[rank] for rank in range(world)]
 
-    def _grow(self, world: int, job: _Job) -> None:
+    def _grow(self, world: int, job: Job, blob: bytes) -> None:
         """Fork ranks until there are enough; after a death between two jobs, all of them."""
         if self._server.poll() is not None:
             self._restart()
@@ -208,12 +142,14 @@ class Pool:
             self._hear_server(None)
         if any(rank.pid == 0 or not rank.open for rank in self._ranks):
             self._kill()
+        if len(self._ranks) < world:  # imported once in the server, not by each rank
+            forkserver.send(self._control, ("import", modules_of(blob), self.files))
         for number in range(len(self._ranks), world):
             ours, theirs = socket.socketpair()
             log = self._scratch / f"rank{number}.log"
             forkserver.send(self._control, ("fork", number, str(log)), [theirs.fileno()])
             theirs.close()
-            self._ranks.append(_Rank(number, ours, log))
+            self._ranks.append(Rank(number, ours, log))
         while any(rank.pid == 0 for rank in self._ranks):
             self._hear_server(job)
 
@@ -225,13 +161,13 @@ class Pool:
         self._control.close()
         self._start(self._preload)
 
-    def _send(self, rank: _Rank, data: bytes) -> None:
+    def _send(self, rank: Rank, data: bytes) -> None:
         try:
             forkserver.send_bytes(rank.sock, data)
         except ConnectionError:
             rank.open = False  # the server will say how it died
 
-    def _hear_server(self, job: _Job | None) -> bool:
+    def _hear_server(self, job: Job | None) -> bool:
         """Take in what the server says; True once it confirms a kill."""
         killed = False
         messages = self._inbox.read()
@@ -245,15 +181,15 @@ class Pool:
             elif rank := self._known(message[1], message[2]):
                 rank.open, rank.pid = False, 0
                 if job and rank.rank < job.world and rank.rank not in job.results:
-                    job.fail(0, rank.rank, _account(message[3], rank.log))
+                    job.fail(0, rank.rank, account(message[3], rank.log))
         return killed
 
-    def _known(self, number: int, pid: int) -> _Rank | None:
+    def _known(self, number: int, pid: int) -> Rank | None:
         """The rank if this process is still the one that we mean."""
         rank = self._ranks[number] if number < len(self._ranks) else None
         return rank if rank is not None and rank.pid == pid else None
 
-    def _watch(self, job: _Job, timeout: float | None, hang_after: float) -> None:
+    def _watch(self, job: Job, timeout: float | None, hang_after: float) -> None:
         """Until all results are there; raises what went wrong."""
         end = None if timeout is None else time.monotonic() + timeout
         with selectors.DefaultSelector() as selector:
@@ -268,26 +204,24 @@ class Pool:
                         self._hear_rank(job, key.data)
                         if not key.data.open:
                             selector.unregister(key.data.sock)
-                _judge(job)
+                judge(job)
                 self._doubt(job, end, timeout, hang_after)
 
-    def _hear_rank(self, job: _Job, rank: _Rank) -> None:
+    def _hear_rank(self, job: Job, rank: Rank) -> None:
         for kind, *what in rank.read():
             job.moved, job.spent = time.monotonic(), self._spent(job)
             if kind == "done":
                 job.results[rank.rank] = pickle.loads(what[0])
             elif kind == "error":
-                cause = _unpickled(what[2])
+                cause = unpickled(what[2])
                 job.fail(2 if what[1] else 1, rank.rank, what[0], cause)
             elif job.on_progress is not None and what[0] is not None:
                 job.on_progress(rank.rank, what[0])
 
-    def _spent(self, job: _Job) -> dict[int, float]:
+    def _spent(self, job: Job) -> dict[int, float]:
         return {r.pid: cpu_seconds([r.pid]) for r in self._ranks[: job.world] if r.pid}
 
-    def _doubt(
-        self, job: _Job, end: float | None, timeout: float | None, hang_after: float
-    ) -> None:
+    def _doubt(self, job: Job, end: float | None, timeout: float | None, hang_after: float) -> None:
         """Raise Hang if no rank gets on, see the top of this file."""
         now = time.monotonic()
         if end is not None and now > end:
@@ -301,7 +235,7 @@ class Pool:
         elif now - job.moved > hang_after:
             raise Hang(f"no rank got on for {hang_after:g} s", self._stacks(job))
 
-    def _stacks(self, job: _Job) -> dict[int, str]:
+    def _stacks(self, job: Job) -> dict[int, str]:
         """Where the main thread of each unfinished rank stands, innermost call first."""
         waiting = [r for r in self._ranks[: job.world] if r.pid and r.rank not in job.results]
         sizes = {r.rank: r.log.stat().st_size for r in waiting}
@@ -328,32 +262,10 @@ class Pool:
         self._ranks = []
 
 
-def _judge(job: _Job) -> None:
-    """Raise the cause of a failure: if it is a consequence, once the others had time to speak."""
-    if not job.failures:
-        return
-    weight, rank, text, cause = min(job.failures, key=lambda f: f[:2])
-    grace = _GRACE if weight == 2 else _TICK / 2
-    if weight and time.monotonic() - job.first_failure < grace:
-        return
-    if isinstance(cause, Refusal):
-        raise cause
-    raise RankDied(rank, text, cause)
-
-
-def _account(code: int, log: Path) -> str:
-    """How a process ended, and its last words."""
-    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    words = log.read_text(errors="replace").strip().splitlines()[-20:] if log.exists() else []
-    return "\n".join([how, *words])
-
-
-def _unpickled(data: bytes) -> BaseException | None:
-    try:
-        error = pickle.loads(data) if data else None
-    except Exception:
-        return None
-    return error if isinstance(error, BaseException) else None
+def modules_of(blob: bytes) -> tuple[str, ...]:
+    """The modules imported here that a pickle names."""
+    words = {arg for _, arg, _ in pickletools.genops(blob) if isinstance(arg, str)}
+    return tuple(sorted(word for word in words if word in sys.modules and word != "__main__"))
 
 
 def _end(control: socket.socket, server: subprocess.Popen[bytes], scratch: Path) -> None:

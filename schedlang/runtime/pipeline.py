@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
-from schedlang.runtime.graph import Token
+from schedlang.runtime.graph import Token, refusal
 from schedlang.runtime.mail import Layout, Mail, layout_of
 from schedlang.runtime.split import SplitBackward
 from schedlang.runtime.stage import Stage, enter, signature
@@ -45,7 +45,6 @@ class _Flight:
     edges: Mapping[Token, GradientEdge]
     layouts: dict[int, Layout]
     loss: torch.Tensor | None = None
-    grads: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     split: SplitBackward | None = None
 
 
@@ -53,7 +52,8 @@ class Pipeline:
     """The stages that this rank runs, in the order of a timeline.
 
     `stages`: this rank's stages by number; `stage_ranks`: global rank of every stage. Transfers go
-    over `group` (and `down`, see Mail); with one rank none is made. Without a cut (one stage) this
+    over `group` (and `down`, see Mail); with one rank none is made. Receives are posted `lookahead`
+    operations early, so that they run beside the computation. Without a cut (one stage) this
     is a plain loop over microbatches.
     """
 
@@ -66,14 +66,17 @@ class Pipeline:
         group: dist.ProcessGroup | None = None,
         down: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
+        lookahead: int = 1,
     ) -> None:
         self.stages = dict(stages)
         cut = next(iter(stages.values())).cut
+        assert timeline.stages == cut.stages, f"{timeline.stages} stages in time, {cut.stages} cut"
         self.timeline = timeline.with_edges(cut.edges)
         self.stage_ranks = dict(stage_ranks)
         self.rank = int(self.timeline.stage_rank[next(iter(stages))])
         pairs = {(self.stage_ranks[a], self.stage_ranks[b]) for a, b in self.timeline.edges}
         self.mail = Mail(group, down, torch.device(device), pairs)
+        self.lookahead = lookahead
         self._orders: dict[tuple[int, bool], tuple[Event, ...]] = {}
         self._layouts: dict[Any, Layout] = {}
 
@@ -111,13 +114,17 @@ class Pipeline:
         if (count, train) not in self._orders:
             order = self.timeline if train else _evaluation(self.timeline, count)
             assert order.microbatches == count, f"planned for {order.microbatches}, got {count}"
-            order = with_transfers(order)
+            order = with_transfers(order, self.lookahead)
             check(order)
             rows = order.rows(self.rank)
-            last = {op.stage: k for k, op in enumerate(rows) if op.kind in BACKWARD}
+            last = {op.stage: k for k, op in enumerate(rows) if self._works(op)}
             events = (Event(op, last.get(op.stage) == k) for k, op in enumerate(rows))
             self._orders[(count, train)] = tuple(events)
         return self._orders[(count, train)]
+
+    def _works(self, op: Op) -> bool:
+        """Whether an operation is a backward that does something on its stage."""
+        return op.kind in BACKWARD and (op.kind is not Kind.W or self.stages[op.stage].split)
 
 
 class _Step:
@@ -199,6 +206,8 @@ class _Step:
                 layouts[target] = layout_of([done.made[t] for t in _diff(stage, tokens)])
             self._deliver(False, stage.index, target, microbatch, values)
         if stage.last:
+            if self.train and done.loss is None:
+                raise refusal("S615", "", "the model gives no loss", "give `loss(output, batch)`")
             loss = None if done.loss is None else done.loss.detach()
             output = _detached(done.output) if self.keep else None
             self.results[microbatch] = Result(loss, output)

@@ -69,7 +69,8 @@ class Program:
     clip: float | None = None
     step: int = 0
     grad_norm: float | None = None
-    _gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    follow_inputs: bool = False  # also keep the gradients of the batch's float tensors
+    _inputs: list[Part] = field(default_factory=list)
 
     @property
     def module(self) -> nn.Module:
@@ -88,6 +89,8 @@ class Program:
         self.assembly.module.train()
         self._zero()
         parts, weights, total = self._parts(batch, local)
+        if self.follow_inputs:
+            parts = self._inputs = [Part(_followed(part.inputs), part.rows) for part in parts]
         results = self._run(parts, [w / total for w in weights], train=True)
         sum_gradients(self.assembly.parameters, self.assembly.sums)
         loss = self._finish(results, weights, total)
@@ -217,6 +220,63 @@ class Program:
         found = self.assembly.parameters
         return self._whole(lambda n: local_gradient(found[n]) if n in found else None)
 
+    def input_gradients(self) -> dict[str, Tensor | None]:
+        """Gradients of the float tensors of the last batch, whole; needs `follow_inputs`."""
+        a = self.assembly
+        mine = [
+            {k: v.grad for k, v in part.inputs.items() if isinstance(v, Tensor) and v.requires_grad}
+            for part in self._inputs
+        ]
+        everyone: list[Any] = [mine]
+        if a.ranks.mesh.world > 1:
+            everyone = [None] * a.ranks.mesh.world
+            dist.all_gather_object(everyone, mine)
+        out: dict[str, Tensor | None] = {}
+        for name in mine[0] if mine else ():
+            rows = [self._summed(everyone, place, name) for place in range(a.ranks.mesh.size(a.replicas))]
+            out[name] = None if any(r is None for r in rows) else torch.cat([r for r in rows if r is not None])
+        return out
+
+    def _summed(self, everyone: Sequence[Any], place: int, name: str) -> Tensor | None:
+        """One replica's rows: each stage's part of the gradient, added up."""
+        a = self.assembly
+        mesh = a.ranks.mesh
+        spoken = {*a.replicas, *_named(a.stage_axis)}
+        found = []
+        for rank, parts in enumerate(everyone):
+            here = mesh.coordinates(rank)
+            first = all(at == 0 for axis, at in here.items() if axis not in spoken)
+            if first and mesh.index(rank, a.replicas) == place:
+                found.append([part[name] for part in parts])
+        rows = [_added(values) for values in zip(*found)]
+        return None if any(r is None for r in rows) else torch.cat([r for r in rows if r is not None])
+
+    def trained(self) -> list[str]:
+        """Names of all parameters that an optimizer of some rank updates."""
+        mine = [name for name, p in self.assembly.parameters.items() if p.requires_grad]
+        everyone: list[Any] = [mine]
+        if self.assembly.ranks.mesh.world > 1:
+            everyone = [None] * self.assembly.ranks.mesh.world
+            dist.all_gather_object(everyone, mine)
+        union = {name for names in everyone for name in names}
+        return [name for name in self.assembly.holdings if name in union]
+
+    def replica_errors(self) -> dict[str, float]:
+        """For each parameter the greatest relative difference between copies of one part."""
+        a = self.assembly
+        whole = self._whole(lambda n: _local(a.parameters[n]) if n in a.parameters else None)
+        mine = {}
+        for name, parameter in a.parameters.items():
+            part = take(whole[name], a.holdings[name], a.ranks.mesh, a.ranks.rank).double()
+            scale = float(part.abs().max()) if part.numel() else 0.0
+            error = float((_local(parameter).cpu().double() - part).abs().max()) if part.numel() else 0.0
+            mine[name] = error / scale if scale else error
+        everyone: list[Any] = [mine]
+        if a.ranks.mesh.world > 1:
+            everyone = [None] * a.ranks.mesh.world
+            dist.all_gather_object(everyone, mine)
+        return {n: max(found.get(n, 0.0) for found in everyone) for n in a.holdings}
+
     def state_dict(self) -> dict[str, Tensor]:
         """The original's state dict: its keys in its order, whole values on the CPU of every rank."""
         a = self.assembly
@@ -299,6 +359,18 @@ class Program:
         for found in reversed(everyone):
             whole.update(found)
         return whole
+
+
+def _followed(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs with float tensors as leaves of their own."""
+    follow = lambda v: v.detach().clone().requires_grad_()  # noqa: E731
+    floats = {k for k, v in inputs.items() if isinstance(v, Tensor) and v.is_floating_point()}
+    return {k: follow(v) if k in floats else v for k, v in inputs.items()}
+
+
+def _added(values: Sequence[Tensor | None]) -> Tensor | None:
+    there = [value for value in values if value is not None]
+    return torch.stack(there).sum(0) if there else None
 
 
 def _positive(total: float) -> float:

@@ -11,7 +11,6 @@ in the same order, because backward order is that of the same graph, so that the
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -19,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -30,8 +28,10 @@ from torch.utils.checkpoint import (
 )
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.arguments import put, take
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.kept import KeepCollectives
+from schedlang.runtime.modes import reentry
 
 _OPERATORS = {
     "linear": (
@@ -52,7 +52,6 @@ _OPERATORS = {
     ),
 }
 CLASSES = tuple(_OPERATORS)
-_PLAIN = (str, bytes, bool, int, float, complex, type(None), type, torch.dtype, torch.device)
 
 
 def checkpoint(module: nn.Module, save: Collection[str] = ()) -> None:
@@ -131,7 +130,7 @@ class Checkpoint:
             return inner(*args, **kwargs)
         before = _versions(self.module, True)
         tensors: list[Tensor] = []
-        template = _take((args, kwargs), tensors)
+        template = take((args, kwargs), tensors)
         region = _Region(inner, args, kwargs, template)
         out = torch_checkpoint(
             region, *tensors, use_reentrant=False, context_fn=partial(_contexts, self.save)
@@ -167,71 +166,8 @@ class _Region:
         if self.first is not None:
             (args, kwargs), self.first = self.first, None  # let go of the tensors
         else:
-            args, kwargs = _put(self.template, tensors)
+            args, kwargs = put(self.template, tensors)
         return self.inner(*args, **kwargs)
-
-
-class _Slot:
-    """The place of a tensor in a structure of arguments."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
-class _State:
-    """An object that the forward may change (a cache of keys and values), as it was on entry."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def fresh(self) -> Any:
-        """A copy to be changed, which holds the same tensors."""
-        return _structure(self.value)
-
-
-def _take(value: Any, tensors: list[Tensor]) -> Any:
-    """The structure of `value` with slots for its tensors, which are appended to `tensors`."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return _Slot(len(tensors) - 1)
-    if type(value) in (list, tuple):
-        return type(value)(_take(each, tensors) for each in value)
-    if type(value) is dict:
-        return {key: _take(each, tensors) for key, each in value.items()}
-    if isinstance(value, (*_PLAIN, nn.Module)) or callable(value):
-        return value
-    return _State(_structure(value))
-
-
-def _put(template: Any, tensors: tuple[Tensor, ...]) -> Any:
-    if isinstance(template, _Slot):
-        return tensors[template.index]
-    if isinstance(template, _State):
-        return template.fresh()
-    if type(template) in (list, tuple):
-        return type(template)(_put(each, tensors) for each in template)
-    if type(template) is dict:
-        return {key: _put(each, tensors) for key, each in template.items()}
-    return template
-
-
-class _SharedTensors(TorchFunctionMode):
-    """A deep copy under this mode copies structure and shares tensors."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is Tensor.__deepcopy__:
-            return args[0]
-        return func(*args, **(kwargs or {}))
-
-
-def _structure(value: Any) -> Any:
-    try:
-        with _SharedTensors():
-            return copy.deepcopy(value)
-    except (TypeError, NotImplementedError, RuntimeError):
-        return value  # a lock, a process group: nothing that a forward changes
 
 
 def _contexts(
@@ -239,7 +175,7 @@ def _contexts(
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The contexts of the forward and of the recomputation."""
     forward: list[AbstractContextManager[Any]] = []
-    again: list[AbstractContextManager[Any]] = [_reentry()]
+    again: list[AbstractContextManager[Any]] = [reentry()]
     if "collective" in save:
         keep = KeepCollectives()
         forward.append(keep.forward)
@@ -267,12 +203,6 @@ class _Together(AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> None:
         self.stacks.pop().__exit__(*error)
-
-
-def _reentry() -> AbstractContextManager[Any]:
-    from schedlang.runtime.modes import reentry
-
-    return reentry()
 
 
 def _operators(save: tuple[str, ...]) -> frozenset[str]:

@@ -10,8 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from schedlang.diagnostic import Refusal
-from schedlang.runtime.constants import Constants, no_value
+from schedlang.runtime.constants import Constants
 from schedlang.runtime.graph import Leaf, Reads, StageGraph, Token, refusal
 from schedlang.runtime.meta import hollow_batch, hollow_model
 from schedlang.runtime.units import Switch
@@ -56,7 +55,9 @@ def record(
         recorder.constants.know(kwargs, given)
     switch = Switch(subject, units)
     try:
-        with torch.enable_grad(), switch.using(recorder.call), recorder:
+        # drawing numbers here must not change what the program draws later
+        undrawn = torch.random.fork_rng(devices=[])
+        with undrawn, torch.enable_grad(), switch.using(recorder.call), recorder:
             output = subject(**given)
             value = loss_of(output, given, loss)
     finally:
@@ -88,6 +89,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.owner: dict[int, Token] = {}  # the storage of a returned leaf
         self.alive: list[Any] = []  # a freed storage would give its address to another
         self.inside: int | None = None
+        self.arguments: list[torch.Tensor] = []
         self.quiet = False
         self.called: list[int] = []
         self.read: list[Marks] = [NONE] * len(units)
@@ -127,6 +129,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.called.append(unit)
         self.read[unit] |= self.control
         self.inside = unit
+        leaves = pytree.tree_leaves((args, kwargs))
+        self.arguments = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         output = original(*args, **kwargs)
         self.inside = None
         leaves, spec = pytree.tree_flatten(output)
@@ -152,7 +156,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        output = self.constants.run(func, args, kwargs, self._refuse_value)
+        output = self.constants.run(func, args, kwargs, self._unknown)
         if not self.quiet:
             self._follow(func, args, kwargs, output)
         return output
@@ -204,9 +208,23 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.alive.append(tensor.untyped_storage())
             self.marks[storage] = marks
 
-    def _refuse_value(self, func: Any) -> Refusal:
-        inside = self.inside is not None
-        return no_value(func, self.units[self.inside or 0] if inside else "the code between units")
+    def _unknown(self, func: Any) -> int:
+        """A value that the model asks for and that only real tensors would have.
+
+        Inside a unit any answer will do: then the unit counts as reading all its arguments. Between
+        units it decides what runs next.
+        """
+        if self.inside is None:
+            raise refusal(
+                "S611",
+                "",
+                "the code between units reads the value of a tensor, and there is no data",
+                "record it on real tensors",
+                note=f"after `{self.units[self.called[-1]]}`" if self.called else "",
+            )
+        for tensor in self.arguments:
+            self.read[self.inside] |= self._of(tensor)
+        return 0
 
     def graph(self, output: Any, loss: torch.Tensor | None) -> StageGraph:
         """The recorded graph, once the forward has ended."""

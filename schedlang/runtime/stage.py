@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from schedlang.runtime.constants import OnMeta
 from schedlang.runtime.graph import Cut, Token, refusal
 from schedlang.runtime.meta import hollow_batch, hollow_model
 from schedlang.runtime.record import loss_of
@@ -67,7 +68,7 @@ class Stub:
 
     def _shapes(self, unit: int, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
         try:
-            with torch.no_grad(), self._outside():
+            with torch.no_grad(), self._outside(), OnMeta():
                 output = self.units[unit](*hollow_batch(args), **hollow_batch(kwargs))
         except (RuntimeError, NotImplementedError) as error:
             name, reason = self.names[unit], "has an output whose shape depends on data"

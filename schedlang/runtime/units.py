@@ -122,7 +122,8 @@ def _calls(model: nn.Module, kwargs: Mapping[str, Any], meta: bool) -> dict[str,
 
         handles.append(module.register_forward_pre_hook(before))
     try:
-        with torch.no_grad(), OnMeta(kwargs, given) if meta else nullcontext():
+        mode: Any = OnMeta(kwargs, given) if meta else nullcontext()
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), mode:
             model(**given)
     finally:
         for handle in handles:

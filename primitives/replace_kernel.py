@@ -1,0 +1,57 @@
+"""replace_kernel: let a named kernel compute what a module computes, where probing shows it does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from schedlang.plan import Plan
+from schedlang.primitive import Primitive, refuse
+
+if TYPE_CHECKING:
+    from schedlang.model import Site
+
+
+class replace_kernel(Primitive):  # noqa: N801
+    """Swap the computation between a module's parameters; its parameters, children and names stay.
+
+    before   y = w * (x / rms(x))          several kernels of torch
+    after    y = rms_norm(x, w)            one kernel forward, one backward
+
+      rms_norm   our Triton kernel, forward and backward; its offset, epsilon and rounding order are
+                 found by probing
+      sdpa       attention by torch's scaled_dot_product_attention, for transformers' modules
+
+    A module is replaced only if a copy of it, in float64 on random input, computes what the kernel
+    computes; otherwise the refusal gives the measured difference.
+    """
+
+    kernel: Literal["rms_norm", "sdpa"]
+
+    example = "layers.*.norm  replace_kernel(rms_norm)"
+    reads = frozenset()
+    writes = frozenset({"structure"})
+    gives_up = frozenset({"rounding"})
+
+    def check(self, site: Site, plan: Plan) -> None:
+        """Refuse a module that computes something else, with the measured mismatch."""
+        found = self._found(site, plan)
+        if type(found).__name__ == "Mismatch":
+            refuse("S410", f"`{site}` does not compute what `{self.kernel}` does", str(found.reason),
+                   helps=("leave this module as it is",))  # fmt: skip
+
+    def apply(self, site: Site, build: Any) -> None:
+        """Put the kernel into the module of the copy."""
+        from schedlang.runtime.kernel import replace
+
+        replace(build.at(site.fqn), self._found(site, build.plan))
+
+    def _found(self, site: Site, plan: Plan) -> Any:
+        """What probing says of modules with the same numbers, asked once for each."""
+        from schedlang.runtime.kernel import match
+
+        module = plan.model.model.get_submodule(site.fqn)
+        plain = [(k, v) for k, v in vars(module).items() if isinstance(v, int | float | str)]
+        key = ("probe", self.kernel, site.kind, tuple(plain))
+        if key not in plan.model.cache:
+            plan.model.cache[key] = match(module, self.kernel)
+        return plan.model.cache[key]

@@ -1,0 +1,159 @@
+"""A model file: where a model, its batches and its loss come from.
+
+By convention it is `model.py` beside the schedule and defines `model()`, `batch(seed)` and, where
+needed, `loss(output, batch)` and `weight(batch)`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostic import Diagnostic, Refusal, guess
+
+if TYPE_CHECKING:
+    from torch import nn
+
+KNOWN = ("model", "batch", "loss", "weight")
+IMPORT_NAME = "schedlang_model_file"
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """An imported model file; `name` is the module's, by which other processes find it."""
+
+    module: ModuleType
+    name: str
+    path: Path | None
+
+    def model(self, *, meta: bool = False, seed: int = 0) -> nn.Module:
+        """The model as `model()` makes it, on the meta device if only its shapes are needed."""
+        import torch
+
+        torch.manual_seed(seed)
+        if not meta:
+            return self._checked(self.module.model())
+        with torch.device("meta"):
+            return self._checked(self.module.model())
+
+    def batch(self, seed: int = 0) -> dict[str, Any]:
+        """The keyword arguments of one step; `batch(seed)` where it takes a seed, else `batch()`."""
+        if not hasattr(self.module, "batch"):
+            raise Refusal(
+                Diagnostic(
+                    "S901", f"{self._where} defines no `batch(seed)`",
+                    helps=("return a dict of tensors: the keyword arguments of the model's forward",),
+                )
+            )  # fmt: skip
+        made = self.module.batch(seed) if self.varies else self.module.batch()
+        if not isinstance(made, Mapping):
+            raise Refusal(
+                Diagnostic(
+                    "S902", f"`batch` of {self._where} returns {type(made).__name__}, not a dict",
+                    helps=("return a dict: `{'input_ids': ids, 'labels': labels}`",),
+                )
+            )  # fmt: skip
+        return dict(made)
+
+    @property
+    def varies(self) -> bool:
+        """Does `batch` take a seed?"""
+        return "seed" in inspect.signature(self.module.batch).parameters
+
+    @property
+    def has_batch(self) -> bool:
+        """Does the file define `batch`?"""
+        return hasattr(self.module, "batch")
+
+    @property
+    def loss(self) -> Callable[..., Any] | None:
+        """`loss(output, batch)`, where the model returns none."""
+        return getattr(self.module, "loss", None)
+
+    @property
+    def weight(self) -> Callable[..., Any] | None:
+        """`weight(batch)`: what a part of a batch weighs in the mean."""
+        return getattr(self.module, "weight", None)
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """What other processes must load, and under which name."""
+        return {self.name: self.path} if self.path is not None else {}
+
+    @property
+    def _where(self) -> str:
+        return f"`{self.path.name if self.path is not None else self.name}`"
+
+    def _checked(self, model: Any) -> nn.Module:
+        from torch import nn
+
+        if not isinstance(model, nn.Module):
+            raise Refusal(
+                Diagnostic(
+                    "S903", f"`model` of {self._where} returns {type(model).__name__}, not a module",
+                    helps=("return a torch.nn.Module",),
+                )
+            )  # fmt: skip
+        return model
+
+
+def load_model_file(named: str | None, beside: Path | None = None) -> ModelFile:
+    """The model file named by `--model` (a path or a dotted module), else the one beside a schedule.
+
+    Raises Refusal S904 if there is none, S905 if it fails to import, S906 if it defines no model.
+    """
+    if named is not None and not named.endswith(".py"):
+        return _checked(_run(lambda: importlib.import_module(named), named), named, None)
+    path = Path(named) if named is not None else (beside or Path()).parent / "model.py"
+    if not path.is_file():
+        raise Refusal(
+            Diagnostic(
+                "S904", f"there is no model file `{path}`",
+                helps=("put a `model.py` that defines `model()` beside the schedule",
+                       "or name one: `--model path/to/file.py`, `--model package.module`"),
+            )
+        )  # fmt: skip
+    spec = importlib.util.spec_from_file_location(IMPORT_NAME, path.resolve())
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[IMPORT_NAME] = module
+    loader = spec.loader
+    _run(lambda: loader.exec_module(module), str(path))
+    return _checked(module, IMPORT_NAME, path.resolve())
+
+
+def _run(load: Callable[[], Any], what: str) -> Any:
+    try:
+        return load()
+    except Refusal:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [f"{Path(f.filename).name}:{f.lineno}: {f.line}" for f in frames[-1:]]
+        raise Refusal(
+            Diagnostic(
+                "S905", f"the model file `{what}` fails to import",
+                notes=(f"{type(error).__name__}: {error}".split("\n")[0], *places),
+                helps=(f"see the whole error: `python -c 'import runpy; runpy.run_path(\"{what}\")'`",),
+            )
+        ) from error  # fmt: skip
+
+
+def _checked(module: ModuleType, name: str, path: Path | None) -> ModelFile:
+    if not callable(getattr(module, "model", None)):
+        defined = [word for word in vars(module) if not word.startswith("_")]
+        raise Refusal(
+            Diagnostic(
+                "S906", f"`{path.name if path is not None else name}` defines no `model()`",
+                helps=(guess("model", defined, "it defines"),),
+            )
+        )  # fmt: skip
+    return ModelFile(module, name, path)

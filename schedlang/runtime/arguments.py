@@ -1,0 +1,81 @@
+"""Arguments of a call taken apart into tensors and a template, to be put together once more.
+
+A second call with the arguments of the first needs them as they were: lists, dicts and objects that
+a forward may change (a cache of keys and values) are remembered in their state on entry.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+_PLAIN = (str, bytes, bool, int, float, complex, type(None), type, torch.dtype, torch.device)
+
+
+class _Slot:
+    """The place of a tensor in a structure of arguments."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class _State:
+    """An object that the forward may change (a cache of keys and values), as it was on entry."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def fresh(self) -> Any:
+        """A copy to be changed, which holds the same tensors."""
+        return _structure(self.value)
+
+
+def take(value: Any, tensors: list[Tensor]) -> Any:
+    """The structure of `value` with slots for its tensors, which are appended to `tensors`."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _Slot(len(tensors) - 1)
+    if type(value) in (list, tuple):
+        return type(value)(take(each, tensors) for each in value)
+    if type(value) is dict:
+        return {key: take(each, tensors) for key, each in value.items()}
+    if isinstance(value, (*_PLAIN, nn.Module)) or callable(value):
+        return value
+    return _State(_structure(value))
+
+
+def put(template: Any, tensors: Sequence[Tensor]) -> Any:
+    """The arguments of a template again, with these tensors in its slots."""
+    if isinstance(template, _Slot):
+        return tensors[template.index]
+    if isinstance(template, _State):
+        return template.fresh()
+    if type(template) in (list, tuple):
+        return type(template)(put(each, tensors) for each in template)
+    if type(template) is dict:
+        return {key: put(each, tensors) for key, each in template.items()}
+    return template
+
+
+class _SharedTensors(TorchFunctionMode):
+    """A deep copy under this mode copies structure and shares tensors."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.__deepcopy__:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _structure(value: Any) -> Any:
+    try:
+        with _SharedTensors():
+            return copy.deepcopy(value)
+    except (TypeError, NotImplementedError, RuntimeError):
+        return value  # a lock, a process group: nothing that a forward changes

@@ -1,0 +1,268 @@
+"""Attention of transformers by torch's fused kernel, for one module at a time.
+
+Its modules look up their attention function by name in their config at each call: the one module
+gets a config of its own, whose function takes masks as eager attention makes them.
+
+For a query that may see no key at all (padding on the left) torch's fused kernels give wrong
+gradients when the mask is additive; calls with such rows are computed by plain products instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from schedlang.kernels.probe import Mismatch, bare_copy
+from schedlang.runtime.float64 import Float64
+from schedlang.runtime.modes import ambient
+
+TOLERANCE = 1e-9
+_SDPA = "schedlang_sdpa"
+_FIELD = "_attn_implementation_internal"
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention that torch's fused kernel computes alike; `modules` are those that attend.
+
+    `identity`: it does already, there is nothing to replace.  `error` is the measured relative
+    difference in float64.
+    """
+
+    modules: tuple[str, ...]
+    identity: bool
+    error: float
+
+
+Call = tuple[Sequence[Any], Mapping[str, Any]]
+
+
+def _register() -> Callable[..., Any]:
+    """Our attention function under its name in transformers, made once."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if _SDPA not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+
+        def attend(
+            module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any
+        ) -> Any:
+            if mask is not None and "softcap" not in more and _has_blind_rows(mask):
+                return _plain_attention(q, k, v, mask, **more), None
+            # masks come in eager's form, complete: without one nothing is masked, also where
+            # the module calls itself causal
+            return sdpa_attention_forward(module, q, k, v, mask, **(more | {"is_causal": False}))
+
+        ALL_ATTENTION_FUNCTIONS.register(_SDPA, attend)
+    registered: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[_SDPA]
+    return registered
+
+
+_last_mask: list[tuple[weakref.ref[Tensor], bool]] = []
+
+
+def _has_blind_rows(mask: Tensor) -> bool:
+    """Whether some query sees no key; looked up once for a mask that all layers share."""
+    if type(mask) is not Tensor or mask.is_meta or not mask.is_floating_point():
+        return False  # without values; and fused kernels are right with masks of booleans
+    if not (_last_mask and _last_mask[0][0]() is mask):
+        # transformers masks with the lowest number of the type
+        blind = bool((mask <= torch.finfo(mask.dtype).min / 2).all(-1).any())
+        _last_mask[:] = [(weakref.ref(mask), blind)]
+    return _last_mask[0][1]
+
+
+def _plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """Attention by products; [rows, heads, length, size] each, the result with heads third."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = scores + (mask if position_bias is None else mask + position_bias)
+    weights = F.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
+    return (F.dropout(weights, dropout) @ value).transpose(1, 2).contiguous()
+
+
+def _implementation(module: nn.Module) -> str | None:
+    found = getattr(getattr(module, "config", None), _FIELD, None)
+    return found if isinstance(found, str) else None
+
+
+def _switch(module: nn.Module, name: str) -> None:
+    """Give this module a config of its own that names another attention function."""
+    config = copy.copy(module.config)
+    # not through the property: it would write into configs that are shared
+    config.__dict__[_FIELD] = name
+    module.config = config
+
+
+def match_attention(module: nn.Module, call: Call | None = None) -> Attention | Mismatch:
+    """Whether torch's fused attention computes the attention of `module`, or why not."""
+    attending = {n: m for n, m in module.named_modules() if _implementation(m) is not None}
+    if not attending:
+        kind = type(module).__name__
+        return Mismatch(
+            f"`{kind}` holds no attention that looks up its function in a config, as those of "
+            "transformers do, so that its own cannot be replaced"
+        )
+    now = {_implementation(m) for m in attending.values()}
+    if now <= {"sdpa", _SDPA}:
+        return Attention(tuple(attending), True, 0.0)
+    if now != {"eager"}:
+        return Mismatch(f"its masks are made for {', '.join(sorted(filter(None, now)))}, not sdpa")
+    if any("forward" in vars(part) for part in module.modules()):
+        return Mismatch("had its forward replaced already")
+    if any(buffer.is_meta for buffer in module.buffers()):
+        return Mismatch("keeps buffers whose values are not known on the meta device")
+    with torch.random.fork_rng(devices=[]), ambient(Float64):
+        try:
+            return _probe_attention(module, tuple(attending), call)
+        except Exception as raised:  # the module's own code: whatever it raises is a mismatch
+            said = f"{type(raised).__name__}: {raised}".splitlines()[0]
+            return Mismatch(f"does not run on random input: {said}")
+
+
+def _probe_attention(
+    module: nn.Module, names: tuple[str, ...], call: Call | None
+) -> Attention | Mismatch:
+    copied = bare_copy(module, torch.float64).eval()
+    for parameter in copied.parameters():
+        parameter.data.sub_(1.0).mul_(0.3)  # around zero, and no score wins alone
+    args, kwargs = _random_call(module, call)
+    plain = _results(copied, args, kwargs)
+    with _counted() as calls:
+        for name in names:
+            _switch(copied.get_submodule(name), _SDPA)
+        fused = _results(copied, args, kwargs)
+    if not calls:
+        return Mismatch("never asked for the attention function that its config names")
+    if len(plain) != len(fused):
+        return Mismatch("its gradients reach other parameters")
+    # the gradient of a key's bias is zero but for rounding: the largest tensor sets a floor
+    floor = 1e-3 * max(float(b.norm()) for b in plain)
+    pairs = zip(fused, plain, strict=True)
+    error = max(float((a - b).norm()) / (float(b.norm()) + floor) for a, b in pairs)
+    if not error <= TOLERANCE:
+        return Mismatch("differs from its eager form", error)
+    return Attention(names, False, error)
+
+
+@contextmanager
+def _counted() -> Iterator[list[int]]:
+    """Count the calls of our attention function."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    attend, calls = _register(), list[int]()
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return attend(*args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS.register(_SDPA, counting)
+    try:
+        yield calls
+    finally:
+        ALL_ATTENTION_FUNCTIONS.register(_SDPA, attend)
+
+
+def _results(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The first output, and the gradients of parameters and input that it reaches."""
+    out = module(*args, **kwargs)
+    first = out if isinstance(out, Tensor) else out[0]
+    leaves: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
+    leaves += [t for t in [*args, *kwargs.values()] if isinstance(t, Tensor) and t.requires_grad]
+    weights = torch.linspace(-1, 1, first.numel(), dtype=first.dtype).view(first.shape)
+    grads = torch.autograd.grad((first * weights).sum(), leaves, allow_unused=True)
+    return [first.detach(), *(grad for grad in grads if grad is not None)]
+
+
+def _random_call(module: nn.Module, call: Call | None) -> tuple[list[Any], dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    if call is None:
+        return [], _common_call(module, generator)
+    args = [_random(value, "", generator) for value in call[0]]
+    return args, {name: _random(value, name, generator) for name, value in call[1].items()}
+
+
+def _random(value: Any, name: str, generator: torch.Generator) -> Any:
+    """An argument like `value` with random contents; masks are causal, as eager makes them."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_random(each, name, generator) for each in value)
+    if not isinstance(value, Tensor):
+        return None if "past_key_value" in name else value
+    if "mask" in name and value.dim() == 4:
+        return _mask(value.shape[0], value.shape[-2], value.shape[-1])
+    if value.is_floating_point():
+        drawn = torch.randn(value.shape, generator=generator, dtype=torch.float64, device="cpu")
+        return drawn.requires_grad_(name != "position_embeddings")
+    if value.is_meta:
+        return torch.arange(value.numel(), device="cpu").view(value.shape).to(value.dtype)
+    return value.detach().cpu()
+
+
+def _mask(rows: int, queries: int, keys: int) -> Tensor:
+    """Causal, the first key of the first row padded away: additive, as eager attention takes it."""
+    allowed = torch.ones(rows, 1, queries, keys, dtype=torch.bool, device="cpu")
+    allowed = allowed.tril(keys - queries)
+    allowed[0, :, 1:, 0] = False
+    lowest = torch.finfo(torch.float64).min
+    return torch.where(allowed, 0.0, lowest).double()
+
+
+def _common_call(module: nn.Module, generator: torch.Generator) -> dict[str, Any]:
+    """Arguments under the names that attention modules of transformers share."""
+    rows, length = 2, 6
+    config = next(m.config for m in module.modules() if _implementation(m) is not None)
+    known = inspect.signature(module.forward).parameters
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
+
+    hidden = getattr(config, "hidden_size", None)
+    assert isinstance(hidden, int), "its width is not known; give an example of its arguments"
+    call: dict[str, Any] = {}
+    for name, parameter in known.items():
+        if name == "hidden_states":
+            call[name] = draw(rows, length, hidden).requires_grad_()
+        elif name == "attention_mask":
+            call[name] = _mask(rows, length, length)
+        elif name == "position_embeddings":
+            heads = getattr(config, "num_attention_heads", 1)
+            size = getattr(config, "head_dim", None) or hidden // heads
+            call[name] = (draw(rows, length, size), draw(rows, length, size))
+        elif parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_KEYWORD,
+            parameter.VAR_POSITIONAL,
+        ):
+            call[name] = None
+    return call
+
+
+def replace_attention(module: nn.Module, found: Attention) -> None:
+    """Let a built module attend by the fused kernel, in place; nothing where it does already."""
+    if not found.identity:
+        _register()
+        for name in found.modules:
+            _switch(module.get_submodule(name), _SDPA)
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether `replace_attention` was here."""
+    return _implementation(module) == _SDPA

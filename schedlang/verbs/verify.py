@@ -1,0 +1,92 @@
+"""verify: run the ranks of a schedule here, and compare them with the original."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from schedlang.verbs.outcome import FAILS, HOLDS, UNCHECKED, AsJson, Knobs, MeshSizes, show_json, verb
+
+Model = Annotated[
+    str | None, typer.Option("--model", metavar="M", help="Model file or module; default model.py.")
+]
+
+
+@verb
+def verify(
+    file: Annotated[Path, typer.Argument(help="A schedule.", metavar="FILE")],
+    model: Model = None,
+    knob: Knobs = None,
+    mesh: MeshSizes = None,
+    seed: Annotated[int, typer.Option(help="Of weights, batches and dropout.")] = 0,
+    only: Annotated[
+        str | None, typer.Option(metavar="LINES", help="Only the rows of these lines: 11,14-17.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Also check in this working dtype: float32 or bfloat16.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Prove that a schedule computes what the model computes; a CPU is enough.
+
+    Outputs, loss, every gradient, the gradient norm, parameters and optimizer state after three
+    steps of two optimizers, buffers, ties and a saved state, in float64 with dropout on.
+    """
+    from schedlang.modelfile import load_model_file
+    from schedlang.passes.prove import Case, only_lines, prove, repeated
+    from schedlang.runtime.launch import Hang, Pool, RankDied
+    from schedlang.schedule import Schedule
+    from schedlang.syntax import parse, read
+    from schedlang.verbs.settings import settings
+
+    given = settings(knob, mesh)
+    found = load_model_file(model, file)
+    plan = Schedule(found.model(seed=seed), parse(read(file)), given).plan()
+    if only is not None:
+        plan = only_lines(plan, only)
+    batches = tuple(found.batch(seed + step) for step in range(3 if found.varies else 1))
+    case = Case(plan, batches, found.loss, found.weight, seed, dtype)
+    said = _Said(quiet=as_json or not sys.stderr.isatty())
+    command = repeated(file, plan, seed, model, only)
+    with Pool(files=found.files) as pool:
+        try:
+            report = prove(case, pool=pool, title=file.name, command=command, progress=said)
+        except (RankDied, Hang) as failure:
+            said.done()
+            if as_json:
+                show_json({"exit": UNCHECKED, "error": str(failure)})
+            print(failure, file=sys.stderr)
+            raise typer.Exit(UNCHECKED) from None
+    said.done()
+    _show(report, as_json)
+    raise typer.Exit(report.exit_code if report.exit_code in (HOLDS, FAILS) else UNCHECKED)
+
+
+def _show(report: Any, as_json: bool) -> None:
+    if as_json:
+        show_json(report.to_json())
+        return
+    from rich.console import Console
+
+    Console(width=max(100, Console().width)).print(report)
+
+
+class _Said:
+    """A line on the terminal that says what runs now and since when."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.quiet, self.start = quiet, time.perf_counter()
+
+    def __call__(self, stage: str) -> None:
+        if not self.quiet:
+            seconds = time.perf_counter() - self.start
+            print(f"\r\033[K {seconds:5.1f} s  {stage} ...", end="", file=sys.stderr, flush=True)
+
+    def done(self) -> None:
+        """Clear the line."""
+        if not self.quiet:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

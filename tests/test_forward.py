@@ -1,0 +1,71 @@
+"""Layers around one instance's forward leave everything else of the module as it is."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from schedlang.runtime.forward import layers_of, plain_forward, unwrap, wrap
+
+
+class Note:
+    """Adds its name to a list and multiplies what it is given."""
+
+    def __init__(self, name, notes, factor=2.0):
+        self.name, self.notes, self.factor = name, notes, factor
+
+    def __call__(self, inner, x):
+        self.notes.append(self.name)
+        return self.factor * inner(x)
+
+
+def test_order_is_fixed():
+    """Whatever was put on first, kernel lies inside fuse inside checkpoint inside offload."""
+    module, notes = nn.Linear(2, 2), []
+    for kind in ("fuse", "offload", "kernel", "checkpoint"):
+        wrap(module, kind, Note(kind, notes))
+    x = torch.ones(1, 2)
+    assert torch.equal(module(x), 16 * plain_forward(module)(x))
+    assert notes == ["offload", "checkpoint", "fuse", "kernel"]
+
+
+def test_signature_names_and_hooks_stay():
+    """Signature, class, state and hooks are the module's; unwrap takes the layers off."""
+    module, seen = nn.Linear(2, 2), []
+    module.register_forward_hook(lambda *_: seen.append(1))
+    before = inspect.signature(module.forward), list(module.state_dict()), type(module)
+    wrap(module, "fuse", Note("fuse", []))
+    assert (inspect.signature(module.forward), list(module.state_dict()), type(module)) == before
+    module(torch.ones(2))
+    assert seen == [1]
+    unwrap(module)
+    assert layers_of(module) is None and not {"forward"} & set(vars(module))
+
+
+def test_a_forward_of_the_instance_is_the_innermost():
+    """An instance whose forward was replaced before keeps that below the layers, and after them."""
+    module = nn.Linear(2, 2)
+    module.forward = lambda x: x + 1
+    wrap(module, "offload", Note("offload", []))
+    assert module(torch.ones(1)).item() == 4.0
+    unwrap(module)
+    assert module(torch.ones(1)).item() == 2.0
+
+
+def test_copies_use_their_own_parameters():
+    """A deep copy computes with its own weights and layers; pickling is refused."""
+    module = nn.Linear(2, 2)
+    wrap(module, "offload", Note("offload", []))
+    copied = copy.deepcopy(module)
+    assert layers_of(copied) is not layers_of(module)
+    with torch.no_grad():
+        copied.weight.zero_(), copied.bias.fill_(3.0)
+    assert torch.equal(copied(torch.ones(1, 2)), torch.full((1, 2), 6.0))
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(module)
+    assert not torch.equal(module(torch.ones(1, 2)), torch.full((1, 2), 6.0))

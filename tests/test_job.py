@@ -1,0 +1,82 @@
+"""Tests of job: which of several failures is the cause, and how it is told."""
+
+import pickle
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime import forkserver
+from schedlang.runtime.job import Job, Rank, RankDied, account, judge, unpickled
+
+
+def _failed(*failures) -> Job:
+    job = Job(4, None)
+    for failure in failures:
+        job.fail(*failure)
+    job.first_failure -= 60  # the time to speak is over
+    return job
+
+
+@pytest.mark.parametrize(
+    "failures",
+    [
+        [(2, 0, "connection reset"), (1, 3, "cause")],
+        [(1, 0, "consequence of a death"), (0, 3, "cause"), (2, 1, "reset")],
+        [(1, 3, "cause")],
+        [(2, 3, "cause")],
+    ],
+)
+def test_the_cause_is_told(failures) -> None:
+    """A death comes before an exception, an exception before a broken connection."""
+    with pytest.raises(RankDied, match="cause") as info:
+        judge(_failed(*failures))
+    assert info.value.rank == 3
+
+
+def test_a_consequence_waits_for_its_cause() -> None:
+    """A broken connection alone is not told at once; without failures nothing is."""
+    job = Job(2, None)
+    judge(job)
+    job.fail(2, 0, "connection reset")
+    judge(job)
+    job.fail(0, 1, "killed")
+    with pytest.raises(RankDied, match="killed"):
+        judge(job)
+
+
+def test_a_refusal_stays_one() -> None:
+    """The refusal that a rank raised is raised itself."""
+    refusal = Refusal(Diagnostic("S999", "not like this"))
+    with pytest.raises(Refusal):
+        judge(_failed((1, 0, "text", refusal)))
+    assert isinstance(unpickled(pickle.dumps(refusal)), Refusal)
+    assert unpickled(b"") is None and unpickled(b"broken") is None
+
+
+def test_an_account_has_the_last_words(tmp_path: Path) -> None:
+    """The signal by name or the code, and the end of what was written to stderr."""
+    log = tmp_path / "log"
+    log.write_text("\n".join(f"line {i}" for i in range(50)))
+    assert account(-signal.SIGSEGV, log).startswith("killed by SIGSEGV\nline 30")
+    assert account(3, tmp_path / "none") == "ended with exit code 3"
+
+
+def test_messages_arrive_whole(tmp_path: Path) -> None:
+    """However the bytes are cut on their way, each message comes once, and the end is noted."""
+    ours, theirs = socket.socketpair()
+    rank = Rank(0, ours, tmp_path / "log")
+    data = b""
+    for message in ("one", {"two": [2] * 1000}):
+        body = pickle.dumps(message)
+        data += forkserver.HEADER.pack(len(body)) + body
+    seen = []
+    for cut in (data[:3], data[3:30], data[30:]):
+        theirs.sendall(cut)
+        seen += rank.read()
+    theirs.close()
+    assert seen == ["one", {"two": [2] * 1000}]
+    assert rank.open and rank.read() == [] and not rank.open
+    ours.close()
