@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.propagate import Traced, propagate
+from schedlang.passes.reductions import reductions, sliced_names, slicing
 from schedlang.passes.stages import Unit, at_units, balanced, even, placement
-from schedlang.plan import Plan, Replicas
+from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     import torch
@@ -238,14 +239,6 @@ def _placed(refusal: Refusal, plan: Plan, facet: str) -> Refusal:
 # -- what lies where ---------------------------------------------------------------------------------
 
 
-def slicing(plan: Plan) -> tuple[Replicas | None, tuple[str, ...]]:
-    """The row that slices state, and the data axes that keep whole copies."""
-    real = [r for r in plan.replicas if plan.mesh.size(r.axes) > 1]
-    sliced = next((r for r in real if r.stage > 0), None)
-    whole = tuple(axis for r in real if r.stage == 0 for axis in r.axes)
-    return sliced, whole
-
-
 def holdings_of(plan: Plan, staged: Staged) -> dict[str, Holding]:
     """Where the parts of every parameter lie."""
     from schedlang.runtime.holding import Holding
@@ -354,23 +347,13 @@ def _slice(builder: Builder, staged: Staged, holdings: Mapping[str, Holding]) ->
         p for n, p in module.named_parameters()
         if not holdings[n].sliced or not holdings[n].held(plan.mesh, ranks.rank)
     }  # fmt: skip
+    place = plan.mesh.index(ranks.rank, staged.axis) if staged.axis is not None else staged.ranks[0]
     out = {}
-    if staged.axis is None:
-        one = Sliced(sliced.stage, mesh, ignored)
-        for fqn in sorted(staged.trunk):
-            one.add(builder.at(fqn))
-        one.add(module)
-        return {0: one}
-    place = plan.mesh.index(ranks.rank, staged.axis)
     for stage, owner in enumerate(staged.ranks):
-        if owner != place:
-            continue
-        one = Sliced(sliced.stage, mesh, ignored)
-        names = [staged.cut.graph.units[u] for u in staged.cut.units(stage)]
-        for unit in map(builder.at, names):
-            if any(p not in ignored for p in unit.parameters()):
-                one.add(unit)
-        out[stage] = one
+        if owner == place:
+            out[stage] = one = Sliced(sliced.stage, mesh, ignored)
+            for fqn in sliced_names(plan, staged, holdings, stage):
+                one.add(builder.at(fqn))
     return out
 
 
@@ -382,42 +365,16 @@ def _sums(
     from schedlang.runtime.gradient import Sum
 
     sums = []
-    trained = [name for name in plan.model.unique if plan.model.unique[name].requires_grad]
-    by_axes: dict[tuple[str, ...], list[str]] = {}
-    for name in trained:
-        axes = tuple(a for a in plan.mesh.names if a in traced.partial.get(name, ()))
-        if axes and name in found:
-            by_axes.setdefault(axes, []).append(name)
-    for axes, names in sorted(by_axes.items()):
-        sums.append(Sum(ranks.group(axes), tuple(names), "partial"))
-    sums += _ties(plan, holdings, trained, ranks)
-    sliced, _ = slicing(plan)
-    if plan.data_axes and plan.mesh.size(plan.data_axes) > 1:
-        whole = [n for n in trained if n in found and not holdings[n].sliced]
-        if whole:
-            sums.append(Sum(ranks.group(plan.data_axes), tuple(whole), "replicas"))
-    return sums
-
-
-def _ties(
-    plan: Plan, holdings: Mapping[str, Holding], trained: Sequence[str], ranks: Ranks
-) -> list[Sum]:
-    """Sums over the stages that share a parameter; every rank takes part in making the groups."""
-    from schedlang.runtime.gradient import Sum
-
-    by_stages: dict[frozenset[int], list[str]] = {}
-    for name in trained:
-        stages = holdings[name].stages
-        if stages is not None and len(stages) > 1:
-            by_stages.setdefault(stages, []).append(name)
-    sums = []
-    for stages, names in sorted(by_stages.items(), key=lambda item: sorted(item[0])):
-        axis = holdings[names[0]].axis
-        assert axis is not None
-        groups = [tuple(ranks_[s] for s in sorted(stages)) for ranks_ in plan.mesh.groups(axis)]
-        group = ranks.subset(axis, groups)
-        if group is not None:
-            sums.append(Sum(group, tuple(names), "tied"))
+    for one in reductions(plan, traced, holdings):
+        names = tuple(name for name in one.names if name in found)
+        if one.stages is not None:  # every rank takes part in making these groups
+            ends = sorted(one.stages)
+            groups = [tuple(line[s] for s in ends) for line in plan.mesh.groups(one.axes)]
+            group = ranks.subset(one.axes[0], groups)
+        else:
+            group = ranks.group(one.axes)
+        if group is not None and names:
+            sums.append(Sum(group, names, one.kind))
     return sums
 
 
