@@ -20,8 +20,9 @@ from schedlang.passes.state import Definition, Settings, State, start
 from schedlang.primitive import registry
 from schedlang.source import Span
 from schedlang.syntax import parse, read
-from schedlang.value import UNKNOWN, AxisSize, Names, shown
+from schedlang.value import UNKNOWN, AxisSize, Bytes, Names, shown
 
+MOST = 2**20  # ranks along one axis
 NOT_YET = "is not interpreted yet"
 
 
@@ -82,6 +83,14 @@ def mesh(node: n.Mesh, state: State) -> State:
     return replace(state.with_mesh(Mesh(axes, (), node.on)), sized=sized)
 
 
+def stand_in(node: n.Mesh, state: State) -> State:
+    """After a refused mesh: its axes are known by name, and nothing is planned any more."""
+    names = [arg.name for arg in node.args if isinstance(arg, n.Keyword)]
+    taken = [name for name in dict.fromkeys(names) if name not in state.axes]
+    axes = tuple((name, 1) for name in taken)
+    return replace(state, mesh=state.mesh or Mesh(axes), plan=None)
+
+
 def _size(arg: n.Keyword, state: State) -> int | None:
     """The size of an axis; None for `_`."""
     if arg.name in state.settings.mesh:
@@ -97,8 +106,8 @@ def _size(arg: n.Keyword, state: State) -> int | None:
         near = closest(str(size), names)
         helps = (f"did you mean `{near}`?",) if near else ()
         refused("S111", "the size of an axis is a number", arg.span, f"is {shown(size)}", *helps)
-    if size < 1:
-        refused("S111", "an axis has at least one rank", arg.span, f"is {size}")
+    if not 1 <= size <= MOST or isinstance(size, Bytes):
+        refused("S111", f"an axis has 1 to {MOST} ranks", arg.span, f"is {size}")
     return int(size)
 
 

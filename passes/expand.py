@@ -55,8 +55,13 @@ def _sizing_knobs(file: n.File, settings: Settings) -> Settings:
         for arg in item.args if isinstance(item, n.Mesh) else ():
             if not isinstance(arg, n.Keyword) or not isinstance(arg.value, n.Name):
                 continue
-            if arg.name in settings.mesh and arg.value.text in declared:
-                knobs[arg.value.text] = settings.mesh[arg.name]
+            size, name = settings.mesh.get(arg.name), arg.value.text
+            if size is None or name not in declared:
+                continue
+            if str(knobs.get(name, size)) != str(size):
+                title = f"the knob `{name}` is set to {knobs[name]} and its axis to {size}"
+                raise Refusal(Diagnostic("S109", title, Label(arg.span), helps=("set one",)))
+            knobs[name] = size
     return replace(settings, knobs=knobs)
 
 
@@ -110,9 +115,9 @@ class Expander:
         match item:
             case n.Knob(name):
                 self._declare(lambda: declare.knob(item, state), name)
-            case n.Mesh(args):
-                axes = [arg.name for arg in args if isinstance(arg, n.Keyword)]
-                self._declare(lambda: declare.mesh(item, state), *axes)
+            case n.Mesh():
+                if not self._declare(lambda: declare.mesh(item, state)):
+                    self.state = declare.stand_in(item, self.state)
             case n.View(name):
                 self._declare(lambda: declare.view(item, state), name)
             case n.Require():
@@ -130,15 +135,17 @@ class Expander:
             case _:
                 self.statement(item, ("",) if state.facts else None, state.names)
 
-    def _declare(self, step: Callable[[], State], *names: str) -> None:
+    def _declare(self, step: Callable[[], State], *names: str) -> bool:
         """A declaration; if it is refused, what uses its names is not blamed."""
         before = self.state.broken
         try:
             self.state = step()
+            return True
         except Refusal as refusal:
             self.state = self.state.without(*names)
             if not any(self._follows(d, before) for d in refusal.diagnostics):
                 self.problems += refusal.diagnostics
+            return False
 
     def _follows(self, problem: Diagnostic, broken: frozenset[str]) -> bool:
         """Whether a message only says that a refused declaration is missing."""
@@ -272,7 +279,7 @@ class Expander:
             plan = plan.add(primitive, sites, step=step.name if step else "", span=span)
         except Refusal as refusal:
             follows = any(failed.explains(sites) for failed in self.failed)
-            self.failed.append(Failed(tuple(sites)))
+            self.failed.append(Failed((*sites, *legality.tied(plan, sites))))
             if follows:
                 return
             raise _beside(refusal.at(span), primitive, self.state) from None
@@ -300,7 +307,8 @@ def arguments(call: n.Call, names: Names) -> list[Argument]:
     for arg in call.args:
         inner = arg.value if isinstance(arg, n.Keyword) else arg
         name = arg.name if isinstance(arg, n.Keyword) else None
-        found.append(Argument(name, evaluate(inner, names), arg.span, inner.span))
+        word = inner.text if isinstance(inner, n.Name) else ""
+        found.append(Argument(name, evaluate(inner, names), arg.span, inner.span, word))
     return found
 
 

@@ -52,6 +52,15 @@ def _meetings(plan: Plan, first: Sequence[str], then: Sequence[str]) -> Iterator
                     yield one, other
 
 
+def tied(plan: Plan, sites: Sequence[str]) -> Iterator[str]:
+    """The modules elsewhere that share a tensor with one of these or with what they hold."""
+    here = set(sites)
+    for names in plan.model.ties:
+        owners = {name.rpartition(".")[0] for name in names}
+        if any(holder in here for owner in owners for holder in _holders(owner)):
+            yield from owners
+
+
 def _holders(site: str) -> Iterator[str]:
     """The module itself, what holds it, and the model."""
     yield site

@@ -194,8 +194,11 @@ def _opaque(leaves: Mapping[str, Leaf]) -> Callable[[str], bool]:
 
 
 def _call(model: nn.Module, inputs: Mapping[str, Any], loss: Loss | None) -> Any:
-    output = model(**inputs)
-    return output, (loss(output, inputs) if loss is not None else None)
+    import torch
+
+    with torch.device("meta"):  # a forward that makes tensors of its own makes them there
+        output = model(**inputs)
+        return output, (loss(output, inputs) if loss is not None else None)
 
 
 def _record(
@@ -384,7 +387,7 @@ def _traced(plan: Plan, recording: Recording, run: _Run | None = None) -> Traced
 def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
     """The failure as a message at the row that shards what was running."""
     fqn = failure.frame[0]
-    action = next((a for a in reversed(plan.actions) if _touches(a, fqn)), None)
+    action = next((a for a in plan.actions if _touches(a, fqn)), None)
     heads = _heads(plan, failure)
     notes = (f"in the forward of `{fqn or plan.model.class_name}`",)
     title = heads[0] if heads else failure.reason

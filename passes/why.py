@@ -27,7 +27,8 @@ def why(plan: Plan, file: n.File, fqn: str) -> str:
     if fqn in facts.parameters:
         fact = facts.parameters[fqn]
         head += f"   {fact.dtype}{plan.layout(fqn).show()}"
-    rows = [_row(action, file) for action in plan.rows_at(site)]
+    acting = (a for a in plan.rows_at(site) if a.primitive.writes)  # a marker acts on nothing
+    rows = [_row(action, file) for action in acting]
     return "\n".join([head, *(rows or ["  no row acts on it"])])
 
 

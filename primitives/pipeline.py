@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.orders import OrderError, find, order
 from schedlang.plan import Order, Plan
 from schedlang.primitive import Primitive, refuse
 
@@ -35,6 +34,8 @@ class pipeline(Primitive):  # noqa: N801
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse unknown orders, sizes that an order does not run, and cuts that do not fit."""
+        from schedlang.orders import OrderError, find
+
         if site.fqn:
             refuse("S408", "a pipeline runs the whole model", f"this stands inside `{site}`",
                    helps=("move the row out of its `at`",))  # fmt: skip
@@ -51,6 +52,8 @@ class pipeline(Primitive):  # noqa: N801
             self._check_order(ranks, plan)
 
     def _check_order(self, ranks: int, plan: Plan) -> None:
+        from schedlang.orders import OrderError, order
+
         try:
             order(self.order, ranks, self.micro, self.chunks)
         except OrderError as error:

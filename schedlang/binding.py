@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from schedlang.diagnostic import Diagnostic, Label, Refusal, closest, guess, quoted
-from schedlang.kinds import MANY, REST, Mismatch, NoAxis, convert
+from schedlang.kinds import MANY, REST, Axis, Mismatch, NoAxis, convert, describe
 from schedlang.primitive import Primitive
 from schedlang.source import Span
 from schedlang.value import AxisSize, Symbol, shown
@@ -17,12 +17,14 @@ from schedlang.value import AxisSize, Symbol, shown
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of a call: its name (None: by position), value and place."""
+    """One argument of a call: its name (None: by position), value, place, and the bare name that
+    stood for the value, if it was one."""
 
     name: str | None
     value: Any
     span: Span
     inner: Span  # the place of the value alone
+    word: str = ""
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,10 @@ class Binder:
         except NoAxis as unknown:
             self._no_axis(str(unknown), argument)
         except Mismatch as wrong:
-            value = argument.value
+            value = wrong.culprit[0] if wrong.culprit else argument.value
+            if wrong.expected == describe(Axis) and argument.word:
+                self._no_axis(argument.word, argument)
+                return []
             symbol = isinstance(value, Symbol | AxisSize) or type(value) is str
             if wrong.choices and symbol:
                 word = value.name if isinstance(value, AxisSize) else str(value)
@@ -188,20 +193,28 @@ class Binder:
                 help_ = _choice(word, wrong.choices)
                 self._problem("S303", title, Label(argument.inner), help_)
             else:
-                title = f"`{field}` of `{self.name}` is {wrong.expected}"
-                self._problem("S304", title, Label(argument.inner, f"this is {shown(value)}"))
+                each = "holds" if wrong.culprit else "is"
+                title = f"`{field}` of `{self.name}` {each} {wrong.expected}"
+                self._problem("S304", title, Label(argument.inner, _is(argument, value)))
         return []
 
     def _no_axis(self, name: str, argument: Argument) -> None:
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.axes.items())
         near = closest(name, self.axes)
-        before = f"{argument.name}=" if argument.name else ""
+        alone = argument.name and not isinstance(argument.value, tuple)
+        before = f"{argument.name}=" if alone else ""
         helps = (f"did you mean `{before}{near}`?",) if near else ()
         if not self.axes:
             helps = (f"declare it: `mesh({name}=2)`",)
         note = f"the mesh is {mesh}" if self.axes else "no mesh is declared above"
         title = f"the mesh has no axis `{name}`"
         self._problem("S204", title, Label(argument.span), *helps, note=note)
+
+
+def _is(argument: Argument, value: object) -> str:
+    """What a value is, and which name it came from."""
+    named = argument.word and not isinstance(value, str | AxisSize)
+    return f"`{argument.word}` is {shown(value)}" if named else f"this is {shown(value)}"
 
 
 def _choice(word: str, choices: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ FAMILIES: Mapping[str, str] = {
     "6": "the pipeline, the batch and the structure of the model",
     "7": "verification and expectations",
     "8": "running: precision, randomness, kernels",
+    "9": "the model file",
 }
 
 CODES: Mapping[str, tuple[str, str]] = {
@@ -128,6 +129,7 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S406": ("blocks do not make up the dim", "`blocks=` lists sizes that add up."),
     "S408": ("not for this scope", "Some rows are about the whole model, some never are."),
     "S409": ("one list or several cut points", "`pipeline_split` takes one kind of selection."),
+    "S410": ("the kernel computes something else", "The module is not what the kernel replaces."),
     "S501": ("done twice", "Two rows do the same at one module; drop one."),
     "S502": ("one region inside another", "The inner module would be recomputed twice."),
     "S503": (
@@ -164,6 +166,17 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S621": ("parts of the batch do not add up", "Say what a part weighs: `weight(batch)`."),
     "S622": ("an optimizer that looks at whole tensors", "Elementwise ones work on parts."),
     "S701": ("the program differs from the original", "The message names the row to blame."),
+    "S702": (
+        "too many ranks for one machine",
+        "`verify` starts local processes.  A smaller mesh, `--mesh ...`, proves the same rows.",
+    ),
+    "S703": (
+        "the loss of the whole is not the mean of the parts",
+        "Checked on the original, before anything else: the parts of a batch, weighed, must give\n"
+        "its loss.  Say what a part weighs, `weight(batch)`, or `relax(batch_stats)`.",
+    ),
+    "S704": ("no working dtype", "Float64 is always checked; this names the dtype checked beside."),
+    "S705": ("no row on these lines", "`--only 11,14-17` names lines of the schedule file."),
     "S811": ("no float64 for this operation", "It reads the bits of a float."),
     "S812": ("randomness of its own", "It cannot be drawn logically, alike under every layout."),
     "S821": ("the kernel does not fit the call", "Leave this module as it is."),
@@ -171,6 +184,12 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S832": ("a kernel of its own already", "Fuse or replace, not both."),
     "S833": ("not one graph", "The region cannot be compiled whole; choose a smaller one."),
     "S834": ("compiled too often", "Something that it reads differs from call to call."),
+    "S901": ("the model file has no batch", "Define `batch(seed)`: a dict of tensors."),
+    "S902": ("`batch` returns something else", "Return the forward's keyword arguments as a dict."),
+    "S903": ("`model` returns something else", "Return a torch.nn.Module."),
+    "S904": ("no model file", "Put a `model.py` beside the schedule, or name one: `--model`."),
+    "S905": ("the model file fails to import", "Its own error is shown, with the line."),
+    "S906": ("the model file has no `model()`", "Define it; it may build on the meta device."),
 }
 
 

@@ -103,15 +103,26 @@ def plain(value: object) -> Any:
 
 
 def _call(node: n.Call, names: Names) -> Any:
-    args = tuple(evaluate(a, names) for a in node.args if not isinstance(a, n.Keyword))
+    given = [a for a in node.args if not isinstance(a, n.Keyword)]
+    args = tuple(evaluate(a, names) for a in given)
     named = {a.name: evaluate(a.value, names) for a in node.args if isinstance(a, n.Keyword)}
     if node.name.text == "S":
-        return _split(node, args, named)
+        return _split(node, (*(_dim(a, names) for a in given[:1]), *args[1:]), named)
     if node.name.text == "P":
         if named or len(args) > 1 or (args and args[0] not in ("sum", "avg", "max")):
             refused(node, "S303", "a pending reduction is `P(sum)`, `P(avg)` or `P(max)`")
         return P(str(args[0]) if args else "sum")
     return Symbolic(node.name.text, args, tuple(named.items()))
+
+
+def _dim(node: n.Expr, names: Names) -> Any:
+    """The dim of S: a bare name is the dim's own, whatever else is called so, unless it is an
+    argument that holds a name or a number: S(seq) where `seq` is a flag means the dim."""
+    if isinstance(node, n.Name) and len(node.parts) == 1:
+        value = names.arguments.get(node.text)
+        holds = isinstance(value, str | int) and not isinstance(value, bool | AxisSize)
+        return value if holds else Symbol(node.text)
+    return evaluate(node, names)
 
 
 def _split(node: n.Call, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -124,8 +135,6 @@ def _split(node: n.Call, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     dim, blocks = args[0], named.get("blocks", 1)
     if UNKNOWN in (dim, blocks):
         return UNKNOWN
-    if isinstance(dim, AxisSize):
-        dim = Symbol(dim.name)
     if isinstance(dim, bool) or not isinstance(dim, int | str):
         refused(node, "S304", "the dim of `S` is a name or a number", f"this is {shown(dim)}")
     counts = blocks if isinstance(blocks, tuple) else (blocks,)

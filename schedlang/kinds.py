@@ -24,11 +24,16 @@ Many = Annotated[tuple[T, ...], MANY]
 
 
 class Mismatch(Exception):
-    """A value that is not of the type asked for: what was expected, and the choices if listed."""
+    """A value that is not of the type asked for: what was expected, and the choices if listed.
 
-    def __init__(self, expected: str, choices: Sequence[str] = ()) -> None:
+    `culprit` is the one value of a list that does not fit, in a tuple of one.
+    """
+
+    def __init__(
+        self, expected: str, choices: Sequence[str] = (), culprit: tuple[Any, ...] = ()
+    ) -> None:
         super().__init__(expected)
-        self.expected, self.choices = expected, tuple(choices)
+        self.expected, self.choices, self.culprit = expected, tuple(choices), culprit
 
 
 class NoAxis(Exception):
@@ -97,10 +102,17 @@ def _tuple(args: tuple[Any, ...], value: Any, axes: Mapping[str, int]) -> tuple[
     if not isinstance(value, tuple):
         raise Mismatch(describe(tuple[args]))  # type: ignore[valid-type]
     if len(args) == 2 and args[1] is Ellipsis:
-        return tuple(convert(args[0], item, axes) for item in value)
+        return tuple(_element(args[0], item, axes) for item in value)
     if len(value) != len(args):
         raise Mismatch(describe(tuple[args]))  # type: ignore[valid-type]
     return tuple(convert(kind, item, axes) for kind, item in zip(args, value))
+
+
+def _element(kind: Any, item: Any, axes: Mapping[str, int]) -> Any:
+    try:
+        return convert(kind, item, axes)
+    except Mismatch as wrong:
+        raise Mismatch(wrong.expected, wrong.choices, (item,)) from None
 
 
 def _plain(kind: Any, value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import sys
@@ -73,15 +74,13 @@ def _interned(name: str, text: str) -> Source:
 
 def _shown(filename: str) -> str:
     """A path below the working directory is shown relative to it."""
-    if filename.startswith("<"):
-        return filename
-    relative = os.path.relpath(filename)
-    return filename if relative.startswith("..") else relative
+    here = os.getcwd() + os.sep
+    return filename.removeprefix(here)
 
 
 def _is_ours(frame: FrameType) -> bool:
     filename = os.path.abspath(frame.f_code.co_filename)
-    return filename.startswith(HOME + os.sep) or frame.f_code.co_filename.endswith("contextlib.py")
+    return filename.startswith(HOME + os.sep) or filename == contextlib.__file__
 
 
 def python_span() -> Span:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from schedlang.diagnostic import quoted
@@ -127,10 +127,6 @@ class Names:
             except AttributeError:
                 return Symbol(name)
         return R if name == "R" else Symbol(name)
-
-    def with_arguments(self, arguments: Mapping[str, Any]) -> Names:
-        """The names inside the body of a def."""
-        return replace(self, arguments=arguments)
 
 
 def literal(text: str) -> Any:

@@ -1,5 +1,7 @@
 """Hypothesis strategies for schedules: programs of the grammar, comments, damage."""
 
+import re
+
 from hypothesis import strategies as st
 from hypothesis.extra.lark import from_lark
 
@@ -52,3 +54,42 @@ def damaged(draw: st.DrawFn, text: str) -> str:
     end = draw(st.integers(start, min(len(text), start + 12)))
     noise = draw(st.sampled_from(["", text[start:end] * 2, "{", "(", '"', "`", ":", "..", "é\x00"]))
     return text[:start] + noise + text[end:]
+
+
+WORDS = [
+    "tp",
+    "3",
+    "-1",
+    "0",
+    "2.5",
+    "true",
+    "R",
+    "S(out)",
+    "P",
+    "[1, 2]",
+    "()",
+    "(tp, 2)",
+    "model",
+]
+WORDS += [
+    "model.config",
+    "model.config.n_head",
+    '"x"',
+    "40GiB",
+    "x.y",
+    "a == b",
+    "**",
+    "lm_head",
+    "_",
+]
+
+
+@st.composite
+def swapped(draw: st.DrawFn, text: str) -> str:
+    """The text with one or two of its words replaced by another word or value."""
+    for _ in range(draw(st.integers(1, 2))):
+        spots = [match.span() for match in re.finditer(r"[A-Za-z_0-9.*]+", text)]
+        start, end = draw(st.sampled_from(spots))
+        others = [text[a:b] for a, b in spots]
+        text = text[:start] + draw(st.sampled_from(WORDS) | st.sampled_from(others)) + text[end:]
+    return text

@@ -13,7 +13,7 @@ from tests.toys import gpt
 NAMES = Names(
     knobs={"micro": 16, "mode": Choice.of("full", "mode", ["none", "full"]), "tp": 4},
     axes={"tp": 4, "dp": 2},
-    arguments={"seq": True},
+    arguments={"seq": True, "at_": Symbol("hidden")},
     model=gpt(),
 )
 
@@ -50,6 +50,9 @@ def value(text: str, names: Names = NAMES) -> object:
         ("S(out, blocks=3)", S("out", 3)),
         ("S(out, blocks=[8, 4, 4])", S("out", (8, 4, 4))),
         ("S(-1)", S(-1)),
+        ("S(tp)", S("tp")),
+        ("S(seq)", S("seq")),
+        ("S(at_)", S("hidden")),
         ("R", R),
         ("P(sum)", P("sum")),
         ("group(4, by=x)", Symbolic("group", (4,), (("by", "x"),))),
@@ -81,7 +84,7 @@ def test_without_a_model() -> None:
         ("1 // 0", "S107", "division by zero"),
         ("micro % (tp - 4)", "S107", "is 0"),
         ("tpp * 2", "S210", "did you mean `tp`?"),
-        ("zzzz == 2", "S210", "the names are `seq`, `tp`, `dp`, `micro`"),
+        ("zzzz == 2", "S210", "the names are `seq`, `at_`, `tp`, `dp`, `micro`"),
         ("mode == ful", "S303", "did you mean `full`?"),
         ("mode + 1", "S304", "arithmetic needs numbers"),
         ("[1] < [2]", "S304", "cannot compare"),

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from schedlang.diagnostic import Refusal
 from schedlang.model import ModelFacts
@@ -14,6 +16,7 @@ from schedlang.placement import R
 from schedlang.source import Source
 from schedlang.syntax import parse
 from tests.samples import SAMPLES
+from tests.strategies import damaged, swapped
 from tests.verbs_for_tests import GPT2LMHeadModel, toys
 
 FACTS = ModelFacts(GPT2LMHeadModel())
@@ -89,6 +92,7 @@ def test_settings() -> None:
     assert by_mesh.axes == {"tp": 4} and by_mesh.knobs["tp"].value == 4
     assert "did you mean `tp`" in refused(GPT2, knobs={"ttp": 4}).render()
     assert "no axis `pp`" in refused(GPT2, mesh={"pp": 2}).render()
+    assert "set to 2 and its axis to 4" in refused(GPT2, knobs={"tp": 2}, mesh={"tp": 4}).render()
     assert refused(GPT2, mesh={"tp": 3}).diagnostic.code == "S103"
 
 
@@ -222,6 +226,18 @@ def test_not_interpreted_yet(text: str, word: str) -> None:
     [
         (body("lm_head  shrad(col, over=tp)"), "S301", "did you mean `shard`?"),
         (body("lm_head  shard(col, over=tpp)"), "S204", "did you mean `over=tp`?"),
+        (
+            body("lm_head shard(col, over=tp)").replace("mesh(tp=tp)", "mesh(dp=tp)"),
+            "S204",
+            "the mesh has no axis `tp`",
+        ),
+        (
+            body("lm_head pad(vocab, multiple=n)").replace(
+                "knob tp", "knob n: bool = true\nknob tp"
+            ),
+            "S304",
+            "`n` is true",
+        ),
         (body("lm_head  shard(rows, over=tp)"), "S303", "choose one of `col`, `row`, `vocab`"),
         (body("lm_head  shard(col, block=3, over=tp)"), "S302", "did you mean `blocks`?"),
         (body("lm_head  shard(vocab, over=tp)"), "S402", "cannot split 21 evenly 2 ways"),
@@ -234,7 +250,7 @@ def test_not_interpreted_yet(text: str, word: str) -> None:
         ("schedule 1 for Llama\n", "S110", "the model is a GPT2LMHeadModel"),
         ("schedule 1\nknob a: int = 1\nknob a: int = 2\n", "S101", "first declared here"),
         ("schedule 1\nmesh(a=2)\nmesh(b=2)\n", "S101", "the mesh is declared twice"),
-        ("schedule 1\nmesh(a=0)\n", "S111", "at least one rank"),
+        ("schedule 1\nmesh(a=0)\n", "S111", "1 to 1048576 ranks"),
         ("schedule 1\nmesh(a=_, b=_)\n", "S111", "one axis at most"),
         ("schedule 1\nmesh(a=_, b=3) on x8\n", "S111", "the other axes take 3 of 8 ranks"),
         ("schedule 1\nknob a: int = 1\nmesh(a=2)\n", "S101", "`a` is a knob and an axis"),
@@ -285,8 +301,12 @@ step "a" {
 }
 """
     assert [d.code for d in refused(text).diagnostics] == ["S103", "S303", "S301"]
+    text = body("lm_head shard(cl, over=tp)").replace("mesh(tp=tp)", "mesh(tp=0)")
+    assert [d.code for d in refused(text).diagnostics] == ["S111", "S303"]
     text = body("lm_head shard(vocab, over=tp)\ntransformer shard(over=tp)\nlm_head pad(x)\n")
     assert [d.code for d in refused(text).diagnostics] == ["S402", "S305"]
+    text = body("lm_head shard(col, over=tp)\ntransformer.wte shard(vocab, over=tp)")
+    assert [d.code for d in refused(text).diagnostics] == ["S402"]
 
 
 def test_a_refused_row_leaves_no_trace() -> None:
@@ -337,3 +357,28 @@ def test_the_library_sample_is_whole() -> None:
         "swiglu",
         "decoder_block",
     }
+
+
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@QUICK
+@given(st.sampled_from([GPT2, DEFS]).flatmap(lambda t: damaged(t) | swapped(t)), st.booleans())
+def test_damage_is_refused_or_executed(text: str, model: bool) -> None:
+    """A damaged schedule is refused with messages that have places, or is another schedule."""
+    try:
+        run(text, model)
+    except Refusal as refusal:
+        assert refusal.render().startswith("error[S")
+        assert all(d.primary.span for d in refusal.diagnostics)
+
+
+@pytest.mark.deep
+@settings(QUICK, max_examples=3000)
+@given(st.sampled_from([GPT2, DEFS]).flatmap(lambda t: damaged(t) | swapped(t)), st.booleans())
+def test_damage_at_length(text: str, model: bool) -> None:
+    """The same, on many more texts."""
+    try:
+        run(text, model)
+    except Refusal as refusal:
+        assert all(d.primary.span for d in refusal.diagnostics)

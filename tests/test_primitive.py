@@ -132,7 +132,9 @@ def test_more_mistakes(many: type[Primitive]) -> None:
     """Booleans are no numbers, lists are no values, several mistakes come together."""
     assert "whole number" in refused(many, limit=True).render()
     assert "`true` or `false`" in refused(many, on=1).render()
-    assert "a list" in refused(many, save=3).render()
+    assert "a list of names" in refused(many, save=3).render()
+    assert "`save` of `many` holds a name" in refused(many, save=("a", 3)).render()
+    assert "did you mean `dp`?" in refused(many, over=("tp", "dpp")).render()
     both = refused(many, "sideways", to="tape", nothing=1)
     assert sorted(d.code for d in both.diagnostics) == ["S302", "S303", "S303"]
     assert "no mesh is declared" in str(

@@ -2,10 +2,13 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from schedlang.diagnostic import Refusal
 from schedlang.placement import R, S
@@ -125,7 +128,7 @@ def test_a_refusal_changes_nothing(sch: Schedule) -> None:
         (lambda s: s["lm_head"].checkpoint(save=object()), "cannot be written in a schedule"),
         (lambda s: s["lm_head"].pad("out", multiple=float("nan")), "cannot be written"),
         (lambda s: s["h.*..x"], "1 | h.*..x"),
-        (lambda s: s.mesh(tp=0), "at least one rank"),
+        (lambda s: s.mesh(tp=0), "an axis has 1 to"),
         (lambda s: s.require(s.model.config.n_head == 5), "a requirement does not hold"),
         (lambda s: s.require(False), "a requirement does not hold"),
         (lambda s: s.require("n_head == 5"), "nothing is called `n_head`"),
@@ -204,6 +207,7 @@ def test_why(tmp_path: Path) -> None:
     assert text.splitlines()[0] == "transformer.h.3.mlp.c_fc.weight   float32[32, 8]"
     assert 'x.sched:15   shard(col, over=tp)   step "tensor parallel", selected by' in text
     assert "`transformer.h.*` then `mlp.c_fc`" in text
+    assert "verify" not in text
     assert "test_schedule.py" in built().why("transformer.wte")
 
 
@@ -247,3 +251,59 @@ def test_modules_of_a_cursor(sch: Schedule) -> None:
         "transformer.h.0.mlp.c_fc",
         "transformer.h.0.mlp.c_proj",
     )
+
+
+TOP = ["transformer.h.*", "transformer.h[1:3]", "transformer.h[:n]", "lm_head", "nix"]
+INNER = ["attn", "mlp.{c_fc,c_proj}", "attn.c_attn?", "ln_1", "nix?"]
+CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+    ("shard", ("col",), {"over": "tp"}),
+    ("shard", ("row",), {"over": "dp", "blocks": (4, 4), "output": S("seq")}),
+    ("shard", (), {"over": ("dp", "tp"), "weight": R}),
+    ("checkpoint", (), {"save": ["linear", "a.b", "two words"]}),
+    ("pad", ("vocab",), {"multiple": -8}),
+    ("replace_kernel", ("sdpa",), {"rng": "philox"}),
+    ("pipeline", (), {"order": "1F1B", "micro": 4}),
+    ("verify", ("forward",), {"rtol": 1e-05}),
+]
+CALL = st.sampled_from(CALLS)
+ROW = st.tuples(st.sampled_from([None, *TOP]), CALL)
+SCOPE = st.tuples(
+    st.sampled_from(TOP[:3]),
+    st.lists(st.tuples(st.sampled_from([None, *INNER]), CALL), min_size=1, max_size=4),
+)
+STEP = st.tuples(st.sampled_from(["a", "b", "c d"]), st.lists(SCOPE | ROW, min_size=1, max_size=4))
+
+
+def attempt(scope: Any, row: Any) -> None:
+    """One row; a refused one must leave no trace, which the comparison at the end shows."""
+    path, (name, args, named) = row
+    with suppress(Refusal):
+        getattr(scope[path] if path else scope, name)(*args, **named)
+
+
+def perform(sch: Schedule, steps: Any) -> None:
+    for name, body in steps:
+        with suppress(Refusal), sch.step(name, relax=["rng"] if name == "a" else []):
+            for path, inner in body:
+                if isinstance(inner, tuple):
+                    attempt(sch, (path, inner))
+                    continue
+                with suppress(Refusal), sch.at(path) as scope:
+                    for row in inner:
+                        attempt(scope, row)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(STEP, min_size=1, max_size=3))
+def test_whatever_python_builds_text_says(tmp_path: Path, steps: Any) -> None:
+    """For any program: the text plans the same, prints itself, and undo of all is empty."""
+    sch = create_schedule(MODEL)
+    sch.knob("n", 2, range=(0, 4))
+    sch.mesh(dp=2, tp=4)
+    perform(sch, steps)
+    again = written(tmp_path, sch.to_sched())
+    assert again.plan() == sch.plan()
+    assert again.to_sched() == sch.to_sched() == fmt(Source("x", sch.to_sched()))
+    for _ in range(len(sch.plan().actions)):
+        sch.undo()
+        assert written(tmp_path, sch.to_sched()).plan() == sch.plan()

@@ -391,4 +391,5 @@ def _gathered(output: Any) -> Any:
     from torch.utils import _pytree as pytree
 
     whole = lambda value: value.gathered() if isinstance(value, ShardedLogits) else value  # noqa: E731
-    return pytree.tree_map(whole, output)
+    is_split = lambda value: isinstance(value, ShardedLogits)  # noqa: E731
+    return pytree.tree_map(whole, output, is_leaf=is_split)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -57,7 +58,8 @@ def record(
     try:
         # drawing numbers here must not change what the program draws later
         undrawn = torch.random.fork_rng(devices=[])
-        with undrawn, torch.enable_grad(), switch.using(recorder.call), recorder:
+        at_home = torch.device("meta") if meta else nullcontext()
+        with undrawn, torch.enable_grad(), at_home, switch.using(recorder.call), recorder:
             output = subject(**given)
             value = loss_of(output, given, loss)
     finally:

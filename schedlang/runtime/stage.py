@@ -68,7 +68,7 @@ class Stub:
 
     def _shapes(self, unit: int, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
         try:
-            with torch.no_grad(), self._outside(), OnMeta():
+            with torch.no_grad(), self._outside(), torch.device("meta"), OnMeta():
                 output = self.units[unit](*hollow_batch(args), **hollow_batch(kwargs))
         except (RuntimeError, NotImplementedError) as error:
             name, reason = self.names[unit], "has an output whose shape depends on data"

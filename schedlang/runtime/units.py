@@ -123,7 +123,8 @@ def _calls(model: nn.Module, kwargs: Mapping[str, Any], meta: bool) -> dict[str,
         handles.append(module.register_forward_pre_hook(before))
     try:
         mode: Any = OnMeta(kwargs, given) if meta else nullcontext()
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), mode:
+        at_home = torch.device("meta") if meta else nullcontext()
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), at_home, mode:
             model(**given)
     finally:
         for handle in handles:

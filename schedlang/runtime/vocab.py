@@ -8,13 +8,15 @@ gathered first, so that any model still gets what it asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from schedlang.runtime import collective
 from schedlang.runtime.collective import Group
@@ -82,14 +84,16 @@ def cross_entropy(
     return loss.sum() / counts.sum() if reduction == "mean" else loss.sum()
 
 
+@dataclass(eq=False)  # fully_shard looks for tensors in dataclasses, to gather before backward
 class ShardedLogits:
     """Logits (..., classes) of which each rank holds an equal part of the last dim.
 
     `classes` is the true number; what lies beyond is padding and must hold -inf.
     """
 
-    def __init__(self, local: Tensor, group: Group, classes: int) -> None:
-        self.local, self.group, self.classes = local, group, classes
+    local: Tensor
+    group: Group
+    classes: int
 
     # -- what is read ----------------------------------------------------------------------------
 
@@ -180,3 +184,21 @@ def _whole(value: Any) -> Any:
     if isinstance(value, ShardedLogits):
         return value.gathered()
     return type(value)(map(_whole, value)) if type(value) in (list, tuple) else value
+
+
+def _parts(logits: ShardedLogits) -> tuple[list[Any], Any]:
+    return [logits.local], (logits.group, logits.classes)
+
+
+def _made(children: Iterable[Any], context: Any) -> ShardedLogits:
+    (local,) = children
+    return ShardedLogits(local, *context)
+
+
+# whoever looks for tensors in an output (hooks of fully_shard, stages) finds the local one
+pytree.register_pytree_node(
+    ShardedLogits,
+    _parts,
+    _made,
+    flatten_with_keys_fn=lambda x: ([(pytree.GetAttrKey("local"), x.local)], (x.group, x.classes)),
+)
