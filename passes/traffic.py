@@ -63,10 +63,9 @@ class _Context:
     def micro(self) -> int:
         return self.plan.order.micro if self.plan.order is not None else 1
 
-    def row(self, facet: str, fqn: str | None = None) -> int | None:
-        """The last row that writes a facet, at or around a module."""
-        rows = self.plan.actions if fqn is None else self.plan.rows_at(fqn)
-        found = [a.row for a in rows if facet in a.primitive.writes]
+    def row(self, facet: str) -> int | None:
+        """The last row that writes a facet."""
+        found = [a.row for a in self.plan.actions if facet in a.primitive.writes]
         return found[-1] if found else None
 
     def places(self, fqn: str) -> frozenset[int] | None:
@@ -119,14 +118,16 @@ def _activations(
         yield Collective(
             one.kind, one.axes, "backward" if one.backward else "forward", what, one.fqn,
             count * context.micro, one.bytes, context.places(one.fqn),
-            context.row("placement", one.fqn) or _row_below(context.plan, one.fqn),
+            _row_of(context.plan, one.fqn),
         )  # fmt: skip
 
 
-def _row_below(plan: Plan, fqn: str) -> int | None:
-    """The row inside a module that gathers for its children."""
-    rows = (a for a in plan.actions if "placement" in a.primitive.writes)
-    return next((a.row for a in rows if any(s.startswith(f"{fqn}.") for s in a.sites)), None)
+def _row_of(plan: Plan, fqn: str) -> int | None:
+    """The last row that places this module, else one inside it (it gathers for its children)."""
+    rows = [a for a in plan.actions if "placement" in a.primitive.writes]
+    own = [a.row for a in rows if fqn in a.sites]
+    below = (a.row for a in rows if any(site.startswith(f"{fqn}.") for site in a.sites))
+    return own[-1] if own else next(below, None)
 
 
 def _heard_again(
@@ -214,7 +215,7 @@ def _what(traced: Traced, one: Exchange) -> str:
         return "loss"
     side = "input or output" if entry and leave else "output" if leave else "input"
     if one.backward and not (entry or leave):
-        return "output"  # recomputed
+        return "output again"  # recomputed
     return f"{side} grad" if one.backward else side
 
 
