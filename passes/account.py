@@ -11,8 +11,9 @@ from schedlang.passes.traffic import Collective, collectives
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
-    from schedlang.passes.build import Staged
-    from schedlang.passes.propagate import Loss, Traced
+    from schedlang.passes.staging import Staged
+    from schedlang.passes.dryrun import Loss
+    from schedlang.passes.propagate import Traced
     from schedlang.timeline import Timeline
 
 ACTIVATIONS = "not estimated"
@@ -75,7 +76,8 @@ def account(
     """
     if batch is None:
         return _without_batch(plan)
-    from schedlang.passes.build import holdings_of, stages_of
+    from schedlang.passes.holdings import holdings_of
+    from schedlang.passes.staging import stages_of
     from schedlang.passes.propagate import propagate
     from schedlang.runtime import parts
 
@@ -101,7 +103,8 @@ _NO_STAGES = "what each stage holds is not known: there is no batch to cut the m
 
 
 def _without_batch(plan: Plan) -> Account:
-    from schedlang.passes.build import holdings_of, stages_of
+    from schedlang.passes.holdings import holdings_of
+    from schedlang.passes.staging import stages_of
     from schedlang.passes.propagate import Traced
 
     if any(plan.mesh.size(cut.axis) > 1 for cut in plan.cuts):

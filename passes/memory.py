@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from schedlang.passes.reductions import sliced_names, slicing
+from schedlang.passes.holdings import slicing
+from schedlang.passes.reductions import sliced_names
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
-    from schedlang.passes.build import Staged
+    from schedlang.passes.staging import Staged
     from schedlang.runtime.holding import Holding
 
 MOMENTS = 2  # AdamW's, in the parameter's dtype

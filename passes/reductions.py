@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from schedlang.plan import Plan, Replicas
+from schedlang.plan import Plan
 
 if TYPE_CHECKING:
-    from schedlang.passes.build import Staged
+    from schedlang.passes.staging import Staged
     from schedlang.passes.propagate import Traced
     from schedlang.runtime.holding import Holding
 
@@ -26,14 +26,6 @@ class Reduction:
     axes: tuple[str, ...]
     names: tuple[str, ...]
     stages: frozenset[int] | None = None
-
-
-def slicing(plan: Plan) -> tuple[Replicas | None, tuple[str, ...]]:
-    """The row that slices state, and the data axes that keep whole copies."""
-    real = [r for r in plan.replicas if plan.mesh.size(r.axes) > 1]
-    sliced = next((r for r in real if r.stage > 0), None)
-    whole = tuple(axis for r in real if r.stage == 0 for axis in r.axes)
-    return sliced, whole
 
 
 def reductions(plan: Plan, traced: Traced, holdings: Mapping[str, Holding]) -> list[Reduction]:

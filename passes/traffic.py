@@ -7,14 +7,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from schedlang.passes.holdings import slicing
 from schedlang.passes.memory import gathered_bytes
-from schedlang.passes.reductions import Reduction, reductions, sliced_names, slicing
+from schedlang.passes.reductions import Reduction, reductions, sliced_names
 from schedlang.placement import P, Placement, Replicate, S
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
-    from schedlang.passes.build import Staged
-    from schedlang.passes.propagate import Exchange, Loss, Traced
+    from schedlang.passes.staging import Staged
+    from schedlang.passes.dryrun import Exchange, Loss
+    from schedlang.passes.propagate import Traced
     from schedlang.runtime.holding import Holding
     from schedlang.runtime.shard import Edge
 
@@ -134,8 +136,8 @@ def _heard_again(
     context: _Context, batch: Mapping[str, Any], loss: Loss | None
 ) -> list[Exchange]:
     """What a microbatch sends if modules are recomputed: the rows' own changes, run on meta."""
-    from schedlang.passes.build import local_skeleton
-    from schedlang.passes.propagate import Exchange
+    from schedlang.passes.staging import local_skeleton
+    from schedlang.passes.dryrun import Exchange
     from schedlang.runtime import crossing
     from schedlang.runtime.collective import Group, listening
     from schedlang.runtime.constants import OnMeta
@@ -214,8 +216,8 @@ def _what(traced: Traced, one: Exchange) -> str:
     if edge.head and not one.backward and not entry:
         return "loss"
     side = "input or output" if entry and leave else "output" if leave else "input"
-    if one.backward and not (entry or leave):
-        return "output again"  # recomputed
+    if one.backward and not (entry or leave):  # recomputed
+        return "input again" if enters[False] == one.kind else "output again"
     return f"{side} grad" if one.backward else side
 
 
