@@ -73,10 +73,12 @@ def build(
     clip: float | None = None,
     weight: Weight | None = None,
     seed: int | None = None,
+    local: bool = False,
 ) -> Program:
     """This rank's program.
 
-    batch      the keyword arguments of one whole step, for shapes; values do not matter
+    batch      the keyword arguments of one whole step (with `local` of this rank's rows), for
+               shapes; values do not matter
     loss       loss(output, batch), where the model returns none
     optimizer  a function from (name, parameter) pairs to an optimizer
     clip       bound for the global norm of the gradients
@@ -86,15 +88,12 @@ def build(
     """
     from schedlang.runtime import parts
     from schedlang.runtime.program import Assembly, Program
-    from schedlang.runtime.ranks import Ranks, join_world
 
-    join_world()
-    _check_axes(plan)
-    ranks = Ranks(plan.mesh)
+    ranks = check_job(plan)
     micro = plan.order.micro if plan.order is not None else 1
     replicas = plan.data_axes
-    everyone = parts.split(batch, plan.mesh.size(replicas), micro)
-    sample = everyone[0][0].inputs
+    count = plan.mesh.size(replicas)
+    sample = parts.split(batch, 1 if local else count, micro)[0][0].inputs
     traced = propagate(plan, sample, loss)
     staged = stages_of(plan, traced, sample, loss)
     holdings = holdings_of(plan, staged)
@@ -118,9 +117,9 @@ def build(
         parameters=found, holdings=holdings, buffers=dict(module.named_buffers()),
         buffer_stages=_buffer_stages(staged, module), ties=plan.model.ties,
         keys=tuple(plan.model.model.state_dict()), sums=tuple(sums), sliced=sliced,
-        weight=weight or _weight(plan, traced, len(everyone) * micro),
+        weight=weight or _weight(plan, traced, count * micro),
         last_rank=plan.mesh.rank(zero | last), stage_axis=axis, dropout=dropout,
-        outputs_missing=staged.cut.missing if axis is not None else (),
+        outputs_missing=staged.cut.missing if axis is not None else (), inputs=frozenset(batch),
     )  # fmt: skip
     made = None
     trained = [(n, p) for n, p in found.items() if p.requires_grad]
@@ -128,6 +127,15 @@ def build(
         _check_optimizer(plan, holdings, optimizer)
         made = optimizer(trained)
     return Program(assembly, made, clip)
+
+
+def check_job(plan: Plan) -> Ranks:
+    """Join the running job; refuse idle axes (S205) and a mesh of another size (S607)."""
+    from schedlang.runtime.ranks import Ranks, join_world
+
+    join_world()
+    _check_axes(plan)
+    return Ranks(plan.mesh)
 
 
 def _check_axes(plan: Plan) -> None:
@@ -486,7 +494,11 @@ def _weight(plan: Plan, traced: Traced, parts: int) -> Weight:
     from schedlang.runtime.parts import rows_of
 
     if len(traced.labels) == 1:
-        return traced.labels[0].count
+        rule = traced.labels[0]
+        # a batch without labels can be evaluated, not trained on: only its rows count
+        return lambda batch: float(
+            rows_of(batch) if batch.get(rule.source) is None else rule.count(batch)
+        )
     if len(traced.labels) > 1 and parts > 1:
         raise Refusal(
             Diagnostic(
