@@ -99,7 +99,7 @@ def test_the_example() -> None:
 
 
 def test_verify() -> None:
-    """A sound schedule passes; batches may come from a function, models and losses from closures."""
+    """A sound schedule passes; batches come from a function, models and losses from closures."""
 
     class Local(Net):
         pass

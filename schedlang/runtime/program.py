@@ -149,12 +149,12 @@ class Program:
             return mine, weights, _positive(sum(map(sum, weigh)))
         (own,) = split(batch, 1, a.micro)
         weights = [a.weight(part.inputs) for part in own]
-        mine = torch.tensor([[sum(weights), rows_of(batch)]], dtype=torch.float64)
+        here = torch.tensor([[sum(weights), rows_of(batch)]], dtype=torch.float64)
         group = a.ranks.group(a.replicas)
         if group.pg is None:
             return own, weights, _positive(sum(weights))
-        told = mine.new_empty(group.size, 2)
-        dist.all_gather_into_tensor(told, mine, group=group.pg)
+        told = here.new_empty(group.size, 2)
+        dist.all_gather_into_tensor(told, here, group=group.pg)
         first = int(told[: group.rank, 1].sum())  # samples are numbered across all ranks
         parts = [Part(part.inputs, tuple(first + row for row in part.rows)) for part in own]
         return parts, weights, _positive(float(told[:, 0].sum()))
