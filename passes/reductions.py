@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
-    from schedlang.passes.staging import Staged
     from schedlang.passes.propagate import Traced
+    from schedlang.passes.staging import Staged
     from schedlang.runtime.holding import Holding
 
 

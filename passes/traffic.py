@@ -14,9 +14,9 @@ from schedlang.placement import P, Placement, Replicate, S
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
-    from schedlang.passes.staging import Staged
     from schedlang.passes.dryrun import Exchange, Loss
     from schedlang.passes.propagate import Traced
+    from schedlang.passes.staging import Staged
     from schedlang.runtime.holding import Holding
     from schedlang.runtime.shard import Edge
 
@@ -136,8 +136,8 @@ def _heard_again(
     context: _Context, batch: Mapping[str, Any], loss: Loss | None
 ) -> list[Exchange]:
     """What a microbatch sends if modules are recomputed: the rows' own changes, run on meta."""
-    from schedlang.passes.staging import local_skeleton
     from schedlang.passes.dryrun import Exchange
+    from schedlang.passes.staging import local_skeleton
     from schedlang.runtime import crossing
     from schedlang.runtime.collective import Group, listening
     from schedlang.runtime.constants import OnMeta
