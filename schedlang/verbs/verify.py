@@ -46,7 +46,9 @@ def verify(
     steps of two optimizers, buffers, ties and a saved state, in float64 with dropout on.
     """
     from schedlang.modelfile import load_model_file
-    from schedlang.passes.prove import Case, only_lines, prove, repeated
+    from schedlang.passes.prove import prove
+    from schedlang.passes.rows import only_lines, repeated
+    from schedlang.passes.sides import Case
     from schedlang.runtime.launch import Hang, Pool, RankDied
     from schedlang.schedule import Schedule
     from schedlang.syntax import parse, read
