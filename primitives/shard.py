@@ -33,8 +33,9 @@ class shard(Primitive):  # noqa: N801
     `output=S(seq)` after `row` leaves the sum split along the sequence (sequence parallelism);
     `output=R` after `col` gathers.  `blocks` says what lies side by side in a fused weight: 3 for
     q, k, v of one size, `[4096, 1024, 1024]` for sizes that differ.  Parameters can be named
-    instead of a style: `shard(weight=S(out), bias=S(out), over=tp)`.  A module of any class can be
-    given `input` and `output` alone.  Sizes that a module counts by (heads, widths) are found by tracing.
+    instead of a style: `shard(weight=S(out), bias=S(out), over=tp)`.  A module of any class can
+    be given `input` and `output` alone.  Sizes that a module counts by (heads, widths) are found by
+    tracing.
 
     Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022).
     """

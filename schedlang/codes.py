@@ -165,7 +165,6 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S615": ("no loss", "The model returns none: give `loss(output, batch)`."),
     "S621": ("parts of the batch do not add up", "Say what a part weighs: `weight(batch)`."),
     "S622": ("an optimizer that looks at whole tensors", "Elementwise ones work on parts."),
-    "S701": ("the program differs from the original", "The message names the row to blame."),
     "S702": (
         "too many ranks for one machine",
         "`verify` starts local processes.  A smaller mesh, `--mesh ...`, proves the same rows.",

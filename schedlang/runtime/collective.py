@@ -51,6 +51,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 def count(kind: str, group: Group, whole: Tensor) -> None:
+    """Tell whoever listens of a collective on `whole`."""
     for listener in _listeners:
         listener(kind, group, whole.numel() * whole.element_size())
 
