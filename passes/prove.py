@@ -21,6 +21,7 @@ from schedlang.passes.sides import (
     twin,
     widened,
 )
+from schedlang.passes.trials import trials
 from schedlang.plan import Action, Plan
 from schedlang.report import Report, Row
 
@@ -57,9 +58,11 @@ def prove(
     rows = [*compare(expected, actual, exact=exact), *_archive_rows(case, archive, actual)]
     if working is not None:
         rows += _working_rows(working, told, expected, rounded)
+    tried_rows, untried = trials(working.plan, working.batches[0]) if working is not None else ([], [])
     report = Report(
-        tuple(rows), title=title, facts=_facts(case), equivalence="exact" if exact else "algebraic",
-        gaps=_gaps(case, actual, drawn), command=command,
+        (*rows, *tried_rows), title=title, facts=_facts(case), command=command,
+        equivalence="exact" if exact else "algebraic", gaps=_gaps(case, actual, drawn),
+        unchecked=tuple(untried),
     )  # fmt: skip
     if not report.ok and any(not row.ok for row in rows):
         progress("the row to blame")
