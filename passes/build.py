@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.passes.holdings import holdings_of
-from schedlang.passes.propagate import Traced, propagate
+from schedlang.passes.prepare import Prepared, check_axes, prepare
+from schedlang.passes.propagate import Traced
 from schedlang.passes.reduce import slice_state, sums_of
-from schedlang.passes.staging import Staged, buffer_stages, local_skeleton, shape_up, stages_of
+from schedlang.passes.staging import Staged, buffer_stages, local_skeleton, shape_up
 from schedlang.passes.weigh import weight_of
 from schedlang.plan import Plan
 
@@ -61,6 +61,7 @@ def build(
     clip: float | None = None,
     weight: Weight | None = None,
     seed: int | None = None,
+    prepared: Prepared | None = None,
 ) -> Program:
     """This rank's program.
 
@@ -70,6 +71,7 @@ def build(
     clip       bound for the global norm of the gradients
     weight     weight(part) of a part of the batch in the mean; default: the labels that count
     seed       draw dropout logically from this seed; on several ranks it always is (0)
+    prepared   what `prepare` found for this plan and a microbatch of this batch, if it ran before
     Raises Refusal before any collective where the plan cannot be built.
     """
     from schedlang.runtime import parts
@@ -77,15 +79,13 @@ def build(
     from schedlang.runtime.ranks import Ranks, join_world
 
     join_world()
-    _check_axes(plan)
+    check_axes(plan)
     ranks = Ranks(plan.mesh)
     micro = plan.order.micro if plan.order is not None else 1
     replicas = plan.data_axes
     everyone = parts.split(batch, plan.mesh.size(replicas), micro)
-    sample = everyone[0][0].inputs
-    traced = propagate(plan, sample, loss)
-    staged = stages_of(plan, traced, sample, loss)
-    holdings = holdings_of(plan, staged)
+    known = prepared or prepare(plan, everyone[0][0].inputs, loss)
+    traced, staged, holdings = known.traced, known.staged, known.holdings
     module = _local_copy(plan, holdings, ranks)
     builder = Builder(plan, module, traced, ranks)
     _apply(builder)
@@ -109,6 +109,8 @@ def build(
         weight=weight or weight_of(traced, len(everyone) * micro),
         last_rank=plan.mesh.rank(zero | last), stage_axis=axis, dropout=dropout,
         outputs_missing=staged.cut.missing if axis is not None else (),
+        loss_dtype=_loss_dtype(plan),
+        without_labels=traced.labels[0].filled if len(traced.labels) == 1 else None,
     )  # fmt: skip
     made = None
     trained = [(n, p) for n, p in found.items() if p.requires_grad]
@@ -116,21 +118,6 @@ def build(
         _check_optimizer(plan, holdings, optimizer)
         made = optimizer(trained)
     return Program(assembly, made, clip)
-
-
-def _check_axes(plan: Plan) -> None:
-    """Every axis must have work to do: ranks along an idle one would all do the same."""
-    used = plan.used_axes
-    for axis, size in plan.mesh.axes:
-        if size > 1 and axis not in used:
-            raise Refusal(
-                Diagnostic(
-                    "S205", f"no row uses the axis `{axis}`",
-                    notes=(f"its {size} ranks would all do the same work",),
-                    helps=(f"to split the batch over it: `zero(stage=0, over={axis})`",
-                           f"or set it to 1: `--mesh {axis}=1`"),
-                )
-            )  # fmt: skip
 
 
 # -- what lies where ---------------------------------------------------------------------------------
@@ -185,6 +172,14 @@ def _apply(builder: Builder) -> None:
 
 def _phase(writes: frozenset[str]) -> int:
     return min((FACETS.index(f) for f in writes if f in FACETS), default=len(FACETS))
+
+
+def _loss_dtype(plan: Plan) -> torch.dtype:
+    """float64 for a float64 model, else float32: losses are sums of many terms."""
+    import torch
+
+    wide = any(fact.dtype == "float64" for fact in plan.model.unique.values())
+    return torch.float64 if wide else torch.float32
 
 
 # -- random numbers, weights, the executor -----------------------------------------------------------

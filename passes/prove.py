@@ -47,6 +47,7 @@ def prove(
     start = time.perf_counter()
     check_world(case.plan)
     pool = pool or launch.shared()
+    case = prepared(case)
     working, case = as_worked(case), widened(case)
     progress("the original")
     told = _conditions(case)
@@ -68,6 +69,17 @@ def prove(
         progress("the row to blame")
         report = replace(report, blamed=tuple(_blamed(case, pool)), diagnosis=_diagnosis(case, report, expected, actual))
     return replace(report, seconds=time.perf_counter() - start)
+
+
+def prepared(case: Case) -> Case:
+    """The case with its plan traced once, here, for all ranks; all refusals of a plan come from here."""
+    from schedlang.passes.prepare import prepare
+    from schedlang.runtime.parts import split
+
+    plan = case.plan
+    micro = plan.order.micro if plan.order is not None else 1
+    sample = split(case.batches[0], plan.mesh.size(plan.data_axes), micro)[0][0].inputs
+    return replace(case, prepared=prepare(plan, sample, case.loss))
 
 
 def _working_rows(
@@ -280,7 +292,7 @@ def _blamed(case: Case, pool: Pool) -> list[str]:
         try:
             plan = only(case.plan, subset)
             told = _conditions(quick)[:1]
-            small = replace(quick, plan=plan)
+            small = prepared(replace(quick, plan=plan))
             expected, _ = original(small, told)
             actual = pool.run(tried, plan.mesh.world, small, told)[0]
         except Refusal:

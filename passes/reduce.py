@@ -65,16 +65,18 @@ def sums_of(
     by_axes: dict[tuple[str, ...], list[str]] = {}
     for name in trained:
         axes = tuple(a for a in plan.mesh.names if a in traced.partial.get(name, ()))
-        if axes and name in found:
+        if axes:
             by_axes.setdefault(axes, []).append(name)
     for axes, names in sorted(by_axes.items()):
-        sums.append(Sum(ranks.group(axes), tuple(names), "partial"))
+        group = ranks.group(axes)  # made on every rank, whatever its stage holds
+        mine = tuple(name for name in names if name in found)
+        sums += [Sum(group, mine, "partial")] if mine else []
     sums += _ties(plan, holdings, trained, ranks)
-    sliced, _ = slicing(plan)
-    if plan.data_axes and plan.mesh.size(plan.data_axes) > 1:
+    group = ranks.group(plan.data_axes)
+    if group.size > 1:
         whole = [n for n in trained if n in found and not holdings[n].sliced]
         if whole:
-            sums.append(Sum(ranks.group(plan.data_axes), tuple(whole), "replicas"))
+            sums.append(Sum(group, tuple(whole), "replicas"))
     return sums
 
 

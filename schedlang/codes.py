@@ -165,6 +165,13 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S615": ("no loss", "The model returns none: give `loss(output, batch)`."),
     "S621": ("parts of the batch do not add up", "Say what a part weighs: `weight(batch)`."),
     "S622": ("an optimizer that looks at whole tensors", "Elementwise ones work on parts."),
+    "S631": ("a checkpoint cannot be written", "Nothing was changed; the message gives the cause."),
+    "S632": ("not a place for a checkpoint", "Only a checkpoint or an empty folder is replaced."),
+    "S633": ("no readable checkpoint", "Nothing was changed; the message gives the cause."),
+    "S634": ("names are missing or unknown", "A checkpoint fits the model that it was saved from."),
+    "S635": ("another shape or dtype", "Layouts may differ, whole tensors may not."),
+    "S636": ("another optimizer", "It must be of the same class and train the same parameters."),
+    "S637": ("state that no checkpoint can hold", "Tensors, and plain numbers alike on all ranks."),
     "S702": (
         "too many ranks for one machine",
         "`verify` starts local processes.  A smaller mesh, `--mesh ...`, proves the same rows.",

@@ -90,6 +90,7 @@ def stack(outputs: Sequence[Any], rows: Sequence[int], weights: Sequence[float])
 
     flat = [pytree.tree_flatten(output) for output in outputs]
     leaves = zip(*(leaves for leaves, _ in flat))
+    weights = weights if sum(weights) > 0 else [1.0] * len(rows)
     whole = [_stacked(values, rows, weights) for values in leaves]
     return pytree.tree_unflatten(whole, flat[0][1])
 

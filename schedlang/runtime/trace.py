@@ -38,11 +38,18 @@ class LabelRule:
     ignore_index: int
 
     def count(self, batch: Mapping[str, Any]) -> float:
-        """How many labels count in this part of a batch."""
+        """How many labels count in this part of a batch; its rows if it has no labels."""
+        if self.source not in batch:
+            return float(next(t.shape[0] for t in tensors_in(dict(batch)) if t.ndim))
         labels = batch[self.source]
         for step in self.steps:
             labels = step(labels)
         return float((labels != self.ignore_index).sum())
+
+    def filled(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The same part with a label of 0 wherever none counts, so that its mean is defined."""
+        labels = batch[self.source]
+        return {**batch, self.source: labels.masked_fill(labels == self.ignore_index, 0)}
 
 
 @dataclass
