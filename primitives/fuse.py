@@ -30,7 +30,11 @@ class fuse(Primitive):  # noqa: N801
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse the whole model: a region is a part of it."""
         if not site.fqn:
-            refuse("S408", "a region is a part of the model", helps=("name a module: `layers.*  fuse()`",))
+            refuse(
+                "S408",
+                "a region is a part of the model",
+                helps=("name a module: `layers.*  fuse()`",),
+            )
 
     def apply(self, site: Site, build: Any) -> None:
         """Compile the module of the copy."""

@@ -1,4 +1,4 @@
-"""replace_kernel: let a named kernel compute what a module computes, where probing shows it does."""
+"""replace_kernel: a named kernel computes what a module computes, where probing shows it does."""
 
 from __future__ import annotations
 
@@ -36,8 +36,12 @@ class replace_kernel(Primitive):  # noqa: N801
         """Refuse a module that computes something else, with the measured mismatch."""
         found = self._found(site, plan)
         if type(found).__name__ == "Mismatch":
-            refuse("S410", f"`{site}` does not compute what `{self.kernel}` does", str(found.reason),
-                   helps=("leave this module as it is",))  # fmt: skip
+            refuse(
+                "S410",
+                f"`{site}` does not compute what `{self.kernel}` does",
+                str(found.reason),
+                helps=("leave this module as it is",),
+            )
 
     def apply(self, site: Site, build: Any) -> None:
         """Put the kernel into the module of the copy."""

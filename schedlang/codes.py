@@ -176,7 +176,6 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S635": ("another shape or dtype", "Layouts may differ, whole tensors may not."),
     "S636": ("another optimizer", "It must be of the same class and train the same parameters."),
     "S637": ("state that no checkpoint can hold", "Tensors, and plain numbers alike on all ranks."),
-    "S701": ("the program differs from the original", "The message names the row to blame."),
     "S702": (
         "too many ranks for one machine",
         "`verify` starts local processes.  A smaller mesh, `--mesh ...`, proves the same rows.",

@@ -73,7 +73,9 @@ def split(batch: Batch, replicas: int, micro: int) -> list[list[Part]]:
         )  # fmt: skip
     out = []
     for share in shares(count, replicas):
-        runs = [range(share.start + r.start, share.start + r.stop) for r in shares(len(share), micro)]
+        runs = [
+            range(share.start + r.start, share.start + r.stop) for r in shares(len(share), micro)
+        ]
         out.append([Part(cut(batch, run, count), tuple(run)) for run in runs])
     return out
 
