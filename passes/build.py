@@ -11,36 +11,24 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.passes.propagate import Traced, propagate
-from schedlang.passes.stages import Unit, at_units, balanced, even, placement
-from schedlang.plan import Plan, Replicas
+from schedlang.passes.prepare import Prepared, check_axes, prepare
+from schedlang.passes.propagate import Traced
+from schedlang.passes.reduce import slice_state, sums_of
+from schedlang.passes.staging import Staged, buffer_stages, local_skeleton, shape_up
+from schedlang.passes.weigh import weight_of
+from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from schedlang.model import Site
-    from schedlang.runtime.gradient import Sum
-    from schedlang.runtime.graph import Cut
     from schedlang.runtime.holding import Holding
     from schedlang.runtime.program import Program, Weight
     from schedlang.runtime.ranks import Ranks
-    from schedlang.runtime.replicas import Sliced
-    from schedlang.timeline import Timeline
 
 Loss = Callable[..., Any]
 FACETS = ("structure", "dtype", "placement", "recompute", "residence", "stage", "state", "order")
-
-
-@dataclass(frozen=True)
-class Staged:
-    """The stages of a plan: the recorded cut, the order, and the pipeline rank of every stage."""
-
-    cut: Cut
-    timeline: Timeline
-    ranks: tuple[int, ...]  # place along the pipeline's axis of every stage
-    axis: str | None
-    trunk: frozenset[str]
 
 
 @dataclass
@@ -73,41 +61,42 @@ def build(
     clip: float | None = None,
     weight: Weight | None = None,
     seed: int | None = None,
+    prepared: Prepared | None = None,
+    local: bool = False,
 ) -> Program:
     """This rank's program.
 
-    batch      the keyword arguments of one whole step, for shapes; values do not matter
+    batch      the keyword arguments of one whole step (with `local` of this rank's rows), for
+               shapes; values do not matter
     loss       loss(output, batch), where the model returns none
     optimizer  a function from (name, parameter) pairs to an optimizer
     clip       bound for the global norm of the gradients
     weight     weight(part) of a part of the batch in the mean; default: the labels that count
     seed       draw dropout logically from this seed; on several ranks it always is (0)
+    prepared   what `prepare` found for this plan and a microbatch of this batch, if it ran before
     Raises Refusal before any collective where the plan cannot be built.
     """
     from schedlang.runtime import parts
     from schedlang.runtime.program import Assembly, Program
-    from schedlang.runtime.ranks import Ranks, join_world
 
-    join_world()
-    _check_axes(plan)
-    ranks = Ranks(plan.mesh)
+    ranks = check_job(plan)
     micro = plan.order.micro if plan.order is not None else 1
     replicas = plan.data_axes
-    everyone = parts.split(batch, plan.mesh.size(replicas), micro)
-    sample = everyone[0][0].inputs
-    traced = propagate(plan, sample, loss)
-    staged = stages_of(plan, traced, sample, loss)
-    holdings = holdings_of(plan, staged)
+    count = plan.mesh.size(replicas)
+    if prepared is None:
+        sample = parts.split(batch, 1 if local else count, micro)[0][0].inputs
+        prepared = prepare(plan, sample, loss)
+    traced, staged, holdings = prepared.traced, prepared.staged, prepared.holdings
     module = _local_copy(plan, holdings, ranks)
     builder = Builder(plan, module, traced, ranks)
     _apply(builder)
-    sliced = _slice(builder, staged, holdings)
+    sliced = slice_state(plan, module, ranks, staged, holdings)
     found = {
         name: parameter
         for name, parameter in module.named_parameters()
         if holdings[name].held(plan.mesh, ranks.rank)
     }
-    sums = _sums(plan, traced, holdings, found, ranks)
+    sums = sums_of(plan, traced, holdings, found, ranks)
     dropout = _dropout(plan, traced, ranks, seed, module)
     pipeline = _pipeline(builder, staged, loss)
     axis = staged.axis
@@ -116,11 +105,13 @@ def build(
     assembly = Assembly(
         module=module, pipeline=pipeline, ranks=ranks, replicas=replicas, micro=micro,
         parameters=found, holdings=holdings, buffers=dict(module.named_buffers()),
-        buffer_stages=_buffer_stages(staged, module), ties=plan.model.ties,
+        buffer_stages=buffer_stages(staged), ties=plan.model.ties,
         keys=tuple(plan.model.model.state_dict()), sums=tuple(sums), sliced=sliced,
-        weight=weight or _weight(plan, traced, len(everyone) * micro),
+        weight=weight or weight_of(traced, count * micro),
         last_rank=plan.mesh.rank(zero | last), stage_axis=axis, dropout=dropout,
-        outputs_missing=staged.cut.missing if axis is not None else (),
+        loss_dtype=_loss_dtype(plan),
+        without_labels=traced.labels[0].filled if len(traced.labels) == 1 else None,
+        outputs_missing=staged.cut.missing if axis is not None else (), inputs=frozenset(batch),
     )  # fmt: skip
     made = None
     trained = [(n, p) for n, p in found.items() if p.requires_grad]
@@ -130,161 +121,16 @@ def build(
     return Program(assembly, made, clip)
 
 
-def _check_axes(plan: Plan) -> None:
-    """Every axis must have work to do: ranks along an idle one would all do the same."""
-    used = plan.used_axes
-    for axis, size in plan.mesh.axes:
-        if size > 1 and axis not in used:
-            raise Refusal(
-                Diagnostic(
-                    "S205", f"no row uses the axis `{axis}`",
-                    notes=(f"its {size} ranks would all do the same work",),
-                    helps=(f"to split the batch over it: `zero(stage=0, over={axis})`",
-                           f"or set it to 1: `--mesh {axis}=1`"),
-                )
-            )  # fmt: skip
+def check_job(plan: Plan) -> Ranks:
+    """Join the running job; refuse idle axes (S205) and a mesh of another size (S607)."""
+    from schedlang.runtime.ranks import Ranks, join_world
 
-
-# -- stages ------------------------------------------------------------------------------------------
-
-
-def local_skeleton(plan: Plan, traced: Traced) -> nn.Module:
-    """The local model on the meta device: right shapes, crossings that send nothing."""
-    from schedlang.runtime.meta import hollow_model
-
-    shapes = {name: plan.held(name).local_shape(plan.mesh) for name in plan.layouts}
-    model = hollow_model(plan.model.model, shapes)
-    _shape_up(model, traced, lambda edge: edge)
-    return model
-
-
-def _shape_up(model: nn.Module, traced: Traced, at_home: Callable[[Any], Any]) -> None:
-    """Divide the numbers that modules count by, and put crossings around sharded modules."""
-    from schedlang.runtime.shard import Sharded
-
-    for fqn, attribute, value in traced.numbers:
-        setattr(model.get_submodule(fqn), attribute, value)
-    for fqn, edges in traced.edges.items():
-        module = model.get_submodule(fqn)
-        home = tuple(at_home(edge) for edge in edges)
-        module.forward = Sharded(module, traced.kinds[fqn], home)  # type: ignore[method-assign]
-
-
-def stages_of(
-    plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss | None
-) -> Staged:
-    """Cut the model as the plan asks; without cuts everything is one stage."""
-    from schedlang.orders import OrderError, order
-    from schedlang.runtime.graph import cut
-    from schedlang.runtime.record import record
-    from schedlang.runtime.units import units_of
-
-    micro = plan.order.micro if plan.order is not None else 1
-    axis = plan.cuts[0].axis if plan.cuts else None
-    count = plan.mesh.size(axis) if axis is not None else 1
-    chunks = plan.order.chunks if plan.order is not None else 1
-    name = plan.order.name if plan.order is not None else "GPipe"
-    if axis is None or count * chunks == 1:
-        from schedlang.runtime.graph import Cut, Reads, StageGraph
-
-        whole = StageGraph(("",), (Reads(),), Reads(), {}, (Reads(), Reads()), {})
-        return Staged(Cut(whole, (0,)), order("GPipe", 1, micro), (0,), None, _trunk(plan))
-    skeleton = local_skeleton(plan, traced)
-    skeleton.train()
-    try:
-        at = [fqn for c in plan.cuts for fqn in c.before]
-        names = units_of(skeleton, batch, at)
-        made = cut(record(skeleton, names, batch, loss=loss), _stage_numbers(plan, names, count * chunks))
-        timeline = order(name, count, micro, chunks)
-    except Refusal as refusal:
-        raise _placed(refusal, plan, "stage") from refusal
-    except OrderError as error:
-        told = Diagnostic("S608", error.reason, helps=(error.legal,))
-        raise _placed(Refusal(told), plan, "order") from error
-    return Staged(made, timeline, placement(count * chunks, count), axis, _trunk(plan))
-
-
-def _stage_numbers(plan: Plan, names: Sequence[str], stages: int) -> tuple[int, ...]:
-    """The stage of every unit, from the cuts of the plan."""
-    trunk = next((c.trunk for c in plan.cuts if c.trunk is not None), None)
-    units = [
-        Unit(name, plan.model.numel(name), trunk is None or name.startswith(f"{trunk}."))
-        for name in names
-    ]
-    starts = [fqn for c in plan.cuts for fqn in c.before]
-    if starts:
-        return at_units(units, starts)
-    balance = plan.cuts[0].balance
-    return balanced(units, stages) if balance == "params" else even(units, stages)
-
-
-def _trunk(plan: Plan) -> frozenset[str]:
-    """The elements of the outermost module lists: what is gathered one by one."""
-    lists = [
-        fqn
-        for fqn, site in plan.model.sites.items()
-        if site.is_a("torch.nn.modules.container.ModuleList")
-    ]
-    outer = [f for f in lists if not any(f.startswith(f"{other}.") for other in lists if other != f)]
-    return frozenset(f"{fqn}.{child}" for fqn in outer for child in plan.model.sites[fqn].children)
-
-
-def _placed(refusal: Refusal, plan: Plan, facet: str) -> Refusal:
-    """The refusal at the first row that writes a facet."""
-    row = next((a for a in plan.actions if facet in a.primitive.writes), None)
-    return refusal.at(row.span) if row is not None and row.span is not None else refusal
+    join_world()
+    check_axes(plan)
+    return Ranks(plan.mesh)
 
 
 # -- what lies where ---------------------------------------------------------------------------------
-
-
-def slicing(plan: Plan) -> tuple[Replicas | None, tuple[str, ...]]:
-    """The row that slices state, and the data axes that keep whole copies."""
-    real = [r for r in plan.replicas if plan.mesh.size(r.axes) > 1]
-    sliced = next((r for r in real if r.stage > 0), None)
-    whole = tuple(axis for r in real if r.stage == 0 for axis in r.axes)
-    return sliced, whole
-
-
-def holdings_of(plan: Plan, staged: Staged) -> dict[str, Holding]:
-    """Where the parts of every parameter lie."""
-    from schedlang.runtime.holding import Holding
-
-    sliced, _ = slicing(plan)
-    axes = plan.mesh.fold(sliced.axes) if sliced is not None else ()
-    owners = _owners(staged)
-    unsliced = _unsliced(plan, staged)
-    holdings = {}
-    for name, fact in plan.model.unique.items():
-        stages = owners.get(name, frozenset([0])) if staged.axis is not None else None
-        cut = () if name in unsliced or not fact.shape else axes
-        holdings[name] = Holding(name, plan.held(name), cut, staged.axis, stages)
-    return holdings
-
-
-def _owners(staged: Staged) -> dict[str, frozenset[int]]:
-    """The places along the pipeline axis that hold each parameter."""
-    owners: dict[str, set[int]] = {}
-    if staged.axis is not None:
-        for stage, place in enumerate(staged.ranks):
-            for name in staged.cut.parameters(stage):
-                owners.setdefault(name, set()).add(place)
-    return {name: frozenset(places) for name, places in owners.items()}
-
-
-def _unsliced(plan: Plan, staged: Staged) -> frozenset[str]:
-    """Parameters that stay whole on data-parallel ranks although the rest is sliced.
-
-    In a pipeline: those that several units use, or none holds; each unit gathers and frees its own.
-    """
-    if staged.axis is None:
-        return frozenset()
-    units = [f"{name}." for name in staged.cut.graph.units]
-    held = {
-        name: sum(any(n.startswith(unit) for n in fact.names) for unit in units)
-        for name, fact in plan.model.unique.items()
-    }
-    return frozenset(staged.cut.shared) | {name for name, count in held.items() if count != 1}
 
 
 def _local_copy(plan: Plan, holdings: Mapping[str, Holding], ranks: Ranks) -> nn.Module:
@@ -324,111 +170,26 @@ def _apply(builder: Builder) -> None:
     shaped = False
     for action in sorted(plan.actions, key=lambda a: _phase(a.primitive.writes)):
         if not shaped and _phase(action.primitive.writes) > FACETS.index("placement"):
-            _shape_up(builder.module, builder.traced, at_home)
+            shape_up(builder.module, builder.traced, at_home)
             shaped = True
         for group in action.each:
             sites = tuple(plan.model.sites[fqn] for fqn in group)
             target: Site | tuple[Site, ...] = sites if action.primitive.takes == "selection" else sites[0]
             action.primitive.apply(target, builder)
     if not shaped:
-        _shape_up(builder.module, builder.traced, at_home)
+        shape_up(builder.module, builder.traced, at_home)
 
 
 def _phase(writes: frozenset[str]) -> int:
     return min((FACETS.index(f) for f in writes if f in FACETS), default=len(FACETS))
 
 
-# -- data-parallel state -----------------------------------------------------------------------------
+def _loss_dtype(plan: Plan) -> torch.dtype:
+    """float64 for a float64 model, else float32: losses are sums of many terms."""
+    import torch
 
-
-def _slice(builder: Builder, staged: Staged, holdings: Mapping[str, Holding]) -> dict[int, Sliced]:
-    """Put fully_shard around the units of each stage of this rank."""
-    from schedlang.runtime.replicas import Sliced
-
-    plan, ranks, module = builder.plan, builder.ranks, builder.module
-    sliced, whole = slicing(plan)
-    if sliced is None:
-        return {}
-    mesh = ranks.device_mesh(plan.mesh.fold(sliced.axes), plan.mesh.fold(whole) if whole else ())
-    ignored = {
-        p for n, p in module.named_parameters()
-        if not holdings[n].sliced or not holdings[n].held(plan.mesh, ranks.rank)
-    }  # fmt: skip
-    out = {}
-    if staged.axis is None:
-        one = Sliced(sliced.stage, mesh, ignored)
-        for fqn in sorted(staged.trunk):
-            one.add(builder.at(fqn))
-        one.add(module)
-        return {0: one}
-    place = plan.mesh.index(ranks.rank, staged.axis)
-    for stage, owner in enumerate(staged.ranks):
-        if owner != place:
-            continue
-        one = Sliced(sliced.stage, mesh, ignored)
-        names = [staged.cut.graph.units[u] for u in staged.cut.units(stage)]
-        for unit in map(builder.at, names):
-            if any(p not in ignored for p in unit.parameters()):
-                one.add(unit)
-        out[stage] = one
-    return out
-
-
-def _sums(
-    plan: Plan, traced: Traced, holdings: Mapping[str, Holding],
-    found: Mapping[str, nn.Parameter], ranks: Ranks,
-) -> list[Sum]:  # fmt: skip
-    """The reductions after the last backward: over ties, over parts, over whole replicas."""
-    from schedlang.runtime.gradient import Sum
-
-    sums = []
-    trained = [name for name in plan.model.unique if plan.model.unique[name].requires_grad]
-    by_axes: dict[tuple[str, ...], list[str]] = {}
-    for name in trained:
-        axes = tuple(a for a in plan.mesh.names if a in traced.partial.get(name, ()))
-        if axes and name in found:
-            by_axes.setdefault(axes, []).append(name)
-    for axes, names in sorted(by_axes.items()):
-        sums.append(Sum(ranks.group(axes), tuple(names), "partial"))
-    sums += _ties(plan, holdings, trained, ranks)
-    sliced, _ = slicing(plan)
-    if plan.data_axes and plan.mesh.size(plan.data_axes) > 1:
-        whole = [n for n in trained if n in found and not holdings[n].sliced]
-        if whole:
-            sums.append(Sum(ranks.group(plan.data_axes), tuple(whole), "replicas"))
-    return sums
-
-
-def _ties(
-    plan: Plan, holdings: Mapping[str, Holding], trained: Sequence[str], ranks: Ranks
-) -> list[Sum]:
-    """Sums over the stages that share a parameter; every rank takes part in making the groups."""
-    from schedlang.runtime.gradient import Sum
-
-    by_stages: dict[frozenset[int], list[str]] = {}
-    for name in trained:
-        stages = holdings[name].stages
-        if stages is not None and len(stages) > 1:
-            by_stages.setdefault(stages, []).append(name)
-    sums = []
-    for stages, names in sorted(by_stages.items(), key=lambda item: sorted(item[0])):
-        axis = holdings[names[0]].axis
-        assert axis is not None
-        groups = [tuple(ranks_[s] for s in sorted(stages)) for ranks_ in plan.mesh.groups(axis)]
-        group = ranks.subset(axis, groups)
-        if group is not None:
-            sums.append(Sum(group, tuple(names), "tied"))
-    return sums
-
-
-def _buffer_stages(staged: Staged, module: nn.Module) -> dict[str, frozenset[int] | None]:
-    if staged.axis is None:
-        return {}
-    found: dict[str, set[int]] = {}
-    for stage, place in enumerate(staged.ranks):
-        for name in staged.cut.buffers(stage):
-            found.setdefault(name, set()).add(place)
-    return {name: frozenset(places) for name, places in found.items()}
+    wide = any(fact.dtype == "float64" for fact in plan.model.unique.values())
+    return torch.float64 if wide else torch.float32
 
 
 # -- random numbers, weights, the executor -----------------------------------------------------------
@@ -470,32 +231,6 @@ def _positions(blocks: Sequence[int], size: int, parts: int, place: int) -> list
         found += range(start + place * length, start + (place + 1) * length)
         start += int(block * scale)
     return found
-
-
-def part_weight(
-    plan: Plan, sample: Mapping[str, Any], loss: Loss | None, weight: Weight | None, parts: int
-) -> Weight:
-    """What a part of a batch weighs, as `build` decides it from a sample part."""
-    if weight is not None:
-        return weight
-    return _weight(plan, propagate(Plan.empty(plan.model), sample, loss), parts)
-
-
-def _weight(plan: Plan, traced: Traced, parts: int) -> Weight:
-    """What a part of a batch weighs: its labels that count, else its rows."""
-    from schedlang.runtime.parts import rows_of
-
-    if len(traced.labels) == 1:
-        return traced.labels[0].count
-    if len(traced.labels) > 1 and parts > 1:
-        raise Refusal(
-            Diagnostic(
-                "S621", f"the model has {len(traced.labels)} losses with labels of their own",
-                notes=("a part of the batch would weigh differently in each",),
-                helps=("say what a part weighs: `weight(batch)` in the model file",),
-            )
-        )  # fmt: skip
-    return lambda batch: float(rows_of(batch))
 
 
 def _pipeline(builder: Builder, staged: Staged, loss: Loss | None) -> Any:

@@ -4,47 +4,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.blame import blame
-from schedlang.passes.observe import Batch, Condition, Loss, Observation, conditions, observe
+from schedlang.passes.observe import Condition, Observation, conditions, observe
+from schedlang.passes.rows import only, shown
+from schedlang.passes.sides import (
+    Case,
+    as_worked,
+    modes_of,
+    observed,
+    original,
+    tried,
+    twin,
+    widened,
+)
+from schedlang.passes.trials import trials
 from schedlang.plan import Action, Plan
 from schedlang.report import Report, Row
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
     from schedlang.runtime.launch import Pool
     from schedlang.runtime.program import Program
 
 MOST_RANKS = 8
-DTYPES = ("float32", "bfloat16", "float16", "none")
-Weight = Callable[[Batch], float]
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is to be proven, all that a rank needs to run it.
-
-    `batches` one for each step.  `dtype` is the working dtype that is checked beside float64: that
-    of the model if None, not checked if "none".
-    """
-
-    plan: Plan
-    batches: tuple[Batch, ...]
-    loss: Loss | None = None
-    weight: Weight | None = None
-    seed: int = 0
-    dtype: str | None = None
-
-    def with_model(self, module: nn.Module) -> Case:
-        """The same for another module of the same names and shapes."""
-        from schedlang.model import ModelFacts
-
-        return replace(self, plan=replace(self.plan, model=ModelFacts(module)))
 
 
 def prove(
@@ -61,20 +47,23 @@ def prove(
     start = time.perf_counter()
     check_world(case.plan)
     pool = pool or launch.shared()
+    case = prepared(case)
     working, case = as_worked(case), widened(case)
     progress("the original")
     told = _conditions(case)
     check_parts(case)
-    expected, drawn = _original(case, told)
+    expected, drawn = original(case, told)
     progress(f"{case.plan.mesh.world} ranks")
     actual, rounded, archive = _ranks(case, working, told, pool)
     exact = not case.plan.gives_up
     rows = [*compare(expected, actual, exact=exact), *_archive_rows(case, archive, actual)]
     if working is not None:
         rows += _working_rows(working, told, expected, rounded)
+    tried_rows, untried = trials(working.plan, working.batches[0]) if working is not None else ([], [])
     report = Report(
-        tuple(rows), title=title, facts=_facts(case), equivalence="exact" if exact else "algebraic",
-        gaps=_gaps(case, actual, drawn), command=command,
+        (*rows, *tried_rows), title=title, facts=_facts(case), command=command,
+        equivalence="exact" if exact else "algebraic", gaps=_gaps(case, actual, drawn),
+        unchecked=tuple(untried),
     )  # fmt: skip
     if not report.ok and any(not row.ok for row in rows):
         progress("the row to blame")
@@ -82,48 +71,15 @@ def prove(
     return replace(report, seconds=time.perf_counter() - start)
 
 
-def widened(case: Case) -> Case:
-    """The case on a float64 copy of the model with other parameters, and float64 batches."""
-    from schedlang.passes.original import randomised
-    from schedlang.runtime.float64 import as_float64
-    from schedlang.runtime.float64 import widened as wide
+def prepared(case: Case) -> Case:
+    """The case with its plan traced once, here, for all ranks; all refusals of a plan come from here."""
+    from schedlang.passes.prepare import prepare
+    from schedlang.runtime.parts import split
 
-    module = as_float64(randomised(_typed(case), case.seed))
-    return replace(case.with_model(module), batches=tuple(wide(dict(b)) for b in case.batches))
-
-
-def as_worked(case: Case) -> Case | None:
-    """The case in the working dtype, from the very weights that the float64 run starts from."""
-    import torch
-
-    from schedlang.passes.original import randomised
-
-    module = case.plan.model.model
-    if case.dtype == "none":
-        return None
-    if case.dtype is not None:
-        if case.dtype not in DTYPES:
-            raise Refusal(
-                Diagnostic("S704", f"`{case.dtype}` is no working dtype",
-                           helps=(f"choose one of {', '.join(DTYPES)}",))
-            )  # fmt: skip
-        module = _typed(case)
-    kinds = {p.dtype for p in module.parameters() if p.is_floating_point()}
-    if kinds == {torch.float64}:
-        return None
-    return case.with_model(randomised(module, case.seed))
-
-
-def _typed(case: Case) -> nn.Module:
-    """The model in the dtype asked for."""
-    import copy
-
-    import torch
-
-    module = case.plan.model.model
-    if case.dtype in (None, "none"):
-        return module
-    return copy.deepcopy(module).to(getattr(torch, str(case.dtype)))
+    plan = case.plan
+    micro = plan.order.micro if plan.order is not None else 1
+    sample = split(case.batches[0], plan.mesh.size(plan.data_axes), micro)[0][0].inputs
+    return replace(case, prepared=prepare(plan, sample, case.loss))
 
 
 def _working_rows(
@@ -136,14 +92,14 @@ def _working_rows(
     from schedlang.runtime.random import LogicalDropout
 
     def make(condition: Condition) -> Sequential:
-        return Sequential(_twin(working), condition.optimizer, loss=working.loss, clip=condition.clip)
+        return Sequential(twin(working), condition.optimizer, loss=working.loss, clip=condition.clip)
 
     first = [replace(condition, batches=working.batches) for condition in told[:1]]
     with ambient(LogicalDropout(working.seed)):
-        original = observe(make, first)
+        plain = observe(make, first)
     names = {condition.name for condition in first}
     wanted = replace(exact, tensors={k: v for k, v in exact.tensors.items() if k.condition in names})
-    return list(within_rounding(wanted, original, program))
+    return list(within_rounding(wanted, plain, program))
 
 
 def check_world(plan: Plan) -> None:
@@ -176,37 +132,22 @@ def _product(values: Iterable[int]) -> int:
 # -- the two sides -----------------------------------------------------------------------------------
 
 
-def _modes(seed: int) -> Any:
-    """The modes that both sides run under, and the dropout among them."""
-    from schedlang.runtime.float64 import Float64
-    from schedlang.runtime.random import LogicalDropout
-
-    dropout = LogicalDropout(seed)
-    return (Float64(), dropout), dropout
-
-
 def _conditions(case: Case) -> tuple[Condition, ...]:
     """The training runs; clipping is set by the gradient norm of the original."""
     from schedlang.passes.original import Sequential
     from schedlang.runtime.modes import ambient
 
-    modes, _ = _modes(case.seed)
+    modes, _ = modes_of(case.seed)
     with ambient(*modes):
-        norm = Sequential(_twin(case), loss=case.loss).norm(case.batches[0])
+        norm = Sequential(twin(case), loss=case.loss).norm(case.batches[0])
     return conditions(case.batches, norm)
-
-
-def _twin(case: Case) -> nn.Module:
-    import copy
-
-    return copy.deepcopy(case.plan.model.model)
 
 
 def check_parts(case: Case) -> None:
     """Refuse a model whose loss over the parts, weighed, is not the loss of the whole."""
-    from schedlang.passes.build import part_weight
     from schedlang.passes.compare import parts_agree
     from schedlang.passes.original import Sequential
+    from schedlang.passes.weigh import part_weight
     from schedlang.runtime.modes import ambient
     from schedlang.runtime.parts import split
 
@@ -217,10 +158,10 @@ def check_parts(case: Case) -> None:
     if len(parts) == 1:
         return
     weigh = part_weight(plan, parts[0].inputs, case.loss, case.weight, len(parts))
-    modes, _ = _modes(case.seed)
+    modes, _ = modes_of(case.seed)
     with ambient(*modes):
         rows = parts_agree(
-            Sequential(_twin(case), loss=case.loss), batch,
+            Sequential(twin(case), loss=case.loss), batch,
             [(part.inputs, part.rows) for part in parts], [weigh(part.inputs) for part in parts],
         )  # fmt: skip
     bad = next((row for row in rows if not row.ok), None)
@@ -238,65 +179,6 @@ def check_parts(case: Case) -> None:
     )  # fmt: skip
 
 
-def _original(case: Case, told: Sequence[Condition]) -> tuple[Observation, int]:
-    from schedlang.passes.original import Sequential
-    from schedlang.runtime.modes import ambient
-
-    modes, dropout = _modes(case.seed)
-
-    def make(condition: Condition) -> Sequential:
-        return Sequential(_twin(case), condition.optimizer, loss=case.loss, clip=condition.clip)
-
-    with ambient(*modes):
-        return observe(make, told), dropout.drawn
-
-
-class Distributed:
-    """A program as a subject of observation; all ranks call alike."""
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        program.follow_inputs = True
-
-    @property
-    def grad_norm(self) -> float | None:
-        """Of the last step, before clipping."""
-        return self.program.grad_norm
-
-    def train_step(self, batch: Batch) -> Tensor:
-        """One step of the program."""
-        return self.program.train_step(batch)
-
-    def eval_step(self, batch: Batch) -> Any:
-        """The output, without what the last stage cannot give."""
-        return self.program.eval_step(batch)
-
-    def gradients(self) -> Mapping[str, Tensor | None]:
-        """Whole gradients; one that no rank has is None."""
-        found = self.program.gradients()
-        return {name: found.get(name) for name in self.program.trained()}
-
-    def input_gradients(self) -> Mapping[str, Tensor | None]:
-        """Of the batch's float tensors."""
-        return self.program.input_gradients()
-
-    def state_dict(self) -> Mapping[str, Tensor]:
-        """Whole state under original names."""
-        return self.program.state_dict()
-
-    def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
-        """Whole optimizer state by name."""
-        return self.program.optimizer_state()
-
-    def trainable(self) -> list[str]:
-        """Names of updated parameters."""
-        return self.program.trained()
-
-    def replicas(self) -> Mapping[str, float]:
-        """Differences between copies."""
-        return self.program.replica_errors()
-
-
 def _ranks(
     case: Case, working: Case | None, told: Sequence[Condition], pool: Pool
 ) -> tuple[Observation, Observation, dict[str, Any]]:
@@ -306,7 +188,7 @@ def _ranks(
     with tempfile.TemporaryDirectory(prefix="schedlang-") as folder:
         world = case.plan.mesh.world
         seen, rounded = pool.run(_rank, world, case, working, tuple(told), folder)[0]
-        import os; return seen, rounded, _loaded(case, told, folder) if os.path.exists(folder+'/state') else None
+        return seen, rounded, _loaded(case, told, folder)
 
 
 def _rank(
@@ -318,30 +200,12 @@ def _rank(
 
     made: list[Program] = []
     with ambient(Float64()):
-        seen = _observed(case, told, made)
-        if hasattr(made[-1],'save'): made[-1].save(f"{folder}/state")
+        seen = observed(case, told, made)
+        made[-1].save(f"{folder}/state")
     if working is None:
         return seen, Observation()
     first = [replace(condition, batches=working.batches) for condition in told[:1]]
-    return seen, _observed(working, first, [])
-
-
-def _observed(case: Case, told: Sequence[Condition], made: list[Program]) -> Observation:
-    """One rank's observation of programs, which are noted in `made`."""
-    import torch.distributed as dist
-
-    from schedlang.passes.build import build
-
-    def make(condition: Condition) -> Distributed:
-        program = build(
-            case.plan, case.batches[0], loss=case.loss, optimizer=condition.optimizer,
-            clip=condition.clip, weight=case.weight, seed=case.seed,
-        )  # fmt: skip
-        made.append(program)
-        return Distributed(program)
-
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return observe(make, told, keep=rank == 0)
+    return seen, observed(working, first, [])
 
 
 def _loaded(case: Case, told: Sequence[Condition], folder: str) -> dict[str, Any]:
@@ -362,7 +226,6 @@ def _archive_rows(case: Case, archive: Mapping[str, Any], actual: Observation) -
     """Saved under this layout and loaded by one rank: equal to the last bit."""
     import torch
 
-    if archive is None: return []
     last = max(key.step for key in actual.tensors if key.kind == "parameters")
     condition = list(actual.tensors)[-1].condition
     rows = []
@@ -428,75 +291,12 @@ def _blamed(case: Case, pool: Pool) -> list[str]:
         try:
             plan = only(case.plan, subset)
             told = _conditions(quick)[:1]
-            small = replace(quick, plan=plan)
-            expected, _ = _original(small, told)
-            actual = pool.run(_tried, plan.mesh.world, small, told)[0]
+            small = prepared(replace(quick, plan=plan))
+            expected, _ = original(small, told)
+            actual = pool.run(tried, plan.mesh.world, small, told)[0]
         except Refusal:
             return False
         return any(not row.ok for row in compare(expected, actual))
 
     found = blame(rows, fails)
     return [shown(action) for action in found.rows]
-
-
-def _tried(case: Case, told: Sequence[Condition]) -> Observation:
-    """One rank's observation while looking for the row to blame."""
-    from schedlang.runtime.float64 import Float64
-    from schedlang.runtime.modes import ambient
-
-    with ambient(Float64()):
-        return _observed(case, told, [])
-
-
-def only(plan: Plan, rows: Sequence[Action]) -> Plan:
-    """A plan of some of the rows, on a mesh in which axes that none of them uses have size 1.
-
-    Raises Refusal where these rows alone are not legal.
-    """
-    made = replace(Plan.empty(plan.model, plan.mesh), decisions=plan.decisions, relaxed=plan.relaxed)
-    for action in rows:
-        made = made.add(action.primitive, action.sites, step=action.step, span=action.span)
-    used = made.used_axes
-    axes = tuple((name, size if name in used else 1) for name, size in plan.mesh.axes)
-    smaller = replace(plan.mesh, axes=axes)
-    again = replace(Plan.empty(plan.model, smaller), decisions=plan.decisions, relaxed=plan.relaxed)
-    for action in rows:
-        again = again.add(action.primitive, action.sites, step=action.step, span=action.span)
-    return again
-
-
-def shown(action: Action) -> str:
-    """A row as text: its place and what it does."""
-    span = action.span
-    where = f"{span.source.name}:{span.line}: " if span is not None and span.line else ""
-    sites = action.sites[0] if len(action.sites) == 1 else f"{action.sites[0]} and {len(action.sites) - 1} more"
-    return f"{where}{sites}  {action.primitive}".rstrip()
-
-
-def only_lines(plan: Plan, lines: str) -> Plan:
-    """The plan of the rows that stand on the given lines, as "11,14-17" (S705)."""
-    wanted: set[int] = set()
-    for part in lines.split(","):
-        first, _, last = part.strip().partition("-")
-        if not first.isdigit() or not (last or first).isdigit():
-            raise Refusal(
-                Diagnostic("S705", f"`--only {lines}` names no lines", helps=("write `--only 11,14-17`",))
-            )  # fmt: skip
-        wanted |= set(range(int(first), int(last or first) + 1))
-    rows = [action for action in plan.actions if action.span is not None and action.span.line in wanted]
-    if not rows:
-        raise Refusal(
-            Diagnostic("S705", f"no row stands on the lines {lines}",
-                       helps=("lines are those of the schedule file",))
-        )  # fmt: skip
-    return only(plan, rows)
-
-
-def repeated(file: object, plan: Plan, seed: int, model: str | None, lines: str | None) -> str:
-    """The command that repeats a verification."""
-    mesh = ",".join(f"{name}={size}" for name, size in plan.mesh.axes)
-    parts = ["schedlang verify", str(file), f"--seed {seed}"]
-    parts += [f"--mesh {mesh}"] if mesh else []
-    parts += [f"--model {model}"] if model else []
-    parts += [f"--only {lines}"] if lines else []
-    return " ".join(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,15 +12,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from schedlang.runtime import crossing
-from schedlang.runtime.gradient import Sum, local_gradient, scale_gradients, square_sum, sum_gradients
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime import archive, crossing
+from schedlang.runtime.folder import gathered
+from schedlang.runtime.gradient import (
+    Sum,
+    local_gradient,
+    scale_gradients,
+    square_sum,
+    sum_gradients,
+)
 from schedlang.runtime.holding import Holding, assemble, take
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.parts import Batch, Part, cut, rows_of, shares, split, stack
+from schedlang.runtime.moments import local as _local
+from schedlang.runtime.parts import Batch, Part, rows_of, split, stack
 from schedlang.runtime.pipeline import BACKWARD, Event, Pipeline, Result
 from schedlang.runtime.random import LogicalDropout
 from schedlang.runtime.ranks import Ranks
-from schedlang.runtime.replicas import Sliced
+from schedlang.runtime.replicas import Sliced, reshard
 from schedlang.runtime.scope import Scope, entered
 from schedlang.runtime.vocab import ShardedLogits
 
@@ -53,6 +63,9 @@ class Assembly:
     stage_axis: str | None = None
     dropout: LogicalDropout | None = None
     outputs_missing: tuple[str, ...] = ()
+    loss_dtype: torch.dtype = torch.float32  # the same on every rank
+    without_labels: Callable[[Batch], dict[str, Any]] | None = None
+    inputs: frozenset[str] = frozenset()  # names in the batch that it was built from
 
 
 @dataclass
@@ -74,8 +87,11 @@ class Program:
 
     @property
     def module(self) -> nn.Module:
-        """The plain module, where no pipeline is involved: bring your own loop."""
-        assert self.assembly.stage_axis is None, "a pipeline has no single module; use train_step"
+        """The plain module, where no pipeline is involved: bring your own loop (S617)."""
+        if self.assembly.stage_axis is not None:
+            title = f"the pipeline over `{self.assembly.stage_axis}` has no module of its own"
+            helps = ("use `train_step` and `eval_step`: each rank runs a stage of the model",)
+            raise Refusal(Diagnostic("S617", title, helps=helps))
         return self.assembly.module
 
     # -- a step ----------------------------------------------------------------------------------
@@ -86,9 +102,11 @@ class Program:
         `clip` bounds the true global norm of the gradients.  Without an optimizer the gradients
         stay for the caller's own.
         """
+        self._check_names(batch)
         self.assembly.module.train()
         self._zero()
         parts, weights, total = self._parts(batch, local)
+        parts = [self._defined(part, weight) for part, weight in zip(parts, weights)]
         if self.follow_inputs:
             parts = self._inputs = [Part(_followed(part.inputs), part.rows) for part in parts]
         results = self._run(parts, [w / total for w in weights], train=True)
@@ -101,16 +119,31 @@ class Program:
 
     def eval_step(self, batch: Batch, *, local: bool = False) -> Any:
         """The output of the whole batch, structured as the model's own, on every rank."""
-        self.assembly.module.eval()
+        a = self.assembly
+        a.module.eval()
         parts, weights, _ = self._parts(batch, local)
         with torch.no_grad():
             results = self._run(parts, None, train=False)
+        reshard(a.sliced)
         output = None
         if results is not None:
             outputs = [_gathered(result.output) for result in results]
             output = stack(outputs, [len(part.rows) for part in parts], weights)
             output = self._across_replicas(output, sum(len(part.rows) for part in parts), sum(weights))
         return self._from_last(output)
+
+    def _check_names(self, batch: Batch) -> None:
+        """Refuse names that building has not seen: what a part weighs may hang on them."""
+        known = self.assembly.inputs
+        new = [name for name in batch if name not in known]
+        if new and known:
+            raise Refusal(
+                Diagnostic(
+                    "S619", f"the batch has `{new[0]}`, which that of building had not",
+                    notes=(f"the program was built from a batch of {', '.join(sorted(known))}",),
+                    helps=("build it from one as it will be trained on: `sch.build(batch=batch)`",),
+                )
+            )  # fmt: skip
 
     def _zero(self) -> None:
         for parameter in self.assembly.parameters.values():
@@ -128,14 +161,22 @@ class Program:
             weigh = [[1.0 if alone else a.weight(p.inputs) for p in parts] for parts in everyone]
             weights = weigh[mesh.index(a.ranks.rank, a.replicas)]
             return mine, weights, _positive(sum(map(sum, weigh)))
-        rows = rows_of(batch)
-        parts = [Part(cut(batch, r, rows), tuple(r)) for r in shares(rows, a.micro)]
-        weights = [a.weight(part.inputs) for part in parts]
-        total = torch.tensor([sum(weights), float(rows)], dtype=torch.float64)
+        (own,) = split(batch, 1, a.micro)
+        weights = [a.weight(part.inputs) for part in own]
+        here = torch.tensor([[sum(weights), rows_of(batch)]], dtype=torch.float64)
         group = a.ranks.group(a.replicas)
-        if group.pg is not None:
-            dist.all_reduce(total, group=group.pg)
-        return parts, weights, _positive(float(total[0]))
+        if group.pg is None:
+            return own, weights, _positive(sum(weights))
+        told = here.new_empty(group.size, 2)
+        dist.all_gather_into_tensor(told, here, group=group.pg)
+        first = int(told[: group.rank, 1].sum())  # samples are numbered across all ranks
+        parts = [Part(part.inputs, tuple(first + row for row in part.rows)) for part in own]
+        return parts, weights, _positive(float(told[:, 0].sum()))
+
+    def _defined(self, part: Part, weight: float) -> Part:
+        """A part in which no label counts has no mean: give it labels, its weight is zero anyway."""
+        fill = self.assembly.without_labels
+        return part if weight or fill is None else Part(fill(part.inputs), part.rows)
 
     def _run(
         self, parts: Sequence[Part], scale: Sequence[float] | None, *, train: bool
@@ -167,11 +208,9 @@ class Program:
         speaks = {name for name, holding in a.holdings.items() if holding.primary(mesh, rank)}
         squares = square_sum(a.parameters, lambda name: name in speaks)
         value = torch.zeros((), dtype=torch.float64)
-        kind = torch.float32
         if results is not None:
             losses = [result.loss for result in results]
             assert all(loss is not None for loss in losses), "the model gives no loss: pass `loss=`"
-            kind = losses[0].dtype  # type: ignore[union-attr]
             if self._speaks_for_loss():
                 value = sum(  # type: ignore[assignment]
                     loss.double().cpu() * (w / total) for loss, w in zip(losses, weights) if loss is not None
@@ -183,7 +222,7 @@ class Program:
         if self.clip is not None and self.grad_norm > self.clip:
             # as torch.nn.utils.clip_grad_norm_
             scale_gradients(a.parameters, self.clip / (self.grad_norm + 1e-6))
-        return both[1].to(kind if results is not None else torch.get_default_dtype())
+        return both[1].to(a.loss_dtype)
 
     def _speaks_for_loss(self) -> bool:
         a = self.assembly
@@ -320,6 +359,15 @@ class Program:
             for name, buffer in a.buffers.items():
                 if name in state:
                     buffer.copy_(state[name])
+        reshard(a.sliced)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save the state in a folder, whole or not at all; see `archive.save`."""
+        archive.save(self, path)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Take over what a program of any layout saved; see `archive.load`."""
+        archive.load(self, path)
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """The optimizer's state by original parameter name: whole tensors, and plain numbers."""
@@ -328,10 +376,7 @@ class Program:
         if self.optimizer is not None:
             own = {n: self.optimizer.state.get(p, {}) for n, p in a.parameters.items()}
         keys = sorted({key for state in own.values() for key in state})
-        everyone: list[Any] = [keys]
-        if a.ranks.mesh.world > 1:
-            everyone = [None] * a.ranks.mesh.world
-            dist.all_gather_object(everyone, keys)
+        everyone = gathered(keys, a.ranks.mesh.world)
         out: dict[str, dict[str, Any]] = {}
         for key in sorted({key for keys in everyone for key in keys}):
             for name, value in self._state_entry(own, key).items():
@@ -352,11 +397,7 @@ class Program:
             for name, state in own.items()
             if key in state and local(name) is None
         }
-        everyone: list[Any] = [plain]
-        if self.assembly.ranks.mesh.world > 1:
-            everyone = [None] * self.assembly.ranks.mesh.world
-            dist.all_gather_object(everyone, plain)
-        for found in reversed(everyone):
+        for found in reversed(gathered(plain, self.assembly.ranks.mesh.world)):
             whole.update(found)
         return whole
 
@@ -380,10 +421,6 @@ def _positive(total: float) -> float:
 def _named(axis: str | None) -> Iterator[str]:
     if axis is not None:
         yield axis
-
-
-def _local(value: Any) -> Any:
-    return value.to_local() if hasattr(value, "to_local") else value.detach()
 
 
 def _gathered(output: Any) -> Any:

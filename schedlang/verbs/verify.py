@@ -9,11 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
-from schedlang.verbs.outcome import FAILS, HOLDS, UNCHECKED, AsJson, Knobs, MeshSizes, show_json, verb
-
-Model = Annotated[
-    str | None, typer.Option("--model", metavar="M", help="Model file or module; default model.py.")
-]
+from schedlang.verbs.outcome import (
+    FAILS,
+    HOLDS,
+    UNCHECKED,
+    AsJson,
+    Knobs,
+    MeshSizes,
+    Model,
+    show_json,
+    verb,
+)
 
 
 @verb
@@ -37,7 +43,9 @@ def verify(
     steps of two optimizers, buffers, ties and a saved state, in float64 with dropout on.
     """
     from schedlang.modelfile import load_model_file
-    from schedlang.passes.prove import Case, only_lines, prove, repeated
+    from schedlang.passes.prove import prove
+    from schedlang.passes.rows import only_lines, repeated
+    from schedlang.passes.sides import Case
     from schedlang.runtime.launch import Hang, Pool, RankDied
     from schedlang.schedule import Schedule
     from schedlang.syntax import parse, read
@@ -48,7 +56,7 @@ def verify(
     plan = Schedule(found.model(seed=seed), parse(read(file)), given).plan()
     if only is not None:
         plan = only_lines(plan, only)
-    batches = tuple(found.batch(seed + step) for step in range(3 if found.varies else 1))
+    batches = tuple(found.batch(seed + step) for step in range(3))
     case = Case(plan, batches, found.loss, found.weight, seed, dtype)
     said = _Said(quiet=as_json or not sys.stderr.isatty())
     command = repeated(file, plan, seed, model, only)

@@ -1,0 +1,208 @@
+"""Two runs on the meta device: the original is recorded, the sharded copy is followed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.plan import Plan
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from schedlang.runtime.dry import Leaf
+    from schedlang.runtime.follow import Mismatch
+    from schedlang.runtime.shard import Edge
+    from schedlang.runtime.trace import Recording
+
+Loss = Callable[..., Any]
+Number = tuple[str, str, int]  # class of a module, attribute, its value in the original
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One collective of one forward and backward: what, over which axes, how many bytes, where."""
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    fqn: str
+    backward: bool
+
+
+def _opaque(leaves: Mapping[str, Leaf]) -> Callable[[str], bool]:
+    return lambda fqn: fqn in leaves and bool(leaves[fqn].kind)
+
+
+def _call(model: nn.Module, inputs: Mapping[str, Any], loss: Loss | None) -> Any:
+    import torch
+
+    with torch.device("meta"):  # a forward that makes tensors of its own makes them there
+        output = model(**inputs)
+        return output, (loss(output, inputs) if loss is not None else None)
+
+
+def record(
+    plan: Plan, inputs: Mapping[str, Any], loss: Loss | None, leaves: Mapping[str, Leaf]
+) -> Recording:
+    from schedlang.runtime.meta import hollow_model
+    from schedlang.runtime.trace import Recorder, Stack
+
+    model, stack = hollow_model(plan.model.model, {}), Stack()
+    model.train()
+    stack.watch(model, _opaque(leaves))
+    with Recorder(stack, inputs) as recorder:
+        try:
+            _call(model, inputs, loss)
+        except Exception as error:
+            raise _rejected(error) from error
+    recorder.recording.entries.update(stack.turns)
+    recorder.recording.order.extend(stack.turns)
+    return recorder.recording
+
+
+def _rejected(error: Exception) -> Refusal:
+    text = f"{type(error).__name__}: {error}".split("\n")[0]
+    return Refusal(
+        Diagnostic(
+            "S604", "the model rejects this batch",
+            notes=(f"on the meta device it raised `{text}`",),
+            helps=("let `batch(seed)` return the keyword arguments of the model's forward",),
+        )
+    )  # fmt: skip
+
+
+class Run:
+    """One forward of the sharded copy with some attributes divided."""
+
+    def __init__(
+        self, plan: Plan, inputs: Mapping[str, Any], loss: Loss | None,
+        leaves: Mapping[str, Leaf], recording: Recording, divided: frozenset[Number],
+    ) -> None:  # fmt: skip
+        from schedlang.runtime.follow import Follower
+        from schedlang.runtime.trace import Stack
+
+        self.plan, self.inputs, self.loss, self.leaves = plan, inputs, loss, leaves
+        self.divided, self.stack = divided, Stack()
+        sizes = {name: plan.mesh.size(name) for name in plan.mesh.names}
+        self.sizes = sizes
+        self.follower = Follower(recording, self.stack, sizes)
+        self.edges: dict[str, tuple[Edge, ...]] = {}
+        self.exchanges: list[Exchange] = []
+        self.backward = False
+        self.numbers: list[tuple[str, str, int]] = []
+
+    def attempt(self) -> Mismatch | None:
+        """Run; what disagreed first, or None."""
+        from schedlang.runtime.collective import listening
+        from schedlang.runtime.follow import Mismatch
+
+        model = self._copy()
+        try:
+            with listening(self._heard):
+                with self.follower:
+                    output, loss = _call(model, self.inputs, self.loss)
+                self._check_outputs(output)
+                self._backward(output, loss)
+        except Mismatch as failure:
+            return failure
+        return None
+
+    def _copy(self) -> nn.Module:
+        from schedlang.runtime.dry import dry_forward
+        from schedlang.runtime.follow import Note, Tag
+        from schedlang.runtime.meta import hollow_model
+
+        plan = self.plan
+        shapes = {name: plan.held(name).local_shape(plan.mesh) for name in plan.layouts}
+        model = hollow_model(plan.model.model, shapes)
+        model.train()
+        for name, tensor in model.named_parameters():
+            tags = {s.axis: Tag(s.dim, s.blocks) for s in plan.held(name).splits}
+            self.follower.put(tensor, Note(tags, frozenset() if tags else frozenset([name])))
+        for value in self.inputs.values():
+            if hasattr(value, "device"):
+                self.follower.put(value, Note({}, frozenset(), True))
+        for fqn, attribute, value in self._places(model):
+            setattr(model.get_submodule(fqn), attribute, value)
+            self.numbers.append((fqn, attribute, value))
+        for fqn, leaf in self.leaves.items():
+            module = model.get_submodule(fqn)
+            forward = dry_forward(leaf, module, self.follower, self._group_at(fqn), self.edges)
+            module.forward = forward  # type: ignore[method-assign]
+        self.stack.watch(model, _opaque(self.leaves))
+        return model
+
+    def _group_at(self, fqn: str) -> Callable[[str], Any]:
+        from schedlang.runtime.collective import Group
+
+        return lambda axis: Group((axis,), tuple(range(self.sizes[axis])), 0, None, fqn)
+
+    def _heard(self, kind: str, group: Any, size: int) -> None:
+        self.exchanges.append(Exchange(kind, group.axes, size, group.label, self.backward))
+
+    def _places(self, model: nn.Module) -> Iterator[tuple[str, str, int]]:
+        """Where divided attributes lie: on modules of the class that hold something sharded."""
+        for fqn, site in self.plan.model.sites.items():
+            for kind, attribute, value in self.divided:
+                ranks = self._ranks_below(fqn)
+                found = vars(self.plan.model.model.get_submodule(fqn)).get(attribute)
+                if site.classes[0] == kind and found == value and ranks > 1:
+                    yield fqn, attribute, value // ranks
+
+    def _ranks_below(self, fqn: str) -> int:
+        """The ranks over which parameters of this module's subtree are split."""
+        prefix = f"{fqn}." if fqn else ""
+        for leaf in self.leaves.values():
+            if leaf.fqn == fqn or leaf.fqn.startswith(prefix):
+                split = [w.axis for w in leaf.wanted if w.splits]
+                if split:
+                    return self.sizes[split[0]]
+        return 1
+
+    def candidates(self, failure: Mismatch) -> list[Number]:
+        """Attributes of the modules that were running whose division might mend the failure."""
+        if not failure.integers:
+            return []
+        found: list[Number] = []
+        fqn: str | None = failure.frame[0]
+        while fqn is not None:
+            ranks = self._ranks_below(fqn)
+            module = self.plan.model.model.get_submodule(fqn)
+            kind = self.plan.model.sites[fqn].classes[0]
+            for attribute, value in vars(module).items():
+                number = (kind, attribute, value)
+                plain = isinstance(value, int) and not isinstance(value, bool) and value > 1
+                if plain and ranks > 1 and value % ranks == 0 and number not in self.divided:
+                    found.append(number)
+            fqn = fqn.rpartition(".")[0] if fqn else None
+            if fqn == "":
+                break
+        # tried from the last: an attribute whose very value stands in the call comes first
+        return sorted(found, key=lambda number: number[2] in failure.integers)
+
+    def _check_outputs(self, output: Any) -> None:
+        from schedlang.runtime.follow import Mismatch
+        from schedlang.runtime.trace import tensors_in
+
+        for tensor in tensors_in(output):
+            for axis in self.follower.note(tensor).tags:
+                raise Mismatch(
+                    ("", 0), f"a tensor that is split over `{axis}` leaves the model", axis, (),
+                    self.follower.agreed, ("gather it: `output=R` on the row of its module",),
+                )  # fmt: skip
+
+    def _backward(self, output: Any, loss: Any) -> None:
+        from schedlang.runtime.trace import tensors_in
+
+        self.backward = True
+        value = loss if loss is not None else getattr(output, "loss", None)
+        if value is None and isinstance(output, Mapping):
+            value = output.get("loss")
+        if value is None:
+            floats = [t for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
+            value = sum(t.sum() for t in floats) if floats else None
+        if value is not None and value.requires_grad:
+            value.backward()

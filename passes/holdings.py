@@ -1,0 +1,60 @@
+"""Where the parts of every parameter lie: on which stages, in which slices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from schedlang.passes.staging import Staged
+from schedlang.plan import Plan, Replicas
+
+if TYPE_CHECKING:
+    from schedlang.runtime.holding import Holding
+
+
+def slicing(plan: Plan) -> tuple[Replicas | None, tuple[str, ...]]:
+    """The row that slices state, and the data axes that keep whole copies."""
+    real = [r for r in plan.replicas if plan.mesh.size(r.axes) > 1]
+    sliced = next((r for r in real if r.stage > 0), None)
+    whole = tuple(axis for r in real if r.stage == 0 for axis in r.axes)
+    return sliced, whole
+
+
+def holdings_of(plan: Plan, staged: Staged) -> dict[str, Holding]:
+    """Where the parts of every parameter lie."""
+    from schedlang.runtime.holding import Holding
+
+    sliced, _ = slicing(plan)
+    axes = plan.mesh.fold(sliced.axes) if sliced is not None else ()
+    owners = _owners(staged)
+    unsliced = _unsliced(plan, staged)
+    holdings = {}
+    for name, fact in plan.model.unique.items():
+        stages = owners.get(name, frozenset([0])) if staged.axis is not None else None
+        cut = () if name in unsliced or not fact.shape else axes
+        holdings[name] = Holding(name, plan.held(name), cut, staged.axis, stages)
+    return holdings
+
+
+def _owners(staged: Staged) -> dict[str, frozenset[int]]:
+    """The places along the pipeline axis that hold each parameter."""
+    owners: dict[str, set[int]] = {}
+    if staged.axis is not None:
+        for stage, place in enumerate(staged.ranks):
+            for name in staged.cut.parameters(stage):
+                owners.setdefault(name, set()).add(place)
+    return {name: frozenset(places) for name, places in owners.items()}
+
+
+def _unsliced(plan: Plan, staged: Staged) -> frozenset[str]:
+    """Parameters that stay whole on data-parallel ranks although the rest is sliced.
+
+    In a pipeline: those that several units use, or none holds; each unit gathers and frees its own.
+    """
+    if staged.axis is None:
+        return frozenset()
+    units = [f"{name}." for name in staged.cut.graph.units]
+    held = {
+        name: sum(any(n.startswith(unit) for n in fact.names) for unit in units)
+        for name, fact in plan.model.unique.items()
+    }
+    return frozenset(staged.cut.shared) | {name for name, count in held.items() if count != 1}

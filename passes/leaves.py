@@ -1,0 +1,100 @@
+"""The sharded modules of a plan, as a trace needs them: how each computes and what it wants."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostic import Diagnostic, Label, Refusal
+from schedlang.placement import P, R, S
+from schedlang.plan import Action, Plan
+
+if TYPE_CHECKING:
+    from schedlang.runtime.dry import Leaf
+
+
+def leaves_of(plan: Plan) -> dict[str, Leaf]:
+    """The sharded modules of a plan; axes of size 1 shard nothing."""
+    from schedlang.runtime.dry import Leaf
+
+    _check_ties(plan)
+    leaves = {}
+    for fqn, boundaries in plan.boundaries.items():
+        real = [b for b in boundaries if plan.mesh.size(b.axis) > 1]
+        if not real:
+            continue
+        site = plan.model.sites[fqn]
+        kind = next((k for k in ("Linear", "Conv1D", "Embedding") if site.is_a(k)), "")
+        wanted = tuple(_wanted(plan, fqn, kind, b.axis, b.input, b.output) for b in real)
+        split = any(plan.held(fact.name).splits for fact in site.parameters.values())
+        names = tuple(fact.name for fact in site.parameters.values())
+        pending = any(isinstance(w.computes, P) for w in wanted)
+        bias = site.parameters.get("bias")
+        split_kind = kind if split else ""
+        leaves[fqn] = Leaf(fqn, split_kind, wanted, names, bias.name if bias and pending else None)
+    return leaves
+
+
+def _check_ties(plan: Plan) -> None:
+    """Every module that uses a split parameter must be sharded over the same axes."""
+    for name in plan.layouts:
+        for used in plan.model.parameters[name].names:
+            owner = plan.model.owner(used).fqn
+            known = {b.axis for b in plan.boundaries.get(owner, ())}
+            for split in plan.held(name).splits:
+                if split.axis not in known:
+                    raise Refusal(_half_sharded(plan, name, used, split.axis))
+
+
+def _half_sharded(plan: Plan, name: str, used: str, axis: str) -> Diagnostic:
+    owner = plan.model.owner(used).fqn
+    row = next(a for a in plan.actions if plan.model.owner(name).fqn in a.sites or touches(a, name))
+    return Diagnostic(
+        "S506", f"`{owner}` shares a weight that is split, and is not sharded itself",
+        Label(row.span) if row.span is not None else Label(),
+        notes=(f"`{used}` and `{name}` are the same tensor", f"it is split over `{axis}`"),
+        helps=(f"shard it too: `{owner} shard(vocab, over={axis})`",),
+    )  # fmt: skip
+
+
+def alike(plan: Plan, fqn: str) -> list[str]:
+    """The modules that stand in other layers where this one stands in its own."""
+    pattern = re.compile(re.sub(r"\d+", r"\\d+", re.escape(fqn)))
+    kind = plan.model.sites[fqn].kind
+    return [name for name, s in plan.model.sites.items() if pattern.fullmatch(name) and s.kind == kind]
+
+
+def hoisted(fqn: str, known: Leaf | None, axis: str) -> Leaf:
+    """The module that gathers its input for its children, beside what it did before."""
+    from schedlang.runtime.dry import Leaf, Wanted
+
+    before = known.wanted if known is not None else ()
+    wanted = Wanted(axis, R, None, None, splits=False, hoisted=True)
+    return Leaf(fqn, "", (*before, wanted))
+
+
+def _wanted(plan: Plan, fqn: str, kind: str, axis: str, entry: Any, output: Any) -> Any:
+    from schedlang.runtime.dry import Wanted
+
+    site = plan.model.sites[fqn]
+    weight = site.parameters.get("weight")
+    layout = plan.held(weight.name) if weight is not None else None
+    split = next((s for s in layout.splits if s.axis == axis), None) if layout else None
+    if not kind or split is None or layout is None or weight is None:
+        return Wanted(axis, entry, output, None, splits=False)
+    name = site.dims["weight"][split.dim]
+    cut = weight.shape[split.dim] if layout.padded != layout.shape else None
+    if name == "out":
+        blocks: int | tuple[int, ...] = split.blocks if len(split.blocks) > 1 else 1
+        if isinstance(blocks, tuple) and len(set(blocks)) == 1:
+            blocks = len(blocks)
+        head = isinstance(output, S) and output.dim == "vocab"
+        cut = weight.shape[split.dim] if head else cut
+        return Wanted(axis, entry, output, S(-1, blocks), splits=True, cut=cut, head=head)
+    return Wanted(axis, entry, output, P(), splits=True)
+
+
+def touches(action: Action, fqn: str) -> bool:
+    """Does this row shard the module, or something in it?"""
+    shards = "placement" in action.primitive.writes
+    return shards and any(s == fqn or s.startswith(f"{fqn}.") or not fqn for s in action.sites)

@@ -1,0 +1,66 @@
+"""Sums after the last backward and slices over data-parallel ranks, put into a rank's module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from schedlang.passes.holdings import slicing
+from schedlang.passes.propagate import Traced
+from schedlang.passes.reductions import reductions, sliced_names
+from schedlang.passes.staging import Staged
+from schedlang.plan import Plan
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from schedlang.runtime.gradient import Sum
+    from schedlang.runtime.holding import Holding
+    from schedlang.runtime.ranks import Ranks
+    from schedlang.runtime.replicas import Sliced
+
+
+def slice_state(
+    plan: Plan, module: nn.Module, ranks: Ranks, staged: Staged, holdings: Mapping[str, Holding]
+) -> dict[int, Sliced]:
+    """Put fully_shard around the units of each stage of this rank."""
+    from schedlang.runtime.replicas import Sliced
+
+    sliced, whole = slicing(plan)
+    if sliced is None:
+        return {}
+    mesh = ranks.device_mesh(plan.mesh.fold(sliced.axes), plan.mesh.fold(whole) if whole else ())
+    ignored = {
+        p for n, p in module.named_parameters()
+        if not holdings[n].sliced or not holdings[n].held(plan.mesh, ranks.rank)
+    }  # fmt: skip
+    place = plan.mesh.index(ranks.rank, staged.axis) if staged.axis is not None else staged.ranks[0]
+    out = {}
+    for stage, owner in enumerate(staged.ranks):
+        if owner == place:
+            out[stage] = one = Sliced(sliced.stage, mesh, ignored)
+            for fqn in sliced_names(plan, staged, holdings, stage):
+                one.add(module.get_submodule(fqn))
+    return out
+
+
+def sums_of(
+    plan: Plan, traced: Traced, holdings: Mapping[str, Holding],
+    found: Mapping[str, nn.Parameter], ranks: Ranks,
+) -> list[Sum]:  # fmt: skip
+    """The reductions after the last backward: over ties, over parts, over whole replicas."""
+    from schedlang.runtime.gradient import Sum
+
+    sums = []
+    ranks.group(plan.data_axes)  # made on every rank: outputs are gathered over it on some
+    for one in reductions(plan, traced, holdings):
+        names = tuple(name for name in one.names if name in found)
+        if one.stages is not None:  # every rank takes part in making these groups
+            ends = sorted(one.stages)
+            groups = [tuple(line[s] for s in ends) for line in plan.mesh.groups(one.axes)]
+            group = ranks.subset(one.axes[0], groups)
+        else:
+            group = ranks.group(one.axes)
+        if group is not None and names:
+            sums.append(Sum(group, names, one.kind))
+    return sums

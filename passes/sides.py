@@ -1,0 +1,190 @@
+"""The two sides of a proof: the original in this process, the program on its ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.observe import Batch, Condition, Loss, Observation, observe
+from schedlang.plan import Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from schedlang.passes.prepare import Prepared
+    from schedlang.runtime.program import Program
+
+DTYPES = ("float32", "bfloat16", "float16", "none")
+Weight = Callable[[Batch], float]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is to be proven, all that a rank needs to run it.
+
+    `batches` one for each step; `prepared` what is known of the plan before there are ranks.  `dtype` is the working dtype that is checked beside float64: that
+    of the model if None, not checked if "none".
+    """
+
+    plan: Plan
+    batches: tuple[Batch, ...]
+    loss: Loss | None = None
+    weight: Weight | None = None
+    seed: int = 0
+    dtype: str | None = None
+    prepared: Prepared | None = None
+
+    def with_model(self, module: nn.Module) -> Case:
+        """The same for another module of the same names and shapes."""
+        from schedlang.model import ModelFacts
+
+        return replace(self, plan=replace(self.plan, model=ModelFacts(module)))
+
+
+def widened(case: Case) -> Case:
+    """The case on a float64 copy of the model with other parameters, and float64 batches."""
+    from schedlang.passes.original import randomised
+    from schedlang.runtime.float64 import as_float64
+    from schedlang.runtime.float64 import widened as wide
+
+    module = as_float64(randomised(_typed(case), case.seed))
+    return replace(case.with_model(module), batches=tuple(wide(dict(b)) for b in case.batches))
+
+
+def as_worked(case: Case) -> Case | None:
+    """The case in the working dtype, from the very weights that the float64 run starts from."""
+    import torch
+
+    from schedlang.passes.original import randomised
+
+    module = case.plan.model.model
+    if case.dtype == "none":
+        return None
+    if case.dtype is not None:
+        if case.dtype not in DTYPES:
+            raise Refusal(
+                Diagnostic("S704", f"`{case.dtype}` is no working dtype",
+                           helps=(f"choose one of {', '.join(DTYPES)}",))
+            )  # fmt: skip
+        module = _typed(case)
+    kinds = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    if kinds == {torch.float64}:
+        return None
+    return case.with_model(randomised(module, case.seed))
+
+
+def _typed(case: Case) -> nn.Module:
+    """The model in the dtype asked for."""
+
+    import torch
+
+    module = case.plan.model.model
+    if case.dtype in (None, "none"):
+        return module
+    return copy.deepcopy(module).to(getattr(torch, str(case.dtype)))
+
+
+
+def modes_of(seed: int) -> Any:
+    """The modes that both sides run under, and the dropout among them."""
+    from schedlang.runtime.float64 import Float64
+    from schedlang.runtime.random import LogicalDropout
+
+    dropout = LogicalDropout(seed)
+    return (Float64(), dropout), dropout
+
+
+def twin(case: Case) -> nn.Module:
+
+    return copy.deepcopy(case.plan.model.model)
+
+
+def original(case: Case, told: Sequence[Condition]) -> tuple[Observation, int]:
+    from schedlang.passes.original import Sequential
+    from schedlang.runtime.modes import ambient
+
+    modes, dropout = modes_of(case.seed)
+
+    def make(condition: Condition) -> Sequential:
+        return Sequential(twin(case), condition.optimizer, loss=case.loss, clip=condition.clip)
+
+    with ambient(*modes):
+        return observe(make, told), dropout.drawn
+
+
+class Distributed:
+    """A program as a subject of observation; all ranks call alike."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        program.follow_inputs = True
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Of the last step, before clipping."""
+        return self.program.grad_norm
+
+    def train_step(self, batch: Batch) -> Tensor:
+        """One step of the program."""
+        return self.program.train_step(batch)
+
+    def eval_step(self, batch: Batch) -> Any:
+        """The output, without what the last stage cannot give."""
+        return self.program.eval_step(batch)
+
+    def gradients(self) -> Mapping[str, Tensor | None]:
+        """Whole gradients; one that no rank has is None."""
+        found = self.program.gradients()
+        return {name: found.get(name) for name in self.program.trained()}
+
+    def input_gradients(self) -> Mapping[str, Tensor | None]:
+        """Of the batch's float tensors."""
+        return self.program.input_gradients()
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """Whole state under original names."""
+        return self.program.state_dict()
+
+    def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
+        """Whole optimizer state by name."""
+        return self.program.optimizer_state()
+
+    def trainable(self) -> list[str]:
+        """Names of updated parameters."""
+        return self.program.trained()
+
+    def replicas(self) -> Mapping[str, float]:
+        """Differences between copies."""
+        return self.program.replica_errors()
+
+
+def observed(case: Case, told: Sequence[Condition], made: list[Program]) -> Observation:
+    """One rank's observation of programs, which are noted in `made`."""
+    import torch.distributed as dist
+
+    from schedlang.passes.build import build
+
+    def make(condition: Condition) -> Distributed:
+        program = build(
+            case.plan, case.batches[0], loss=case.loss, optimizer=condition.optimizer,
+            clip=condition.clip, weight=case.weight, seed=case.seed, prepared=case.prepared,
+        )  # fmt: skip
+        made.append(program)
+        return Distributed(program)
+
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return observe(make, told, keep=rank == 0)
+
+
+def tried(case: Case, told: Sequence[Condition]) -> Observation:
+    """One rank's observation while looking for the row to blame."""
+    from schedlang.runtime.float64 import Float64
+    from schedlang.runtime.modes import ambient
+
+    with ambient(Float64()):
+        return observed(case, told, [])
+
+

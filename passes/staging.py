@@ -1,0 +1,130 @@
+"""The stages of a plan: the model cut by replay, the order of the pipeline, and who runs what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.propagate import Traced
+from schedlang.passes.stages import Unit, at_units, balanced, even, placement
+from schedlang.plan import Plan
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from schedlang.runtime.graph import Cut
+    from schedlang.timeline import Timeline
+
+Loss = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """The stages of a plan: the recorded cut, the order, and the pipeline rank of every stage."""
+
+    cut: Cut
+    timeline: Timeline
+    ranks: tuple[int, ...]  # place along the pipeline's axis of every stage
+    axis: str | None
+    trunk: frozenset[str]
+
+
+def local_skeleton(plan: Plan, traced: Traced) -> nn.Module:
+    """The local model on the meta device: right shapes, crossings that send nothing."""
+    from schedlang.runtime.meta import hollow_model
+
+    shapes = {name: plan.held(name).local_shape(plan.mesh) for name in plan.layouts}
+    model = hollow_model(plan.model.model, shapes)
+    shape_up(model, traced, lambda edge: edge)
+    return model
+
+
+def shape_up(model: nn.Module, traced: Traced, at_home: Callable[[Any], Any]) -> None:
+    """Divide the numbers that modules count by, and put crossings around sharded modules."""
+    from schedlang.runtime.shard import Sharded
+
+    for fqn, attribute, value in traced.numbers:
+        setattr(model.get_submodule(fqn), attribute, value)
+    for fqn, edges in traced.edges.items():
+        module = model.get_submodule(fqn)
+        home = tuple(at_home(edge) for edge in edges)
+        module.forward = Sharded(module, traced.kinds[fqn], home)  # type: ignore[method-assign]
+
+
+def stages_of(
+    plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss | None
+) -> Staged:
+    """Cut the model as the plan asks; without cuts everything is one stage."""
+    from schedlang.orders import OrderError, order
+    from schedlang.runtime.graph import cut
+    from schedlang.runtime.record import record
+    from schedlang.runtime.units import units_of
+
+    micro = plan.order.micro if plan.order is not None else 1
+    axis = plan.cuts[0].axis if plan.cuts else None
+    count = plan.mesh.size(axis) if axis is not None else 1
+    chunks = plan.order.chunks if plan.order is not None else 1
+    name = plan.order.name if plan.order is not None else "GPipe"
+    if axis is None or count * chunks == 1:
+        from schedlang.runtime.graph import Cut, Reads, StageGraph
+
+        whole = StageGraph(("",), (Reads(),), Reads(), {}, (Reads(), Reads()), {})
+        return Staged(Cut(whole, (0,)), order("GPipe", 1, micro), (0,), None, _trunk(plan))
+    skeleton = local_skeleton(plan, traced)
+    skeleton.train()
+    try:
+        at = [fqn for c in plan.cuts for fqn in c.before]
+        names = units_of(skeleton, batch, at)
+        made = cut(record(skeleton, names, batch, loss=loss), _stage_numbers(plan, names, count * chunks))
+        timeline = order(name, count, micro, chunks)
+    except Refusal as refusal:
+        raise _placed(refusal, plan, "stage") from refusal
+    except OrderError as error:
+        told = Diagnostic("S608", error.reason, helps=(error.legal,))
+        raise _placed(Refusal(told), plan, "order") from error
+    return Staged(made, timeline, placement(count * chunks, count), axis, _trunk(plan))
+
+
+def _stage_numbers(plan: Plan, names: Sequence[str], stages: int) -> tuple[int, ...]:
+    """The stage of every unit, from the cuts of the plan."""
+    trunk = next((c.trunk for c in plan.cuts if c.trunk is not None), None)
+    units = [
+        Unit(name, plan.model.numel(name), trunk is None or name.startswith(f"{trunk}."))
+        for name in names
+    ]
+    starts = [fqn for c in plan.cuts for fqn in c.before]
+    if starts:
+        return at_units(units, starts)
+    balance = plan.cuts[0].balance
+    return balanced(units, stages) if balance == "params" else even(units, stages)
+
+
+def _trunk(plan: Plan) -> frozenset[str]:
+    """The elements of the outermost module lists: what is gathered one by one."""
+    lists = [
+        fqn
+        for fqn, site in plan.model.sites.items()
+        if site.is_a("torch.nn.modules.container.ModuleList")
+    ]
+    outer = [f for f in lists if not any(f.startswith(f"{other}.") for other in lists if other != f)]
+    return frozenset(f"{fqn}.{child}" for fqn in outer for child in plan.model.sites[fqn].children)
+
+
+def _placed(refusal: Refusal, plan: Plan, facet: str) -> Refusal:
+    """The refusal at the first row that writes a facet."""
+    row = next((a for a in plan.actions if facet in a.primitive.writes), None)
+    return refusal.at(row.span) if row is not None and row.span is not None else refusal
+
+
+
+def buffer_stages(staged: Staged) -> dict[str, frozenset[int] | None]:
+    """Buffer -> the places along the pipeline's axis that hold it; empty without stages."""
+    if staged.axis is None:
+        return {}
+    found: dict[str, set[int]] = {}
+    for stage, place in enumerate(staged.ranks):
+        for name in staged.cut.buffers(stage):
+            found.setdefault(name, set()).add(place)
+    return {name: frozenset(places) for name, places in found.items()}
