@@ -18,6 +18,7 @@ from schedlang.runtime.folder import gathered
 from schedlang.runtime.gradient import (
     Sum,
     local_gradient,
+    norm_alone,
     scale_gradients,
     square_sum,
     sum_gradients,
@@ -206,7 +207,6 @@ class Program:
         a = self.assembly
         mesh, rank = a.ranks.mesh, a.ranks.rank
         speaks = {name for name, holding in a.holdings.items() if holding.primary(mesh, rank)}
-        squares = square_sum(a.parameters, lambda name: name in speaks)
         value = torch.zeros((), dtype=torch.float64)
         if results is not None:
             losses = [result.loss for result in results]
@@ -215,9 +215,12 @@ class Program:
                 value = sum(  # type: ignore[assignment]
                     loss.double().cpu() * (w / total) for loss, w in zip(losses, weights) if loss is not None
                 )  # fmt: skip
+        if mesh.world == 1:
+            self.grad_norm = norm_alone(a.parameters, self.clip)
+            return value.to(a.loss_dtype)
+        squares = square_sum(a.parameters, lambda name: name in speaks)
         both = torch.stack([squares.cpu(), value])
-        if mesh.world > 1:
-            dist.all_reduce(both)
+        dist.all_reduce(both)
         self.grad_norm = float(both[0].sqrt())
         if self.clip is not None and self.grad_norm > self.clip:
             # as torch.nn.utils.clip_grad_norm_
