@@ -106,9 +106,7 @@ def trained(
     clip: float | None = None, **options: Any,
 ) -> Seen:  # fmt: skip
     """What rank 0 sees after a step for each batch; options are those of `build`."""
-    seen: Seen = pool.run(
-        steps, plan.mesh.world, plan, tuple(batches), optimizer, clip, options
-    )[0]
+    seen: Seen = pool.run(steps, plan.mesh.world, plan, tuple(batches), optimizer, clip, options)[0]
     return seen
 
 
