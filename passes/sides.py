@@ -25,8 +25,9 @@ Weight = Callable[[Batch], float]
 class Case:
     """What is to be proven, all that a rank needs to run it.
 
-    `batches` one for each step; `prepared` what is known of the plan before there are ranks.  `dtype` is the working dtype that is checked beside float64: that
-    of the model if None, not checked if "none".
+    `batches` one for each step; `prepared` what is known of the plan before there are ranks.
+    `dtype` is the working dtype that is checked beside float64: that of the model if None, not
+    checked if "none".
     """
 
     plan: Plan
@@ -85,7 +86,6 @@ def _typed(case: Case) -> nn.Module:
     if case.dtype in (None, "none"):
         return module
     return copy.deepcopy(module).to(getattr(torch, str(case.dtype)))
-
 
 
 def modes_of(seed: int) -> Any:
@@ -186,5 +186,3 @@ def tried(case: Case, told: Sequence[Condition]) -> Observation:
 
     with ambient(Float64()):
         return observed(case, told, [])
-
-

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Collective:
     """One collective operation of a step, as often as one rank takes part in it.
 
-    phase    "forward", "backward" (recomputed forwards among it) or "step" (after the last backward)
+    phase    "forward", "backward" (with recomputed forwards) or "step" (after the last backward)
     what     what is sent, in words: "output", "input grad", "parameters", ...
     fqn      the module where it happens; empty for the model as a whole
     bytes    of the whole tensor, once
@@ -132,9 +132,7 @@ def _row_of(plan: Plan, fqn: str) -> int | None:
     return own[-1] if own else next(below, None)
 
 
-def _heard_again(
-    context: _Context, batch: Mapping[str, Any], loss: Loss | None
-) -> list[Exchange]:
+def _heard_again(context: _Context, batch: Mapping[str, Any], loss: Loss | None) -> list[Exchange]:
     """What a microbatch sends if modules are recomputed: the rows' own changes, run on meta."""
     from schedlang.passes.dryrun import Exchange
     from schedlang.passes.staging import local_skeleton
@@ -301,9 +299,7 @@ def _slices(context: _Context) -> Iterator[Collective]:
                 if whole:
                     part = grads // plan.mesh.size(axes)
                     over = plan.mesh.fold(whole)
-                    yield replace(
-                        reduce, kind="all-reduce", axes=over, count=times, bytes=part
-                    )
+                    yield replace(reduce, kind="all-reduce", axes=over, count=times, bytes=part)
 
 
 # -- after the last backward -------------------------------------------------------------------
@@ -327,9 +323,7 @@ def _sums(context: _Context) -> Iterator[Collective]:
                     )
 
 
-def _buckets(
-    context: _Context, one: Reduction, place: int | None
-) -> Iterator[tuple[int, str]]:
+def _buckets(context: _Context, one: Reduction, place: int | None) -> Iterator[tuple[int, str]]:
     """Bytes of each bucket, with the module that holds all of it (one number more a parameter)."""
     import math
 
