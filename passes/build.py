@@ -107,7 +107,7 @@ def build(
     assembly = Assembly(
         module=module, pipeline=pipeline, ranks=ranks, replicas=replicas, micro=micro,
         parameters=found, holdings=holdings, buffers=dict(module.named_buffers()),
-        buffer_stages=buffer_stages(staged), ties=plan.model.ties,
+        buffer_stages=buffer_stages(staged), ties=(*plan.model.ties, *plan.model.shared_buffers),
         keys=tuple(plan.model.model.state_dict()), sums=tuple(sums), sliced=sliced,
         weight=weight or weight_of(traced, count * micro),
         last_rank=plan.mesh.rank(zero | last), stage_axis=axis, dropout=dropout,
