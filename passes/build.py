@@ -227,7 +227,8 @@ def _dropout(plan: Plan, traced: Traced, ranks: Ranks, seed: int | None, module:
 def _positions(blocks: Sequence[int], size: int, parts: int, place: int) -> list[int]:
     """The logical positions that a rank holds along a dim of blocks split one by one."""
     scale = size / sum(blocks)
-    found, start = [], 0
+    found: list[int] = []
+    start = 0
     for block in blocks:
         length = int(block * scale) // parts
         found += range(start + place * length, start + (place + 1) * length)

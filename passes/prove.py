@@ -181,7 +181,7 @@ def check_parts(case: Case) -> None:
     raise Refusal(
         Diagnostic(
             "S703", "the loss of this model is not the weighed mean of the losses of parts",
-            notes=(f"on the original, in {len(parts)} parts, {bad.place} differs by {bad.error:.1e}",
+            notes=(f"on the original in {len(parts)} parts {bad.place} differs by {bad.error:.1e}",
                    "statistics over the batch (batch norm, router losses) would differ by rank"),
             helps=("say what a part weighs: `weight(batch)` in the model file",
                    "or allow it: `step \"...\" relax(batch_stats) {`"),

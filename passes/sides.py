@@ -121,15 +121,13 @@ class Distributed:
     def __init__(self, program: Program) -> None:
         self.program = program
         program.follow_inputs = True
-
-    @property
-    def grad_norm(self) -> float | None:
-        """Of the last step, before clipping."""
-        return self.program.grad_norm
+        self.grad_norm: Tensor | float | None = None  # of the last step, before clipping
 
     def train_step(self, batch: Batch) -> Tensor:
         """One step of the program."""
-        return self.program.train_step(batch)
+        loss = self.program.train_step(batch)
+        self.grad_norm = self.program.grad_norm
+        return loss
 
     def eval_step(self, batch: Batch) -> Any:
         """The output, without what the last stage cannot give."""

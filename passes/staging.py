@@ -50,7 +50,7 @@ def shape_up(model: nn.Module, traced: Traced, at_home: Callable[[Any], Any]) ->
     for fqn, edges in traced.edges.items():
         module = model.get_submodule(fqn)
         home = tuple(at_home(edge) for edge in edges)
-        module.forward = Sharded(module, traced.kinds[fqn], home)  # type: ignore[method-assign]
+        module.forward = Sharded(module, traced.kinds[fqn], home)
 
 
 def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss | None) -> Staged:

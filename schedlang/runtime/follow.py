@@ -244,8 +244,8 @@ class Step:
                 )
             return {}
         if len(differ) != len(split_axes):
-            axis = split_axes[0] if split_axes else None
-            raise self.fail(f"`{self.name}` gives {list(local)} for {list(shape)}", axis)
+            known = next(iter(split_axes), None)
+            raise self.fail(f"`{self.name}` gives {list(local)} for {list(shape)}", known)
         tags = {}
         for dim in differ:
             axis = self._axis_of(dim, local, shape, split_axes)

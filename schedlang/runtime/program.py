@@ -252,9 +252,11 @@ class Program:
 
 def _followed(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs with float tensors as leaves of their own."""
-    follow = lambda v: v.detach().clone().requires_grad_()  # noqa: E731
-    floats = {k for k, v in inputs.items() if isinstance(v, Tensor) and v.is_floating_point()}
-    return {k: follow(v) if k in floats else v for k, v in inputs.items()}
+    out = dict(inputs)
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            out[name] = value.detach().clone().requires_grad_()
+    return out
 
 
 def _positive(total: float) -> float:

@@ -57,7 +57,7 @@ def _buffers(a: Assembly) -> dict[str, Tensor]:
         return own
     place = a.ranks.mesh.index(a.ranks.rank, a.stage_axis)
     everywhere = frozenset([place])
-    mine = {n: v for n, v in own.items() if place in a.buffer_stages.get(n, everywhere)}
+    mine = {n: v for n, v in own.items() if place in (a.buffer_stages.get(n) or everywhere)}
     merged: dict[str, Tensor] = {}
     for values in reversed(gathered(mine, a.ranks.mesh.world)):
         merged.update(values)
