@@ -96,16 +96,14 @@ def test_norms_of_queries_and_keys_have_partial_gradients() -> None:
 
 def test_dropout_knows_its_window() -> None:
     """Attention dropout is split over heads, residual dropout is not."""
-    model = models.gpt2(1, 0.1)
-    model.config._attn_implementation = "eager"
-    traced = _traced(model, GPT2)
+    traced = _traced(models.gpt2(1, 0.1), GPT2)
     assert traced.random
     split = {site for (site, _), (_, tags) in traced.masks.items() if tags}
     whole = {site for (site, _), (_, tags) in traced.masks.items() if not tags}
-    assert "transformer.h.0.attn.attn_dropout" in split
+    assert split == {"transformer.h.0.attn"}  # inside fused attention
     assert {"transformer.drop", "transformer.h.0.mlp.dropout"} <= whole
-    shape, tags = traced.masks["transformer.h.0.attn.attn_dropout", 0]
-    assert shape == (7, 2, 8, 8) and tags["tp"].dim == 1
+    shape, tags = traced.masks["transformer.h.0.attn", 0]
+    assert shape == (7, 2, 8, 8) and tags["tp"].dim == 1  # rows, heads, tokens
 
 
 @pytest.mark.parametrize("shifted", [True, False], ids=["GPT-2", "BERT"])
@@ -154,11 +152,11 @@ class Pair(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.up, self.down, self.between = nn.Linear(4, 8), nn.Linear(8, 4), between
-        self.scale = nn.Parameter(torch.rand(8))
+        self.side = nn.Linear(4, 1)
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.between(self, self.up(x))).square().mean()
+        return self.down(self.between(self, self.up(x), x)).square().mean()
 
 
 BOTH = "up shard(col, over=tp)\ndown shard(row, over=tp)"
@@ -171,7 +169,7 @@ def _pair(between: Any, rows: str = BOTH) -> str:
 
 def test_a_column_without_its_row() -> None:
     """What `col` leaves split and nobody takes is refused, with the output that gathers it."""
-    said = _pair(lambda m, y: y, "up shard(col, over=tp)")
+    said = _pair(lambda m, y, x: y, "up shard(col, over=tp)")
     assert "S405" in said and "up  shard" not in said.splitlines()[0]
     said = refused(nn.Sequential(nn.Linear(4, 8)).double(), "0 shard(col, over=tp)", "tp=2",
                    {"input": X["x"]})  # fmt: skip
@@ -180,21 +178,30 @@ def test_a_column_without_its_row() -> None:
 
 def test_softmax_along_a_split_dim() -> None:
     """A softmax over features that lie on several ranks is refused by name."""
-    said = _pair(lambda m, y: y.softmax(-1))
+    said = _pair(lambda m, y, x: y.softmax(-1))
     assert "`softmax` computes along a dim that is split over `tp`" in said and "output=R" in said
 
 
 def test_reducing_a_split_dim() -> None:
     """A mean over split features is refused."""
     assert "`mean` reduces over a dim that is split over `tp`" in _pair(
-        lambda m, y: y * 0 + y.mean(-1, keepdim=True)
+        lambda m, y, x: y * 0 + y.mean(-1, keepdim=True)
     )
 
 
 def test_a_whole_tensor_among_split_ones() -> None:
     """An activation that every rank has whole, mixed with a split one, would lose its gradient."""
-    said = _pair(lambda m, y: y * m.scale[:4].exp().sum())
-    assert said and "S405" in said
+    said = _pair(lambda m, y, x: y * m.side(x))
+    assert "mixes a tensor split over `tp` with one that is whole" in said
+    assert "shard the module that makes it" in said
+
+
+def test_parameters_among_split_tensors_are_summed_later() -> None:
+    """A number made of a parameter alone may meet split tensors: its gradient is a part."""
+    model = Pair(lambda m, y, x: y * m.side.weight.exp().sum())
+    assert {n: set(a) for n, a in _traced(model, BOTH, batch=X).partial.items()} == {
+        "side.weight": {"tp"}
+    }
 
 
 def test_missing_blocks() -> None:
@@ -227,9 +234,10 @@ def test_a_half_sharded_tie() -> None:
 
 
 def test_a_batch_that_the_model_rejects() -> None:
-    """The model's own words are in the message."""
+    """The model's own words are in the message, and what a batch should be."""
     said = refused(models.gpt2(1), "verify(loss)", "", {"nonsense": TOKENS["input_ids"]})
-    assert "S604" in said and "nonsense" in said
+    assert "S604" in said and "You have to specify either input_ids" in said
+    assert "keyword arguments of the model's forward" in said
 
 
 def test_the_loss_stays_split() -> None:
