@@ -3,8 +3,12 @@
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from schedlang.runtime.launch import Pool
+
+settings.register_profile("busy", deadline=None)  # several ranks may share a core with the tests
+settings.load_profile("busy")
 
 # imported once, before the ranks are forked
 PRELOAD = (

@@ -1,0 +1,124 @@
+"""Each crossing's forward and backward against autograd of the whole computation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from schedlang.placement import P, R, S
+from schedlang.runtime.collective import Group, listening
+from schedlang.runtime.crossing import Crossing, forget, shared
+from schedlang.runtime.launch import Pool
+
+ROWS, WIDTH = 6, 12
+
+
+def _group() -> Group:
+    world = dist.get_world_size()
+    return Group(("tp",), tuple(range(world)), dist.get_rank(), dist.group.WORLD)
+
+
+def _seeded(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def _weights(world: int) -> list[Tensor]:
+    """What each rank multiplies by after a crossing, where ranks compute differently."""
+    return [_seeded(ROWS, WIDTH, seed=10 + rank) for rank in range(world)]
+
+
+def _crossed(source: Any, target: Any, differ: bool, turned: bool) -> tuple[Tensor, Tensor]:
+    """On a rank: what came out, and the gradient of what went in."""
+    group = _group()
+    world, rank = group.size, group.rank
+    whole = _seeded(ROWS, WIDTH)
+    if isinstance(source, S):
+        mine = whole.chunk(world, source.dim)[rank]  # type: ignore[arg-type]
+    elif isinstance(source, P):
+        mine = _seeded(ROWS, WIDTH, seed=20 + rank)
+    else:
+        mine = whole
+    leaf = mine.detach().clone().requires_grad_()
+    given = leaf.T.contiguous().T if turned else leaf * 1  # turned: not contiguous
+    out = Crossing(source, target, group, differ)(given)
+    scale = _weights(world)[rank if differ else 0]
+    if isinstance(target, S):
+        scale = _weights(world)[0].chunk(world, target.dim)[rank]  # type: ignore[arg-type]
+    (out * scale).sum().backward()
+    assert leaf.grad is not None
+    return out.detach(), leaf.grad
+
+
+CASES = [
+    (R, R, True), (R, S(0), False), (R, S(-1), False), (S(0), R, True), (S(-1), R, True),
+    (S(0), R, False), (S(1), R, False), (P(), R, False), (P(), S(0), False), (P(), S(-1), False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("turned", [False, True], ids=["plain", "turned"])
+@pytest.mark.parametrize("source, target, differ", CASES, ids=str)
+def test_a_crossing_is_what_it_says(
+    source: Any, target: Any, differ: bool, turned: bool, world: int, pool: Pool
+) -> None:
+    """The parts on all ranks are those of one tensor, and gradients those of one sum."""
+    found = pool.run(_crossed, world, source, target, differ, turned)
+    scales = _weights(world)
+    if isinstance(source, P):
+        terms = [_seeded(ROWS, WIDTH, seed=20 + rank).requires_grad_() for rank in range(world)]
+        whole = sum(terms)
+        leaves = terms
+    else:
+        whole = _seeded(ROWS, WIDTH).requires_grad_()
+        leaves = [whole] * world
+    scale = sum(scales) if differ else scales[0]
+    (whole * scale).sum().backward()  # type: ignore[union-attr]
+    for rank, (out, grad) in enumerate(found):
+        value, expected = whole.detach(), leaves[rank].grad  # type: ignore[union-attr]
+        assert expected is not None
+        if isinstance(target, S):
+            value = value.chunk(world, target.dim)[rank]  # type: ignore[arg-type]
+        if isinstance(source, S):
+            expected = expected.chunk(world, source.dim)[rank]  # type: ignore[arg-type]
+        torch.testing.assert_close(out, value, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12)
+
+
+def _aliased() -> tuple[Tensor, Tensor]:
+    """One gradient tensor that autograd hands to two branches."""
+    x = _seeded(3).requires_grad_()
+    y = _seeded(3, seed=1).requires_grad_()
+    entered = Crossing(R, R, _group(), True)(x)
+    (entered + y).backward(torch.ones(3, dtype=torch.float64))
+    assert x.grad is not None and y.grad is not None
+    return x.grad, y.grad
+
+
+def test_a_gradient_of_two_branches_is_not_written_into(pool: Pool) -> None:
+    """The sum over ranks reaches the branch that entered, and no other."""
+    for x, y in pool.run(_aliased, 2):
+        assert x.tolist() == [2, 2, 2] and y.tolist() == [1, 1, 1]
+
+
+def _once() -> list[str]:
+    heard: list[str] = []
+    crossing = Crossing(S(0), R, _group(), True)
+    x = _seeded(2, 2)
+    with listening(lambda kind, group, size: heard.append(kind)):
+        first, second = shared(crossing, x), shared(crossing, x)
+        assert first is second
+        x.add_(1)  # another value in the same tensor
+        assert shared(crossing, x) is not first
+        forget()
+        shared(crossing, x)
+    return heard
+
+
+def test_modules_that_take_one_tensor_share_its_gather(pool: Pool) -> None:
+    """Two calls gather once; a changed tensor, or a new step, gathers anew."""
+    assert pool.run(_once, 2) == [["all-gather"] * 3] * 2

@@ -1,0 +1,84 @@
+"""Parts and wholes: over random layouts parts are disjoint, cover the whole, and come back."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedlang.mesh import Mesh
+from schedlang.placement import Layout
+from schedlang.runtime.holding import Holding, put, take
+
+MESHES = [Mesh((("a", 2), ("b", 3))), Mesh((("a", 2), ("b", 2), ("c", 2))), Mesh((("b", 3),))]
+
+
+@st.composite
+def placed(draw: st.DrawFn) -> tuple[Mesh, Layout]:
+    """A layout whose blocks divide, after padding, for the axes that split its dims."""
+    mesh = draw(st.sampled_from(MESHES))
+    axes = draw(st.lists(st.sampled_from(list(mesh.sizes)), unique=True))
+    dims = [draw(st.integers(0, 1)) for _ in axes]
+    ways = [1, 1]
+    for axis, dim in zip(axes, dims):
+        ways[dim] *= mesh.size(axis)
+    blocks = [draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)) for _ in range(2)]
+    sizes = [[block * ways[dim] for block in blocks[dim]] for dim in range(2)]
+    padded = [sum(sizes[dim]) for dim in range(2)]
+    shape = [size - draw(st.integers(0, size - 1)) for size in padded]
+    layout = Layout.whole(shape)
+    for dim in range(2):
+        layout = layout.pad(dim, padded[dim])
+    for axis, dim in zip(axes, dims):
+        layout = layout.split(axis, dim, sizes[dim])
+    return mesh, layout
+
+
+@settings(deadline=None)
+@given(placed())
+def test_parts_are_disjoint_and_cover(case: tuple[Mesh, Layout]) -> None:
+    """Every element lies on as many ranks as the unused axes have, and on no rank twice."""
+    mesh, layout = case
+    counts = torch.zeros(layout.padded, dtype=torch.int64)
+    for rank in range(mesh.world):
+        rows, columns = (
+            torch.cat([torch.arange(run.start, run.start + run.length) for run in runs])
+            for runs in layout.segments(mesh, mesh.coordinates(rank))
+        )
+        assert (len(rows), len(columns)) == layout.local_shape(mesh)
+        assert len(set(rows.tolist())) == len(rows) and len(set(columns.tolist())) == len(columns)
+        counts[rows[:, None], columns[None]] += 1
+    assert (counts == mesh.world // mesh.size(layout.axes)).all()
+
+
+@settings(deadline=None)
+@given(placed(), st.data())
+def test_what_is_taken_apart_comes_together(case: tuple[Mesh, Layout], data: st.DataObject) -> None:
+    """`put` of every speaking rank's `take` gives the whole, sliced or not; padding is zero."""
+    mesh, layout = case
+    free = [axis for axis in mesh.sizes if axis not in layout.axes]
+    sliced = tuple(data.draw(st.lists(st.sampled_from(free), unique=True)) if free else ())
+    holding = Holding("w", layout, sliced)
+    whole = torch.arange(1, 1 + layout.shape[0] * layout.shape[1]).view(layout.shape).double()
+    again = torch.zeros_like(whole)
+    spoken = 0
+    for rank in range(mesh.world):
+        part = take(whole, holding, mesh, rank)
+        assert tuple(part.shape) == holding.local_shape(mesh, rank)
+        if holding.primary(mesh, rank):
+            spoken += int((part != 0).sum())
+            put(part, again, holding, mesh, rank)
+    assert torch.equal(again, whole)
+    assert spoken == whole.numel(), "each element has one speaker"
+
+
+@given(st.integers(1, 20), st.integers(1, 4))
+def test_slices_are_those_of_torch_chunk(rows: int, count: int) -> None:
+    """FSDP cuts dim 0 as torch.chunk does: the last slices may be short, or empty."""
+    mesh = Mesh((("dp", count),))
+    whole = torch.arange(rows * 2).view(rows, 2)
+    chunks = list(whole.chunk(count))
+    chunks += [whole[:0]] * (count - len(chunks))
+    holding = Holding("w", Layout.whole(whole.shape), ("dp",))
+    for rank in range(count):
+        assert torch.equal(take(whole, holding, mesh, rank), chunks[rank])
