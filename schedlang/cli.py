@@ -7,6 +7,7 @@ import typer
 from schedlang.verbs.check import check
 from schedlang.verbs.explain import explain
 from schedlang.verbs.fmt import fmt
+from schedlang.verbs.run import run
 from schedlang.verbs.verify import verify
 
 app = typer.Typer(
@@ -19,7 +20,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for verb in (fmt, check, explain, verify):
+for verb in (fmt, check, explain, verify, run):
     app.command(verb.__name__)(verb)
 
 
