@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.passes.holdings import holdings_of
-from schedlang.passes.propagate import Traced, propagate
+from schedlang.passes.prepare import Prepared, check_axes, prepare
+from schedlang.passes.propagate import Traced
 from schedlang.passes.reduce import slice_state, sums_of
-from schedlang.passes.staging import Staged, buffer_stages, local_skeleton, shape_up, stages_of
+from schedlang.passes.staging import Staged, buffer_stages, local_skeleton, shape_up
 from schedlang.passes.weigh import weight_of
 from schedlang.plan import Plan
 
@@ -61,6 +61,7 @@ def build(
     clip: float | None = None,
     weight: Weight | None = None,
     seed: int | None = None,
+    prepared: Prepared | None = None,
     local: bool = False,
 ) -> Program:
     """This rank's program.
@@ -72,6 +73,7 @@ def build(
     clip       bound for the global norm of the gradients
     weight     weight(part) of a part of the batch in the mean; default: the labels that count
     seed       draw dropout logically from this seed; on several ranks it always is (0)
+    prepared   what `prepare` found for this plan and a microbatch of this batch, if it ran before
     Raises Refusal before any collective where the plan cannot be built.
     """
     from schedlang.runtime import parts
@@ -81,10 +83,10 @@ def build(
     micro = plan.order.micro if plan.order is not None else 1
     replicas = plan.data_axes
     count = plan.mesh.size(replicas)
-    sample = parts.split(batch, 1 if local else count, micro)[0][0].inputs
-    traced = propagate(plan, sample, loss)
-    staged = stages_of(plan, traced, sample, loss)
-    holdings = holdings_of(plan, staged)
+    if prepared is None:
+        sample = parts.split(batch, 1 if local else count, micro)[0][0].inputs
+        prepared = prepare(plan, sample, loss)
+    traced, staged, holdings = prepared.traced, prepared.staged, prepared.holdings
     module = _local_copy(plan, holdings, ranks)
     builder = Builder(plan, module, traced, ranks)
     _apply(builder)
@@ -107,6 +109,8 @@ def build(
         keys=tuple(plan.model.model.state_dict()), sums=tuple(sums), sliced=sliced,
         weight=weight or weight_of(traced, count * micro),
         last_rank=plan.mesh.rank(zero | last), stage_axis=axis, dropout=dropout,
+        loss_dtype=_loss_dtype(plan),
+        without_labels=traced.labels[0].filled if len(traced.labels) == 1 else None,
         outputs_missing=staged.cut.missing if axis is not None else (), inputs=frozenset(batch),
     )  # fmt: skip
     made = None
@@ -122,23 +126,8 @@ def check_job(plan: Plan) -> Ranks:
     from schedlang.runtime.ranks import Ranks, join_world
 
     join_world()
-    _check_axes(plan)
+    check_axes(plan)
     return Ranks(plan.mesh)
-
-
-def _check_axes(plan: Plan) -> None:
-    """Every axis must have work to do: ranks along an idle one would all do the same."""
-    used = plan.used_axes
-    for axis, size in plan.mesh.axes:
-        if size > 1 and axis not in used:
-            raise Refusal(
-                Diagnostic(
-                    "S205", f"no row uses the axis `{axis}`",
-                    notes=(f"its {size} ranks would all do the same work",),
-                    helps=(f"to split the batch over it: `zero(stage=0, over={axis})`",
-                           f"or set it to 1: `--mesh {axis}=1`"),
-                )
-            )  # fmt: skip
 
 
 # -- what lies where ---------------------------------------------------------------------------------
@@ -193,6 +182,14 @@ def _apply(builder: Builder) -> None:
 
 def _phase(writes: frozenset[str]) -> int:
     return min((FACETS.index(f) for f in writes if f in FACETS), default=len(FACETS))
+
+
+def _loss_dtype(plan: Plan) -> torch.dtype:
+    """float64 for a float64 model, else float32: losses are sums of many terms."""
+    import torch
+
+    wide = any(fact.dtype == "float64" for fact in plan.model.unique.values())
+    return torch.float64 if wide else torch.float32
 
 
 # -- random numbers, weights, the executor -----------------------------------------------------------

@@ -21,6 +21,7 @@ from schedlang.passes.sides import (
     twin,
     widened,
 )
+from schedlang.passes.trials import trials
 from schedlang.plan import Action, Plan
 from schedlang.report import Report, Row
 
@@ -46,6 +47,7 @@ def prove(
     start = time.perf_counter()
     check_world(case.plan)
     pool = pool or launch.shared()
+    case = prepared(case)
     working, case = as_worked(case), widened(case)
     progress("the original")
     told = _conditions(case)
@@ -57,14 +59,27 @@ def prove(
     rows = [*compare(expected, actual, exact=exact), *_archive_rows(case, archive, actual)]
     if working is not None:
         rows += _working_rows(working, told, expected, rounded)
+    tried_rows, untried = trials(working.plan, working.batches[0]) if working is not None else ([], [])
     report = Report(
-        tuple(rows), title=title, facts=_facts(case), equivalence="exact" if exact else "algebraic",
-        gaps=_gaps(case, actual, drawn), command=command,
+        (*rows, *tried_rows), title=title, facts=_facts(case), command=command,
+        equivalence="exact" if exact else "algebraic", gaps=_gaps(case, actual, drawn),
+        unchecked=tuple(untried),
     )  # fmt: skip
     if not report.ok and any(not row.ok for row in rows):
         progress("the row to blame")
         report = replace(report, blamed=tuple(_blamed(case, pool)), diagnosis=_diagnosis(case, report, expected, actual))
     return replace(report, seconds=time.perf_counter() - start)
+
+
+def prepared(case: Case) -> Case:
+    """The case with its plan traced once, here, for all ranks; all refusals of a plan come from here."""
+    from schedlang.passes.prepare import prepare
+    from schedlang.runtime.parts import split
+
+    plan = case.plan
+    micro = plan.order.micro if plan.order is not None else 1
+    sample = split(case.batches[0], plan.mesh.size(plan.data_axes), micro)[0][0].inputs
+    return replace(case, prepared=prepare(plan, sample, case.loss))
 
 
 def _working_rows(
@@ -173,7 +188,7 @@ def _ranks(
     with tempfile.TemporaryDirectory(prefix="schedlang-") as folder:
         world = case.plan.mesh.world
         seen, rounded = pool.run(_rank, world, case, working, tuple(told), folder)[0]
-        import os; return seen, rounded, _loaded(case, told, folder) if os.path.exists(folder+'/state') else None
+        return seen, rounded, _loaded(case, told, folder)
 
 
 def _rank(
@@ -186,7 +201,7 @@ def _rank(
     made: list[Program] = []
     with ambient(Float64()):
         seen = observed(case, told, made)
-        if hasattr(made[-1],'save'): made[-1].save(f"{folder}/state")
+        made[-1].save(f"{folder}/state")
     if working is None:
         return seen, Observation()
     first = [replace(condition, batches=working.batches) for condition in told[:1]]
@@ -211,7 +226,6 @@ def _archive_rows(case: Case, archive: Mapping[str, Any], actual: Observation) -
     """Saved under this layout and loaded by one rank: equal to the last bit."""
     import torch
 
-    if archive is None: return []
     last = max(key.step for key in actual.tensors if key.kind == "parameters")
     condition = list(actual.tensors)[-1].condition
     rows = []
@@ -277,7 +291,7 @@ def _blamed(case: Case, pool: Pool) -> list[str]:
         try:
             plan = only(case.plan, subset)
             told = _conditions(quick)[:1]
-            small = replace(quick, plan=plan)
+            small = prepared(replace(quick, plan=plan))
             expected, _ = original(small, told)
             actual = pool.run(tried, plan.mesh.world, small, told)[0]
         except Refusal:

@@ -31,9 +31,7 @@ def read_record(path: Path) -> dict[str, Any]:
         raise _unreadable(path, error.strerror or str(error)) from None
     except ValueError as error:
         raise _unreadable(path, f"it is not JSON: {error}") from None
-    if isinstance(found, dict) and isinstance(found.get("plan"), dict):
-        found = found["plan"]
-    if not isinstance(found, dict) or found.get("schedule") != 1:
+    if not isinstance(found, dict) or found.get("plan") != 1:
         raise _unreadable(path, "it holds no plan of version 1")
     if not isinstance(found.get("actions"), list) or not isinstance(found.get("mesh"), dict):
         raise _unreadable(path, "it has no `mesh` and `actions`")

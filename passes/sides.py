@@ -14,6 +14,7 @@ from schedlang.plan import Plan
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from schedlang.passes.prepare import Prepared
     from schedlang.runtime.program import Program
 
 DTYPES = ("float32", "bfloat16", "float16", "none")
@@ -24,7 +25,7 @@ Weight = Callable[[Batch], float]
 class Case:
     """What is to be proven, all that a rank needs to run it.
 
-    `batches` one for each step.  `dtype` is the working dtype that is checked beside float64: that
+    `batches` one for each step; `prepared` what is known of the plan before there are ranks.  `dtype` is the working dtype that is checked beside float64: that
     of the model if None, not checked if "none".
     """
 
@@ -34,6 +35,7 @@ class Case:
     weight: Weight | None = None
     seed: int = 0
     dtype: str | None = None
+    prepared: Prepared | None = None
 
     def with_model(self, module: nn.Module) -> Case:
         """The same for another module of the same names and shapes."""
@@ -168,7 +170,7 @@ def observed(case: Case, told: Sequence[Condition], made: list[Program]) -> Obse
     def make(condition: Condition) -> Distributed:
         program = build(
             case.plan, case.batches[0], loss=case.loss, optimizer=condition.optimizer,
-            clip=condition.clip, weight=case.weight, seed=case.seed,
+            clip=condition.clip, weight=case.weight, seed=case.seed, prepared=case.prepared,
         )  # fmt: skip
         made.append(program)
         return Distributed(program)

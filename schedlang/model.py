@@ -1,4 +1,4 @@
-"""Facts of an untouched model: its modules, parameters, ties and named dims.  Reads, never writes."""
+"""Facts of an untouched model: modules, parameters, ties and named dims.  Reads, never writes."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class ParameterFact:
 class Site:
     """One module of the untouched model.
 
-    `classes` are the qualified names of its class and bases; `dims` the names of the dims of its own
-    parameters; `parameters` maps a local name ("weight") to the parameter, which may be tied.
+    `classes` are the qualified names of its class and bases; `dims` the names of the dims of its
+    own parameters; `parameters` maps a local name ("weight") to the parameter, which may be tied.
     """
 
     fqn: str
@@ -84,7 +84,7 @@ class Site:
 class ModelFacts:
     """All sites of one model in model order, found once; the model itself stays as it is.
 
-    The model may lie on the meta device.  `model` is kept only to answer `attribute` and for `build`.
+    The model may lie on the meta device.  `model` is kept to answer `attribute` and for `build`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -156,7 +156,9 @@ class ModelFacts:
         module = self._modules[fqn]
         base = next((c for c in type(module).__mro__ if c.__name__ == name), None)
         own = "forward" in vars(module)
-        return base is not None and not own and type(module).forward is base.forward
+        if base is None or own:
+            return False
+        return getattr(type(module), "forward", None) is getattr(base, "forward", None)
 
     def numel(self, fqn: str) -> int:
         """The number of elements of a module's parameters, each tensor once."""

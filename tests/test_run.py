@@ -132,8 +132,8 @@ def test_mistakes(sched: Path, args: list[str], said: str) -> None:
 def test_saved_plan(sched: Path, tmp_path: Path) -> None:
     """A saved plan trains as its schedule does."""
     saved = tmp_path / "p.json"
-    model = load_model_file(None, sched).model()
-    saved.write_text(json.dumps(record(load(sched, model).plan())))
+    done = CliRunner().invoke(app, ["plan", str(sched), "--out", str(saved)])
+    assert done.exit_code == 0, done.output
     runs = [call(*args, "--json", "--steps", 2) for args in ((sched,), ("--plan", saved))]
     first, second = (json.loads(result.stdout) for result in runs)
     assert first["losses"] == second["losses"] and first["memory"] == second["memory"]
@@ -150,7 +150,7 @@ def test_record_and_back(name: str) -> None:
     assert restored(made, plan.model) == plan
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"schedule": 2}', '{"schedule": 1, "mesh": {}}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"plan": 2}', '{"plan": 1, "mesh": {}}'])
 def test_no_plan(tmp_path: Path, text: str) -> None:
     """A file that holds no plan is refused, with how to write one."""
     (tmp_path / "p.json").write_text(text)

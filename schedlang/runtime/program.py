@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,15 +13,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.runtime import crossing
-from schedlang.runtime.gradient import Sum, local_gradient, scale_gradients, square_sum, sum_gradients
+from schedlang.runtime import archive, crossing
+from schedlang.runtime.folder import gathered
+from schedlang.runtime.gradient import (
+    Sum,
+    local_gradient,
+    scale_gradients,
+    square_sum,
+    sum_gradients,
+)
 from schedlang.runtime.holding import Holding, assemble, take
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.moments import local as _local
 from schedlang.runtime.parts import Batch, Part, rows_of, split, stack
 from schedlang.runtime.pipeline import BACKWARD, Event, Pipeline, Result
 from schedlang.runtime.random import LogicalDropout
 from schedlang.runtime.ranks import Ranks
-from schedlang.runtime.replicas import Sliced
+from schedlang.runtime.replicas import Sliced, reshard
 from schedlang.runtime.scope import Scope, entered
 from schedlang.runtime.vocab import ShardedLogits
 
@@ -54,6 +63,8 @@ class Assembly:
     stage_axis: str | None = None
     dropout: LogicalDropout | None = None
     outputs_missing: tuple[str, ...] = ()
+    loss_dtype: torch.dtype = torch.float32  # the same on every rank
+    without_labels: Callable[[Batch], dict[str, Any]] | None = None
     inputs: frozenset[str] = frozenset()  # names in the batch that it was built from
 
 
@@ -95,6 +106,7 @@ class Program:
         self.assembly.module.train()
         self._zero()
         parts, weights, total = self._parts(batch, local)
+        parts = [self._defined(part, weight) for part, weight in zip(parts, weights)]
         if self.follow_inputs:
             parts = self._inputs = [Part(_followed(part.inputs), part.rows) for part in parts]
         results = self._run(parts, [w / total for w in weights], train=True)
@@ -107,10 +119,12 @@ class Program:
 
     def eval_step(self, batch: Batch, *, local: bool = False) -> Any:
         """The output of the whole batch, structured as the model's own, on every rank."""
-        self.assembly.module.eval()
+        a = self.assembly
+        a.module.eval()
         parts, weights, _ = self._parts(batch, local)
         with torch.no_grad():
             results = self._run(parts, None, train=False)
+        reshard(a.sliced)
         output = None
         if results is not None:
             outputs = [_gathered(result.output) for result in results]
@@ -159,6 +173,11 @@ class Program:
         parts = [Part(part.inputs, tuple(first + row for row in part.rows)) for part in own]
         return parts, weights, _positive(float(told[:, 0].sum()))
 
+    def _defined(self, part: Part, weight: float) -> Part:
+        """A part in which no label counts has no mean: give it labels, its weight is zero anyway."""
+        fill = self.assembly.without_labels
+        return part if weight or fill is None else Part(fill(part.inputs), part.rows)
+
     def _run(
         self, parts: Sequence[Part], scale: Sequence[float] | None, *, train: bool
     ) -> list[Result] | None:
@@ -189,11 +208,9 @@ class Program:
         speaks = {name for name, holding in a.holdings.items() if holding.primary(mesh, rank)}
         squares = square_sum(a.parameters, lambda name: name in speaks)
         value = torch.zeros((), dtype=torch.float64)
-        kind = torch.float32
         if results is not None:
             losses = [result.loss for result in results]
             assert all(loss is not None for loss in losses), "the model gives no loss: pass `loss=`"
-            kind = losses[0].dtype  # type: ignore[union-attr]
             if self._speaks_for_loss():
                 value = sum(  # type: ignore[assignment]
                     loss.double().cpu() * (w / total) for loss, w in zip(losses, weights) if loss is not None
@@ -205,7 +222,7 @@ class Program:
         if self.clip is not None and self.grad_norm > self.clip:
             # as torch.nn.utils.clip_grad_norm_
             scale_gradients(a.parameters, self.clip / (self.grad_norm + 1e-6))
-        return both[1].to(kind if results is not None else torch.get_default_dtype())
+        return both[1].to(a.loss_dtype)
 
     def _speaks_for_loss(self) -> bool:
         a = self.assembly
@@ -342,6 +359,15 @@ class Program:
             for name, buffer in a.buffers.items():
                 if name in state:
                     buffer.copy_(state[name])
+        reshard(a.sliced)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save the state in a folder, whole or not at all; see `archive.save`."""
+        archive.save(self, path)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Take over what a program of any layout saved; see `archive.load`."""
+        archive.load(self, path)
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """The optimizer's state by original parameter name: whole tensors, and plain numbers."""
@@ -350,10 +376,7 @@ class Program:
         if self.optimizer is not None:
             own = {n: self.optimizer.state.get(p, {}) for n, p in a.parameters.items()}
         keys = sorted({key for state in own.values() for key in state})
-        everyone: list[Any] = [keys]
-        if a.ranks.mesh.world > 1:
-            everyone = [None] * a.ranks.mesh.world
-            dist.all_gather_object(everyone, keys)
+        everyone = gathered(keys, a.ranks.mesh.world)
         out: dict[str, dict[str, Any]] = {}
         for key in sorted({key for keys in everyone for key in keys}):
             for name, value in self._state_entry(own, key).items():
@@ -374,11 +397,7 @@ class Program:
             for name, state in own.items()
             if key in state and local(name) is None
         }
-        everyone: list[Any] = [plain]
-        if self.assembly.ranks.mesh.world > 1:
-            everyone = [None] * self.assembly.ranks.mesh.world
-            dist.all_gather_object(everyone, plain)
-        for found in reversed(everyone):
+        for found in reversed(gathered(plain, self.assembly.ranks.mesh.world)):
             whole.update(found)
         return whole
 
@@ -402,10 +421,6 @@ def _positive(total: float) -> float:
 def _named(axis: str | None) -> Iterator[str]:
     if axis is not None:
         yield axis
-
-
-def _local(value: Any) -> Any:
-    return value.to_local() if hasattr(value, "to_local") else value.detach()
 
 
 def _gathered(output: Any) -> Any:

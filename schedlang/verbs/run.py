@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from schedlang.verbs.outcome import REFUSED, UNCHECKED, AsJson, Knobs, MeshSizes, show_json, verb
-from schedlang.verbs.verify import Model
+from schedlang.verbs.outcome import (
+    REFUSED,
+    UNCHECKED,
+    AsJson,
+    Knobs,
+    MeshSizes,
+    Model,
+    show_json,
+    verb,
+)
 
 if TYPE_CHECKING:
     from schedlang.modelfile import ModelFile
@@ -88,7 +96,7 @@ def _planned(
             title = "a saved plan has its decisions: `--knob` and `--mesh` go with a schedule"
             raise Refusal(Diagnostic("S109", title, helps=("run the schedule, or plan it anew",)))
         made = read_record(record)
-        found = load_model_file(model, record)
+        found = load_model_file(model or made.get("model_file"), record)
         return found, restored(made, ModelFacts(_at_home(found, seed)))
     assert file is not None
     source = read(file)

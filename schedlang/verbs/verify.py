@@ -9,11 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
-from schedlang.verbs.outcome import FAILS, HOLDS, UNCHECKED, AsJson, Knobs, MeshSizes, show_json, verb
-
-Model = Annotated[
-    str | None, typer.Option("--model", metavar="M", help="Model file or module; default model.py.")
-]
+from schedlang.verbs.outcome import (
+    FAILS,
+    HOLDS,
+    UNCHECKED,
+    AsJson,
+    Knobs,
+    MeshSizes,
+    Model,
+    show_json,
+    verb,
+)
 
 
 @verb
