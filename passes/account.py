@@ -1,4 +1,4 @@
-"""What a plan costs, counted and not guessed: bytes per rank, collectives of a step, the timeline."""
+"""What a plan costs, counted, not guessed: bytes per rank, collectives of a step, timeline."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from schedlang.passes.traffic import Collective, collectives
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
-    from schedlang.passes.staging import Staged
     from schedlang.passes.dryrun import Loss
-    from schedlang.passes.propagate import Traced
+    from schedlang.passes.staging import Staged
     from schedlang.timeline import Timeline
 
 ACTIVATIONS = "not estimated"
@@ -77,8 +76,8 @@ def account(
     if batch is None:
         return _without_batch(plan)
     from schedlang.passes.holdings import holdings_of
-    from schedlang.passes.staging import stages_of
     from schedlang.passes.propagate import propagate
+    from schedlang.passes.staging import stages_of
     from schedlang.runtime import parts
 
     micro = plan.order.micro if plan.order is not None else 1
@@ -104,8 +103,8 @@ _NO_STAGES = "what each stage holds is not known: there is no batch to cut the m
 
 def _without_batch(plan: Plan) -> Account:
     from schedlang.passes.holdings import holdings_of
-    from schedlang.passes.staging import stages_of
     from schedlang.passes.propagate import Traced
+    from schedlang.passes.staging import stages_of
 
     if any(plan.mesh.size(cut.axis) > 1 for cut in plan.cuts):
         return Account(None, None, None, {}, (), (_NO_BATCH, _NO_STAGES))

@@ -10,8 +10,8 @@ from schedlang.value import shown
 
 if TYPE_CHECKING:
     from schedlang.passes.memory import RankClass
-    from schedlang.passes.traffic import Collective
     from schedlang.passes.show import Effect, Line, View
+    from schedlang.passes.traffic import Collective
 
 WIDTH = 100
 MOST_CLASSES = 16

@@ -21,6 +21,7 @@ from schedlang.verbs.outcome import (
     verb,
 )
 
+
 @verb
 def verify(
     file: Annotated[Path, typer.Argument(help="A schedule.", metavar="FILE")],
