@@ -149,8 +149,9 @@ def _lines_of(
 
     mine = [one for one in account.collectives or () if one.row == action.row]
     groups = alike(action.sites, key)
-    for (_, (sign, said)), sites in groups.items():
-        taken = [one for one in mine if _belongs(one, sites)]
+    for place, ((_, (sign, said)), sites) in enumerate(groups.items()):
+        last = place == len(groups) - 1  # what belongs to none stands with the last
+        taken = [one for one in mine if last or _belongs(one, sites)]
         mine = [one for one in mine if one not in taken]
         yield Line(
             sign, pattern(sites, plan.model.sites), sites, action.name, said.split("\n")[0],
