@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.passes.holdings import holdings_of
-from schedlang.passes.propagate import Traced, propagate
+from schedlang.passes.prepare import Prepared, check_axes, prepare
+from schedlang.passes.propagate import Traced
 from schedlang.passes.reduce import slice_state, sums_of
-from schedlang.passes.staging import Staged, buffer_stages, local_skeleton, shape_up, stages_of
+from schedlang.passes.staging import Staged, buffer_stages, local_skeleton, shape_up
 from schedlang.passes.weigh import weight_of
 from schedlang.plan import Plan
 
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.model import Site
+    from schedlang.runtime.assembly import Weight
     from schedlang.runtime.holding import Holding
-    from schedlang.runtime.program import Program, Weight
+    from schedlang.runtime.program import Program
     from schedlang.runtime.ranks import Ranks
 
 Loss = Callable[..., Any]
@@ -61,31 +62,33 @@ def build(
     clip: float | None = None,
     weight: Weight | None = None,
     seed: int | None = None,
+    prepared: Prepared | None = None,
+    local: bool = False,
 ) -> Program:
     """This rank's program.
 
-    batch      the keyword arguments of one whole step, for shapes; values do not matter
+    batch      the keyword arguments of one whole step (with `local` of this rank's rows), for
+               shapes; values do not matter
     loss       loss(output, batch), where the model returns none
     optimizer  a function from (name, parameter) pairs to an optimizer
     clip       bound for the global norm of the gradients
     weight     weight(part) of a part of the batch in the mean; default: the labels that count
     seed       draw dropout logically from this seed; on several ranks it always is (0)
+    prepared   what `prepare` found for this plan and a microbatch of this batch, if it ran before
     Raises Refusal before any collective where the plan cannot be built.
     """
     from schedlang.runtime import parts
-    from schedlang.runtime.program import Assembly, Program
-    from schedlang.runtime.ranks import Ranks, join_world
+    from schedlang.runtime.assembly import Assembly
+    from schedlang.runtime.program import Program
 
-    join_world()
-    _check_axes(plan)
-    ranks = Ranks(plan.mesh)
+    ranks = check_job(plan)
     micro = plan.order.micro if plan.order is not None else 1
     replicas = plan.data_axes
-    everyone = parts.split(batch, plan.mesh.size(replicas), micro)
-    sample = everyone[0][0].inputs
-    traced = propagate(plan, sample, loss)
-    staged = stages_of(plan, traced, sample, loss)
-    holdings = holdings_of(plan, staged)
+    count = plan.mesh.size(replicas)
+    if prepared is None:
+        sample = parts.split(batch, 1 if local else count, micro)[0][0].inputs
+        prepared = prepare(plan, sample, loss)
+    traced, staged, holdings = prepared.traced, prepared.staged, prepared.holdings
     module = _local_copy(plan, holdings, ranks)
     builder = Builder(plan, module, traced, ranks)
     _apply(builder)
@@ -104,11 +107,13 @@ def build(
     assembly = Assembly(
         module=module, pipeline=pipeline, ranks=ranks, replicas=replicas, micro=micro,
         parameters=found, holdings=holdings, buffers=dict(module.named_buffers()),
-        buffer_stages=buffer_stages(staged), ties=plan.model.ties,
+        buffer_stages=buffer_stages(staged), ties=(*plan.model.ties, *plan.model.shared_buffers),
         keys=tuple(plan.model.model.state_dict()), sums=tuple(sums), sliced=sliced,
-        weight=weight or weight_of(traced, len(everyone) * micro),
+        weight=weight or weight_of(traced, count * micro),
         last_rank=plan.mesh.rank(zero | last), stage_axis=axis, dropout=dropout,
-        outputs_missing=staged.cut.missing if axis is not None else (),
+        loss_dtype=_loss_dtype(plan),
+        without_labels=traced.labels[0].filled if len(traced.labels) == 1 else None,
+        outputs_missing=staged.cut.missing if axis is not None else (), inputs=frozenset(batch),
     )  # fmt: skip
     made = None
     trained = [(n, p) for n, p in found.items() if p.requires_grad]
@@ -118,22 +123,16 @@ def build(
     return Program(assembly, made, clip)
 
 
-def _check_axes(plan: Plan) -> None:
-    """Every axis must have work to do: ranks along an idle one would all do the same."""
-    used = plan.used_axes
-    for axis, size in plan.mesh.axes:
-        if size > 1 and axis not in used:
-            raise Refusal(
-                Diagnostic(
-                    "S205", f"no row uses the axis `{axis}`",
-                    notes=(f"its {size} ranks would all do the same work",),
-                    helps=(f"to split the batch over it: `zero(stage=0, over={axis})`",
-                           f"or set it to 1: `--mesh {axis}=1`"),
-                )
-            )  # fmt: skip
+def check_job(plan: Plan) -> Ranks:
+    """Join the running job; refuse idle axes (S205) and a mesh of another size (S607)."""
+    from schedlang.runtime.ranks import Ranks, join_world
+
+    join_world()
+    check_axes(plan)
+    return Ranks(plan.mesh)
 
 
-# -- what lies where ---------------------------------------------------------------------------------
+# -- what lies where ---------------------------------------------------------------------------
 
 
 def _local_copy(plan: Plan, holdings: Mapping[str, Holding], ranks: Ranks) -> nn.Module:
@@ -177,7 +176,9 @@ def _apply(builder: Builder) -> None:
             shaped = True
         for group in action.each:
             sites = tuple(plan.model.sites[fqn] for fqn in group)
-            target: Site | tuple[Site, ...] = sites if action.primitive.takes == "selection" else sites[0]
+            target: Site | tuple[Site, ...] = (
+                sites if action.primitive.takes == "selection" else sites[0]
+            )
             action.primitive.apply(target, builder)
     if not shaped:
         shape_up(builder.module, builder.traced, at_home)
@@ -187,12 +188,18 @@ def _phase(writes: frozenset[str]) -> int:
     return min((FACETS.index(f) for f in writes if f in FACETS), default=len(FACETS))
 
 
-# -- random numbers, weights, the executor -----------------------------------------------------------
+def _loss_dtype(plan: Plan) -> torch.dtype:
+    """float64 for a float64 model, else float32: losses are sums of many terms."""
+    import torch
+
+    wide = any(fact.dtype == "float64" for fact in plan.model.unique.values())
+    return torch.float64 if wide else torch.float32
 
 
-def _dropout(
-    plan: Plan, traced: Traced, ranks: Ranks, seed: int | None, module: nn.Module
-) -> Any:
+# -- random numbers, weights, the executor -----------------------------------------------------
+
+
+def _dropout(plan: Plan, traced: Traced, ranks: Ranks, seed: int | None, module: nn.Module) -> Any:
     """Logical dropout, where a seed asks for it or several ranks must agree on masks."""
     from schedlang.runtime.random import LogicalDropout, Window
     from schedlang.runtime.scope import named_sites
@@ -220,7 +227,8 @@ def _dropout(
 def _positions(blocks: Sequence[int], size: int, parts: int, place: int) -> list[int]:
     """The logical positions that a rank holds along a dim of blocks split one by one."""
     scale = size / sum(blocks)
-    found, start = [], 0
+    found: list[int] = []
+    start = 0
     for block in blocks:
         length = int(block * scale) // parts
         found += range(start + place * length, start + (place + 1) * length)
@@ -268,6 +276,3 @@ def _check_optimizer(
             helps=("use an elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, ...)",),
         )
     )  # fmt: skip
-
-
-

@@ -21,6 +21,7 @@ from schedlang.passes.sides import (
     twin,
     widened,
 )
+from schedlang.passes.trials import trials
 from schedlang.plan import Action, Plan
 from schedlang.report import Report, Row
 
@@ -46,6 +47,7 @@ def prove(
     start = time.perf_counter()
     check_world(case.plan)
     pool = pool or launch.shared()
+    case = prepared(case)
     working, case = as_worked(case), widened(case)
     progress("the original")
     told = _conditions(case)
@@ -57,33 +59,56 @@ def prove(
     rows = [*compare(expected, actual, exact=exact), *_archive_rows(case, archive, actual)]
     if working is not None:
         rows += _working_rows(working, told, expected, rounded)
+    tried_rows, untried = (
+        trials(working.plan, working.batches[0]) if working is not None else ([], [])
+    )
     report = Report(
-        tuple(rows), title=title, facts=_facts(case), equivalence="exact" if exact else "algebraic",
-        gaps=_gaps(case, actual, drawn), command=command,
+        (*rows, *tried_rows), title=title, facts=_facts(case), command=command,
+        equivalence="exact" if exact else "algebraic", gaps=_gaps(case, actual, drawn),
+        unchecked=tuple(untried),
     )  # fmt: skip
     if not report.ok and any(not row.ok for row in rows):
         progress("the row to blame")
-        report = replace(report, blamed=tuple(_blamed(case, pool)), diagnosis=_diagnosis(case, report, expected, actual))
+        report = replace(
+            report,
+            blamed=tuple(_blamed(case, pool)),
+            diagnosis=_diagnosis(case, report, expected, actual),
+        )
     return replace(report, seconds=time.perf_counter() - start)
+
+
+def prepared(case: Case) -> Case:
+    """The case with its plan traced once, here, for all ranks: here it is refused, if it is."""
+    from schedlang.passes.prepare import prepare
+    from schedlang.runtime.parts import split
+
+    plan = case.plan
+    micro = plan.order.micro if plan.order is not None else 1
+    sample = split(case.batches[0], plan.mesh.size(plan.data_axes), micro)[0][0].inputs
+    return replace(case, prepared=prepare(plan, sample, case.loss))
 
 
 def _working_rows(
     working: Case, told: Sequence[Condition], exact: Observation, program: Observation
 ) -> list[Row]:
-    """The program in the working dtype, no further from float64 than the original's own rounding."""
+    """The program in the working dtype, as near to float64 as the original's own rounding."""
     from schedlang.passes.original import Sequential
     from schedlang.passes.rounding import within_rounding
     from schedlang.runtime.modes import ambient
     from schedlang.runtime.random import LogicalDropout
 
     def make(condition: Condition) -> Sequential:
-        return Sequential(twin(working), condition.optimizer, loss=working.loss, clip=condition.clip)
+        return Sequential(
+            twin(working), condition.optimizer, loss=working.loss, clip=condition.clip
+        )
 
     first = [replace(condition, batches=working.batches) for condition in told[:1]]
     with ambient(LogicalDropout(working.seed)):
         plain = observe(make, first)
     names = {condition.name for condition in first}
-    wanted = replace(exact, tensors={k: v for k, v in exact.tensors.items() if k.condition in names})
+    wanted = replace(
+        exact, tensors={k: v for k, v in exact.tensors.items() if k.condition in names}
+    )
     return list(within_rounding(wanted, plain, program))
 
 
@@ -114,7 +139,7 @@ def _product(values: Iterable[int]) -> int:
     return out
 
 
-# -- the two sides -----------------------------------------------------------------------------------
+# -- the two sides -----------------------------------------------------------------------------
 
 
 def _conditions(case: Case) -> tuple[Condition, ...]:
@@ -156,7 +181,7 @@ def check_parts(case: Case) -> None:
     raise Refusal(
         Diagnostic(
             "S703", "the loss of this model is not the weighed mean of the losses of parts",
-            notes=(f"on the original, cut into {len(parts)} parts, {bad.place} differs by {bad.error:.1e}",
+            notes=(f"on the original in {len(parts)} parts {bad.place} differs by {bad.error:.1e}",
                    "statistics over the batch (batch norm, router losses) would differ by rank"),
             helps=("say what a part weighs: `weight(batch)` in the model file",
                    "or allow it: `step \"...\" relax(batch_stats) {`"),
@@ -167,13 +192,13 @@ def check_parts(case: Case) -> None:
 def _ranks(
     case: Case, working: Case | None, told: Sequence[Condition], pool: Pool
 ) -> tuple[Observation, Observation, dict[str, Any]]:
-    """What the ranks saw in float64 and in the working dtype, and the state that they saved, loaded."""
+    """What the ranks saw in float64 and in the working dtype, and their saved state, loaded."""
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="schedlang-") as folder:
         world = case.plan.mesh.world
         seen, rounded = pool.run(_rank, world, case, working, tuple(told), folder)[0]
-        import os; return seen, rounded, _loaded(case, told, folder) if os.path.exists(folder+'/state') else None
+        return seen, rounded, _loaded(case, told, folder)
 
 
 def _rank(
@@ -186,7 +211,7 @@ def _rank(
     made: list[Program] = []
     with ambient(Float64()):
         seen = observed(case, told, made)
-        if hasattr(made[-1],'save'): made[-1].save(f"{folder}/state")
+        made[-1].save(f"{folder}/state")
     if working is None:
         return seen, Observation()
     first = [replace(condition, batches=working.batches) for condition in told[:1]]
@@ -211,7 +236,6 @@ def _archive_rows(case: Case, archive: Mapping[str, Any], actual: Observation) -
     """Saved under this layout and loaded by one rank: equal to the last bit."""
     import torch
 
-    if archive is None: return []
     last = max(key.step for key in actual.tensors if key.kind == "parameters")
     condition = list(actual.tensors)[-1].condition
     rows = []
@@ -227,11 +251,23 @@ def _archive_rows(case: Case, archive: Mapping[str, Any], actual: Observation) -
         same = got is not None and torch.equal(torch.as_tensor(got).to(value.dtype), value)
         note = "" if same else "lost" if got is None else "not what was saved"
         shape = tuple(value.shape)
-        rows.append(Row(condition, "saved state", key.name, 0.0 if same else 1.0, 0.0, same, last, note, shape))
+        rows.append(
+            Row(
+                condition,
+                "saved state",
+                key.name,
+                0.0 if same else 1.0,
+                0.0,
+                same,
+                last,
+                note,
+                shape,
+            )
+        )
     return rows
 
 
-# -- what is said about it ---------------------------------------------------------------------------
+# -- what is said about it ---------------------------------------------------------------------
 
 
 def _facts(case: Case) -> tuple[tuple[str, str], ...]:
@@ -277,7 +313,7 @@ def _blamed(case: Case, pool: Pool) -> list[str]:
         try:
             plan = only(case.plan, subset)
             told = _conditions(quick)[:1]
-            small = replace(quick, plan=plan)
+            small = prepared(replace(quick, plan=plan))
             expected, _ = original(small, told)
             actual = pool.run(tried, plan.mesh.world, small, told)[0]
         except Refusal:

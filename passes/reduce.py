@@ -52,6 +52,7 @@ def sums_of(
     from schedlang.runtime.gradient import Sum
 
     sums = []
+    ranks.group(plan.data_axes)  # made on every rank: outputs are gathered over it on some
     for one in reductions(plan, traced, holdings):
         names = tuple(name for name in one.names if name in found)
         if one.stages is not None:  # every rank takes part in making these groups

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from schedlang.plan import Plan
-from schedlang.primitive import Primitive, refuse
+from schedlang.primitive import Primitive, Trial, refuse
 
 if TYPE_CHECKING:
     from schedlang.model import Site
@@ -30,10 +30,26 @@ class fuse(Primitive):  # noqa: N801
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse the whole model: a region is a part of it."""
         if not site.fqn:
-            refuse("S408", "a region is a part of the model", helps=("name a module: `layers.*  fuse()`",))
+            refuse(
+                "S408",
+                "a region is a part of the model",
+                helps=("name a module: `layers.*  fuse()`",),
+            )
 
     def apply(self, site: Site, build: Any) -> None:
         """Compile the module of the copy."""
         from schedlang.runtime.fuse import fuse as compiled
 
         compiled(build.at(site.fqn))
+
+    def trial(self, site: Site, plan: Plan, call: tuple[Any, Any]) -> list[Trial]:
+        """Run the compiled region in the working dtype, on the arguments of a real call."""
+        import copy
+
+        from schedlang.runtime.fuse import check_fused
+        from schedlang.runtime.fuse import fuse as compiled
+
+        module = copy.deepcopy(plan.model.model.get_submodule(site.fqn))
+        compiled(module)
+        found = check_fused(module, *call)
+        return [Trial(f"{c.name} by inductor", c.error, c.allowed, c.ok) for c in found]

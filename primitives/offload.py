@@ -41,4 +41,7 @@ class offload(Primitive):  # noqa: N801
         from schedlang.runtime.offload import Store
         from schedlang.runtime.offload import offload as move
 
-        move(build.at(site.fqn), build.shared(("offload", self.prefetch), lambda: Store(self.prefetch)))
+        move(
+            build.at(site.fqn),
+            build.shared(("offload", self.prefetch), lambda: Store(self.prefetch)),
+        )

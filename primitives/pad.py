@@ -34,10 +34,15 @@ class pad(Primitive):  # noqa: N801
         names = site.dims.get("weight", ())
         if self.dim not in names:
             known = ", ".join(f"`{name}`" for name in names) or "none that has a name"
-            refuse("S401", f"`{site}` is a `{site.class_name}`, whose weight has no dim `{self.dim}`",
-                   helps=(f"its dims are {known}",))  # fmt: skip
+            refuse(
+                "S401",
+                f"`{site}` is a `{site.class_name}`, whose weight has no dim `{self.dim}`",
+                helps=(f"its dims are {known}",),
+            )
         if self.multiple < 1:
-            refuse("S304", f"a multiple of {self.multiple} does not exist", helps=("use 1 or more",))
+            refuse(
+                "S304", f"a multiple of {self.multiple} does not exist", helps=("use 1 or more",)
+            )
         layout = plan.layout(site.parameters["weight"].name)
         if layout.splits:
             refuse("S507", f"`{site}` is already split, and is padded before", helps=(

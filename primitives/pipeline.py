@@ -46,7 +46,9 @@ class pipeline(Primitive):  # noqa: N801
         except OrderError as error:
             refuse("S303", error.reason, helps=(error.legal,))
         if self.micro < 1 or self.chunks < 1:
-            refuse("S304", "there is at least one microbatch and one chunk", helps=("use 1 or more",))
+            refuse(
+                "S304", "there is at least one microbatch and one chunk", helps=("use 1 or more",)
+            )
         ranks = plan.mesh.size(plan.cuts[0].axis) if plan.cuts else 1
         if self.chunks * ranks > 1:
             self._check_order(ranks, plan)
@@ -61,9 +63,12 @@ class pipeline(Primitive):  # noqa: N801
         starts = [fqn for cut in plan.cuts for fqn in cut.before]
         needed = ranks * self.chunks
         if starts and len(starts) + 1 != needed:
-            refuse("S609", f"{len(starts)} cuts make {len(starts) + 1} stages, and {needed} are needed",
-                   notes=(f"{ranks} ranks with {self.chunks} chunk{'s' * (self.chunks > 1)} each",),
-                   helps=(f"name {needed - 1} modules before which stages start",))  # fmt: skip
+            refuse(
+                "S609",
+                f"{len(starts)} cuts make {len(starts) + 1} stages, and {needed} are needed",
+                notes=(f"{ranks} ranks with {self.chunks} chunk{'s' * (self.chunks > 1)} each",),
+                helps=(f"name {needed - 1} modules before which stages start",),
+            )
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Note the order."""

@@ -43,21 +43,33 @@ class pipeline_split(Primitive):  # noqa: N801
         """Refuse a second axis, cuts at the model itself, and what `tied=refuse` forbids."""
         other = next((cut.axis for cut in plan.cuts if cut.axis != self.over), None)
         if other is not None:
-            refuse("S509", f"the model is already cut over `{other}`", helps=(f"use `over={other}`",))
+            refuse(
+                "S509", f"the model is already cut over `{other}`", helps=(f"use `over={other}`",)
+            )
         if any(not site.fqn for site in sites):
-            refuse("S408", "the whole model cannot be a cut",
-                   helps=("name its list of blocks: `layers  pipeline_split(over=...)`",))  # fmt: skip
+            refuse(
+                "S408",
+                "the whole model cannot be a cut",
+                helps=("name its list of blocks: `layers  pipeline_split(over=...)`",),
+            )
         lists = [site for site in sites if self._is_list(site)]
         if lists and len(sites) > 1:
-            refuse("S409", "one list is cut, or several modules are cut points",
-                   notes=(f"`{lists[0]}` is a list",), helps=("give the list a row of its own",))  # fmt: skip
+            refuse(
+                "S409",
+                "one list is cut, or several modules are cut points",
+                notes=(f"`{lists[0]}` is a list",),
+                helps=("give the list a row of its own",),
+            )
         if (lists or self.balance != "even") and plan.cuts:
             refuse("S509", "the model is already cut", helps=("one row cuts a list",))
         if self.tied == "refuse" and plan.model.ties and plan.mesh.size(self.over) > 1:
             names = plan.model.ties[0]
-            refuse("S602", "this cut separates two names of one weight",
-                   notes=(f"`{names[0]}` and `{names[-1]}` are the same tensor",),
-                   helps=("keep a copy on each side and sum their gradients: `tied=replicate`",))  # fmt: skip
+            refuse(
+                "S602",
+                "this cut separates two names of one weight",
+                notes=(f"`{names[0]}` and `{names[-1]}` are the same tensor",),
+                helps=("keep a copy on each side and sum their gradients: `tied=replicate`",),
+            )
 
     def effect(self, sites: tuple[Site, ...], plan: Plan) -> Plan:
         """Note the cuts; stages are numbered when the number of chunks is known."""

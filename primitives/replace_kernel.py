@@ -1,11 +1,11 @@
-"""replace_kernel: let a named kernel compute what a module computes, where probing shows it does."""
+"""replace_kernel: a named kernel computes what a module computes, where probing shows it does."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
 from schedlang.plan import Plan
-from schedlang.primitive import Primitive, refuse
+from schedlang.primitive import Primitive, Trial, refuse
 
 if TYPE_CHECKING:
     from schedlang.model import Site
@@ -36,14 +36,43 @@ class replace_kernel(Primitive):  # noqa: N801
         """Refuse a module that computes something else, with the measured mismatch."""
         found = self._found(site, plan)
         if type(found).__name__ == "Mismatch":
-            refuse("S410", f"`{site}` does not compute what `{self.kernel}` does", str(found.reason),
-                   helps=("leave this module as it is",))  # fmt: skip
+            refuse(
+                "S410",
+                f"`{site}` does not compute what `{self.kernel}` does",
+                str(found.reason),
+                helps=("leave this module as it is",),
+            )
 
     def apply(self, site: Site, build: Any) -> None:
         """Put the kernel into the module of the copy."""
         from schedlang.runtime.kernel import replace
 
         replace(build.at(site.fqn), self._found(site, build.plan))
+
+    def trial(self, site: Site, plan: Plan, call: tuple[Any, Any]) -> list[Trial]:
+        """Run the Triton kernel itself, on a GPU or in Triton's interpreter, beside the module."""
+        from schedlang.kernels.check import Case, run_kernel_check
+
+        found = self._found(site, plan)
+        if self.kernel != "rms_norm":
+            return []
+        cases = [
+            Case(
+                (rows, found.size), dtype, found.eps or 1e-6, found.offset, found.rounding or "late"
+            )
+            for dtype, rows in (("float32", 7), ("bfloat16", 7), ("float32", 1))
+        ]
+        return [
+            Trial(
+                f"{k.case.dtype} {list(k.case.shape)} {c.name} by {k.backend}",
+                c.error,
+                c.allowed,
+                c.ok,
+                k.backend != "reference",
+            )
+            for k in run_kernel_check(cases)
+            for c in k.comparisons
+        ]
 
     def _found(self, site: Site, plan: Plan) -> Any:
         """What probing says of modules with the same numbers, asked once for each."""

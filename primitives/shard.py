@@ -31,10 +31,11 @@ class shard(Primitive):  # noqa: N801
       vocab  splits the rows of an embedding, or the classes of an output layer, whose loss is then
              computed without ever gathering the logits
     `output=S(seq)` after `row` leaves the sum split along the sequence (sequence parallelism);
-    `output=R` after `col` gathers.  `blocks` says what lies side by side in a fused weight: 3 for q,
-    k, v of one size, `[4096, 1024, 1024]` for sizes that differ.  Parameters can be named instead
-    of a style: `shard(weight=S(out), bias=S(out), over=tp)`.  A module of any class can be given
-    `input` and `output` alone.  Sizes that a module counts by (heads, widths) are found by tracing.
+    `output=R` after `col` gathers.  `blocks` says what lies side by side in a fused weight: 3 for
+    q, k, v of one size, `[4096, 1024, 1024]` for sizes that differ.  Parameters can be named
+    instead of a style: `shard(weight=S(out), bias=S(out), over=tp)`.  A module of any class can
+    be given `input` and `output` alone.  Sizes that a module counts by (heads, widths) are found by
+    tracing.
 
     Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022).
     """
@@ -117,7 +118,9 @@ class shard(Primitive):  # noqa: N801
             if placement.dim in names:
                 return names.index(placement.dim)
             known = ", ".join(f"`{n}`" for n in names) or "only numbers"
-            refuse("S307", f"`{site}.{name}` has no dim `{placement.dim}`", helps=(f"it has {known}",))
+            refuse(
+                "S307", f"`{site}.{name}` has no dim `{placement.dim}`", helps=(f"it has {known}",)
+            )
         if not -len(fact.shape) <= placement.dim < len(fact.shape):
             refuse("S307", f"`{site}.{name}` has no dim {placement.dim}",
                    helps=(f"its shape is {list(fact.shape)}",))  # fmt: skip
@@ -146,12 +149,19 @@ class shard(Primitive):  # noqa: N801
 
     def _refuse_class(self, site: Site) -> None:
         dims = site.dims.get("weight", ())
-        legal = [style for style, dim in STYLES.items() if dim in dims or (style == "vocab" and "out" in dims)]
+        legal = [
+            style
+            for style, dim in STYLES.items()
+            if dim in dims or (style == "vocab" and "out" in dims)
+        ]
         helps = [f"choose one of {', '.join(f'`{s}`' for s in legal)}"] if legal else [
             "name the projections inside it, or give it `input=` and `output=` alone"
         ]  # fmt: skip
-        refuse("S401", f"`{site}` is a `{site.class_name}`, which the style `{self.style}` does not fit",
-               helps=helps)  # fmt: skip
+        refuse(
+            "S401",
+            f"`{site}` is a `{site.class_name}`, which the style `{self.style}` does not fit",
+            helps=helps,
+        )
 
     def _check_split(
         self, site: Site, plan: Plan, name: str, fact: ParameterFact, dim: int

@@ -39,20 +39,31 @@ class zero(Primitive):  # noqa: N801
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse unknown stages, and axes that already have other work."""
         if self.stage not in (0, 1, 2, 3):
-            refuse("S303", f"there is no ZeRO stage {self.stage}", helps=("choose one of 0, 1, 2, 3",))
+            refuse(
+                "S303", f"there is no ZeRO stage {self.stage}", helps=("choose one of 0, 1, 2, 3",)
+            )
         if site.fqn:
             refuse("S408", "state is sliced for the whole model", f"this stands inside `{site}`",
                    helps=("move the row out of its `at`",))  # fmt: skip
         mine = set(plan.mesh.fold(self.over))
         for other in plan.replicas:
             for axis in sorted(mine & set(plan.mesh.fold(other.axes))):
-                refuse("S508", f"`{axis}` already has a `zero` row", notes=(f"of stage {other.stage}",),
-                       helps=("one `zero` for each axis",))  # fmt: skip
+                refuse(
+                    "S508",
+                    f"`{axis}` already has a `zero` row",
+                    notes=(f"of stage {other.stage}",),
+                    helps=("one `zero` for each axis",),
+                )
             if self.stage and other.stage:
                 refuse("S508", "two rows slice the state",
                        helps=("fold the axes into one row: `over=(a, b)`",
                               "or replicate over one of them: `stage=0`"))  # fmt: skip
-        split = {a for layout in plan.layouts.values() for name in layout.axes for a in plan.mesh.fold(name)}
+        split = {
+            a
+            for layout in plan.layouts.values()
+            for name in layout.axes
+            for a in plan.mesh.fold(name)
+        }
         staged = {a for cut in plan.cuts for a in plan.mesh.fold(cut.axis)}
         for axis in sorted(mine & (split | staged)):
             use = "splits parameters" if axis in split else "holds pipeline stages"

@@ -1,4 +1,4 @@
-"""Facts of an untouched model: its modules, parameters, ties and named dims.  Reads, never writes."""
+"""Facts of an untouched model: modules, parameters, ties and named dims.  Reads, never writes."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class ParameterFact:
 class Site:
     """One module of the untouched model.
 
-    `classes` are the qualified names of its class and bases; `dims` the names of the dims of its own
-    parameters; `parameters` maps a local name ("weight") to the parameter, which may be tied.
+    `classes` are the qualified names of its class and bases; `dims` the names of the dims of its
+    own parameters; `parameters` maps a local name ("weight") to the parameter, which may be tied.
     """
 
     fqn: str
@@ -84,7 +84,7 @@ class Site:
 class ModelFacts:
     """All sites of one model in model order, found once; the model itself stays as it is.
 
-    The model may lie on the meta device.  `model` is kept only to answer `attribute` and for `build`.
+    The model may lie on the meta device.  `model` is kept to answer `attribute` and for `build`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -118,6 +118,14 @@ class ModelFacts:
     def ties(self) -> tuple[tuple[str, ...], ...]:
         """The groups of names that are one tensor."""
         return tuple(fact.names for fact in self.unique.values() if len(fact.names) > 1)
+
+    @cached_property
+    def shared_buffers(self) -> tuple[tuple[str, ...], ...]:
+        """The groups of names that are one buffer, the first in model order first."""
+        names: dict[int, list[str]] = {}
+        for name, buffer in self.model.named_buffers(remove_duplicate=False):
+            names.setdefault(id(buffer), []).append(name)
+        return tuple(tuple(same) for same in names.values() if len(same) > 1)
 
     @cached_property
     def sites(self) -> Mapping[str, Site]:
@@ -156,7 +164,9 @@ class ModelFacts:
         module = self._modules[fqn]
         base = next((c for c in type(module).__mro__ if c.__name__ == name), None)
         own = "forward" in vars(module)
-        return base is not None and not own and type(module).forward is base.forward
+        if base is None or own:
+            return False
+        return getattr(type(module), "forward", None) is getattr(base, "forward", None)
 
     def numel(self, fqn: str) -> int:
         """The number of elements of a module's parameters, each tensor once."""

@@ -45,14 +45,17 @@ class ModelFile:
             return self._checked(self.module.model())
 
     def batch(self, seed: int = 0) -> dict[str, Any]:
-        """The keyword arguments of one step; `batch(seed)` where it takes a seed, else `batch()`."""
+        """The keyword arguments of a step; `batch(seed)` where it takes a seed, else `batch()`."""
         if not hasattr(self.module, "batch"):
             raise Refusal(
                 Diagnostic(
-                    "S901", f"{self._where} defines no `batch(seed)`",
-                    helps=("return a dict of tensors: the keyword arguments of the model's forward",),
+                    "S901",
+                    f"{self._where} defines no `batch(seed)`",
+                    helps=(
+                        "return a dict of tensors: the keyword arguments of the model's forward",
+                    ),
                 )
-            )  # fmt: skip
+            )
         made = self.module.batch(seed) if self.varies else self.module.batch()
         if not isinstance(made, Mapping):
             raise Refusal(
@@ -98,15 +101,16 @@ class ModelFile:
         if not isinstance(model, nn.Module):
             raise Refusal(
                 Diagnostic(
-                    "S903", f"`model` of {self._where} returns {type(model).__name__}, not a module",
+                    "S903",
+                    f"`model` of {self._where} returns {type(model).__name__}, not a module",
                     helps=("return a torch.nn.Module",),
                 )
-            )  # fmt: skip
+            )
         return model
 
 
 def load_model_file(named: str | None, beside: Path | None = None) -> ModelFile:
-    """The model file named by `--model` (a path or a dotted module), else the one beside a schedule.
+    """The model file named by `--model` (a path or a dotted module), else the one beside a file.
 
     Raises Refusal S904 if there is none, S905 if it fails to import, S906 if it defines no model.
     """
@@ -140,11 +144,14 @@ def _run(load: Callable[[], Any], what: str) -> Any:
         places = [f"{Path(f.filename).name}:{f.lineno}: {f.line}" for f in frames[-1:]]
         raise Refusal(
             Diagnostic(
-                "S905", f"the model file `{what}` fails to import",
+                "S905",
+                f"the model file `{what}` fails to import",
                 notes=(f"{type(error).__name__}: {error}".split("\n")[0], *places),
-                helps=(f"see the whole error: `python -c 'import runpy; runpy.run_path(\"{what}\")'`",),
+                helps=(
+                    f"see the whole error: `python -c 'import runpy; runpy.run_path(\"{what}\")'`",
+                ),
             )
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _checked(module: ModuleType, name: str, path: Path | None) -> ModelFile:

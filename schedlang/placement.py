@@ -1,4 +1,4 @@
-"""How a tensor lies on a mesh: split, replicated or pending a sum; and which part each rank holds."""
+"""How a tensor lies on a mesh: split, replicated or pending a sum; which part each rank holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan: an immutable value that says what will be done, in order, where and at whose request."""
+"""The plan: an immutable value that says what will be done, where, in which order, for whom."""
 
 from __future__ import annotations
 
@@ -110,7 +110,12 @@ class Plan:
         return Plan(model, mesh or Mesh())
 
     def add(
-        self, primitive: Primitive, sites: Sequence[str], *, step: str = "", span: Span | None = None
+        self,
+        primitive: Primitive,
+        sites: Sequence[str],
+        *,
+        step: str = "",
+        span: Span | None = None,
     ) -> Plan:
         """The plan with one more row, applied to all its sites or to none.
 

@@ -38,6 +38,20 @@ def refuse(
     raise Refusal(Diagnostic(code, title, Label(text=label), (), tuple(notes), tuple(helps)))
 
 
+@dataclass(frozen=True)
+class Trial:
+    """One comparison of a trial: its error against float64, and how large it may be.
+
+    `ran` is False where the thing itself could not be run here: then it is not proven.
+    """
+
+    name: str
+    error: float
+    allowed: float
+    ok: bool
+    ran: bool = True
+
+
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Primitive:
     """A verb.  A subclass is a primitive, its annotated fields are the arguments, an instance is
@@ -80,6 +94,13 @@ class Primitive:
     def apply(self, site: Any, build: Any) -> None:
         """Change the module that is being built."""
         raise NotImplementedError
+
+    def trial(self, site: Any, plan: Plan, call: tuple[Any, Any]) -> Sequence[Trial]:
+        """What float64 cannot show, run by itself: a kernel, a compiled region.  Default: nothing.
+
+        `call` are the arguments and keyword arguments of one real call of the module.
+        """
+        return ()
 
     def __str__(self) -> str:
         given = ((f, getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A network of nobody's library: attention with invented names, gates, and a skip over all blocks."""
+"""A network of nobody's library: attention with invented names, gates, a skip over all blocks."""
 
 import torch
 from torch import nn

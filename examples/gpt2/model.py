@@ -18,7 +18,7 @@ def model() -> GPT2LMHeadModel:
 
 
 def batch(seed: int) -> dict[str, torch.Tensor]:
-    """Eight or nine pieces of text, up to 40 bytes; every third batch holds pieces of one length."""
+    """Eight or nine pieces of text, up to 40 bytes; in every third batch they are equally long."""
     text = torch.frombuffer(bytearray(TEXT.read_bytes()), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(seed)
     rows, longest = (8, 32) if seed % 3 == 1 else (9, 40 - seed % 3)

@@ -115,6 +115,7 @@ if triton is not None:
         ROWS: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
+        """Write y and 1/rms of ROWS rows."""
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         column = tl.arange(0, BLOCK)
         inside = (row[:, None] < rows) & (column[None, :] < size)
@@ -148,6 +149,7 @@ if triton is not None:
         ROWS: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
+        """Write dx of some tiles of rows, and their part of the gradient of the weight."""
         # each program takes every so many tiles of rows and keeps its own sum for the weight
         program = tl.program_id(0).to(tl.int64)
         column = tl.arange(0, BLOCK)

@@ -42,7 +42,7 @@ _listeners: list[Listener] = []
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Call `listener(kind, group, bytes)` at each collective; bytes are those of the whole tensor."""
+    """Call `listener(kind, group, bytes)` at each collective; the bytes of the whole tensor."""
     _listeners.append(listener)
     try:
         yield
@@ -51,6 +51,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 def count(kind: str, group: Group, whole: Tensor) -> None:
+    """Tell whoever listens of a collective on `whole`."""
     for listener in _listeners:
         listener(kind, group, whole.numel() * whole.element_size())
 
@@ -142,12 +143,12 @@ class _Scatter(torch.autograd.Function):
 
 def enter(x: Tensor, group: Group) -> Tensor:
     """From alike on all ranks into a region where ranks differ: backward sums the gradients."""
-    return cast(Tensor, _Enter.apply(x, group))
+    return cast(Tensor, _Enter.apply(x, group))  # type: ignore[no-untyped-call]
 
 
 def reduce(x: Tensor, group: Group) -> Tensor:
     """The sum of the ranks' parts, alike on all: backward passes the gradient on."""
-    return cast(Tensor, _Reduce.apply(x, group))
+    return cast(Tensor, _Reduce.apply(x, group))  # type: ignore[no-untyped-call]
 
 
 def gather(x: Tensor, dim: int, group: Group, *, consumers_differ: bool) -> Tensor:
@@ -156,14 +157,14 @@ def gather(x: Tensor, dim: int, group: Group, *, consumers_differ: bool) -> Tens
     consumers_differ: what follows differs by rank, so backward sums (reduce-scatter); otherwise
     every rank computes the same gradient and keeps its part.
     """
-    return cast(Tensor, _Gather.apply(x, dim, group, consumers_differ))
+    return cast(Tensor, _Gather.apply(x, dim, group, consumers_differ))  # type: ignore[no-untyped-call]
 
 
 def scatter_sum(x: Tensor, dim: int, group: Group) -> Tensor:
     """This rank's part of the sum of the ranks' tensors."""
-    return cast(Tensor, _Scatter.apply(x, dim, group, True))
+    return cast(Tensor, _Scatter.apply(x, dim, group, True))  # type: ignore[no-untyped-call]
 
 
 def split(x: Tensor, dim: int, group: Group) -> Tensor:
     """This rank's part of a tensor that is alike on all ranks: backward gathers."""
-    return cast(Tensor, _Scatter.apply(x, dim, group, False))
+    return cast(Tensor, _Scatter.apply(x, dim, group, False))  # type: ignore[no-untyped-call]

@@ -68,7 +68,8 @@ def _gather(crossing: Crossing, x: Tensor) -> Tensor:
         return whole
     # every rank's part holds its piece of each block side by side: put equal blocks together
     sizes = [whole.shape[dim] // blocks] * blocks if isinstance(blocks, int) else list(blocks)
-    pieces = [part.split([size // parts for size in sizes], dim) for part in whole.chunk(parts, dim)]
+    shares = [size // parts for size in sizes]
+    pieces = [torch.split(part, shares, dim) for part in whole.chunk(parts, dim)]
     return torch.cat([piece[block] for block in range(len(sizes)) for piece in pieces], dim)
 
 

@@ -63,7 +63,9 @@ def dry_forward(
         tensors = tensors_in((args, kwargs))
         main = next((t for t in tensors if is_main(t)), tensors[0])
         note = follower.note(main)
-        edges = tuple(_edge(leaf, wanted, main, note, groups(wanted.axis)) for wanted in leaf.wanted)
+        edges = tuple(
+            _edge(leaf, wanted, main, note, groups(wanted.axis)) for wanted in leaf.wanted
+        )
         for edge in edges:
             _hoist(edge, main, follower)
         if leaf.kind:
@@ -164,7 +166,9 @@ def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) ->
             leaves = S(dim_of(leaves) % ndim, computes.blocks)
     differ = wanted.splits or (wanted.hoisted and tag is not None)
     differ = differ and wanted.axis not in note.entered
-    return Edge(group, arrives, wants, computes, leaves, differ, wanted.cut, wanted.head, wanted.hoisted)
+    return Edge(
+        group, arrives, wants, computes, leaves, differ, wanted.cut, wanted.head, wanted.hoisted
+    )
 
 
 def _refuse(reason: str, axis: str) -> Mismatch:
@@ -175,9 +179,7 @@ def _compact(blocks: Sequence[int]) -> int | tuple[int, ...]:
     return len(blocks) if len(set(blocks)) == 1 else tuple(blocks)
 
 
-def _note_leaf(
-    leaf: Leaf, edges: Sequence[Edge], note: Note, out: Any, follower: Follower
-) -> None:
+def _note_leaf(leaf: Leaf, edges: Sequence[Edge], note: Note, out: Any, follower: Follower) -> None:
     """Note the result of a projection or embedding, and which of its gradients are parts."""
     own = {edge.group.axes[0]: edge for edge in edges}
     for axis in note.parts - own.keys():
@@ -200,4 +202,3 @@ def _sizes(edge: Edge, whole: int) -> tuple[int, ...]:
     assert isinstance(edge.leaves, S)
     blocks = edge.leaves.blocks
     return (whole // blocks,) * blocks if isinstance(blocks, int) else blocks
-

@@ -1,4 +1,4 @@
-"""Tells whether an optimizer treats each element by itself, by trying it on parts and on the whole."""
+"""Does an optimizer treat each element by itself?  Tried on parts and on the whole."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 def is_elementwise(optimizer: Callable[[Any], torch.optim.Optimizer]) -> bool:
     """Does a small matrix, updated as a whole, move as its quarters do when updated alone?
 
-    Two steps with unequal gradients, in float64, equal to the last bit.  The function is called with
-    made-up names (`probe.weight`).
+    Two steps with unequal gradients, in float64, equal to the last bit.  The function is called
+    with made-up names (`probe.weight`).
     """
     generator = torch.Generator().manual_seed(7)
     whole = torch.randn(4, 6, generator=generator, dtype=torch.float64)

@@ -91,9 +91,7 @@ class Block:
         return tensor[tuple(slice(o, o + n) for o, n in zip(self.whole, self.size))]
 
 
-def blocks(
-    segments: tuple[tuple[Segment, ...], ...], shape: tuple[int, ...]
-) -> Iterator[Block]:
+def blocks(segments: tuple[tuple[Segment, ...], ...], shape: tuple[int, ...]) -> Iterator[Block]:
     """The boxes of a part; what lies beyond the true shape (padding) is left out."""
     rows = []
     for runs, size in zip(segments, shape):
@@ -136,12 +134,10 @@ def assemble(
     whole: dict[str, Tensor] = {}
     for source in range(mesh.world):
         names = [name for name, holding in holdings.items() if holding.primary(mesh, source)]
-        sent: list[tuple[str, str] | None] = [None]
+        sent: list[list[tuple[str, str]] | None] = [None]
         if source == rank:
-            found = {name: local(name) for name in names}
-            sent = [tuple(  # type: ignore[list-item]
-                (name, str(t.dtype).removeprefix("torch.")) for name, t in found.items() if t is not None
-            )]  # fmt: skip
+            found = ((name, local(name)) for name in names)
+            sent = [[(n, str(t.dtype).removeprefix("torch.")) for n, t in found if t is not None]]
         dist.broadcast_object_list(sent, src=source)
         for name, dtype in sent[0] or ():
             holding = holdings[name]

@@ -37,6 +37,8 @@ class Hang(Exception):
 
 @dataclass
 class Rank:
+    """One process of a job: its number, the line to it, and where it writes."""
+
     rank: int
     sock: socket.socket
     log: Path
@@ -106,6 +108,7 @@ def account(code: int, log: Path) -> str:
 
 
 def unpickled(data: bytes) -> BaseException | None:
+    """The exception in what a rank sent, or None if there is none that can be read here."""
     try:
         error = pickle.loads(data) if data else None
     except Exception:

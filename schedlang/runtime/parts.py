@@ -73,7 +73,9 @@ def split(batch: Batch, replicas: int, micro: int) -> list[list[Part]]:
         )  # fmt: skip
     out = []
     for share in shares(count, replicas):
-        runs = [range(share.start + r.start, share.start + r.stop) for r in shares(len(share), micro)]
+        runs = [
+            range(share.start + r.start, share.start + r.stop) for r in shares(len(share), micro)
+        ]
         out.append([Part(cut(batch, run, count), tuple(run)) for run in runs])
     return out
 
@@ -88,6 +90,7 @@ def stack(outputs: Sequence[Any], rows: Sequence[int], weights: Sequence[float])
 
     flat = [pytree.tree_flatten(output) for output in outputs]
     leaves = zip(*(leaves for leaves, _ in flat))
+    weights = weights if sum(weights) > 0 else [1.0] * len(rows)
     whole = [_stacked(values, rows, weights) for values in leaves]
     return pytree.tree_unflatten(whole, flat[0][1])
 

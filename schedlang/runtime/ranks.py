@@ -101,7 +101,11 @@ class Ranks:
 def _wrong_world(mesh: Mesh, world: int) -> Diagnostic:
     run = f"torchrun --nproc-per-node {mesh.world} ..."
     return Diagnostic(
-        "S607", f"the mesh needs {mesh.world} ranks, and this job has {world}",
+        "S607",
+        f"the mesh needs {mesh.world} ranks, and this job has {world}",
         notes=(f"the mesh is {mesh}",),
-        helps=(f"start {mesh.world}: `{run}`", f"or give a mesh of {world}, as `--mesh dp={world}`"),
-    )  # fmt: skip
+        helps=(
+            f"start {mesh.world}: `{run}`",
+            f"or give a mesh of {world}, as `--mesh dp={world}`",
+        ),
+    )

@@ -6,6 +6,8 @@ already carries its weight in the whole batch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -44,3 +46,10 @@ class Sliced:
             unit.set_requires_gradient_sync(last or self.stage > 1, recurse=False)
             unit.set_is_last_backward(last)
             unit.set_reshard_after_backward(last or self.stage == 3, recurse=False)
+
+
+def reshard(sliced: Mapping[int, Sliced]) -> None:
+    """Free gathered parameters, so that the next forward gathers what the slices hold now."""
+    for one in sliced.values():
+        for unit in one.units:
+            unit.reshard()

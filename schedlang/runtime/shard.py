@@ -23,9 +23,10 @@ class Edge:
     """One axis of a sharded module: how tensors arrive, what it wants, computes and hands on.
 
     `differ`: the module computes differently on each rank, so that gradients of a whole input are
-    parts, to be summed on the way in.  `cut` is the true size of the output's last dim where padding
-    must be cut off, `head` tells that the output stays split over the vocabulary for a parallel
-    loss, `hoisted` that children need the gathered input and this module was the first to get it.
+    parts, to be summed on the way in.  `cut` is the true size of the output's last dim where
+    padding must be cut off, `head` tells that the output stays split over the vocabulary for a
+    parallel loss, `hoisted` that children need the gathered input and this module was the first to
+    get it.
     """
 
     group: Group
@@ -196,6 +197,8 @@ class Sharded:
         """The sharded computation."""
         if self.run is None:
             make = FORWARDS.get(self.kind)
-            made = make(self.module, self.kind, self.edges) if make else region(self.inner, self.edges)
+            made = (
+                make(self.module, self.kind, self.edges) if make else region(self.inner, self.edges)
+            )
             self.run = made
         return self.run(*args, **kwargs)

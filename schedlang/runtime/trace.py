@@ -17,7 +17,7 @@ Frame = tuple[str, int]  # a module and which of its calls
 
 @dataclass(frozen=True)
 class Call:
-    """One call that gave tensors: its name, input and output shapes, and the integers among its arguments."""
+    """One call that gave tensors: its name, shapes in and out, the integers among its arguments."""
 
     name: str
     inputs: tuple[tuple[int, ...], ...]
@@ -38,11 +38,18 @@ class LabelRule:
     ignore_index: int
 
     def count(self, batch: Mapping[str, Any]) -> float:
-        """How many labels count in this part of a batch."""
+        """How many labels count in this part of a batch; its rows if it has no labels."""
+        if self.source not in batch:
+            return float(next(t.shape[0] for t in tensors_in(dict(batch)) if t.ndim))
         labels = batch[self.source]
         for step in self.steps:
             labels = step(labels)
         return float((labels != self.ignore_index).sum())
+
+    def filled(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The same part with a label of 0 wherever none counts, so that its mean is defined."""
+        labels = batch[self.source]
+        return {**batch, self.source: labels.masked_fill(labels == self.ignore_index, 0)}
 
 
 @dataclass
@@ -88,7 +95,7 @@ class Stack:
         """Wrap every forward of the copy; inside opaque modules nothing is recorded."""
         for fqn, module in model.named_modules():
             if fqn:
-                module.forward = self._wrapped(fqn, module.forward, opaque(fqn))  # type: ignore[method-assign]
+                module.forward = self._wrapped(fqn, module.forward, opaque(fqn))
 
     def _wrapped(self, fqn: str, inner: Callable[..., Any], opaque: bool) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -110,8 +117,20 @@ class Stack:
         return forward
 
 
-RANDOM = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "bernoulli",
-          "bernoulli_", "rand_like", "rand", "randn", "randn_like", "feature_alpha_dropout"}  # fmt: skip
+RANDOM = {
+    "dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "alpha_dropout",
+    "bernoulli",
+    "bernoulli_",
+    "rand_like",
+    "rand",
+    "randn",
+    "randn_like",
+    "feature_alpha_dropout",
+}
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -162,7 +181,9 @@ class Recorder(TorchFunctionMode):
         self._follow_labels(func, args, kwargs, out)
         return out
 
-    def _follow_labels(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _follow_labels(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
         if func in (F.cross_entropy, F.nll_loss):
             given = {**dict(zip(("input", "target"), args)), **kwargs}
             known = self.lineage.get(id(given.get("target")))

@@ -72,7 +72,7 @@ def cross_entropy(
             label_smoothing,
         )  # fmt: skip
     counts = target != ignore_index
-    stats = _Statistics.apply(local, target.masked_fill(~counts, 0), group)
+    stats = _Statistics.apply(local, target.masked_fill(~counts, 0), group)  # type: ignore[no-untyped-call]
     logsumexp, picked, total = cast(tuple[Tensor, Tensor, Tensor], stats)
     loss = logsumexp - picked
     if label_smoothing:

@@ -1,0 +1,50 @@
+"""All that can be known of a plan with a batch before there are ranks: traced, cut and laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.holdings import holdings_of
+from schedlang.passes.propagate import Traced, propagate
+from schedlang.passes.staging import Staged, stages_of
+from schedlang.plan import Plan
+
+if TYPE_CHECKING:
+    from schedlang.runtime.holding import Holding
+
+Loss = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The same on every rank, and for every dtype of the model; it can be made once and sent."""
+
+    traced: Traced
+    staged: Staged
+    holdings: Mapping[str, Holding]
+
+
+def prepare(plan: Plan, sample: Mapping[str, Any], loss: Loss | None = None) -> Prepared:
+    """Trace a plan with one microbatch and cut it; raises Refusal where it cannot run."""
+    check_axes(plan)
+    traced = propagate(plan, sample, loss)
+    staged = stages_of(plan, traced, sample, loss)
+    return Prepared(traced, staged, holdings_of(plan, staged))
+
+
+def check_axes(plan: Plan) -> None:
+    """Every axis must have work to do: ranks along an idle one would all do the same."""
+    used = plan.used_axes
+    for axis, size in plan.mesh.axes:
+        if size > 1 and axis not in used:
+            raise Refusal(
+                Diagnostic(
+                    "S205", f"no row uses the axis `{axis}`",
+                    notes=(f"its {size} ranks would all do the same work",),
+                    helps=(f"to split the batch over it: `zero(stage=0, over={axis})`",
+                           f"or set it to 1: `--mesh {axis}=1`"),
+                )
+            )  # fmt: skip

@@ -1,0 +1,152 @@
+"""A folder that is replaced whole or not at all, by all ranks of a job."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from schedlang.diagnostic import Diagnostic, Refusal
+
+T = TypeVar("T")
+SAVING, REPLACED = ".saving", ".replaced"  # endings of what lies beside the folder meanwhile
+
+
+def agreed(value: T, world: int) -> T:
+    """Rank 0's value, on all ranks."""
+    sent: list[Any] = [value]
+    if world > 1:
+        dist.broadcast_object_list(sent, src=0)
+    mine: T = sent[0]
+    return mine
+
+
+def gathered(value: T, world: int) -> list[T]:
+    """Every rank's value, on all ranks."""
+    found: list[Any] = [value]
+    if world > 1:
+        found = [None] * world
+        dist.all_gather_object(found, value)
+    return found
+
+
+def together(
+    world: int, step: Callable[[], T], told: Callable[[BaseException], Diagnostic],
+    failures: tuple[type[BaseException], ...] = (OSError,),
+) -> T:  # fmt: skip
+    """The step's result; if it fails on any rank, the same Refusal on all of them."""
+    refusal, value = None, None
+    try:
+        value = step()
+    except Refusal as error:
+        refusal = error
+    except failures as error:
+        refusal = Refusal(told(error))
+    first = next((found for found in gathered(refusal, world) if found is not None), None)
+    if first is not None:
+        raise first
+    return value  # type: ignore[return-value]
+
+
+def replace_folder(
+    target: Path, rank: int, world: int, fill: Callable[[Path], None], *, mark: str,
+    told: Callable[[BaseException], Diagnostic], failures: tuple[type[BaseException], ...],
+) -> None:  # fmt: skip
+    """Let all ranks fill a new folder, then put it in the target's place.
+
+    What stood there before stays until the new one is on the disk; `mark` is a file that such a
+    folder has.  Raises the same Refusal on all ranks, leaving everything as it was.
+    """
+    beside = agreed(_beside(target, SAVING), world)
+
+    def on_first(step: Callable[[], None]) -> None:
+        together(world, step if rank == 0 else lambda: None, told)
+
+    try:
+        on_first(lambda: _begin(target, beside, mark))
+        together(world, lambda: _see(beside), told)
+        together(world, lambda: fill(beside), told, failures)
+        on_first(lambda: _publish(target, beside))
+    except BaseException:
+        if rank == 0:
+            shutil.rmtree(beside, ignore_errors=True)
+        raise
+
+
+def newest(target: Path) -> Path:
+    """The folder to read: the target, or what a crash left between two renames."""
+    if target.exists() or not target.parent.is_dir():
+        return target
+    left = [path for path in _leftovers(target, REPLACED) if path.is_dir()]
+    return max(left, key=lambda path: path.stat().st_mtime_ns, default=target)
+
+
+def _beside(target: Path, ending: str) -> Path:
+    return target.with_name(f".{target.name}.{secrets.token_hex(4)}{ending}")
+
+
+def _leftovers(target: Path, ending: str) -> list[Path]:
+    ours = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}{re.escape(ending)}")
+    return [path for path in target.parent.iterdir() if ours.fullmatch(path.name)]
+
+
+def _begin(target: Path, beside: Path, mark: str) -> None:
+    """Make the new folder; folders of saves that died are swept away."""
+    if target.exists() and not _replaceable(target, mark):
+        raise Refusal(
+            Diagnostic(
+                "S632", f"`{target}` exists and is no checkpoint",
+                notes=("only a checkpoint or an empty folder is replaced",),
+                helps=("give the path of a folder of its own",),
+            )
+        )  # fmt: skip
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for old in _leftovers(target, SAVING):
+        shutil.rmtree(old, ignore_errors=True)
+    beside.mkdir()
+
+
+def _replaceable(target: Path, mark: str) -> bool:
+    return target.is_dir() and ((target / mark).is_file() or not any(target.iterdir()))
+
+
+def _see(beside: Path) -> None:
+    if not beside.is_dir():
+        raise Refusal(
+            Diagnostic(
+                "S631", f"not all ranks see `{beside.parent}`",
+                notes=("each rank writes its own parts into one folder",),
+                helps=("give a path on a file system that all nodes share",),
+            )
+        )  # fmt: skip
+
+
+def _publish(target: Path, beside: Path) -> None:
+    """Put the new folder in the old one's place; names reach the disk before the old one goes."""
+    _sync(beside)
+    old = _beside(target, REPLACED) if target.exists() else None
+    if old is not None:
+        target.rename(old)
+    try:
+        beside.rename(target)
+    except OSError:
+        if old is not None:
+            old.rename(target)
+        raise
+    _sync(target.parent)
+    for left in _leftovers(target, REPLACED):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
