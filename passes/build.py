@@ -62,10 +62,12 @@ def build(
     weight: Weight | None = None,
     seed: int | None = None,
     prepared: Prepared | None = None,
+    local: bool = False,
 ) -> Program:
     """This rank's program.
 
-    batch      the keyword arguments of one whole step, for shapes; values do not matter
+    batch      the keyword arguments of one whole step (with `local` of this rank's rows), for
+               shapes; values do not matter
     loss       loss(output, batch), where the model returns none
     optimizer  a function from (name, parameter) pairs to an optimizer
     clip       bound for the global norm of the gradients
@@ -76,16 +78,15 @@ def build(
     """
     from schedlang.runtime import parts
     from schedlang.runtime.program import Assembly, Program
-    from schedlang.runtime.ranks import Ranks, join_world
 
-    join_world()
-    check_axes(plan)
-    ranks = Ranks(plan.mesh)
+    ranks = check_job(plan)
     micro = plan.order.micro if plan.order is not None else 1
     replicas = plan.data_axes
-    everyone = parts.split(batch, plan.mesh.size(replicas), micro)
-    known = prepared or prepare(plan, everyone[0][0].inputs, loss)
-    traced, staged, holdings = known.traced, known.staged, known.holdings
+    count = plan.mesh.size(replicas)
+    if prepared is None:
+        sample = parts.split(batch, 1 if local else count, micro)[0][0].inputs
+        prepared = prepare(plan, sample, loss)
+    traced, staged, holdings = prepared.traced, prepared.staged, prepared.holdings
     module = _local_copy(plan, holdings, ranks)
     builder = Builder(plan, module, traced, ranks)
     _apply(builder)
@@ -106,11 +107,11 @@ def build(
         parameters=found, holdings=holdings, buffers=dict(module.named_buffers()),
         buffer_stages=buffer_stages(staged), ties=plan.model.ties,
         keys=tuple(plan.model.model.state_dict()), sums=tuple(sums), sliced=sliced,
-        weight=weight or weight_of(traced, len(everyone) * micro),
+        weight=weight or weight_of(traced, count * micro),
         last_rank=plan.mesh.rank(zero | last), stage_axis=axis, dropout=dropout,
-        outputs_missing=staged.cut.missing if axis is not None else (),
         loss_dtype=_loss_dtype(plan),
         without_labels=traced.labels[0].filled if len(traced.labels) == 1 else None,
+        outputs_missing=staged.cut.missing if axis is not None else (), inputs=frozenset(batch),
     )  # fmt: skip
     made = None
     trained = [(n, p) for n, p in found.items() if p.requires_grad]
@@ -118,6 +119,15 @@ def build(
         _check_optimizer(plan, holdings, optimizer)
         made = optimizer(trained)
     return Program(assembly, made, clip)
+
+
+def check_job(plan: Plan) -> Ranks:
+    """Join the running job; refuse idle axes (S205) and a mesh of another size (S607)."""
+    from schedlang.runtime.ranks import Ranks, join_world
+
+    join_world()
+    check_axes(plan)
+    return Ranks(plan.mesh)
 
 
 # -- what lies where ---------------------------------------------------------------------------------

@@ -188,7 +188,7 @@ def _ranks(
     with tempfile.TemporaryDirectory(prefix="schedlang-") as folder:
         world = case.plan.mesh.world
         seen, rounded = pool.run(_rank, world, case, working, tuple(told), folder)[0]
-        import os; return seen, rounded, _loaded(case, told, folder) if os.path.exists(folder+'/state') else None
+        return seen, rounded, _loaded(case, told, folder)
 
 
 def _rank(
@@ -201,7 +201,7 @@ def _rank(
     made: list[Program] = []
     with ambient(Float64()):
         seen = observed(case, told, made)
-        if hasattr(made[-1],'save'): made[-1].save(f"{folder}/state")
+        made[-1].save(f"{folder}/state")
     if working is None:
         return seen, Observation()
     first = [replace(condition, batches=working.batches) for condition in told[:1]]
@@ -226,7 +226,6 @@ def _archive_rows(case: Case, archive: Mapping[str, Any], actual: Observation) -
     """Saved under this layout and loaded by one rank: equal to the last bit."""
     import torch
 
-    if archive is None: return []
     last = max(key.step for key in actual.tensors if key.kind == "parameters")
     condition = list(actual.tensors)[-1].condition
     rows = []

@@ -27,7 +27,11 @@ def weight_of(traced: Traced, parts: int) -> Weight:
     from schedlang.runtime.parts import rows_of
 
     if len(traced.labels) == 1:
-        return traced.labels[0].count
+        rule = traced.labels[0]
+        # a batch without labels can be evaluated, not trained on: only its rows count
+        return lambda batch: float(
+            rows_of(batch) if batch.get(rule.source) is None else rule.count(batch)
+        )
     if len(traced.labels) > 1 and parts > 1:
         raise Refusal(
             Diagnostic(

@@ -5,8 +5,12 @@ from __future__ import annotations
 import typer
 
 from schedlang.verbs.check import check
+from schedlang.verbs.diff import diff
 from schedlang.verbs.explain import explain
 from schedlang.verbs.fmt import fmt
+from schedlang.verbs.plan import plan
+from schedlang.verbs.simulate import simulate
+from schedlang.verbs.tree import tree
 from schedlang.verbs.verify import verify
 
 app = typer.Typer(
@@ -19,7 +23,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for verb in (fmt, check, explain, verify):
+for verb in (fmt, check, tree, plan, diff, verify, simulate, explain):
     app.command(verb.__name__)(verb)
 
 

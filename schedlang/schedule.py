@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from schedlang.model import ModelFacts
     from schedlang.plan import Plan
+    from schedlang.runtime.program import Program
+    from schedlang.runtime.waiting import Waiting
 
 
 def create_schedule(model: nn.Module, file: str | Path | None = None) -> Schedule:
@@ -189,11 +191,40 @@ class Schedule(Scope):
         """How this schedule differs from another, action by action."""
         return compare(self.plan(), other.plan() if isinstance(other, Schedule) else other)
 
-    def build(self, *args: Any, **options: Any) -> Any:
-        """This rank's program; arguments as `schedlang.passes.build.build` takes them."""
-        from schedlang.passes.build import build
+    def build(
+        self,
+        *args: object,
+        batch: Mapping[str, Any] | None = None,
+        loss: Callable[..., Any] | None = None,
+        optimizer: Callable[..., Any] | None = None,
+        clip: float | None = None,
+        weight: Callable[..., float] | None = None,
+        seed: int | None = None,
+        **unknown: object,
+    ) -> Program | Waiting:
+        """This rank's program, in the running job (torchrun's) or a world of one.
 
-        return build(self.plan(), *args, **options)
+        batch      keyword arguments of the model for one whole step; only shapes count.  Without
+                   it the program is built at its first `train_step` or `eval_step`
+        loss       loss(output, batch), where the model returns none
+        optimizer  a function from (name, parameter) pairs to an optimizer
+        clip       bound for the global norm of the gradients
+        weight     weight(part) of a part of the batch in the mean; default: the labels that count
+        seed       draw dropout logically from this seed; on several ranks it always is (0)
+        """
+        from schedlang.passes.build import build, check_job
+        from schedlang.passes.options import check_options
+        from schedlang.runtime.waiting import Waiting
+
+        plan = self.plan()
+        options: dict[str, Any] = dict(
+            loss=loss, optimizer=optimizer, clip=clip, weight=weight, seed=seed
+        )
+        check_options(args, unknown, {"batch": batch, **options})
+        if batch is not None:
+            return build(plan, batch, **options)
+        check_job(plan)
+        return Waiting(lambda first, local: build(plan, first, local=local, **options))
 
     # ---- declarations -------------------------------------------------------------------
 

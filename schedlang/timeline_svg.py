@@ -24,15 +24,17 @@ def svg(
     cost: Mapping[Kind, float] = UNIT,
     transfer: float = 0.0,
     title: str = "",
+    widest: float = 4000.0,
 ) -> str:
     """The operations of every rank over time, as SVG text.
 
     A block is named by its microbatch; on a rank with several stages later stages are darker.
+    Beyond `widest` points (a column for names not counted) time is drawn smaller.
     """
     times = timing(timeline, cost, transfer)
     t = times.timeline
     end = max(times.makespan, 1e-9)
-    scale = UNIT_WIDTH if end * UNIT_WIDTH < 4000 else 4000 / end
+    scale = min(UNIT_WIDTH, widest / end)
     width, height = LEFT + end * scale + 10, TOP + t.ranks * ROW + 26
     kinds = [kind for kind in FILL if (t.kind == kind).any()]
     text = title or f"bubble {times.bubble:.1%}, {end:g} units"

@@ -41,17 +41,21 @@ def sum_gradients(parameters: Mapping[str, nn.Parameter], sums: Sequence[Sum]) -
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    buckets: list[list[nn.Parameter]] = []
-    room, kind = 0, None
-    for parameter in parameters:
-        local = _local(parameter)
-        size = local.numel() * local.element_size()
-        if kind != local.dtype or size > room:
-            buckets.append([])
-            room, kind = BUCKET_BYTES, local.dtype
-        buckets[-1].append(parameter)
+    sizes = [(_local(p).numel() * _local(p).element_size(), _local(p).dtype) for p in parameters]
+    return [[parameters[k] for k in bucket] for bucket in buckets(sizes)]
+
+
+def buckets(sizes: Sequence[tuple[int, object]]) -> list[list[int]]:
+    """Which tensors, of these bytes and dtypes, are summed together: runs of one dtype."""
+    found: list[list[int]] = []
+    room, kind = 0, object()
+    for place, (size, dtype) in enumerate(sizes):
+        if kind != dtype or size > room:
+            found.append([])
+            room, kind = BUCKET_BYTES, dtype
+        found[-1].append(place)
         room -= size
-    return buckets
+    return found
 
 
 def _local(parameter: nn.Parameter) -> Tensor:

@@ -12,13 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime import archive, crossing
 from schedlang.runtime.folder import gathered
-from schedlang.runtime.gradient import Sum, local_gradient, scale_gradients, square_sum, sum_gradients
+from schedlang.runtime.gradient import (
+    Sum,
+    local_gradient,
+    scale_gradients,
+    square_sum,
+    sum_gradients,
+)
 from schedlang.runtime.holding import Holding, assemble, take
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.moments import local as _local
-from schedlang.runtime.parts import Batch, Part, cut, rows_of, shares, split, stack
+from schedlang.runtime.parts import Batch, Part, rows_of, split, stack
 from schedlang.runtime.pipeline import BACKWARD, Event, Pipeline, Result
 from schedlang.runtime.random import LogicalDropout
 from schedlang.runtime.ranks import Ranks
@@ -58,6 +65,7 @@ class Assembly:
     outputs_missing: tuple[str, ...] = ()
     loss_dtype: torch.dtype = torch.float32  # the same on every rank
     without_labels: Callable[[Batch], dict[str, Any]] | None = None
+    inputs: frozenset[str] = frozenset()  # names in the batch that it was built from
 
 
 @dataclass
@@ -79,8 +87,11 @@ class Program:
 
     @property
     def module(self) -> nn.Module:
-        """The plain module, where no pipeline is involved: bring your own loop."""
-        assert self.assembly.stage_axis is None, "a pipeline has no single module; use train_step"
+        """The plain module, where no pipeline is involved: bring your own loop (S617)."""
+        if self.assembly.stage_axis is not None:
+            title = f"the pipeline over `{self.assembly.stage_axis}` has no module of its own"
+            helps = ("use `train_step` and `eval_step`: each rank runs a stage of the model",)
+            raise Refusal(Diagnostic("S617", title, helps=helps))
         return self.assembly.module
 
     # -- a step ----------------------------------------------------------------------------------
@@ -91,6 +102,7 @@ class Program:
         `clip` bounds the true global norm of the gradients.  Without an optimizer the gradients
         stay for the caller's own.
         """
+        self._check_names(batch)
         self.assembly.module.train()
         self._zero()
         parts, weights, total = self._parts(batch, local)
@@ -120,6 +132,19 @@ class Program:
             output = self._across_replicas(output, sum(len(part.rows) for part in parts), sum(weights))
         return self._from_last(output)
 
+    def _check_names(self, batch: Batch) -> None:
+        """Refuse names that building has not seen: what a part weighs may hang on them."""
+        known = self.assembly.inputs
+        new = [name for name in batch if name not in known]
+        if new and known:
+            raise Refusal(
+                Diagnostic(
+                    "S619", f"the batch has `{new[0]}`, which that of building had not",
+                    notes=(f"the program was built from a batch of {', '.join(sorted(known))}",),
+                    helps=("build it from one as it will be trained on: `sch.build(batch=batch)`",),
+                )
+            )  # fmt: skip
+
     def _zero(self) -> None:
         for parameter in self.assembly.parameters.values():
             parameter.grad = None
@@ -136,14 +161,17 @@ class Program:
             weigh = [[1.0 if alone else a.weight(p.inputs) for p in parts] for parts in everyone]
             weights = weigh[mesh.index(a.ranks.rank, a.replicas)]
             return mine, weights, _positive(sum(map(sum, weigh)))
-        rows = rows_of(batch)
-        parts = [Part(cut(batch, r, rows), tuple(r)) for r in shares(rows, a.micro)]
-        weights = [a.weight(part.inputs) for part in parts]
-        total = torch.tensor([sum(weights), float(rows)], dtype=torch.float64)
+        (own,) = split(batch, 1, a.micro)
+        weights = [a.weight(part.inputs) for part in own]
+        here = torch.tensor([[sum(weights), rows_of(batch)]], dtype=torch.float64)
         group = a.ranks.group(a.replicas)
-        if group.pg is not None:
-            dist.all_reduce(total, group=group.pg)
-        return parts, weights, _positive(float(total[0]))
+        if group.pg is None:
+            return own, weights, _positive(sum(weights))
+        told = here.new_empty(group.size, 2)
+        dist.all_gather_into_tensor(told, here, group=group.pg)
+        first = int(told[: group.rank, 1].sum())  # samples are numbered across all ranks
+        parts = [Part(part.inputs, tuple(first + row for row in part.rows)) for part in own]
+        return parts, weights, _positive(float(told[:, 0].sum()))
 
     def _defined(self, part: Part, weight: float) -> Part:
         """A part in which no label counts has no mean: give it labels, its weight is zero anyway."""

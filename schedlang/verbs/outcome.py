@@ -18,6 +18,9 @@ HOLDS, FAILS, REFUSED, UNCHECKED = 0, 1, 2, 3
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+Model = Annotated[
+    str | None, typer.Option("--model", metavar="M", help="Model file or module; default model.py.")
+]
 Knobs = Annotated[
     list[str] | None,
     typer.Option("--knob", metavar="NAME=VALUE", help="Set a knob; may be repeated."),

@@ -16,13 +16,10 @@ from schedlang.verbs.outcome import (
     AsJson,
     Knobs,
     MeshSizes,
+    Model,
     show_json,
     verb,
 )
-
-Model = Annotated[
-    str | None, typer.Option("--model", metavar="M", help="Model file or module; default model.py.")
-]
 
 
 @verb
@@ -59,7 +56,7 @@ def verify(
     plan = Schedule(found.model(seed=seed), parse(read(file)), given).plan()
     if only is not None:
         plan = only_lines(plan, only)
-    batches = tuple(found.batch(seed + step) for step in range(3 if found.varies else 1))
+    batches = tuple(found.batch(seed + step) for step in range(3))
     case = Case(plan, batches, found.loss, found.weight, seed, dtype)
     said = _Said(quiet=as_json or not sys.stderr.isatty())
     command = repeated(file, plan, seed, model, only)

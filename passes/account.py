@@ -1,0 +1,123 @@
+"""What a plan costs, counted and not guessed: bytes per rank, collectives of a step, the timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from schedlang.passes.memory import RankClass, rank_classes
+from schedlang.passes.traffic import Collective, collectives
+from schedlang.plan import Plan
+
+if TYPE_CHECKING:
+    from schedlang.passes.dryrun import Loss
+    from schedlang.passes.staging import Staged
+    from schedlang.timeline import Timeline
+
+ACTIVATIONS = "not estimated"
+
+
+@dataclass(frozen=True)
+class Account:
+    """Exact figures of one training step.
+
+    classes      distinct kinds of ranks; None where stages are not known, for want of a batch
+    collectives  None where there is no batch to count them with
+    timeline     at unit cost: forward 1, backward 2; None without a pipeline
+    stages       unit -> stage; empty without a pipeline
+    notes        what is assumed or left out, in words
+    """
+
+    classes: tuple[RankClass, ...] | None
+    collectives: tuple[Collective, ...] | None
+    timeline: Timeline | None
+    stages: Mapping[str, int]
+    places: tuple[int, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def bubble(self) -> float | None:
+        """The idle share of the pipeline's ranks at unit cost."""
+        from schedlang.timeline_check import timing
+
+        return None if self.timeline is None else timing(self.timeline).bubble
+
+    def at(self, place: int | None) -> tuple[Collective, ...]:
+        """The collectives in which a rank at one place of the pipeline takes part."""
+        return tuple(
+            one
+            for one in self.collectives or ()
+            if one.places is None or place is None or place in one.places
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values; bytes throughout."""
+        classes, found = self.classes, self.collectives
+        return {
+            "activations": ACTIVATIONS,
+            "ranks": None if classes is None else [one.to_json() for one in classes],
+            "collectives": None if found is None else [one.to_json() for one in found],
+            "stages": dict(self.stages),
+            "bubble": self.bubble,
+            "timeline": None if self.timeline is None else self.timeline.text().split("\n"),
+            "notes": list(self.notes),
+        }
+
+
+def account(
+    plan: Plan, batch: Mapping[str, Any] | None = None, loss: Loss | None = None
+) -> Account:
+    """Count what a plan costs.
+
+    `batch` is the keyword arguments of one whole step; without it what depends on it is left out.
+    Raises Refusal where the plan cannot be built for this batch.
+    """
+    if batch is None:
+        return _without_batch(plan)
+    from schedlang.passes.holdings import holdings_of
+    from schedlang.passes.propagate import propagate
+    from schedlang.passes.staging import stages_of
+    from schedlang.runtime import parts
+
+    micro = plan.order.micro if plan.order is not None else 1
+    everyone = parts.split(batch, plan.mesh.size(plan.data_axes), micro)
+    sample = everyone[0][0].inputs
+    traced = propagate(plan, sample, loss)
+    staged = stages_of(plan, traced, sample, loss)
+    holdings = holdings_of(plan, staged)
+    notes = [_MOMENTS]
+    if len({len(part.rows) for row in everyone for part in row}) > 1:
+        notes.append("microbatches differ in rows; bytes are those of the largest")
+    return Account(
+        rank_classes(plan, staged, holdings),
+        collectives(plan, traced, staged, holdings, sample, loss),
+        _timeline(staged), _stages(staged), staged.ranks, tuple(notes),
+    )  # fmt: skip
+
+
+_MOMENTS = "optimizer state: two moments of AdamW in the parameter's dtype"
+_NO_BATCH = "collectives are not counted: there is no batch to count them with"
+_NO_STAGES = "what each stage holds is not known: there is no batch to cut the model with"
+
+
+def _without_batch(plan: Plan) -> Account:
+    from schedlang.passes.holdings import holdings_of
+    from schedlang.passes.propagate import Traced
+    from schedlang.passes.staging import stages_of
+
+    if any(plan.mesh.size(cut.axis) > 1 for cut in plan.cuts):
+        return Account(None, None, None, {}, (), (_NO_BATCH, _NO_STAGES))
+    staged = stages_of(plan, Traced(), {}, None)
+    classes = rank_classes(plan, staged, holdings_of(plan, staged))
+    return Account(classes, None, None, {}, staged.ranks, (_MOMENTS, _NO_BATCH))
+
+
+def _timeline(staged: Staged) -> Timeline | None:
+    return staged.timeline if staged.axis is not None else None
+
+
+def _stages(staged: Staged) -> dict[str, int]:
+    if staged.axis is None:
+        return {}
+    return dict(zip(staged.cut.graph.units, staged.cut.stage_of))

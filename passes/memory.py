@@ -1,0 +1,161 @@
+"""Exact bytes of parameters, gradients and optimizer state on each distinct kind of rank."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from schedlang.passes.holdings import slicing
+from schedlang.passes.reductions import sliced_names
+from schedlang.plan import Plan
+
+if TYPE_CHECKING:
+    from schedlang.passes.staging import Staged
+    from schedlang.runtime.holding import Holding
+
+MOMENTS = 2  # AdamW's, in the parameter's dtype
+
+
+@dataclass(frozen=True)
+class RankClass:
+    """Ranks that hold equally much: how many they are, the lowest one, and what each holds.
+
+    place       along the pipeline's axis, if there is one
+    elements    of parameters, padding included
+    parameters, gradients, optimizer   bytes, as they lie between two steps
+    working     bytes besides, at most, while a step runs: gathered parameters and gradients not yet
+                reduced, of what ZeRO slices
+    """
+
+    ranks: int
+    first: int
+    place: int | None
+    elements: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    working: int = 0
+
+    @property
+    def state(self) -> int:
+        """Bytes of parameters, gradients and optimizer state together."""
+        return self.parameters + self.gradients + self.optimizer
+
+    def to_json(self) -> dict[str, object]:
+        """As plain values."""
+        return {**asdict(self), "state": self.state}
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Parameters that lie alike: on these stages, each slice with as many elements."""
+
+    stages: frozenset[int] | None
+    elements: tuple[int, ...]  # by place along the sliced axes; one entry where not sliced
+    itemsize: int
+    trained: bool
+
+
+def rank_classes(
+    plan: Plan, staged: Staged, holdings: Mapping[str, Holding], moments: int = MOMENTS
+) -> tuple[RankClass, ...]:
+    """What ranks hold, one entry for each distinct kind of rank, in the order of their first rank.
+
+    `moments` are tensors of optimizer state per trained parameter, of its shape and dtype.  The
+    cost grows with distinct shapes, stages and slices, not with ranks.
+    """
+    mesh = plan.mesh
+    row, _ = slicing(plan)
+    axes = mesh.fold(row.axes) if row is not None else ()
+    kinds = Counter(_kinds(plan, holdings, axes))
+    places = mesh.size(staged.axis) if staged.axis is not None else 1
+    slices = mesh.size(axes) if axes else 1
+    share = mesh.world // (places * slices)
+    found: dict[tuple[int, ...], list[int]] = {}
+    for place in range(places):
+        working = _working(plan, staged, holdings, place)
+        for cut in range(slices):
+            held = _held(kinds, place, cut, moments)
+            first = _first(plan, staged, axes, place, cut)
+            entry = found.setdefault((place, *held, working), [0, first])
+            entry[0], entry[1] = entry[0] + share, min(entry[1], first)
+    classes = [
+        RankClass(count, first, place if staged.axis is not None else None, *held)
+        for (place, *held), (count, first) in found.items()
+    ]
+    return tuple(sorted(classes, key=lambda one: one.first))
+
+
+def _kinds(
+    plan: Plan, holdings: Mapping[str, Holding], axes: tuple[str, ...]
+) -> Iterator[_Kind]:
+    """The kind of every parameter; parts are measured once per distinct layout."""
+    ranks = plan.mesh.group(0, axes) if axes else (0,)
+    known: dict[object, tuple[int, ...]] = {}
+    for name, holding in holdings.items():
+        fact = plan.model.unique[name]
+        key = (holding.layout, bool(holding.sliced))
+        if key not in known:
+            at = ranks if holding.sliced else ranks[:1]
+            known[key] = tuple(math.prod(holding.local_shape(plan.mesh, rank)) for rank in at)
+        yield _Kind(holding.stages, known[key], fact.itemsize, fact.requires_grad)
+
+
+def _held(
+    kinds: Mapping[_Kind, int], place: int, cut: int, moments: int
+) -> tuple[int, int, int, int]:
+    elements = parameters = gradients = 0
+    for kind, count in kinds.items():
+        if kind.stages is not None and place not in kind.stages:
+            continue
+        size = count * kind.elements[cut if len(kind.elements) > 1 else 0]
+        elements += size
+        parameters += size * kind.itemsize
+        gradients += size * kind.itemsize * kind.trained
+    return elements, parameters, gradients, gradients * moments
+
+
+def _first(
+    plan: Plan, staged: Staged, axes: tuple[str, ...], place: int, cut: int
+) -> int:
+    """The lowest rank at a place of the pipeline and a place of the slices."""
+    here = plan.mesh.coordinates(plan.mesh.group(0, axes)[cut] if axes else 0)
+    if staged.axis is not None:
+        line = plan.mesh.group(plan.mesh.rank(here), staged.axis)
+        return line[place]
+    return plan.mesh.rank(here)
+
+
+def gathered_bytes(plan: Plan, holdings: Mapping[str, Holding], names: tuple[str, ...]) -> int:
+    """Bytes of parameters that are gathered whole from slices of equal size."""
+    row, _ = slicing(plan)
+    count = plan.mesh.size(row.axes) if row is not None else 1
+    total = 0
+    for name in names:
+        shape = holdings[name].layout.local_shape(plan.mesh)
+        rows = -(-shape[0] // count) * count  # as fully_shard pads
+        total += rows * math.prod(shape[1:]) * plan.model.unique[name].itemsize
+    return total
+
+
+def _working(plan: Plan, staged: Staged, holdings: Mapping[str, Holding], place: int) -> int:
+    """Stage 1 and 2 keep all units gathered through the step, 3 one at a time (and the next).
+
+    Gradients are whole until they are reduced: all of them at the end in stage 1, else one unit's.
+    """
+    row, _ = slicing(plan)
+    if row is None:
+        return 0
+    whole = []
+    for stage, owner in enumerate(staged.ranks):
+        if owner == place or staged.axis is None:
+            units = sliced_names(plan, staged, holdings, stage).values()
+            whole += [gathered_bytes(plan, holdings, names) for names in units]
+    largest = sum(sorted(whole)[-2:])
+    parameters = sum(whole) if row.stage < 3 else largest
+    several = plan.order is not None and plan.order.micro > 1
+    gradients = sum(whole) if row.stage == 1 and several else max(whole, default=0)
+    return parameters + gradients

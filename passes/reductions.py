@@ -1,0 +1,96 @@
+"""Which gradients are parts of a sum after the last backward, and what ZeRO slices unit by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from schedlang.plan import Plan
+
+if TYPE_CHECKING:
+    from schedlang.passes.propagate import Traced
+    from schedlang.passes.staging import Staged
+    from schedlang.runtime.holding import Holding
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Gradients of `names` are parts over `axes`, or over the places `stages` of one axis.
+
+    kind   "partial": each rank computed with a part of the activations; "tied": several stages use
+           the parameter; "replicas": ranks saw different rows of the batch
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    names: tuple[str, ...]
+    stages: frozenset[int] | None = None
+
+
+def reductions(plan: Plan, traced: Traced, holdings: Mapping[str, Holding]) -> list[Reduction]:
+    """All sums of a step in the order in which every rank takes part, over trained parameters.
+
+    A rank leaves out the names that it does not hold.
+    """
+    trained = [name for name, fact in plan.model.unique.items() if fact.requires_grad]
+    return [
+        *_partial(plan, traced, trained),
+        *_tied(holdings, trained),
+        *_replicas(plan, holdings, trained),
+    ]
+
+
+def _partial(plan: Plan, traced: Traced, trained: list[str]) -> Iterator[Reduction]:
+    by_axes: dict[tuple[str, ...], list[str]] = {}
+    for name in trained:
+        axes = tuple(a for a in plan.mesh.names if a in traced.partial.get(name, ()))
+        if axes:
+            by_axes.setdefault(axes, []).append(name)
+    for axes, names in sorted(by_axes.items()):
+        yield Reduction("partial", axes, tuple(names))
+
+
+def _tied(holdings: Mapping[str, Holding], trained: list[str]) -> Iterator[Reduction]:
+    by_stages: dict[frozenset[int], list[str]] = {}
+    for name in trained:
+        stages = holdings[name].stages
+        if stages is not None and len(stages) > 1:
+            by_stages.setdefault(stages, []).append(name)
+    for stages, names in sorted(by_stages.items(), key=lambda item: sorted(item[0])):
+        axis = holdings[names[0]].axis
+        assert axis is not None
+        yield Reduction("tied", (axis,), tuple(names), stages)
+
+
+def _replicas(
+    plan: Plan, holdings: Mapping[str, Holding], trained: list[str]
+) -> Iterator[Reduction]:
+    whole = tuple(name for name in trained if not holdings[name].sliced)
+    if whole and plan.data_axes and plan.mesh.size(plan.data_axes) > 1:
+        yield Reduction("replicas", plan.data_axes, whole)
+
+
+def units_of_stage(plan: Plan, staged: Staged, stage: int) -> tuple[str, ...]:
+    """The modules of a stage that are gathered one by one, in the order in which they are sliced.
+
+    Each takes what no module before it took; without a pipeline the model takes the rest.
+    """
+    if staged.axis is None:
+        return (*sorted(staged.trunk), "")
+    return tuple(staged.cut.graph.units[unit] for unit in staged.cut.units(stage))
+
+
+def sliced_names(
+    plan: Plan, staged: Staged, holdings: Mapping[str, Holding], stage: int
+) -> dict[str, tuple[str, ...]]:
+    """The sliced parameters (first names) of each unit of a stage that has any, and of the model."""
+    left = {name for name, holding in holdings.items() if holding.sliced}
+    found = {}
+    for fqn in units_of_stage(plan, staged, stage):
+        mine = tuple(dict.fromkeys(f.name for f in plan.model.below(fqn) if f.name in left))
+        left -= set(mine)
+        if mine or not fqn:
+            found[fqn] = mine
+    return found
+

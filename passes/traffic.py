@@ -1,0 +1,360 @@
+"""The collectives of one training step: kind, axes, how often, how many bytes, and at whose row."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.passes.holdings import slicing
+from schedlang.passes.memory import gathered_bytes
+from schedlang.passes.reductions import Reduction, reductions, sliced_names
+from schedlang.placement import P, Placement, Replicate, S
+from schedlang.plan import Plan
+
+if TYPE_CHECKING:
+    from schedlang.passes.dryrun import Exchange, Loss
+    from schedlang.passes.propagate import Traced
+    from schedlang.passes.staging import Staged
+    from schedlang.runtime.holding import Holding
+    from schedlang.runtime.shard import Edge
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective operation of a step, as often as one rank takes part in it.
+
+    phase    "forward", "backward" (recomputed forwards among it) or "step" (after the last backward)
+    what     what is sent, in words: "output", "input grad", "parameters", ...
+    fqn      the module where it happens; empty for the model as a whole
+    bytes    of the whole tensor, once
+    places   along the pipeline's axis where it happens; None: everywhere
+    row      the row of the plan that asks for it, if one does
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    phase: str
+    what: str
+    fqn: str
+    count: int
+    bytes: int
+    places: frozenset[int] | None = None
+    row: int | None = None
+
+    @property
+    def total(self) -> int:
+        """Bytes of all of them."""
+        return self.count * self.bytes
+
+    def to_json(self) -> dict[str, object]:
+        """As plain values."""
+        places = None if self.places is None else sorted(self.places)
+        return {**asdict(self), "axes": list(self.axes), "places": places, "total": self.total}
+
+
+@dataclass(frozen=True)
+class _Context:
+    plan: Plan
+    traced: Traced
+    staged: Staged
+    holdings: Mapping[str, Holding]
+
+    @property
+    def micro(self) -> int:
+        return self.plan.order.micro if self.plan.order is not None else 1
+
+    def row(self, facet: str) -> int | None:
+        """The last row that writes a facet."""
+        found = [a.row for a in self.plan.actions if facet in a.primitive.writes]
+        return found[-1] if found else None
+
+    def places(self, fqn: str) -> frozenset[int] | None:
+        """Where along the pipeline a module runs; code between units runs on several."""
+        if self.staged.axis is None:
+            return None
+        cut = self.staged.cut
+        for unit, name in enumerate(cut.graph.units):
+            if fqn == name or fqn.startswith(f"{name}."):
+                return frozenset([self.staged.ranks[cut.stage_of[unit]]])
+        return None
+
+
+def collectives(
+    plan: Plan,
+    traced: Traced,
+    staged: Staged,
+    holdings: Mapping[str, Holding],
+    batch: Mapping[str, Any],
+    loss: Loss | None = None,
+) -> tuple[Collective, ...]:
+    """All collectives of a step; `batch` is one microbatch, the one that was traced.
+
+    Sizes are those of that microbatch; smaller ones send less.
+    """
+    context = _Context(plan, traced, staged, holdings)
+    found = [
+        *_activations(context, batch, loss),
+        *_transfers(context),
+        *_slices(context),
+        *_sums(context),
+    ]
+    if plan.mesh.world > 1:
+        everyone = tuple(axis for axis, size in plan.mesh.axes if size > 1)
+        both = "loss and gradient norm"
+        found.append(Collective("all-reduce", everyone, "step", both, "", 1, 16))
+    return tuple(found)
+
+
+# -- inside a microbatch -----------------------------------------------------------------------
+
+
+def _activations(
+    context: _Context, batch: Mapping[str, Any], loss: Loss | None
+) -> Iterator[Collective]:
+    heard = context.traced.exchanges
+    if heard and any("recompute" in a.primitive.writes for a in context.plan.actions):
+        heard = tuple(_heard_again(context, batch, loss))
+    for (one, what), count in Counter((e, _what(context.traced, e)) for e in heard).items():
+        yield Collective(
+            one.kind, one.axes, "backward" if one.backward else "forward", what, one.fqn,
+            count * context.micro, one.bytes, context.places(one.fqn),
+            _row_of(context.plan, one.fqn),
+        )  # fmt: skip
+
+
+def _row_of(plan: Plan, fqn: str) -> int | None:
+    """The last row that places this module, else one inside it (it gathers for its children)."""
+    rows = [a for a in plan.actions if "placement" in a.primitive.writes]
+    own = [a.row for a in rows if fqn in a.sites]
+    below = (a.row for a in rows if any(site.startswith(f"{fqn}.") for site in a.sites))
+    return own[-1] if own else next(below, None)
+
+
+def _heard_again(
+    context: _Context, batch: Mapping[str, Any], loss: Loss | None
+) -> list[Exchange]:
+    """What a microbatch sends if modules are recomputed: the rows' own changes, run on meta."""
+    from schedlang.passes.dryrun import Exchange
+    from schedlang.passes.staging import local_skeleton
+    from schedlang.runtime import crossing
+    from schedlang.runtime.collective import Group, listening
+    from schedlang.runtime.constants import OnMeta
+    from schedlang.runtime.meta import hollow_batch
+
+    plan = context.plan
+    model = local_skeleton(plan, context.traced)
+    model.train()
+    at = _At(plan, model)
+    for action in plan.actions:
+        if "recompute" in action.primitive.writes:
+            for site in action.sites:
+                action.primitive.apply(plan.model.sites[site], at)
+    heard: list[Exchange] = []
+    backward = False
+
+    def listen(kind: str, group: Group, size: int) -> None:
+        heard.append(Exchange(kind, group.axes, size, group.label, backward))
+
+    inputs = hollow_batch(dict(batch))
+    with listening(listen):
+        with OnMeta(dict(batch), inputs):  # a model may ask for values of masks
+            value = _value(model, inputs, loss)
+        backward = True
+        if value is not None:
+            value.backward()
+    crossing.forget()
+    return heard
+
+
+@dataclass(frozen=True)
+class _At:
+    """What a primitive's `apply` is given: the copy, module by module."""
+
+    plan: Plan
+    module: Any
+
+    def at(self, fqn: str) -> Any:
+        return self.module.get_submodule(fqn)
+
+
+def _value(model: Any, inputs: Mapping[str, Any], loss: Loss | None) -> Any:
+    """Something to go backward from: the loss, else the sum of what the model gives."""
+    from schedlang.runtime.record import loss_of
+    from schedlang.runtime.trace import tensors_in
+
+    output = model(**inputs)
+    value = loss_of(output, inputs, loss)
+    if value is None:
+        floats = [t for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
+        value = sum(t.sum() for t in floats) if floats else None
+    return value if value is not None and value.requires_grad else None
+
+
+# (from, to) -> kind in forward, kind in backward; of an entry the backward only where ranks differ
+_ENTRY: Mapping[tuple[type, type], tuple[str, str]] = {
+    (Replicate, Replicate): ("", "all-reduce"),
+    (S, Replicate): ("all-gather", "reduce-scatter"),
+    (Replicate, S): ("", "all-gather"),
+}
+_EXIT: Mapping[tuple[type, type], tuple[str, str]] = {
+    (P, Replicate): ("all-reduce", ""),
+    (P, S): ("reduce-scatter", "all-gather"),
+    (S, Replicate): ("all-gather", ""),
+    (Replicate, S): ("", "all-gather"),
+}
+
+
+def _what(traced: Traced, one: Exchange) -> str:
+    """Which tensor of its module an exchange is of."""
+    edge = next((e for e in traced.edges.get(one.fqn, ()) if e.group.axes == one.axes), None)
+    if edge is None:
+        return "activation"
+    enters, leaves = _ends(edge)
+    entry, leave = enters[one.backward] == one.kind, leaves[one.backward] == one.kind
+    if edge.head and not one.backward and not entry:
+        return "loss"
+    side = "input or output" if entry and leave else "output" if leave else "input"
+    if one.backward and not (entry or leave):  # recomputed
+        return "input again" if enters[False] == one.kind else "output again"
+    return f"{side} grad" if one.backward else side
+
+
+def _ends(edge: Edge) -> tuple[tuple[str, str], tuple[str, str]]:
+    def kinds(table: Mapping[Any, Any], a: Placement, b: Placement) -> tuple[str, str]:
+        found: tuple[str, str] = table.get((type(a), type(b)), ("", ""))
+        return found
+
+    forward, backward = kinds(_ENTRY, edge.arrives, edge.wants)
+    needed = edge.differ or not isinstance(edge.arrives, Replicate | S) or edge.wants != Replicate()
+    enters = (forward, backward if needed else "")
+    return enters, kinds(_EXIT, edge.computes, edge.leaves)
+
+
+# -- between stages, and over data-parallel ranks ----------------------------------------------
+
+
+def _transfers(context: _Context) -> Iterator[Collective]:
+    """What stages send to each other, per value; only between stages of different ranks."""
+    staged, micro = context.staged, context.micro
+    if staged.axis is None:
+        return
+    row = context.row("stage")
+    for (source, target), tokens in staged.cut.routes.items():
+        if staged.ranks[source] == staged.ranks[target]:
+            continue
+        for token in tokens:
+            leaf = staged.cut.graph.leaves[token]
+            size = _bytes(leaf.shape, leaf.dtype)
+            fqn = staged.cut.graph.units[token[0]]
+            sent = Collective(
+                "send", (staged.axis,), "forward", f"to stage {target}", fqn, micro, size,
+                frozenset([staged.ranks[source]]), row,
+            )  # fmt: skip
+            yield sent
+            if leaf.differentiable:
+                back = frozenset([staged.ranks[target]])
+                what = f"grad to stage {source}"
+                yield replace(sent, phase="backward", what=what, places=back)
+
+
+def _bytes(shape: Iterable[int], dtype: str) -> int:
+    import torch
+
+    count = 1
+    for size in shape:
+        count *= size
+    kind: torch.dtype = getattr(torch, dtype)
+    return count * kind.itemsize
+
+
+def _slices(context: _Context) -> Iterator[Collective]:
+    """Gathers of sliced parameters and reductions of their gradients, unit by unit.
+
+    As runtime/replicas.py has them: parameters are gathered once a step, or for every forward and
+    backward (stage 3); gradients are reduced once a step, or after every backward (stages 2, 3).
+    """
+    plan, staged, micro = context.plan, context.staged, context.micro
+    row, whole = slicing(plan)
+    if row is None:
+        return
+    axes, line = plan.mesh.fold(row.axes), context.row("state")
+    for stage, owner in enumerate(staged.ranks):
+        places = None if staged.axis is None else frozenset([owner])
+        for fqn, names in sliced_names(plan, staged, context.holdings, stage).items():
+            trained = tuple(n for n in names if plan.model.unique[n].requires_grad)
+            size = gathered_bytes(plan, context.holdings, names)
+            grads = gathered_bytes(plan, context.holdings, trained)
+            times = micro if row.stage > 1 else 1
+            gather = Collective(
+                "all-gather", axes, "forward", "parameters", fqn,
+                micro if row.stage == 3 else 1, size, places, line,
+            )  # fmt: skip
+            if names:
+                yield gather
+            if names and row.stage == 3:
+                yield replace(gather, phase="backward")
+            if trained:
+                reduce = replace(gather, kind="reduce-scatter", phase="backward", what="grads")
+                yield replace(reduce, count=times, bytes=grads)
+                if whole:
+                    part = grads // plan.mesh.size(axes)
+                    over = plan.mesh.fold(whole)
+                    yield replace(
+                        reduce, kind="all-reduce", axes=over, count=times, bytes=part
+                    )
+
+
+# -- after the last backward -------------------------------------------------------------------
+
+FACETS = {"partial": "placement", "tied": "stage", "replicas": "state"}
+WORDS = {"partial": "grads of parts", "tied": "grads of ties", "replicas": "grads"}
+
+
+def _sums(context: _Context) -> Iterator[Collective]:
+    """Sums of gradients in buckets, which differ by stage."""
+    staged, mesh = context.staged, context.plan.mesh
+    places = range(mesh.size(staged.axis)) if staged.axis is not None else (None,)
+    for one in reductions(context.plan, context.traced, context.holdings):
+        row = context.row(FACETS[one.kind])
+        for place in places:
+            if one.stages is None or place in one.stages:
+                at = None if place is None else frozenset([place])
+                for size, fqn in _buckets(context, one, place):
+                    yield Collective(
+                        "all-reduce", one.axes, "step", WORDS[one.kind], fqn, 1, size, at, row
+                    )
+
+
+def _buckets(
+    context: _Context, one: Reduction, place: int | None
+) -> Iterator[tuple[int, str]]:
+    """Bytes of each bucket, with the module that holds all of it (one number more a parameter)."""
+    import math
+
+    from schedlang.runtime.gradient import buckets
+
+    plan = context.plan
+    rank = 0
+    if place is not None and context.staged.axis is not None:
+        rank = plan.mesh.group(0, context.staged.axis)[place]
+    names = [n for n in one.names if context.holdings[n].held(plan.mesh, rank)]
+    facts = [plan.model.unique[n] for n in names]
+    counts = [math.prod(context.holdings[n].local_shape(plan.mesh, rank)) for n in names]
+    sizes = [(count * f.itemsize, f.dtype) for count, f in zip(counts, facts)]
+    for bucket in buckets(sizes):
+        elements = sum(counts[k] for k in bucket) + len(bucket)
+        owners = [plan.model.owner(names[k]).fqn for k in bucket]
+        yield elements * facts[bucket[0]].itemsize, _common(owners)
+
+
+def _common(owners: list[str]) -> str:
+    """The innermost module that holds all of them."""
+    rows = [owner.split(".") for owner in owners]
+    shared = []
+    for column in zip(*rows):
+        if len(set(column)) > 1:
+            break
+        shared.append(column[0])
+    return ".".join(shared)

@@ -1,0 +1,55 @@
+"""Schedules for PyTorch models: the public names, imported when first used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from schedlang.diagnostic import Diagnostic, Refusal
+    from schedlang.equivalence import assert_equivalent, verify
+    from schedlang.placement import P, R, S
+    from schedlang.report import Report
+    from schedlang.schedule import create_schedule, load
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Diagnostic",
+    "P",
+    "R",
+    "Refusal",
+    "Report",
+    "S",
+    "__version__",
+    "assert_equivalent",
+    "create_schedule",
+    "load",
+    "verify",
+]
+
+_HOMES = {
+    "Diagnostic": "diagnostic",
+    "P": "placement",
+    "R": "placement",
+    "Refusal": "diagnostic",
+    "Report": "report",
+    "S": "placement",
+    "assert_equivalent": "equivalence",
+    "create_schedule": "schedule",
+    "load": "schedule",
+    "verify": "equivalence",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name from the module that defines it; `import schedlang` alone costs nothing."""
+    if name not in _HOMES:
+        raise AttributeError(f"module `schedlang` has no `{name}`")
+    value = getattr(importlib.import_module(f"schedlang.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

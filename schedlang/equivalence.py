@@ -1,0 +1,72 @@
+"""Verification from Python: a schedule against its model, as a report or as an assertion."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostic import Diagnostic, Label, Refusal
+from schedlang.source import python_span
+
+if TYPE_CHECKING:
+    from schedlang.report import Report
+    from schedlang.schedule import Schedule
+
+Batches = Mapping[str, Any] | Callable[..., Mapping[str, Any]]
+STEPS = 3
+
+
+def verify(
+    sch: Schedule,
+    *,
+    batch: Batches,
+    loss: Callable[..., Any] | None = None,
+    weight: Callable[..., float] | None = None,
+    seed: int = 0,
+    dtype: str | None = None,
+) -> Report:
+    """Compare a schedule with its model on local ranks, in float64; see `schedlang verify`.
+
+    batch   the keyword arguments of one step, or a function of the seed that gives them.  With one
+            dict every step sees the same, and the report lists what was not exercised
+    loss    loss(output, batch), where the model returns none
+    weight  weight(part) of a part of the batch in the mean; default: the labels that count
+    dtype   the working dtype that is checked beside float64; default: that of the model
+    Models, losses and batches may be defined anywhere: a notebook, `__main__`, a closure.  Raises
+    Refusal for what cannot be run, RankDied or Hang for a run that failed.
+    """
+    from schedlang.passes.prove import Case, prove
+
+    plan = sch.plan()
+    if any(p.is_meta for p in plan.model.model.parameters()):
+        title = "the model has no values: it lies on the meta device"
+        raise Refusal(Diagnostic("S609", title, helps=("verify it on a real device",)))
+    case = Case(plan, _batches(batch, seed), loss, weight, seed, dtype)
+    return prove(case, title=type(plan.model.model).__name__)
+
+
+def assert_equivalent(sch: Schedule, **options: Any) -> None:
+    """Raise AssertionError with the report unless `verify(sch, **options)` finds all equal."""
+    report = verify(sch, **options)
+    if not report.ok:
+        raise AssertionError(f"the schedule differs from its model\n{report}")
+
+
+def _batches(batch: Any, seed: int) -> tuple[dict[str, Any], ...]:
+    """One batch, or one for each step where a function of the seed makes them."""
+    if isinstance(batch, Mapping):
+        return (dict(batch),) * STEPS
+    if not callable(batch):
+        raise _refusal(f"`batch` is a {type(batch).__name__}, not a dict")
+    takes_seed = bool(inspect.signature(batch).parameters)
+    made = [batch(seed + step) if takes_seed else batch() for step in range(STEPS)]
+    wrong = next((one for one in made if not isinstance(one, Mapping)), None)
+    if wrong is not None:
+        raise _refusal(f"`batch` returns {type(wrong).__name__}, not a dict")
+    return tuple(dict(one) for one in made)
+
+
+def _refusal(title: str) -> Refusal:
+    help_ = "give the model's keyword arguments as a dict, or a function of the seed"
+    return Refusal(Diagnostic("S902", title, Label(python_span()), helps=(help_,)))

@@ -1,0 +1,78 @@
+"""A program that is built at its first batch, which tells the shapes that building needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.parts import Batch
+from schedlang.runtime.program import Program
+
+Make = Callable[[Batch, bool], Program]  # from a batch, and whether it is this rank's own rows
+_OWN = ("_make", "_program")
+
+
+class Waiting:
+    """A `Program` to come: `train_step` and `eval_step` build it, then all of it is there.
+
+    All ranks take their first step together, so they build together.  Whatever a program offers
+    besides is refused before that (S616).
+    """
+
+    _make: Make
+    _program: Program | None
+
+    def __init__(self, make: Make) -> None:
+        self._make, self._program = make, None
+
+    def train_step(self, batch: Batch, *, local: bool = False) -> Tensor:
+        """As `Program.train_step`."""
+        return self._built(batch, local).train_step(batch, local=local)
+
+    def eval_step(self, batch: Batch, *, local: bool = False) -> Any:
+        """As `Program.eval_step`."""
+        return self._built(batch, local).eval_step(batch, local=local)
+
+    def _built(self, batch: Batch, local: bool) -> Program:
+        if self._program is None:
+            self._program = self._make(batch, local)
+        return self._program
+
+    def __getattr__(self, name: str) -> Any:
+        if self._program is None:
+            self._refuse(name)
+        return getattr(self._program, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+            return
+        if self._program is None:
+            self._refuse(name)
+        setattr(self._program, name, value)
+
+    def __dir__(self) -> list[str]:
+        return [*dir(Program), *getattr(Program, "__dataclass_fields__", ())]
+
+    def __repr__(self) -> str:
+        return (
+            "<a program to be built at its first batch>"
+            if self._program is None
+            else repr(self._program)
+        )
+
+    def _refuse(self, name: str) -> None:
+        """AttributeError for what no program has; else say how to have it now."""
+        if name.startswith("_") or name not in dir(self):
+            raise AttributeError(f"a program has no `{name}`")
+        raise Refusal(
+            Diagnostic(
+                "S616", f"`{name}` is not there yet: the program is built at its first batch",
+                notes=("shapes are known from a batch, and none was given to `build`",),
+                helps=("give one, only its shapes count: `sch.build(batch=batch, ...)`",
+                       f"or use `{name}` after the first `train_step` or `eval_step`"),
+            )
+        )  # fmt: skip

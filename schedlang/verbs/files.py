@@ -1,0 +1,62 @@
+"""What the verbs of a plan share: a schedule's plan from its files, its account, whole writes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from schedlang.modelfile import ModelFile
+    from schedlang.nodes import File
+    from schedlang.passes.account import Account
+    from schedlang.plan import Plan
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A schedule file, its plan for the model on the meta device, and the model file."""
+
+    file: Path
+    tree: File
+    plan: Plan
+    model: ModelFile
+
+
+def planned(
+    file: Path, model: str | None, knobs: Sequence[str] | None, mesh: str | None
+) -> Planned:
+    """Read a schedule and its model file, and plan; refuses whatever is wrong in either."""
+    from schedlang.modelfile import load_model_file
+    from schedlang.schedule import Schedule
+    from schedlang.syntax import parse, read
+    from schedlang.verbs.settings import settings
+
+    given = settings(knobs, mesh)
+    tree = parse(read(file))
+    found = load_model_file(model, file)
+    return Planned(file, tree, Schedule(found.model(meta=True), tree, given).plan(), found)
+
+
+def accounted(one: Planned) -> Account:
+    """What the plan costs, with the model file's batch if it has one."""
+    from schedlang.passes.account import account
+
+    batch = one.model.batch(0) if one.model.has_batch else None
+    return account(one.plan, batch, one.model.loss)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            out.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

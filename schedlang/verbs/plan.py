@@ -1,0 +1,97 @@
+"""plan: what will be done, where, and what it costs; on the meta device, before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, show_json, verb
+
+if TYPE_CHECKING:
+    from schedlang.passes.show import View
+
+Out = Annotated[Path | None, typer.Option("--out", help="Save the plan, for `run --plan`.")]
+
+
+@verb
+def plan(
+    file: Annotated[Path, typer.Argument(help="A schedule.", metavar="FILE")],
+    model: Model = None,
+    knob: Knobs = None,
+    mesh: MeshSizes = None,
+    each: Annotated[bool, typer.Option("--each", help="One line for each module.")] = False,
+    why: Annotated[
+        str | None, typer.Option("--why", metavar="PATH", help="Only the rows at this module.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option("--svg", help="Draw it into this file.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="The same as a page.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="The timeline for Perfetto or Chrome.")
+    ] = None,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a schedule does to its model and what that costs, without running anything.
+
+    Bytes of parameters, gradients and optimizer state per rank, collectives of one step, and the
+    timeline at unit cost.  Activations are not estimated.
+    """
+    from schedlang.passes.show import view
+    from schedlang.passes.show_text import text
+    from schedlang.passes.why import why as why_of
+    from schedlang.verbs.files import accounted, planned
+
+    found = planned(file, model, knob, mesh)
+    if why is not None:
+        said = why_of(found.plan, found.tree, why)
+        show_json({"why": said.split("\n")}) if as_json else print(said)
+        return
+    shown = view(found.plan, accounted(found), file.name, each=each)
+    _write(shown, svg, html, trace)
+    value = shown.to_json()
+    if out is not None:
+        _save(out, value, found)
+    if as_json:
+        show_json(value)
+    else:
+        print(text(shown, each=each))
+
+
+def _write(shown: View, svg: Path | None, html: Path | None, trace: Path | None) -> None:
+    """The pictures that were asked for."""
+    from schedlang.diagnostic import Diagnostic, Refusal
+    from schedlang.passes.picture import page, picture
+    from schedlang.passes.trace import trace as traced
+    from schedlang.timeline_check import timing
+    from schedlang.verbs.files import write_text
+
+    if svg is not None:
+        write_text(svg, picture(shown))
+    if html is not None:
+        write_text(html, page(shown))
+    if trace is not None:
+        timeline = shown.account.timeline
+        if timeline is None:
+            title = "this plan has no pipeline, so there is no timeline to trace"
+            raise Refusal(Diagnostic("S609", title, helps=("leave out `--trace`",)))
+        write_text(trace, traced(timing(timeline)))
+
+
+def _save(out: Path, value: dict[str, Any], found: Any) -> None:
+    """All that running it again needs: text, model, decisions, mesh and actions."""
+    import json
+
+    from schedlang import printer
+    from schedlang.verbs.files import write_text
+
+    path = found.model.path
+    saved = {
+        "plan": 1,
+        "schedule_file": str(found.file),
+        "schedule_text": printer.to_text(found.tree),
+        "model_file": str(path) if path is not None else found.model.name,
+        **{key: value[key] for key in ("decisions", "mesh", "views", "relaxed", "actions")},
+    }
+    write_text(out, json.dumps(saved, indent=1, ensure_ascii=False) + "\n")

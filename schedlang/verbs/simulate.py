@@ -1,0 +1,95 @@
+"""simulate: time and draw the timeline of a pipeline, under given costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, show_json, verb
+
+if TYPE_CHECKING:
+    from schedlang.timeline import Timeline
+
+
+@verb
+def simulate(
+    file: Annotated[
+        Path | None, typer.Argument(help="A schedule with a pipeline.", metavar="FILE")
+    ] = None,
+    order: Annotated[str, typer.Option(help="Without a file: the order.")] = "1F1B",
+    ranks: Annotated[int, typer.Option(help="Pipeline ranks.")] = 4,
+    micro: Annotated[int, typer.Option(help="Microbatches.")] = 8,
+    chunks: Annotated[int, typer.Option(help="Stages on each rank.")] = 1,
+    f: Annotated[float, typer.Option("--f", help="Cost of a forward.")] = 1.0,
+    b: Annotated[float, typer.Option("--b", help="Cost of a backward.")] = 2.0,
+    comm: Annotated[float, typer.Option("--comm", help="Cost of a transfer.")] = 0.0,
+    model: Model = None,
+    knob: Knobs = None,
+    mesh: MeshSizes = None,
+    svg: Annotated[Path | None, typer.Option("--svg", help="Draw it into this file.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write a trace for Perfetto or Chrome.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time a pipeline's timeline: makespan, bubble, live activations; draw it.
+
+    A schedule's order, ranks, microbatches and chunks are those of its plan; costs are as given.
+    """
+    from schedlang.diagnostic import Diagnostic, Refusal
+    from schedlang.orders import OrderError
+    from schedlang.orders import order as ordered
+    from schedlang.passes.trace import trace as traced
+    from schedlang.timeline import Kind
+    from schedlang.timeline_check import peak_live, timing
+    from schedlang.timeline_svg import svg as drawn
+    from schedlang.verbs.files import write_text
+
+    if min(f, b, comm) < 0 or f + b == 0:
+        helps = ("costs are times: none below zero, not both zero",)
+        raise Refusal(Diagnostic("S304", "these costs are no times", helps=helps))
+    if file is not None:
+        order, ranks, micro, chunks = _of_schedule(file, model, knob, mesh)
+    try:
+        line: Timeline = ordered(order, ranks, micro, chunks)
+    except OrderError as error:
+        raise Refusal(Diagnostic("S608", error.reason, helps=(error.legal,))) from None
+    cost = {Kind.F: f, Kind.B: b, Kind.I: b / 2, Kind.W: b / 2}
+    times = timing(line, cost, comm)
+    head = f"{order}   {ranks} ranks, {micro} microbatches, {chunks} stages on each"
+    if svg is not None:
+        write_text(svg, drawn(line, cost, comm, f"{head}, bubble {times.bubble:.1%}"))
+    if trace is not None:
+        write_text(trace, traced(times))
+    live = peak_live(line).tolist()
+    if as_json:
+        show_json(
+            {
+                "order": order, "ranks": ranks, "micro": micro, "chunks": chunks,
+                "cost": {"f": f, "b": b, "comm": comm}, "makespan": times.makespan,
+                "bubble": times.bubble, "busy": times.busy.tolist(), "live": live,
+                "timeline": line.text().split("\n"),
+            }
+        )  # fmt: skip
+        return
+    print(f"{head}\nmakespan {times.makespan:g}   bubble {times.bubble:.1%}   "
+          f"live activations at most {max(live)}\n")  # fmt: skip
+    print(line.text(100))
+
+
+def _of_schedule(
+    file: Path, model: str | None, knob: list[str] | None, mesh: str | None
+) -> tuple[str, int, int, int]:
+    """Order, ranks, microbatches and chunks of a schedule's plan."""
+    from schedlang.diagnostic import Diagnostic, Refusal
+    from schedlang.verbs.files import planned
+
+    plan = planned(file, model, knob, mesh).plan
+    if plan.order is None or not plan.cuts:
+        title = f"`{file.name}` has no pipeline to simulate"
+        helps = ("give it `pipeline_split` and `pipeline`, or name an order: `--order 1F1B`",)
+        raise Refusal(Diagnostic("S609", title, helps=helps))
+    ranks = plan.mesh.size(plan.cuts[0].axis)
+    return plan.order.name, ranks, plan.order.micro, plan.order.chunks

@@ -1,0 +1,35 @@
+"""tree: the model with its paths, shapes, ties; repeated blocks folded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from schedlang.verbs.outcome import AsJson, Model, show_json, verb
+
+
+@verb
+def tree(
+    file: Annotated[
+        Path | None, typer.Argument(help="A schedule or a model file.", metavar="FILE")
+    ] = None,
+    model: Model = None,
+    each: Annotated[bool, typer.Option("--each", help="Repeated blocks one by one.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the model as a schedule sees it: paths, classes, parameters with named dims, ties."""
+    from schedlang.model import ModelFacts
+    from schedlang.modelfile import load_model_file
+    from schedlang.passes.tree import text
+    from schedlang.passes.tree import tree as tree_of
+
+    if file is not None and file.suffix == ".py" and model is None:
+        model = str(file)
+    found = load_model_file(model, file)
+    root = tree_of(ModelFacts(found.model(meta=True)), each=each)
+    if as_json:
+        show_json(root.to_json())
+    else:
+        print(text(root))
