@@ -178,7 +178,7 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S637": ("state that no checkpoint can hold", "Tensors, and plain numbers alike on all ranks."),
     "S702": (
         "too many ranks for one machine",
-        "`verify` starts local processes.  A smaller mesh, `--mesh ...`, proves the same rows.",
+        "`verify` and `run` start local processes.  A smaller mesh, `--mesh ...`, keeps the rows.",
     ),
     "S703": (
         "the loss of the whole is not the mean of the parts",
@@ -199,6 +199,7 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S903": ("`model` returns something else", "Return a torch.nn.Module."),
     "S904": ("no model file", "Put a `model.py` beside the schedule, or name one: `--model`."),
     "S905": ("the model file fails to import", "Its own error is shown, with the line."),
+    "S907": ("no plan to be read", "It must be one that `schedlang plan --out` wrote."),
     "S906": ("the model file has no `model()`", "Define it; it may build on the meta device."),
 }
 

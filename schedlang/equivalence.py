@@ -36,7 +36,8 @@ def verify(
     Models, losses and batches may be defined anywhere: a notebook, `__main__`, a closure.  Raises
     Refusal for what cannot be run, RankDied or Hang for a run that failed.
     """
-    from schedlang.passes.prove import Case, prove
+    from schedlang.passes.prove import prove
+    from schedlang.passes.sides import Case
 
     plan = sch.plan()
     if any(p.is_meta for p in plan.model.model.parameters()):
