@@ -10,7 +10,7 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from schedlang.runtime.dry import Leaf
     from schedlang.runtime.follow import Mismatch
@@ -60,7 +60,22 @@ def record(
             raise _rejected(error) from error
     recorder.recording.entries.update(stack.turns)
     recorder.recording.order.extend(stack.turns)
-    return recorder.recording
+    recording: Recording = recorder.recording
+    return recording
+
+
+def root_of(output: Any, loss: Tensor | None) -> Tensor | None:
+    """Where a backward can start: the loss, the model's own, else the sum of what it gives."""
+    import torch
+
+    from schedlang.runtime.record import loss_of
+    from schedlang.runtime.trace import tensors_in
+
+    root = loss if loss is not None else loss_of(output, {}, None)
+    if root is None:
+        floats = [t for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
+        root = torch.stack([t.sum() for t in floats]).sum() if floats else None
+    return root if root is not None and root.requires_grad else None
 
 
 def _rejected(error: Exception) -> Refusal:
@@ -131,7 +146,7 @@ class Run:
         for fqn, leaf in self.leaves.items():
             module = model.get_submodule(fqn)
             forward = dry_forward(leaf, module, self.follower, self._group_at(fqn), self.edges)
-            module.forward = forward  # type: ignore[method-assign]
+            module.forward = forward
         self.stack.watch(model, _opaque(self.leaves))
         return model
 
@@ -195,14 +210,7 @@ class Run:
                 )  # fmt: skip
 
     def _backward(self, output: Any, loss: Any) -> None:
-        from schedlang.runtime.trace import tensors_in
-
         self.backward = True
-        value = loss if loss is not None else getattr(output, "loss", None)
-        if value is None and isinstance(output, Mapping):
-            value = output.get("loss")
-        if value is None:
-            floats = [t for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
-            value = sum(t.sum() for t in floats) if floats else None
-        if value is not None and value.requires_grad:
-            value.backward()
+        root = root_of(output, loss)
+        if root is not None:
+            root.backward()  # type: ignore[no-untyped-call]

@@ -152,9 +152,7 @@ class _Marks:
             for a in rows
             if not {"placement", "shape"} & a.primitive.writes or not facts
         )
-        return Mark(
-            tuple(sorted(inside or holds)), layouts, does, tuple(self.sends.get(fqn, ()))
-        )
+        return Mark(tuple(sorted(inside or holds)), layouts, does, tuple(self.sends.get(fqn, ())))
 
 
 Placed = tuple[int, Node, str]

@@ -112,7 +112,11 @@ class View:
             "grade": self.grade,
             "parameters": sum(fact.numel for fact in self.plan.model.unique.values()),
             "steps": [
-                {"name": s.name, "relaxed": list(s.relaxed), "lines": [x.to_json() for x in s.lines]}
+                {
+                    "name": s.name,
+                    "relaxed": list(s.relaxed),
+                    "lines": [x.to_json() for x in s.lines],
+                }
                 for s in self.steps
             ],
             "account": self.account.to_json(),
