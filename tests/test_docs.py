@@ -25,7 +25,8 @@ ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 def blocks(page: Path, language: str) -> list[str]:
     """The fenced blocks of one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.S | re.M)
+    fences = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.S | re.M)
+    return [text for name, text in fences if name == language]
 
 
 def group() -> Any:
@@ -186,3 +187,13 @@ def test_a_primitive_in_one_file(tmp_path: Path) -> None:
     failed = call("verify", "chunk.sched")
     assert failed.returncode == 1
     assert re.search(r"to blame +chunk\.sched:6: .*chunk\(parts=2\)", failed.stdout), failed.stdout
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "examples").glob("*/*.sched")), ids=lambda p: f"{p.parent.name}/{p.name}"
+)
+def test_examples_are_in_good_style(file: Path) -> None:
+    """Each schedule that ships passes `check` without a warning and stands in canonical form."""
+    checked = CliRunner().invoke(app, ["check", str(file)])
+    assert checked.exit_code == 0 and not checked.stderr, checked.stderr
+    assert CliRunner().invoke(app, ["fmt", "--check", str(file)]).exit_code == 0
