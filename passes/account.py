@@ -1,4 +1,4 @@
-"""What a plan costs, counted and not guessed: bytes per rank, collectives of a step, the timeline."""
+"""What a plan costs, counted, not guessed: bytes per rank, collectives, the timeline."""
 
 from __future__ import annotations
 

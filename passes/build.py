@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.model import Site
+    from schedlang.runtime.assembly import Weight
     from schedlang.runtime.holding import Holding
-    from schedlang.runtime.program import Program, Weight
+    from schedlang.runtime.program import Program
     from schedlang.runtime.ranks import Ranks
 
 Loss = Callable[..., Any]
@@ -77,7 +78,8 @@ def build(
     Raises Refusal before any collective where the plan cannot be built.
     """
     from schedlang.runtime import parts
-    from schedlang.runtime.program import Assembly, Program
+    from schedlang.runtime.assembly import Assembly
+    from schedlang.runtime.program import Program
 
     ranks = check_job(plan)
     micro = plan.order.micro if plan.order is not None else 1
@@ -105,7 +107,7 @@ def build(
     assembly = Assembly(
         module=module, pipeline=pipeline, ranks=ranks, replicas=replicas, micro=micro,
         parameters=found, holdings=holdings, buffers=dict(module.named_buffers()),
-        buffer_stages=buffer_stages(staged), ties=plan.model.ties,
+        buffer_stages=buffer_stages(staged), ties=(*plan.model.ties, *plan.model.shared_buffers),
         keys=tuple(plan.model.model.state_dict()), sums=tuple(sums), sliced=sliced,
         weight=weight or weight_of(traced, count * micro),
         last_rank=plan.mesh.rank(zero | last), stage_axis=axis, dropout=dropout,
@@ -130,7 +132,7 @@ def check_job(plan: Plan) -> Ranks:
     return Ranks(plan.mesh)
 
 
-# -- what lies where ---------------------------------------------------------------------------------
+# -- what lies where ---------------------------------------------------------------------------
 
 
 def _local_copy(plan: Plan, holdings: Mapping[str, Holding], ranks: Ranks) -> nn.Module:
@@ -174,7 +176,9 @@ def _apply(builder: Builder) -> None:
             shaped = True
         for group in action.each:
             sites = tuple(plan.model.sites[fqn] for fqn in group)
-            target: Site | tuple[Site, ...] = sites if action.primitive.takes == "selection" else sites[0]
+            target: Site | tuple[Site, ...] = (
+                sites if action.primitive.takes == "selection" else sites[0]
+            )
             action.primitive.apply(target, builder)
     if not shaped:
         shape_up(builder.module, builder.traced, at_home)
@@ -192,12 +196,10 @@ def _loss_dtype(plan: Plan) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
-# -- random numbers, weights, the executor -----------------------------------------------------------
+# -- random numbers, weights, the executor -----------------------------------------------------
 
 
-def _dropout(
-    plan: Plan, traced: Traced, ranks: Ranks, seed: int | None, module: nn.Module
-) -> Any:
+def _dropout(plan: Plan, traced: Traced, ranks: Ranks, seed: int | None, module: nn.Module) -> Any:
     """Logical dropout, where a seed asks for it or several ranks must agree on masks."""
     from schedlang.runtime.random import LogicalDropout, Window
     from schedlang.runtime.scope import named_sites
@@ -225,7 +227,8 @@ def _dropout(
 def _positions(blocks: Sequence[int], size: int, parts: int, place: int) -> list[int]:
     """The logical positions that a rank holds along a dim of blocks split one by one."""
     scale = size / sum(blocks)
-    found, start = [], 0
+    found: list[int] = []
+    start = 0
     for block in blocks:
         length = int(block * scale) // parts
         found += range(start + place * length, start + (place + 1) * length)
@@ -273,6 +276,3 @@ def _check_optimizer(
             helps=("use an elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, ...)",),
         )
     )  # fmt: skip
-
-
-

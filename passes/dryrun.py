@@ -10,7 +10,7 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from schedlang.runtime.dry import Leaf
     from schedlang.runtime.follow import Mismatch
@@ -60,7 +60,22 @@ def record(
             raise _rejected(error) from error
     recorder.recording.entries.update(stack.turns)
     recorder.recording.order.extend(stack.turns)
-    return recorder.recording
+    recording: Recording = recorder.recording
+    return recording
+
+
+def root_of(output: Any, loss: Tensor | None) -> Tensor | None:
+    """Where a backward can start: the loss, the model's own, else the sum of what it gives."""
+    import torch
+
+    from schedlang.runtime.record import loss_of
+    from schedlang.runtime.trace import tensors_in
+
+    root = loss if loss is not None else loss_of(output, {}, None)
+    if root is None:
+        floats = [t for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
+        root = torch.stack([t.sum() for t in floats]).sum() if floats else None
+    return root if root is not None and root.requires_grad else None
 
 
 def _rejected(error: Exception) -> Refusal:
@@ -72,6 +87,12 @@ def _rejected(error: Exception) -> Refusal:
             helps=("let `batch(seed)` return the keyword arguments of the model's forward",),
         )
     )  # fmt: skip
+
+
+def _near(failure: Mismatch, number: Number) -> bool:
+    """May this number have made the sizes in the failing call?  Of settings only those that do."""
+    _, path, value = number
+    return "." not in path or any(whole and whole % value == 0 for whole in failure.integers)
 
 
 class Run:
@@ -114,6 +135,7 @@ class Run:
         from schedlang.runtime.dry import dry_forward
         from schedlang.runtime.follow import Note, Tag
         from schedlang.runtime.meta import hollow_model
+        from schedlang.runtime.numbers import set_number
 
         plan = self.plan
         shapes = {name: plan.held(name).local_shape(plan.mesh) for name in plan.layouts}
@@ -126,12 +148,12 @@ class Run:
             if hasattr(value, "device"):
                 self.follower.put(value, Note({}, frozenset(), True))
         for fqn, attribute, value in self._places(model):
-            setattr(model.get_submodule(fqn), attribute, value)
+            set_number(model.get_submodule(fqn), attribute, value)
             self.numbers.append((fqn, attribute, value))
         for fqn, leaf in self.leaves.items():
             module = model.get_submodule(fqn)
             forward = dry_forward(leaf, module, self.follower, self._group_at(fqn), self.edges)
-            module.forward = forward  # type: ignore[method-assign]
+            module.forward = forward
         self.stack.watch(model, _opaque(self.leaves))
         return model
 
@@ -145,11 +167,15 @@ class Run:
 
     def _places(self, model: nn.Module) -> Iterator[tuple[str, str, int]]:
         """Where divided attributes lie: on modules of the class that hold something sharded."""
+        from schedlang.runtime.numbers import number_at
+
         for fqn, site in self.plan.model.sites.items():
             for kind, attribute, value in self.divided:
-                ranks = self._ranks_below(fqn)
-                found = vars(self.plan.model.model.get_submodule(fqn)).get(attribute)
-                if site.classes[0] == kind and found == value and ranks > 1:
+                if site.classes[0] != kind:
+                    continue
+                found = number_at(self.plan.model.model.get_submodule(fqn), attribute)
+                ranks = self._ranks_below(fqn) if found == value else 1
+                if ranks > 1:
                     yield fqn, attribute, value // ranks
 
     def _ranks_below(self, fqn: str) -> int:
@@ -164,6 +190,8 @@ class Run:
 
     def candidates(self, failure: Mismatch) -> list[Number]:
         """Attributes of the modules that were running whose division might mend the failure."""
+        from schedlang.runtime.numbers import numbers_of
+
         if not failure.integers:
             return []
         found: list[Number] = []
@@ -172,16 +200,17 @@ class Run:
             ranks = self._ranks_below(fqn)
             module = self.plan.model.model.get_submodule(fqn)
             kind = self.plan.model.sites[fqn].classes[0]
-            for attribute, value in vars(module).items():
+            numbers = numbers_of(module) if ranks > 1 else ()
+            for attribute, value in numbers:
                 number = (kind, attribute, value)
-                plain = isinstance(value, int) and not isinstance(value, bool) and value > 1
-                if plain and ranks > 1 and value % ranks == 0 and number not in self.divided:
+                if value % ranks == 0 and number not in self.divided and _near(failure, number):
                     found.append(number)
             fqn = fqn.rpartition(".")[0] if fqn else None
             if fqn == "":
                 break
-        # tried from the last: an attribute whose very value stands in the call comes first
-        return sorted(found, key=lambda number: number[2] in failure.integers)
+        # tried from the last: an attribute whose very value stands in the call comes first, and
+        # the module's own numbers come before those of its configuration
+        return sorted(found, key=lambda n: (n[2] in failure.integers, "." not in n[1]))
 
     def _check_outputs(self, output: Any) -> None:
         from schedlang.runtime.follow import Mismatch
@@ -195,14 +224,7 @@ class Run:
                 )  # fmt: skip
 
     def _backward(self, output: Any, loss: Any) -> None:
-        from schedlang.runtime.trace import tensors_in
-
         self.backward = True
-        value = loss if loss is not None else getattr(output, "loss", None)
-        if value is None and isinstance(output, Mapping):
-            value = output.get("loss")
-        if value is None:
-            floats = [t for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
-            value = sum(t.sum() for t in floats) if floats else None
-        if value is not None and value.requires_grad:
-            value.backward()
+        root = root_of(output, loss)
+        if root is not None:
+            root.backward()  # type: ignore[no-untyped-call]

@@ -61,7 +61,9 @@ def alike(plan: Plan, fqn: str) -> list[str]:
     """The modules that stand in other layers where this one stands in its own."""
     pattern = re.compile(re.sub(r"\d+", r"\\d+", re.escape(fqn)))
     kind = plan.model.sites[fqn].kind
-    return [name for name, s in plan.model.sites.items() if pattern.fullmatch(name) and s.kind == kind]
+    return [
+        name for name, s in plan.model.sites.items() if pattern.fullmatch(name) and s.kind == kind
+    ]
 
 
 def hoisted(fqn: str, known: Leaf | None, axis: str) -> Leaf:

@@ -89,9 +89,7 @@ def rank_classes(
     return tuple(sorted(classes, key=lambda one: one.first))
 
 
-def _kinds(
-    plan: Plan, holdings: Mapping[str, Holding], axes: tuple[str, ...]
-) -> Iterator[_Kind]:
+def _kinds(plan: Plan, holdings: Mapping[str, Holding], axes: tuple[str, ...]) -> Iterator[_Kind]:
     """The kind of every parameter; parts are measured once per distinct layout."""
     ranks = plan.mesh.group(0, axes) if axes else (0,)
     known: dict[object, tuple[int, ...]] = {}
@@ -118,9 +116,7 @@ def _held(
     return elements, parameters, gradients, gradients * moments
 
 
-def _first(
-    plan: Plan, staged: Staged, axes: tuple[str, ...], place: int, cut: int
-) -> int:
+def _first(plan: Plan, staged: Staged, axes: tuple[str, ...], place: int, cut: int) -> int:
     """The lowest rank at a place of the pipeline and a place of the slices."""
     here = plan.mesh.coordinates(plan.mesh.group(0, axes)[cut] if axes else 0)
     if staged.axis is not None:

@@ -28,7 +28,7 @@ class Prepared:
 
 
 def prepare(plan: Plan, sample: Mapping[str, Any], loss: Loss | None = None) -> Prepared:
-    """Trace a plan with one microbatch and cut it into stages; raises Refusal where it cannot run."""
+    """Trace a plan with one microbatch and cut it; raises Refusal where it cannot run."""
     check_axes(plan)
     traced = propagate(plan, sample, loss)
     staged = stages_of(plan, traced, sample, loss)

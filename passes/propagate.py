@@ -18,7 +18,6 @@ from schedlang.passes.leaves import alike, hoisted, leaves_of, touches
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
-
     from schedlang.runtime.follow import Mismatch, Tag
     from schedlang.runtime.shard import Edge
     from schedlang.runtime.trace import LabelRule, Recording
@@ -53,7 +52,7 @@ class Traced:
 
 
 def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) -> Traced:
-    """Trace a plan with a batch of the size of one microbatch; raises Refusal where it cannot work."""
+    """Trace a plan with one microbatch; raises Refusal where it cannot work."""
     from schedlang.runtime.follow import Hoist
     from schedlang.runtime.meta import hollow_batch
 
@@ -87,7 +86,7 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
     raise _refusal(plan, best)
 
 
-# -- the result --------------------------------------------------------------------------------------
+# -- the result --------------------------------------------------------------------------------
 
 
 def _traced(plan: Plan, recording: Recording, run: Run | None = None) -> Traced:
@@ -101,9 +100,14 @@ def _traced(plan: Plan, recording: Recording, run: Run | None = None) -> Traced:
         return Traced(**shared)  # type: ignore[arg-type]
     partial = {name: frozenset(axes) for name, axes in run.follower.partial.items()}
     return Traced(
-        edges=run.edges, kinds={fqn: run.leaves[fqn].kind for fqn in run.edges}, numbers=tuple(run.numbers), partial=partial, masks=run.follower.masks,
-        exchanges=tuple(run.exchanges), **shared,  # type: ignore[arg-type]
-    )  # fmt: skip
+        edges=run.edges,
+        kinds={fqn: run.leaves[fqn].kind for fqn in run.edges},
+        numbers=tuple(run.numbers),
+        partial=partial,
+        masks=run.follower.masks,
+        exchanges=tuple(run.exchanges),
+        **shared,  # type: ignore[arg-type]
+    )
 
 
 def _refusal(plan: Plan, failure: Mismatch) -> Refusal:

@@ -59,7 +59,9 @@ def prove(
     rows = [*compare(expected, actual, exact=exact), *_archive_rows(case, archive, actual)]
     if working is not None:
         rows += _working_rows(working, told, expected, rounded)
-    tried_rows, untried = trials(working.plan, working.batches[0]) if working is not None else ([], [])
+    tried_rows, untried = (
+        trials(working.plan, working.batches[0]) if working is not None else ([], [])
+    )
     report = Report(
         (*rows, *tried_rows), title=title, facts=_facts(case), command=command,
         equivalence="exact" if exact else "algebraic", gaps=_gaps(case, actual, drawn),
@@ -67,12 +69,16 @@ def prove(
     )  # fmt: skip
     if not report.ok and any(not row.ok for row in rows):
         progress("the row to blame")
-        report = replace(report, blamed=tuple(_blamed(case, pool)), diagnosis=_diagnosis(case, report, expected, actual))
+        report = replace(
+            report,
+            blamed=tuple(_blamed(case, pool)),
+            diagnosis=_diagnosis(case, report, expected, actual),
+        )
     return replace(report, seconds=time.perf_counter() - start)
 
 
 def prepared(case: Case) -> Case:
-    """The case with its plan traced once, here, for all ranks; all refusals of a plan come from here."""
+    """The case with its plan traced once, here, for all ranks: here it is refused, if it is."""
     from schedlang.passes.prepare import prepare
     from schedlang.runtime.parts import split
 
@@ -85,20 +91,24 @@ def prepared(case: Case) -> Case:
 def _working_rows(
     working: Case, told: Sequence[Condition], exact: Observation, program: Observation
 ) -> list[Row]:
-    """The program in the working dtype, no further from float64 than the original's own rounding."""
+    """The program in the working dtype, as near to float64 as the original's own rounding."""
     from schedlang.passes.original import Sequential
     from schedlang.passes.rounding import within_rounding
     from schedlang.runtime.modes import ambient
     from schedlang.runtime.random import LogicalDropout
 
     def make(condition: Condition) -> Sequential:
-        return Sequential(twin(working), condition.optimizer, loss=working.loss, clip=condition.clip)
+        return Sequential(
+            twin(working), condition.optimizer, loss=working.loss, clip=condition.clip
+        )
 
     first = [replace(condition, batches=working.batches) for condition in told[:1]]
     with ambient(LogicalDropout(working.seed)):
         plain = observe(make, first)
     names = {condition.name for condition in first}
-    wanted = replace(exact, tensors={k: v for k, v in exact.tensors.items() if k.condition in names})
+    wanted = replace(
+        exact, tensors={k: v for k, v in exact.tensors.items() if k.condition in names}
+    )
     return list(within_rounding(wanted, plain, program))
 
 
@@ -129,7 +139,7 @@ def _product(values: Iterable[int]) -> int:
     return out
 
 
-# -- the two sides -----------------------------------------------------------------------------------
+# -- the two sides -----------------------------------------------------------------------------
 
 
 def _conditions(case: Case) -> tuple[Condition, ...]:
@@ -171,7 +181,7 @@ def check_parts(case: Case) -> None:
     raise Refusal(
         Diagnostic(
             "S703", "the loss of this model is not the weighed mean of the losses of parts",
-            notes=(f"on the original, cut into {len(parts)} parts, {bad.place} differs by {bad.error:.1e}",
+            notes=(f"on the original in {len(parts)} parts {bad.place} differs by {bad.error:.1e}",
                    "statistics over the batch (batch norm, router losses) would differ by rank"),
             helps=("say what a part weighs: `weight(batch)` in the model file",
                    "or allow it: `step \"...\" relax(batch_stats) {`"),
@@ -182,7 +192,7 @@ def check_parts(case: Case) -> None:
 def _ranks(
     case: Case, working: Case | None, told: Sequence[Condition], pool: Pool
 ) -> tuple[Observation, Observation, dict[str, Any]]:
-    """What the ranks saw in float64 and in the working dtype, and the state that they saved, loaded."""
+    """What the ranks saw in float64 and in the working dtype, and their saved state, loaded."""
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="schedlang-") as folder:
@@ -241,11 +251,23 @@ def _archive_rows(case: Case, archive: Mapping[str, Any], actual: Observation) -
         same = got is not None and torch.equal(torch.as_tensor(got).to(value.dtype), value)
         note = "" if same else "lost" if got is None else "not what was saved"
         shape = tuple(value.shape)
-        rows.append(Row(condition, "saved state", key.name, 0.0 if same else 1.0, 0.0, same, last, note, shape))
+        rows.append(
+            Row(
+                condition,
+                "saved state",
+                key.name,
+                0.0 if same else 1.0,
+                0.0,
+                same,
+                last,
+                note,
+                shape,
+            )
+        )
     return rows
 
 
-# -- what is said about it ---------------------------------------------------------------------------
+# -- what is said about it ---------------------------------------------------------------------
 
 
 def _facts(case: Case) -> tuple[tuple[str, str], ...]:

@@ -84,7 +84,7 @@ def units_of_stage(plan: Plan, staged: Staged, stage: int) -> tuple[str, ...]:
 def sliced_names(
     plan: Plan, staged: Staged, holdings: Mapping[str, Holding], stage: int
 ) -> dict[str, tuple[str, ...]]:
-    """The sliced parameters (first names) of each unit of a stage that has any, and of the model."""
+    """The sliced parameters (first names) of each unit of a stage, and of the model."""
     left = {name for name, holding in holdings.items() if holding.sliced}
     found = {}
     for fqn in units_of_stage(plan, staged, stage):
@@ -93,4 +93,3 @@ def sliced_names(
         if mine or not fqn:
             found[fqn] = mine
     return found
-

@@ -14,7 +14,9 @@ def only(plan: Plan, rows: Sequence[Action]) -> Plan:
 
     Raises Refusal where these rows alone are not legal.
     """
-    made = replace(Plan.empty(plan.model, plan.mesh), decisions=plan.decisions, relaxed=plan.relaxed)
+    made = replace(
+        Plan.empty(plan.model, plan.mesh), decisions=plan.decisions, relaxed=plan.relaxed
+    )
     for action in rows:
         made = made.add(action.primitive, action.sites, step=action.step, span=action.span)
     used = made.used_axes
@@ -30,7 +32,11 @@ def shown(action: Action) -> str:
     """A row as text: its place and what it does."""
     span = action.span
     where = f"{span.source.name}:{span.line}: " if span is not None and span.line else ""
-    sites = action.sites[0] if len(action.sites) == 1 else f"{action.sites[0]} and {len(action.sites) - 1} more"
+    sites = (
+        action.sites[0]
+        if len(action.sites) == 1
+        else f"{action.sites[0]} and {len(action.sites) - 1} more"
+    )
     return f"{where}{sites}  {action.primitive}".rstrip()
 
 
@@ -41,10 +47,16 @@ def only_lines(plan: Plan, lines: str) -> Plan:
         first, _, last = part.strip().partition("-")
         if not first.isdigit() or not (last or first).isdigit():
             raise Refusal(
-                Diagnostic("S705", f"`--only {lines}` names no lines", helps=("write `--only 11,14-17`",))
+                Diagnostic(
+                    "S705",
+                    f"`--only {lines}` names no lines",
+                    helps=("write `--only 11,14-17`",),
+                )
             )  # fmt: skip
         wanted |= set(range(int(first), int(last or first) + 1))
-    rows = [action for action in plan.actions if action.span is not None and action.span.line in wanted]
+    rows = [
+        action for action in plan.actions if action.span is not None and action.span.line in wanted
+    ]
     if not rows:
         raise Refusal(
             Diagnostic("S705", f"no row stands on the lines {lines}",

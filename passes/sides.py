@@ -25,8 +25,9 @@ Weight = Callable[[Batch], float]
 class Case:
     """What is to be proven, all that a rank needs to run it.
 
-    `batches` one for each step; `prepared` what is known of the plan before there are ranks.  `dtype` is the working dtype that is checked beside float64: that
-    of the model if None, not checked if "none".
+    `batches` one for each step; `prepared` what is known of the plan before there are ranks.
+    `dtype` is the working dtype that is checked beside float64: that of the model if None, not
+    checked if "none".
     """
 
     plan: Plan
@@ -87,7 +88,6 @@ def _typed(case: Case) -> nn.Module:
     return copy.deepcopy(module).to(getattr(torch, str(case.dtype)))
 
 
-
 def modes_of(seed: int) -> Any:
     """The modes that both sides run under, and the dropout among them."""
     from schedlang.runtime.float64 import Float64
@@ -121,15 +121,13 @@ class Distributed:
     def __init__(self, program: Program) -> None:
         self.program = program
         program.follow_inputs = True
-
-    @property
-    def grad_norm(self) -> float | None:
-        """Of the last step, before clipping."""
-        return self.program.grad_norm
+        self.grad_norm: Tensor | float | None = None  # of the last step, before clipping
 
     def train_step(self, batch: Batch) -> Tensor:
         """One step of the program."""
-        return self.program.train_step(batch)
+        loss = self.program.train_step(batch)
+        self.grad_norm = self.program.grad_norm
+        return loss
 
     def eval_step(self, batch: Batch) -> Any:
         """The output, without what the last stage cannot give."""
@@ -186,5 +184,3 @@ def tried(case: Case, told: Sequence[Condition]) -> Observation:
 
     with ambient(Float64()):
         return observed(case, told, [])
-
-

@@ -43,19 +43,18 @@ def local_skeleton(plan: Plan, traced: Traced) -> nn.Module:
 
 def shape_up(model: nn.Module, traced: Traced, at_home: Callable[[Any], Any]) -> None:
     """Divide the numbers that modules count by, and put crossings around sharded modules."""
+    from schedlang.runtime.numbers import set_number
     from schedlang.runtime.shard import Sharded
 
     for fqn, attribute, value in traced.numbers:
-        setattr(model.get_submodule(fqn), attribute, value)
+        set_number(model.get_submodule(fqn), attribute, value)
     for fqn, edges in traced.edges.items():
         module = model.get_submodule(fqn)
         home = tuple(at_home(edge) for edge in edges)
-        module.forward = Sharded(module, traced.kinds[fqn], home)  # type: ignore[method-assign]
+        module.forward = Sharded(module, traced.kinds[fqn], home)
 
 
-def stages_of(
-    plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss | None
-) -> Staged:
+def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss | None) -> Staged:
     """Cut the model as the plan asks; without cuts everything is one stage."""
     from schedlang.orders import OrderError, order
     from schedlang.runtime.graph import cut
@@ -77,7 +76,9 @@ def stages_of(
     try:
         at = [fqn for c in plan.cuts for fqn in c.before]
         names = units_of(skeleton, batch, at)
-        made = cut(record(skeleton, names, batch, loss=loss), _stage_numbers(plan, names, count * chunks))
+        made = cut(
+            record(skeleton, names, batch, loss=loss), _stage_numbers(plan, names, count * chunks)
+        )
         timeline = order(name, count, micro, chunks)
     except Refusal as refusal:
         raise _placed(refusal, plan, "stage") from refusal
@@ -108,7 +109,9 @@ def _trunk(plan: Plan) -> frozenset[str]:
         for fqn, site in plan.model.sites.items()
         if site.is_a("torch.nn.modules.container.ModuleList")
     ]
-    outer = [f for f in lists if not any(f.startswith(f"{other}.") for other in lists if other != f)]
+    outer = [
+        f for f in lists if not any(f.startswith(f"{other}.") for other in lists if other != f)
+    ]
     return frozenset(f"{fqn}.{child}" for fqn in outer for child in plan.model.sites[fqn].children)
 
 
@@ -116,7 +119,6 @@ def _placed(refusal: Refusal, plan: Plan, facet: str) -> Refusal:
     """The refusal at the first row that writes a facet."""
     row = next((a for a in plan.actions if facet in a.primitive.writes), None)
     return refusal.at(row.span) if row is not None and row.span is not None else refusal
-
 
 
 def buffer_stages(staged: Staged) -> dict[str, frozenset[int] | None]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Collective:
     """One collective operation of a step, as often as one rank takes part in it.
 
-    phase    "forward", "backward" (recomputed forwards among it) or "step" (after the last backward)
+    phase    "forward", "backward" (with recomputed forwards) or "step" (after the last backward)
     what     what is sent, in words: "output", "input grad", "parameters", ...
     fqn      the module where it happens; empty for the model as a whole
     bytes    of the whole tensor, once
@@ -132,9 +132,7 @@ def _row_of(plan: Plan, fqn: str) -> int | None:
     return own[-1] if own else next(below, None)
 
 
-def _heard_again(
-    context: _Context, batch: Mapping[str, Any], loss: Loss | None
-) -> list[Exchange]:
+def _heard_again(context: _Context, batch: Mapping[str, Any], loss: Loss | None) -> list[Exchange]:
     """What a microbatch sends if modules are recomputed: the rows' own changes, run on meta."""
     from schedlang.passes.dryrun import Exchange
     from schedlang.passes.staging import local_skeleton
@@ -181,15 +179,10 @@ class _At:
 
 def _value(model: Any, inputs: Mapping[str, Any], loss: Loss | None) -> Any:
     """Something to go backward from: the loss, else the sum of what the model gives."""
-    from schedlang.runtime.record import loss_of
-    from schedlang.runtime.trace import tensors_in
+    from schedlang.passes.dryrun import root_of
 
     output = model(**inputs)
-    value = loss_of(output, inputs, loss)
-    if value is None:
-        floats = [t for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
-        value = sum(t.sum() for t in floats) if floats else None
-    return value if value is not None and value.requires_grad else None
+    return root_of(output, loss(output, inputs) if loss is not None else None)
 
 
 # (from, to) -> kind in forward, kind in backward; of an entry the backward only where ranks differ
@@ -301,9 +294,7 @@ def _slices(context: _Context) -> Iterator[Collective]:
                 if whole:
                     part = grads // plan.mesh.size(axes)
                     over = plan.mesh.fold(whole)
-                    yield replace(
-                        reduce, kind="all-reduce", axes=over, count=times, bytes=part
-                    )
+                    yield replace(reduce, kind="all-reduce", axes=over, count=times, bytes=part)
 
 
 # -- after the last backward -------------------------------------------------------------------
@@ -327,9 +318,7 @@ def _sums(context: _Context) -> Iterator[Collective]:
                     )
 
 
-def _buckets(
-    context: _Context, one: Reduction, place: int | None
-) -> Iterator[tuple[int, str]]:
+def _buckets(context: _Context, one: Reduction, place: int | None) -> Iterator[tuple[int, str]]:
     """Bytes of each bucket, with the module that holds all of it (one number more a parameter)."""
     import math
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.passes.show import short
+from schedlang.passes.words import short
 
 if TYPE_CHECKING:
     from schedlang.model import ModelFacts, ParameterFact, Site
@@ -144,7 +144,9 @@ def _rows(node: Node, here: str, below: str) -> Iterator[tuple[str, str, str]]:
         yield (here + node.name, label, words) if not place else (_stem(below, node), "", words)
     for place, child in enumerate(node.children):
         last = place == len(node.children) - 1
-        yield from _rows(child, below + ("└─ " if last else "├─ "), below + ("   " if last else "│  "))
+        yield from _rows(
+            child, below + ("└─ " if last else "├─ "), below + ("   " if last else "│  ")
+        )
 
 
 def _stem(below: str, node: Node) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from schedlang.plan import Plan
+from schedlang.plan import Action, Plan
 from schedlang.primitive import Primitive
 from schedlang.report import Row
 
@@ -18,7 +18,7 @@ def trials(plan: Plan, batch: Mapping[str, Any]) -> tuple[list[Row], list[str]]:
 
     `batch` is a real batch of the model's own dtype: its forward gives each module its arguments.
     """
-    wanted = {}
+    wanted: dict[Any, tuple[Action, str]] = {}
     for action in plan.actions:
         if type(action.primitive).trial is Primitive.trial:
             continue

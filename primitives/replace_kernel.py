@@ -57,15 +57,22 @@ class replace_kernel(Primitive):  # noqa: N801
         if self.kernel != "rms_norm":
             return []
         cases = [
-            Case((rows, found.size), dtype, found.eps or 1e-6, found.offset, found.rounding or "late")
+            Case(
+                (rows, found.size), dtype, found.eps or 1e-6, found.offset, found.rounding or "late"
+            )
             for dtype, rows in (("float32", 7), ("bfloat16", 7), ("float32", 1))
         ]
         return [
-            Trial(f"{k.case.dtype} {list(k.case.shape)} {c.name} by {k.backend}", c.error, c.allowed,
-                  c.ok, k.backend != "reference")
+            Trial(
+                f"{k.case.dtype} {list(k.case.shape)} {c.name} by {k.backend}",
+                c.error,
+                c.allowed,
+                c.ok,
+                k.backend != "reference",
+            )
             for k in run_kernel_check(cases)
             for c in k.comparisons
-        ]  # fmt: skip
+        ]
 
     def _found(self, site: Site, plan: Plan) -> Any:
         """What probing says of modules with the same numbers, asked once for each."""

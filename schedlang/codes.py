@@ -175,6 +175,10 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S634": ("names are missing or unknown", "A checkpoint fits the model that it was saved from."),
     "S635": ("another shape or dtype", "Layouts may differ, whole tensors may not."),
     "S636": ("another optimizer", "It must be of the same class and train the same parameters."),
+    "S641": (
+        "a state dict of another model",
+        "Nothing was changed; the message lists names and shapes.",
+    ),
     "S637": ("state that no checkpoint can hold", "Tensors, and plain numbers alike on all ranks."),
     "S702": (
         "too many ranks for one machine",

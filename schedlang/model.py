@@ -120,6 +120,14 @@ class ModelFacts:
         return tuple(fact.names for fact in self.unique.values() if len(fact.names) > 1)
 
     @cached_property
+    def shared_buffers(self) -> tuple[tuple[str, ...], ...]:
+        """The groups of names that are one buffer, the first in model order first."""
+        names: dict[int, list[str]] = {}
+        for name, buffer in self.model.named_buffers(remove_duplicate=False):
+            names.setdefault(id(buffer), []).append(name)
+        return tuple(tuple(same) for same in names.values() if len(same) > 1)
+
+    @cached_property
     def sites(self) -> Mapping[str, Site]:
         """Every module by its name; the model itself is ""."""
         return {fqn: self._site(fqn, module) for fqn, module in self._modules.items()}

@@ -17,6 +17,7 @@ from schedlang.runtime.boxes import (
     Boxed,
     Unreadable,
     index,
+    plain_torch,
     read,
     read_value,
     reason,
@@ -145,7 +146,7 @@ def _part(program: Program, name: str, path: tuple[str, ...], tensor: Tensor) ->
 
 def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
     """Zeros, so that padding is what it always is; on the CPU, whatever function mode is on."""
-    with torch._C.DisableTorchFunction():
+    with plain_torch():
         return torch.zeros(like.shape, dtype=dtype)
 
 

@@ -89,7 +89,7 @@ def write(folder: Path, tensors: Sequence[Boxed], values: Mapping[Path_, Any]) -
     Raises CheckpointException, on all ranks alike.
     """
     writer = FileSystemWriter(folder, overwrite=False)
-    with _plain_torch(), _saved(torch.distributed.is_initialized()):
+    with plain_torch(), _no_warning():
         save({}, storage_writer=writer, planner=_Writer(tensors, values), no_dist=_alone())
 
 
@@ -138,14 +138,14 @@ def _alone() -> bool:
 
 
 @contextmanager
-def _plain_torch() -> Iterator[None]:
+def plain_torch() -> Iterator[None]:
     """No function modes: one that widens float32 would misread stored bytes."""
     with torch._C.DisableTorchFunction():
         yield
 
 
 @contextmanager
-def _saved(distributed: bool) -> Iterator[None]:
+def _no_warning() -> Iterator[None]:
     """DCP warns where a job of one process is just what is meant."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -154,7 +154,7 @@ def _saved(distributed: bool) -> Iterator[None]:
 
 def _read(folder: Path, reader: _Reader) -> None:
     try:
-        with _plain_torch(), _saved(False):
+        with plain_torch(), _no_warning():
             load({}, storage_reader=FileSystemReader(folder), planner=reader, no_dist=True)
     except CheckpointException as error:
         cause = error.failures[min(error.failures)][0]

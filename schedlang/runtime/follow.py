@@ -1,4 +1,4 @@
-"""Follows which tensors differ by rank through one forward of the sharded model, on the meta device.
+"""Follows which tensors differ by rank through a forward of the sharded model, on meta.
 
 Every call is compared with the same call of the original: a dim that is smaller by the number of
 ranks is split, everything else must be equal.  So the shapes themselves prove where a split goes;
@@ -100,7 +100,9 @@ class Follower(TorchFunctionMode):
         self.places: dict[Frame, int] = {}
         self.loose = False  # from the split logits on, calls cannot be compared one by one
         self.agreed = 0
-        self.partial: dict[str, set[str]] = {}  # parameter -> axes over which its gradient is a part
+        self.partial: dict[
+            str, set[str]
+        ] = {}  # parameter -> axes over which its gradient is a part
         self.masks: dict[tuple[str, int], tuple[tuple[int, ...], Mapping[str, Tag]]] = {}
         self.drawn: dict[str, int] = {}
 
@@ -237,11 +239,13 @@ class Step:
         if not differ:
             if axes and self._carries_values():
                 axis = split_axes[0]
-                raise self.fail(f"`{self.name}` reduces over a dim that is split over `{axis}`", axis)
+                raise self.fail(
+                    f"`{self.name}` reduces over a dim that is split over `{axis}`", axis
+                )
             return {}
         if len(differ) != len(split_axes):
-            axis = split_axes[0] if split_axes else None
-            raise self.fail(f"`{self.name}` gives {list(local)} for {list(shape)}", axis)
+            known = next(iter(split_axes), None)
+            raise self.fail(f"`{self.name}` gives {list(local)} for {list(shape)}", known)
         tags = {}
         for dim in differ:
             axis = self._axis_of(dim, local, shape, split_axes)
@@ -263,8 +267,8 @@ class Step:
 
     def _leak(self, local: tuple[int, ...], shape: tuple[int, ...]) -> Mismatch:
         return self.fail(
-            f"`{self.name}` makes {list(local)} where the original makes {list(shape)}: it reads its"
-            " size from a tensor that is split"
+            f"`{self.name}` makes {list(local)} where the original makes {list(shape)}: it reads"
+            " its size from a tensor that is split"
         )
 
     def _carries_values(self) -> bool:
@@ -351,7 +355,7 @@ class Step:
         raise self.fail(f"a slice cuts across the parts of the ranks of `{axis}`", axis)
 
     def _check_along(self, axis: str, tag: Tag, whole: tuple[int, ...]) -> None:
-        """Refuse what computes along the split dim: its result would need the other ranks' parts."""
+        """Refuse what computes along the split dim: it would need the other ranks' parts."""
         dims: set[int] = set()
         if self.name in ALONG:
             named = [self.kwargs.get("dim", self.args[1] if len(self.args) > 1 else -1)]
@@ -394,4 +398,3 @@ class Step:
         self.follower.drawn[site] = turn + 1
         tags = self._of(outputs[0])
         self.follower.masks[site, turn] = (self.expected.outputs[0], tags)
-

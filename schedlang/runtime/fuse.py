@@ -224,7 +224,9 @@ def check_fused(
     exact = _values(twins[2], plain_forward(twins[2]), args, named, _widened)
     return [
         # two orders of the same sums: k = 8 for gradients, 4 for outputs, as passes/rounding.py
-        compare(name, fused[name], eager[name], value.double(), times=8.0 if "gradient" in name else 4.0)
+        compare(
+            name, fused[name], eager[name], value.double(), times=8.0 if "gradient" in name else 4.0
+        )
         for name, value in exact.items()
     ]
 

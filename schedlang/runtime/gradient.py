@@ -67,7 +67,9 @@ def _sum_bucket(parameters: Sequence[nn.Parameter], group: Group) -> None:
     grads = [local_gradient(parameter) for parameter in parameters]
     # one number a parameter behind the values: on how many ranks it got a gradient
     there = torch.tensor([g is not None for g in grads], dtype=locals_[0].dtype)
-    parts = [(g if g is not None else torch.zeros_like(p)).reshape(-1) for g, p in zip(grads, locals_)]
+    parts = [
+        (g if g is not None else torch.zeros_like(p)).reshape(-1) for g, p in zip(grads, locals_)
+    ]
     flat = torch.cat([*parts, there.to(parts[0].device)])
     count("all-reduce", group, flat)
     if group.pg is not None:

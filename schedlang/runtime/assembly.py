@@ -1,0 +1,59 @@
+"""What `build` puts together on one rank, for a program to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.runtime.gradient import Sum
+from schedlang.runtime.holding import Holding
+from schedlang.runtime.parts import Batch
+from schedlang.runtime.pipeline import Pipeline
+from schedlang.runtime.random import LogicalDropout
+from schedlang.runtime.ranks import Ranks
+from schedlang.runtime.replicas import Sliced
+
+Weight = Callable[[Batch], float]
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What `build` puts together: everything that a Program runs.
+
+    parameters  first name -> the parameter of this rank, of the stages that it holds
+    sums        reductions after the last backward, in this order on all ranks
+    weight      how much a part of the batch weighs in the mean loss
+    """
+
+    module: nn.Module
+    pipeline: Pipeline
+    ranks: Ranks
+    replicas: tuple[str, ...]  # data axes
+    micro: int
+    parameters: Mapping[str, nn.Parameter]
+    holdings: Mapping[str, Holding]
+    buffers: Mapping[str, Tensor]
+    buffer_stages: Mapping[str, frozenset[int] | None]
+    ties: tuple[tuple[str, ...], ...]
+    keys: tuple[str, ...]  # of the original's state_dict, in order
+    sums: tuple[Sum, ...]
+    sliced: Mapping[int, Sliced]  # stage -> its units
+    weight: Weight
+    last_rank: int  # a rank of the last stage, at place 0 of all other axes
+    stage_axis: str | None = None
+    dropout: LogicalDropout | None = None
+    outputs_missing: tuple[str, ...] = ()
+    loss_dtype: torch.dtype = torch.float32  # the same on every rank
+    without_labels: Callable[[Batch], dict[str, Any]] | None = None
+    inputs: frozenset[str] = frozenset()  # names in the batch that it was built from
+
+    def speaks(self, rank: int) -> bool:
+        """Is this rank the first of those that see the same rows in the same stage?"""
+        mesh = self.ranks.mesh
+        axes = (*self.replicas, *((self.stage_axis,) if self.stage_axis is not None else ()))
+        free = {plain for axis in axes for plain in mesh.fold(axis)}
+        return all(at == 0 for axis, at in mesh.coordinates(rank).items() if axis not in free)

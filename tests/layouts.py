@@ -1,0 +1,176 @@
+"""Small programs under several layouts, for tests of what is saved and loaded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostic import Refusal
+from schedlang.mesh import Mesh
+from schedlang.model import ModelFacts
+from schedlang.passes.build import build
+from schedlang.plan import Plan
+from schedlang.primitives.pad import pad
+from schedlang.primitives.pipeline import pipeline
+from schedlang.primitives.pipeline_split import pipeline_split
+from schedlang.primitives.shard import shard
+from schedlang.primitives.zero import zero
+from schedlang.runtime.program import Program
+from tests.models import gpt2, tokens
+
+SEED = 3
+
+
+class Odd(nn.Module):
+    """Odd sizes, one row, a scalar, a frozen weight, a buffer of two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
+        self.row = nn.Parameter(torch.randn(1, 7))
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(7, 5)
+        self.head.bias.requires_grad_(False)
+        self.register_buffer("shift", torch.randn(7))
+        self.register_buffer("unsaved", torch.ones(7), persistent=False)
+        self.double()
+        self.head.register_buffer("also_shift", self.shift)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = x + self.shift * self.unsaved
+        for block in self.blocks:
+            h = torch.tanh(block(h)) * self.gain + self.row
+        return ((self.head(h).sum(-1) - y) ** 2).mean()
+
+
+def points(seed: int) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(8, 7, generator=g, dtype=torch.float64)
+    return {"x": x, "y": x.sum(1)}
+
+
+def ids(seed: int) -> dict[str, Tensor]:
+    return tokens(rows=8, seed=seed)
+
+
+def _gpt2_tp(plan: Plan) -> Plan:
+    """Tensor parallel, the fused q, k, v in three blocks, the vocabulary of 61 padded."""
+    t = "transformer"
+    h = [f"{t}.h.{k}" for k in range(2)]
+    plan = plan.add(pad("vocab", multiple=4), [f"{t}.wte"])
+    plan = plan.add(shard("vocab", over="tp"), [f"{t}.wte", "lm_head"])
+    plan = plan.add(shard("col", over="tp", blocks=3), [f"{x}.attn.c_attn" for x in h])
+    plan = plan.add(shard("col", over="tp"), [f"{x}.mlp.c_fc" for x in h])
+    return plan.add(
+        shard("row", over="tp"), [f"{x}.{y}.c_proj" for x in h for y in ("attn", "mlp")]
+    )
+
+
+LAYOUTS: dict[str, tuple[tuple[tuple[str, int], ...], dict[str, Any]]] = {
+    "one": ((), {}),
+    "tp2": ((("tp", 2),), {}),
+    "dp2": ((("dp", 2),), {"stage": 0}),
+    "dp2z1": ((("dp", 2),), {"stage": 1}),
+    "dp2z3": ((("dp", 2),), {"stage": 3}),
+    "pp2": ((("pp", 2),), {}),
+    "dp2tp2": ((("dp", 2), ("tp", 2)), {"stage": 3}),
+    "pp2dp2": ((("pp", 2), ("dp", 2)), {"stage": 1}),
+}
+
+
+def plan_of(name: str, model: nn.Module) -> Plan:
+    axes, more = LAYOUTS[name]
+    plan, names = Plan.empty(ModelFacts(model), Mesh(axes)), dict(axes)
+    trunk = "transformer.h" if hasattr(model, "transformer") else "blocks"
+    if "tp" in names:
+        plan = _gpt2_tp(plan)
+    if "pp" in names:
+        plan = plan.add(pipeline_split(over="pp"), [trunk])
+    if "dp" in names:
+        plan = plan.add(zero(over=("dp",), **more), [""])
+    return plan.add(pipeline(order="GPipe", micro=2), [""]) if "pp" in names else plan
+
+
+def adamw(named: Any) -> torch.optim.Optimizer:
+    """Two groups with a learning rate each."""
+    flat = [p for _, p in named if p.ndim < 2]
+    full = [p for _, p in named if p.ndim >= 2]
+    groups = [{"params": flat, "lr": 2e-2}, {"params": full, "weight_decay": 0.1}]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=1e-2)
+
+
+def program_under(
+    name: str, odd: bool = False, *, fresh: bool = False, optimizer: Any = adamw
+) -> Program:
+    """A program; `fresh` starts from other values everywhere, which loading must replace."""
+    model = Odd() if odd else gpt2(layers=2)
+    if fresh:
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                if tensor.is_floating_point():
+                    tensor.copy_(torch.rand_like(tensor))
+        if odd:
+            model.unsaved.fill_(1.0)
+    program = build(
+        plan_of(name, model), batch_of(odd)(0), optimizer=optimizer, clip=1.0, seed=SEED
+    )
+    if fresh and program.optimizer is not None:
+        for group in program.optimizer.param_groups:
+            group["lr"] = 7.0
+    return program
+
+
+def batch_of(odd: bool) -> Callable[[int], dict[str, Tensor]]:
+    return points if odd else ids
+
+
+def seen(program: Program) -> dict[str, Any]:
+    groups = {}
+    if program.optimizer is not None:
+        names = {id(p): n for n, p in program.assembly.parameters.items()}
+        for group in program.optimizer.param_groups:
+            hyper = {k: v for k, v in group.items() if k != "params"}
+            groups.update({names[id(p)]: hyper for p in group["params"]})
+    state = {n: t.clone() for n, t in program.state_dict().items()}
+    moments = copy.deepcopy(program.optimizer_state())
+    return {"state": state, "moments": moments, "groups": groups, "step": program.step}
+
+
+def equal(one: Any, other: Any, at: str = "") -> None:
+    """Bitwise the same values, under the same names."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), at
+        for key in one:
+            equal(one[key], other[key], f"{at}/{key}")
+    elif isinstance(one, Tensor):
+        assert one.dtype == other.dtype and torch.equal(one, other), at
+    else:
+        assert one == other, at
+
+
+def odd_program() -> Program:
+    return program_under("one", True)
+
+
+def refused(act: Callable[[], Any], code: str, *words: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        act()
+    assert caught.value.diagnostic.code == code
+    for word in words:
+        assert word in str(caught.value)
+
+
+def trained() -> Program:
+    program = odd_program()
+    program.train_step(points(0))
+    return program
+
+
+def program_of(model: nn.Module, optimizer: Any = adamw) -> Program:
+    return build(Plan.empty(ModelFacts(model)), points(0), optimizer=optimizer)
