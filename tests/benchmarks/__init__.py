@@ -1,1 +1,1 @@
-"""Benchmarks: each prints a table of ratios measured side by side in one run, and asserts nothing."""
+"""Benchmarks: each prints what it measured, ratios side by side in one run; none asserts."""

@@ -1,4 +1,4 @@
-"""Interleaved pairs: two ways to do the same in the same processes, and the ratio of their times."""
+"""Interleaved pairs: two ways to do the same, in turn in the same processes, and their ratio."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def interleaved(
 ) -> tuple[Ratio, Ratio]:
     """Do both in turn, all ranks together, from barrier to barrier: ratios of wall and of CPU time.
 
-    CPU time is that of this process, all threads; it hardly changes with what else the machine does.
+    CPU time is that of this process; it changes little with what else the machine does.
     """
     for _ in range(warm):
         ours()

@@ -2,12 +2,13 @@
 
 Two comparisons, each in the same processes, step by step in turn:
 
-* a Llama of transformers under tensor and data parallelism with sliced parameters and recomputation,
-  against the same written directly with parallelize_module, fully_shard and torch's checkpoint;
+* a Llama of transformers under tensor and data parallelism, parameters sliced, blocks recomputed,
+  against the same written directly: parallelize_module, fully_shard and torch's checkpoint;
 * the same Llama, world of one and an empty schedule, against the plain module.
 
 Both sides do the same work: the loss of the whole batch (summed over ranks, as one logs it),
-clipping by the global norm, AdamW.  Beside the ratio stand the collectives of one step, see `counting`.
+clipping by the global norm, AdamW.  Beside the ratio stand the collectives of one step, counted
+alike on both sides, see `counting`.
 """
 
 from __future__ import annotations
