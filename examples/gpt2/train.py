@@ -20,4 +20,5 @@ for step in range(program.step, program.step + 10):
     if torch.distributed.get_rank() == 0:
         print(f"step {step}  loss {loss:.4f}")
 program.save(folder)
+torch.distributed.barrier()  # nobody leaves while others still talk
 torch.distributed.destroy_process_group()

@@ -126,6 +126,7 @@ def _here(course: Course, shown: _Shown) -> Trained:
     with shown:
         trained = train(course, shown.step)
     if dist.is_initialized():
+        dist.barrier()  # whoever closes first could cut off what is still on its way
         dist.destroy_process_group()
     return trained
 
