@@ -311,7 +311,7 @@ def _slices(context: _Context) -> Iterator[Collective]:
             )  # fmt: skip
             if names:
                 yield gather
-            if names and row.stage == 3:
+            if names and row.stage == 3 and fqn:  # the root's stay until its backward
                 yield replace(gather, phase="backward")
             if trained:
                 reduce = replace(gather, kind="reduce-scatter", phase="backward", what="grads")
