@@ -89,6 +89,12 @@ def _rejected(error: Exception) -> Refusal:
     )  # fmt: skip
 
 
+def _near(failure: Mismatch, number: Number) -> bool:
+    """May this number have made the sizes in the failing call?  Of settings only those that do."""
+    _, path, value = number
+    return "." not in path or any(whole and whole % value == 0 for whole in failure.integers)
+
+
 class Run:
     """One forward of the sharded copy with some attributes divided."""
 
@@ -129,6 +135,7 @@ class Run:
         from schedlang.runtime.dry import dry_forward
         from schedlang.runtime.follow import Note, Tag
         from schedlang.runtime.meta import hollow_model
+        from schedlang.runtime.numbers import set_number
 
         plan = self.plan
         shapes = {name: plan.held(name).local_shape(plan.mesh) for name in plan.layouts}
@@ -141,7 +148,7 @@ class Run:
             if hasattr(value, "device"):
                 self.follower.put(value, Note({}, frozenset(), True))
         for fqn, attribute, value in self._places(model):
-            setattr(model.get_submodule(fqn), attribute, value)
+            set_number(model.get_submodule(fqn), attribute, value)
             self.numbers.append((fqn, attribute, value))
         for fqn, leaf in self.leaves.items():
             module = model.get_submodule(fqn)
@@ -160,11 +167,15 @@ class Run:
 
     def _places(self, model: nn.Module) -> Iterator[tuple[str, str, int]]:
         """Where divided attributes lie: on modules of the class that hold something sharded."""
+        from schedlang.runtime.numbers import number_at
+
         for fqn, site in self.plan.model.sites.items():
             for kind, attribute, value in self.divided:
-                ranks = self._ranks_below(fqn)
-                found = vars(self.plan.model.model.get_submodule(fqn)).get(attribute)
-                if site.classes[0] == kind and found == value and ranks > 1:
+                if site.classes[0] != kind:
+                    continue
+                found = number_at(self.plan.model.model.get_submodule(fqn), attribute)
+                ranks = self._ranks_below(fqn) if found == value else 1
+                if ranks > 1:
                     yield fqn, attribute, value // ranks
 
     def _ranks_below(self, fqn: str) -> int:
@@ -179,6 +190,8 @@ class Run:
 
     def candidates(self, failure: Mismatch) -> list[Number]:
         """Attributes of the modules that were running whose division might mend the failure."""
+        from schedlang.runtime.numbers import numbers_of
+
         if not failure.integers:
             return []
         found: list[Number] = []
@@ -187,16 +200,17 @@ class Run:
             ranks = self._ranks_below(fqn)
             module = self.plan.model.model.get_submodule(fqn)
             kind = self.plan.model.sites[fqn].classes[0]
-            for attribute, value in vars(module).items():
+            numbers = numbers_of(module) if ranks > 1 else ()
+            for attribute, value in numbers:
                 number = (kind, attribute, value)
-                plain = isinstance(value, int) and not isinstance(value, bool) and value > 1
-                if plain and ranks > 1 and value % ranks == 0 and number not in self.divided:
+                if value % ranks == 0 and number not in self.divided and _near(failure, number):
                     found.append(number)
             fqn = fqn.rpartition(".")[0] if fqn else None
             if fqn == "":
                 break
-        # tried from the last: an attribute whose very value stands in the call comes first
-        return sorted(found, key=lambda number: number[2] in failure.integers)
+        # tried from the last: an attribute whose very value stands in the call comes first, and
+        # the module's own numbers come before those of its configuration
+        return sorted(found, key=lambda n: (n[2] in failure.integers, "." not in n[1]))
 
     def _check_outputs(self, output: Any) -> None:
         from schedlang.runtime.follow import Mismatch

@@ -40,9 +40,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 def _unreadable(path: Path, why: str) -> Refusal:
     help_ = "write one: `schedlang plan FILE --out plan.json`"
-    return Refusal(
-        Diagnostic("S907", f"`{path}` is not a plan", notes=(why,), helps=(help_,))
-    )
+    return Refusal(Diagnostic("S907", f"`{path}` is not a plan", notes=(why,), helps=(help_,)))
 
 
 def restored(record: Mapping[str, Any], facts: ModelFacts) -> Plan:

@@ -43,10 +43,11 @@ def local_skeleton(plan: Plan, traced: Traced) -> nn.Module:
 
 def shape_up(model: nn.Module, traced: Traced, at_home: Callable[[Any], Any]) -> None:
     """Divide the numbers that modules count by, and put crossings around sharded modules."""
+    from schedlang.runtime.numbers import set_number
     from schedlang.runtime.shard import Sharded
 
     for fqn, attribute, value in traced.numbers:
-        setattr(model.get_submodule(fqn), attribute, value)
+        set_number(model.get_submodule(fqn), attribute, value)
     for fqn, edges in traced.edges.items():
         module = model.get_submodule(fqn)
         home = tuple(at_home(edge) for edge in edges)

@@ -59,11 +59,14 @@ class shard(Primitive):  # noqa: N801
                    helps=("leave out the style, or the parameters",))  # fmt: skip
         if self.style is not None and self._dim(site) is None:
             self._refuse_class(site)
-        for kind in KINDS:
-            if self._named(site) and site.is_a(kind) and not plan.model.computes_as(site.fqn, kind):
-                refuse("S404", f"`{site}` is a `{kind}` with a forward of its own",
-                       notes=("its parts would be computed as a plain one",),
-                       helps=("shard the modules inside it",))  # fmt: skip
+        kind = next((k for k in KINDS if site.is_a(k)), None)
+        if kind is not None and self._named(site) and not self._plain(site, kind, plan):
+            refuse(
+                "S404",
+                f"`{site}` is a `{kind}` that computes something else",
+                notes=("a copy of it was tried, and its parts would be computed as a plain one",),
+                helps=("shard the modules inside it, or leave it whole",),
+            )
         for name, fact, dim in self._splits(site):
             self._check_split(site, plan, name, fact, dim)
 
@@ -92,6 +95,18 @@ class shard(Primitive):  # noqa: N801
         if self.style == "vocab" and "out" in names:
             return "out"
         return wanted if wanted in names else None
+
+    def _plain(self, site: Site, kind: str, plan: Plan) -> bool:
+        """Does the module compute what its class says?  Tried once for each kind of module."""
+        if plan.model.computes_as(site.fqn, kind):
+            return True
+        key = ("plain", kind, site.kind)
+        if key not in plan.model.cache:
+            from schedlang.runtime.likeness import computes_like
+
+            module = plan.model.model.get_submodule(site.fqn)
+            plan.model.cache[key] = computes_like(module, kind)
+        return bool(plan.model.cache[key])
 
     def _named(self, site: Site) -> dict[str, Placement]:
         """Each parameter of the site that is given a placement."""

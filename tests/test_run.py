@@ -1,6 +1,7 @@
 """Tests of run: training on local ranks and under torchrun, its report, and how it ends."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -160,7 +161,10 @@ def test_no_plan(tmp_path: Path, text: str) -> None:
 
 def _torchrun(*args: object) -> subprocess.CompletedProcess[str]:
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*start, *map(str, args)], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [*start, *map(str, args)], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done
 

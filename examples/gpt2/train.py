@@ -1,4 +1,4 @@
-"""A loop of one's own under a schedule: torchrun --nproc-per-node 2 examples/gpt2/train.py FOLDER"""
+"""GPT-2 under a schedule in a loop of one's own; `torchrun --nproc-per-node 2 train.py`."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,9 @@ import schedlang
 
 torch.manual_seed(0)  # the same weights on every rank
 sch = schedlang.load(Path(__file__).with_name("tp.sched"), model())
-program = sch.build(batch=batch(0), optimizer=lambda named: torch.optim.AdamW(named, lr=3e-3), clip=1.0)
+program = sch.build(
+    batch=batch(0), optimizer=lambda named: torch.optim.AdamW(named, lr=3e-3), clip=1.0
+)
 folder = Path(sys.argv[1])
 if folder.exists():
     program.load(folder)

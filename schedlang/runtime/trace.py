@@ -77,9 +77,12 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def integers_in(tree: Any) -> tuple[int, ...]:
-    """The plain integers of a nest, in order."""
-    leaves = pytree.tree_leaves(tree)
-    return tuple(leaf for leaf in leaves if isinstance(leaf, int) and not isinstance(leaf, bool))
+    """The plain integers of a nest, in order; bounds of slices among them."""
+    found: list[int] = []
+    for leaf in pytree.tree_leaves(tree):
+        bounds = (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)
+        found += [n for n in bounds if isinstance(n, int) and not isinstance(n, bool)]
+    return tuple(found)
 
 
 class Stack:

@@ -90,7 +90,9 @@ def _planned(
     given = settings(knob, mesh)
     if (file is None) == (record is None):
         title = "`run` needs a schedule or a saved plan, and one of them"
-        raise Refusal(Diagnostic("S109", title, helps=("`schedlang run FILE`, or `--plan p.json`",)))
+        raise Refusal(
+            Diagnostic("S109", title, helps=("`schedlang run FILE`, or `--plan p.json`",))
+        )
     if record is not None:
         if given.knobs or given.mesh:
             title = "a saved plan has its decisions: `--knob` and `--mesh` go with a schedule"
@@ -159,7 +161,12 @@ class _Shown:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
+            columns = (
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.description}"),
+            )
             self.bar = Progress(*columns, console=Console(stderr=True), transient=True)
             self.bar.start()
             self.task = self.bar.add_task("starting the ranks", total=self.total)
@@ -198,7 +205,8 @@ def _report(name: str, course: Course, trained: Trained) -> str:
         f"  loss    {steps[0].loss:.4f} -> {steps[-1].loss:.4f}",
         f"  speed   {trained.per_second:,.0f} {steps[0].unit}/s{padded}",
         f"  step    {trained.median * 1e3:,.1f} ms (median)",
-        "  memory  parameters   gradients   optimizer" + ("" if _on_cpu(trained) else "        peak"),
+        "  memory  parameters   gradients   optimizer"
+        + ("" if _on_cpu(trained) else "        peak"),
         *_memory(trained),
     ]
     rest = "activations are not measured on a CPU" if _on_cpu(trained) else "the peak is all of it"

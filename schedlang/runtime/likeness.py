@@ -1,0 +1,46 @@
+"""Tells by trying whether a module computes what the class that it inherits from computes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schedlang.kernels.probe import bare_copy
+
+
+def computes_like(module: nn.Module, kind: str) -> bool:
+    """Does a copy with random values, in float64, compute a plain Linear, Conv1D or Embedding?
+
+    It is tried in training mode, and may have no parameters beside weight and bias.  A module with
+    a forward of its own may still be plain (Falcon's linear layers), or not (embeddings that
+    scale).  Anything that cannot be called with one tensor is not.
+    """
+    twin = bare_copy(module, torch.float64, 0).train()
+    weight, bias = twin._parameters.get("weight"), twin._parameters.get("bias")
+    known = {name for name, _ in twin.named_parameters()}
+    if weight is None or weight.ndim != 2 or known - {"weight", "bias"}:
+        return False
+    generator = torch.Generator().manual_seed(1)
+    if kind == "Embedding":
+        given = torch.randint(weight.shape[0], (2, 3), generator=generator)
+    else:
+        width = weight.shape[1 if kind == "Linear" else 0]
+        given = torch.randn(2, 3, width, generator=generator, dtype=torch.float64)
+    try:
+        with torch.no_grad():
+            got = twin(given)
+    except (TypeError, ValueError, RuntimeError, AttributeError):
+        return False
+    expected = _plain(kind, given, weight, bias)
+    return (
+        isinstance(got, Tensor)
+        and got.shape == expected.shape
+        and torch.allclose(got, expected, rtol=1e-10, atol=1e-12)
+    )
+
+
+def _plain(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if kind == "Embedding":
+        return F.embedding(x, weight)
+    return F.linear(x, weight if kind == "Linear" else weight.t(), bias)
