@@ -142,10 +142,11 @@ def _local_copy(plan: Plan, holdings: Mapping[str, Holding], ranks: Ranks) -> nn
     from schedlang.runtime.holding import take
     from schedlang.runtime.meta import copy_with, hollow_parameter
 
+    _check_state(plan)
     if any(p.is_meta for p in plan.model.model.parameters()):
         raise Refusal(
             Diagnostic(
-                "S609", "the model has no values: it lies on the meta device",
+                "S623", "the model has no values: it lies on the meta device",
                 helps=("build it on a real device; `plan` and `diff` need no values",),
             )
         )  # fmt: skip
@@ -158,6 +159,22 @@ def _local_copy(plan: Plan, holdings: Mapping[str, Holding], ranks: Ranks) -> nn
         return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
     return copy_with(plan.model.model, local, lambda tensor: tensor.detach().clone())
+
+
+def _check_state(plan: Plan) -> None:
+    """Refuse state that is neither parameter nor buffer: no layout could keep it."""
+    model = plan.model.model
+    known = {n for n, _ in model.named_buffers(remove_duplicate=False)} | set(plan.model.parameters)
+    extra = [key for key in model.state_dict() if key not in known]
+    if extra:
+        raise Refusal(
+            Diagnostic(
+                "S624",
+                f"`{extra[0]}` of the state dict is neither a parameter nor a buffer",
+                notes=("a module gives it as extra state, which no layout could keep",),
+                helps=("leave it out: override `get_extra_state` in a subclass",),
+            )
+        )
 
 
 def _apply(builder: Builder) -> None:

@@ -138,7 +138,7 @@ def _blocks(x: Tensor, r: Tensor, sizes: Mapping[str, int]) -> str:
 def _permuted(x: Tensor, r: Tensor) -> str:
     """The same slices in another order."""
     for dim in range(x.dim()):
-        ours, right = (t.movedim(dim, 0).flatten(1) for t in (x, r))
+        ours, right = (t.movedim(dim, 0).reshape(t.shape[dim], -1) for t in (x, r))
         if len(ours) < 2 or _fits(ours, right):
             continue
         sums = [t.norm(dim=1).sort() for t in (ours, right)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Label, Refusal
-from schedlang.passes.dryrun import Exchange, Loss, Number, Run, record
+from schedlang.passes.dryrun import Loss, Number, Run, record
 from schedlang.passes.leaves import alike, hoisted, leaves_of, touches
 from schedlang.plan import Plan
 
@@ -44,7 +44,6 @@ class Traced:
     masks: Mapping[tuple[str, int], tuple[tuple[int, ...], Mapping[str, Tag]]] = field(
         default_factory=dict
     )
-    exchanges: tuple[Exchange, ...] = ()
     labels: tuple[LabelRule, ...] = ()
     random: bool = False
     order: tuple[str, ...] = ()
@@ -62,11 +61,14 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
     if not leaves:
         return _traced(plan, recording)
     tries: list[tuple[frozenset[Number], int]] = [(frozenset(), -1)]
+    pairs: list[tuple[frozenset[Number], int]] = []
+    tried: set[frozenset[Number]] = set()
     best: Mismatch | None = None
     for _ in range(MOST_RUNS + len(plan.model.sites)):
-        if not tries:
+        if not tries and not pairs:
             break
-        divided, reached = tries.pop()
+        single = bool(tries)
+        divided, reached = (tries or pairs).pop()
         run = Run(plan, inputs, loss, leaves, recording, divided)
         try:
             failure = run.attempt()
@@ -77,13 +79,22 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
             continue
         if failure is None:
             return _traced(plan, recording, run)
-        if failure.place <= reached:
-            continue  # this division did not help
-        if best is None or failure.place > best.place:
+        if best is None or _told(failure) > _told(best):
             best = failure
+        if failure.place <= reached:  # this division alone did not help
+            if single and failure.place == reached:  # one call may count by two: `split([q, k, k])`
+                more = {divided | {number} for number in run.candidates(failure)} - tried
+                pairs += [(both, reached) for both in more]
+                tried |= more
+            continue
         tries += [(divided | {number}, failure.place) for number in run.candidates(failure)]
     assert best is not None
     raise _refusal(plan, best)
+
+
+def _told(failure: Mismatch) -> tuple[int, bool]:
+    """Of two failures the later one is told, at one place that which knows a remedy."""
+    return failure.place, bool(failure.helps)
 
 
 # -- the result --------------------------------------------------------------------------------
@@ -105,7 +116,6 @@ def _traced(plan: Plan, recording: Recording, run: Run | None = None) -> Traced:
         numbers=tuple(run.numbers),
         partial=partial,
         masks=run.follower.masks,
-        exchanges=tuple(run.exchanges),
         **shared,  # type: ignore[arg-type]
     )
 

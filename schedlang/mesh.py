@@ -12,8 +12,8 @@ from functools import cached_property
 class Mesh:
     """Named axes of ranks, slowest first: the last axis varies fastest with the rank.
 
-    `axes` are (name, size) pairs, `views` give a second name to several axes folded together
-    (the first one named is the slowest).  `device` is the text behind `on`, or None.
+    `axes` are (name, size) pairs, `views` give a second name to several axes folded together.
+    `device` is the text behind `on`, or None.
     Names only: process groups are made when a plan is built.
     """
 
@@ -42,10 +42,15 @@ class Mesh:
         return math.prod(self.sizes.values())
 
     def fold(self, over: str | Sequence[str]) -> tuple[str, ...]:
-        """The plain axes that a name, a view or a tuple of them stands for, slowest first."""
-        if not isinstance(over, str):
-            return tuple(axis for name in over for axis in self.fold(name))
-        return dict(self.views).get(over) or (over,)
+        """The plain axes that a name, a view or a tuple of them stands for, in mesh order.
+
+        In whatever order they are named: the members of a process group go by rising rank, and
+        only mesh order numbers them so.
+        """
+        views = dict(self.views)
+        names = (over,) if isinstance(over, str) else over
+        plain = {axis for name in names for axis in views.get(name, (name,))}
+        return tuple(sorted(plain, key=list(self.sizes).index))
 
     def size(self, over: str | Sequence[str]) -> int:
         """How many ranks lie along one axis, a view, or a tuple of axes."""

@@ -329,11 +329,13 @@ class Step:
     def _parted(self, axis: str, tag: Tag, size: int, place: int) -> tuple[int, ...]:
         if place < len(tag.blocks) and tag.blocks[place] == size:
             return (size,)
-        count = -(-sum(tag.blocks) // size)
+        assert self.expected is not None
+        sizes = [shape[tag.dim] for shape in self.expected.outputs]
+        wanted = len(sizes) if len(set(sizes)) == 1 else sizes
         raise Mismatch(
-            self.frame, f"`{self.name}` takes {count} parts out of a dim that is split over"
+            self.frame, f"`{self.name}` takes {len(sizes)} parts out of a dim that is split over"
             f" `{axis}` as {len(tag.blocks)} block{'s' * (len(tag.blocks) > 1)}",
-            axis, (), self.follower.agreed, (f"say what lies side by side: `blocks={count}`",),
+            axis, (), self.follower.agreed, (f"say what lies side by side: `blocks={wanted}`",),
         )  # fmt: skip
 
     def _sliced(self, axis: str, tag: Tag, dim: int) -> tuple[int, ...]:

@@ -216,8 +216,9 @@ class _Step:
             self.flights[(stage.index, microbatch)] = flight
 
     def _backward(self, stage: Stage, microbatch: int) -> None:
-        flight = self.flights.pop((stage.index, microbatch))
+        flight = self.flights[(stage.index, microbatch)]  # tells what gradients look like
         roots, grads = self._roots(stage, flight, microbatch)
+        del self.flights[(stage.index, microbatch)]
         if roots:
             torch.autograd.backward(roots, grads)
         self._return(stage, flight, microbatch)

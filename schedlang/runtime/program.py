@@ -16,6 +16,7 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime import archive, crossing, whole
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.gradient import (
+    norm_alone,
     scale_gradients,
     square_sum,
     sum_gradients,
@@ -170,7 +171,6 @@ class Program:
         a = self.assembly
         mesh, rank = a.ranks.mesh, a.ranks.rank
         speaks = {name for name, holding in a.holdings.items() if holding.primary(mesh, rank)}
-        squares = square_sum(a.parameters, lambda name: name in speaks)
         value = torch.zeros((), dtype=torch.float64)
         if results is not None:
             losses = [result.loss for result in results]
@@ -180,9 +180,12 @@ class Program:
                 value = torch.stack(
                     [x.double().cpu() * w for x, w in zip(losses, shares) if x is not None]
                 ).sum()
+        if mesh.world == 1:
+            self.grad_norm = norm_alone(a.parameters, self.clip)
+            return value.to(a.loss_dtype)
+        squares = square_sum(a.parameters, lambda name: name in speaks)
         both = torch.stack([squares.cpu(), value])
-        if mesh.world > 1:
-            dist.all_reduce(both)
+        dist.all_reduce(both)
         self.grad_norm = float(both[0].sqrt())
         if self.clip is not None and self.grad_norm > self.clip:
             # as torch.nn.utils.clip_grad_norm_

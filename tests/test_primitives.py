@@ -1,0 +1,214 @@
+"""Every registered primitive, from its own example alone: a new one is tested on arrival."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schedlang.diagnostic import Refusal
+from schedlang.passes.build import build
+from schedlang.plan import Plan
+from schedlang.primitive import load_all, registry
+from schedlang.printer import fmt
+from schedlang.runtime.launch import Pool
+from schedlang.schedule import Schedule, create_schedule
+from schedlang.source import Source
+from schedlang.syntax import parse
+from tests.proofs import Seen, adamw, assert_near, assert_same, planned, sequential, steps, trained
+
+load_all()
+NAMES = sorted(registry())
+# rows that may have to stand beside an example, so that what it leaves split is taken up again
+BESIDE = ("", "layers.*.mlp.down  shard(row, over=tp)")
+CLASSES = 21
+
+
+class MLP(nn.Module):
+    """Two projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Layer(nn.Module):
+    """A norm, a gated change and dropout beside a shortcut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp, self.drop = nn.RMSNorm(8, eps=1e-6), MLP(), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.mlp(self.norm(x)))
+
+
+class Toy(nn.Module):
+    """All names that the examples of primitives use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(CLASSES, 8)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.head = nn.Linear(8, CLASSES, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        loss = F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1))
+        return {"loss": loss, "logits": logits}
+
+
+def _toy() -> nn.Module:
+    torch.manual_seed(0)
+    return Toy().double()
+
+
+def _batch(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(CLASSES, (17, 5), generator=generator)
+    labels = ids.roll(-1, 1)
+    labels[:, -1] = -100
+    labels[0, :3] = -100
+    return {"ids": ids, "labels": labels}
+
+
+BATCHES = [_batch(seed) for seed in range(2)]
+
+
+def _row(name: str) -> str:
+    """The example as a row at the top of a schedule for Toy."""
+    example = registry()[name].example
+    path = example.split()[0]
+    inside = not path.startswith(("layers", "embed", name))
+    return f"at layers.* {{ {example} }}" if inside else example
+
+
+def _axes(name: str) -> list[str]:
+    return sorted(set(re.findall(r"over=\(?(\w+)", _row(name))))
+
+
+def _plan(name: str, sizes: dict[str, int], *more: str) -> Plan:
+    mesh = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+    return planned(_toy(), "\n".join([_row(name), *more]), mesh)
+
+
+def _buildable(name: str, sizes: dict[str, int], *more: str) -> Plan:
+    """The plan of the example, with as few other rows as make it traceable."""
+    from schedlang.passes.propagate import propagate
+
+    refusals = []
+    for beside in BESIDE:
+        try:
+            plan = _plan(name, sizes, beside, *more)
+            propagate(plan, BATCHES[0])
+            return plan
+        except Refusal as refusal:
+            refusals.append(refusal.render())
+    raise AssertionError(refusals[0])
+
+
+def _expected() -> Seen:
+    return sequential(_toy(), BATCHES, adamw, clip=0.5, seed=3)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Seen:
+    """The plain training of Toy."""
+    return _expected()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_example_is_a_row(name: str) -> None:
+    """An example parses, formats to itself, names its own primitive, and plans on Toy."""
+    axes = ", ".join(f"{axis}=2" for axis in _axes(name))
+    mesh = f"mesh({axes})\n\n" if axes else ""
+    text = f'schedule 1\n\n{mesh}step "all" {{\n  {registry()[name].example}\n}}\n'
+    assert fmt(Source("x.sched", text)) == text
+    plan = _plan(name, dict.fromkeys(_axes(name), 2))
+    assert [action.name for action in plan.actions] == [name]
+    assert plan.actions[0].sites
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_refusal_leaves_the_same_plan(name: str) -> None:
+    """Wherever the example's call is refused, plan and text stay the very same objects."""
+    plan = _plan(name, dict.fromkeys(_axes(name), 2))
+    bound = plan.actions[0].primitive
+    sch = create_schedule(_toy())
+    sch.mesh(**dict.fromkeys(_axes(name) or ["dp"], 2))
+    refusals = 0
+    for site in plan.model.sites:
+        before, text = sch.plan(), sch.to_sched()
+        scope: Any = sch[site] if site else sch
+        try:
+            scope.do(bound)
+        except Refusal:
+            refusals += 1
+            assert sch.plan() is before and sch.to_sched() == text
+    before = sch.plan()
+    with pytest.raises(Refusal):
+        getattr(sch["layers.0"], name)(no_such_argument=1)
+    assert sch.plan() is before
+    assert refusals or bound.takes == "module" or name == "verify"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_undo_restores(name: str) -> None:
+    """After undo the schedule plans what it planned before the row."""
+    sizes = ", ".join(f"{axis}=2" for axis in [*_axes(name), "other"])
+    head = f'schedule 1\n\nmesh({sizes})\n\nstep "a" {{\n  verify(loss, within=0.5)\n'
+    before = Schedule(_toy(), parse(Source("x", head + "}\n"))).plan()
+    sch = Schedule(_toy(), parse(Source("x", head + f"  {_row(name)}\n}}\n")))
+    assert sch.plan() != before
+    sch.undo()
+    assert sch.plan() == before
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_axes_of_size_one_are_the_identity(name: str, expected: Seen) -> None:
+    """On one rank the program equals the plain module: to the last bit unless it says so."""
+    plan = _buildable(name, dict.fromkeys(_axes(name), 1))
+    seen = steps(plan, BATCHES, adamw, 0.5, {"seed": 3})
+    exact = bool(_axes(name)) or not plan.gives_up
+    (assert_same if exact else assert_near)(seen, expected)
+
+
+def _on_ranks(name: str, world: int) -> Plan:
+    axes = _axes(name)
+    if not axes or axes == ["dp"]:
+        return _buildable(name, {"dp": world}, *([] if axes else ["zero(stage=0, over=dp)"]))
+    if world == 2:
+        return _buildable(name, {axes[0]: 2})
+    return _buildable(name, {"dp": world // 2, axes[0]: 2}, "zero(stage=0, over=dp)")
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_on_ranks_it_equals_the_original(name: str, world: int, pool: Pool, expected: Seen) -> None:
+    """Two steps on 2 and on 4 ranks: losses, gradients, norms, state and optimizer state agree."""
+    assert_near(trained(pool, _on_ranks(name, world), BATCHES, adamw, clip=0.5, seed=3), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_model_is_not_touched(name: str) -> None:
+    """Planning, building and training change neither values nor attributes nor hooks."""
+    model = _toy()
+    row = _row(name)
+    mesh = ", ".join(f"{axis}=1" for axis in _axes(name))
+    plan = planned(model, row, mesh)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    had = {fqn: set(vars(module)) for fqn, module in model.named_modules()}
+    build(plan, BATCHES[0], optimizer=adamw).train_step(BATCHES[0])
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
+    assert {fqn: set(vars(module)) for fqn, module in model.named_modules()} == had
+    assert all(p.grad is None for p in model.parameters())
