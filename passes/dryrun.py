@@ -35,6 +35,7 @@ def _call(model: nn.Module, inputs: Mapping[str, Any], loss: Loss | None) -> Any
 def record(
     plan: Plan, inputs: Mapping[str, Any], loss: Loss | None, leaves: Mapping[str, Leaf]
 ) -> Recording:
+    """What the model as it is calls, in order, with the shapes of each call."""
     from schedlang.runtime.meta import hollow_model
     from schedlang.runtime.trace import Recorder, Stack
 
