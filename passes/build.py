@@ -93,34 +93,34 @@ def build(
     builder = Builder(plan, module, traced, ranks)
     _apply(builder)
     sliced = slice_state(plan, module, ranks, staged, holdings)
-    found = {
-        name: parameter
-        for name, parameter in module.named_parameters()
-        if holdings[name].held(plan.mesh, ranks.rank)
-    }
+    held = {name for name, holding in holdings.items() if holding.held(plan.mesh, ranks.rank)}
+    found = {name: p for name, p in module.named_parameters() if name in held}
     sums = sums_of(plan, traced, holdings, found, ranks)
     dropout = _dropout(plan, traced, ranks, seed, module)
     pipeline = _pipeline(builder, staged, loss)
     axis = staged.axis
-    last = {axis: staged.ranks[-1]} if axis is not None else {}
-    zero = dict.fromkeys(plan.mesh.sizes, 0)
     assembly = Assembly(
         module=module, pipeline=pipeline, ranks=ranks, replicas=replicas, micro=micro,
         parameters=found, holdings=holdings, buffers=dict(module.named_buffers()),
         buffer_stages=buffer_stages(staged), ties=(*plan.model.ties, *plan.model.shared_buffers),
         keys=tuple(plan.model.model.state_dict()), sums=tuple(sums), sliced=sliced,
         weight=weight or weight_of(traced, count * micro),
-        last_rank=plan.mesh.rank(zero | last), stage_axis=axis, dropout=dropout,
+        last_rank=_last_rank(plan, staged), stage_axis=axis, dropout=dropout,
         loss_dtype=_loss_dtype(plan),
         without_labels=traced.labels[0].filled if len(traced.labels) == 1 else None,
         outputs_missing=staged.cut.missing if axis is not None else (), inputs=frozenset(batch),
     )  # fmt: skip
-    made = None
-    trained = [(n, p) for n, p in found.items() if p.requires_grad]
-    if optimizer is not None and trained:
-        _check_optimizer(plan, holdings, optimizer)
-        made = optimizer(trained)
-    return Program(assembly, made, clip)
+    trained = [(name, p) for name, p in found.items() if p.requires_grad]
+    if optimizer is None or not trained:
+        return Program(assembly, None, clip)
+    _check_optimizer(plan, holdings, optimizer)
+    return Program(assembly, optimizer(trained), clip)
+
+
+def _last_rank(plan: Plan, staged: Staged) -> int:
+    """A rank of the last stage, at place 0 of all other axes."""
+    last = {staged.axis: staged.ranks[-1]} if staged.axis is not None else {}
+    return plan.mesh.rank(dict.fromkeys(plan.mesh.sizes, 0) | last)
 
 
 def check_job(plan: Plan) -> Ranks:
@@ -142,10 +142,11 @@ def _local_copy(plan: Plan, holdings: Mapping[str, Holding], ranks: Ranks) -> nn
     from schedlang.runtime.holding import take
     from schedlang.runtime.meta import copy_with, hollow_parameter
 
+    _check_state(plan)
     if any(p.is_meta for p in plan.model.model.parameters()):
         raise Refusal(
             Diagnostic(
-                "S609", "the model has no values: it lies on the meta device",
+                "S623", "the model has no values: it lies on the meta device",
                 helps=("build it on a real device; `plan` and `diff` need no values",),
             )
         )  # fmt: skip
@@ -158,6 +159,22 @@ def _local_copy(plan: Plan, holdings: Mapping[str, Holding], ranks: Ranks) -> nn
         return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
     return copy_with(plan.model.model, local, lambda tensor: tensor.detach().clone())
+
+
+def _check_state(plan: Plan) -> None:
+    """Refuse state that is neither parameter nor buffer: no layout could keep it."""
+    model = plan.model.model
+    known = {n for n, _ in model.named_buffers(remove_duplicate=False)} | set(plan.model.parameters)
+    extra = [key for key in model.state_dict() if key not in known]
+    if extra:
+        raise Refusal(
+            Diagnostic(
+                "S624",
+                f"`{extra[0]}` of the state dict is neither a parameter nor a buffer",
+                notes=("a module gives it as extra state, which no layout could keep",),
+                helps=("leave it out: override `get_extra_state` in a subclass",),
+            )
+        )
 
 
 def _apply(builder: Builder) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from schedlang.diagnostic import quoted
 from schedlang.passes.fold import folded
+from schedlang.passes.words import arguments
 from schedlang.primitive import Primitive
 from schedlang.value import shown
 
@@ -69,11 +70,11 @@ def compare(old: Plan, new: Plan) -> Difference:
     for action in before:
         match = next((a for a in after if _place(a) == _place(action)), None)
         if match is None:
-            changes.append(_change("-", action, _arguments(action.primitive)))
+            changes.append(_change("-", action, arguments(action.primitive)))
             continue
         after.remove(match)
         changes.append(_change("~", match, ", ".join(_changed(action, match))))
-    changes += [_change("+", action, _arguments(action.primitive)) for action in after]
+    changes += [_change("+", action, arguments(action.primitive)) for action in after]
     order = {name: place for place, name in enumerate(dict.fromkeys(_steps(old, new)))}
     changes.sort(key=lambda change: order[change.step])
     return Difference(tuple(changes), tuple(_facts(old, new)))
@@ -99,11 +100,6 @@ def _change(sign: str, action: Action, said: str) -> Change:
 def _given(primitive: Primitive) -> dict[str, object]:
     own = dataclasses.fields(primitive)  # type: ignore[arg-type]
     return {field.name: getattr(primitive, field.name) for field in own}
-
-
-def _arguments(primitive: Primitive) -> str:
-    text = str(primitive)
-    return text[text.index("(") + 1 : -1]
 
 
 def _changed(old: Action, new: Action) -> Iterator[str]:

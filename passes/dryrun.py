@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from schedlang.runtime.dry import Leaf
     from schedlang.runtime.follow import Mismatch
@@ -19,17 +18,6 @@ if TYPE_CHECKING:
 
 Loss = Callable[..., Any]
 Number = tuple[str, str, int]  # class of a module, attribute, its value in the original
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """One collective of one forward and backward: what, over which axes, how many bytes, where."""
-
-    kind: str
-    axes: tuple[str, ...]
-    bytes: int
-    fqn: str
-    backward: bool
 
 
 def _opaque(leaves: Mapping[str, Leaf]) -> Callable[[str], bool]:
@@ -47,6 +35,7 @@ def _call(model: nn.Module, inputs: Mapping[str, Any], loss: Loss | None) -> Any
 def record(
     plan: Plan, inputs: Mapping[str, Any], loss: Loss | None, leaves: Mapping[str, Leaf]
 ) -> Recording:
+    """What the model as it is calls, in order, with the shapes of each call."""
     from schedlang.runtime.meta import hollow_model
     from schedlang.runtime.trace import Recorder, Stack
 
@@ -62,20 +51,6 @@ def record(
     recorder.recording.order.extend(stack.turns)
     recording: Recording = recorder.recording
     return recording
-
-
-def root_of(output: Any, loss: Tensor | None) -> Tensor | None:
-    """Where a backward can start: the loss, the model's own, else the sum of what it gives."""
-    import torch
-
-    from schedlang.runtime.record import loss_of
-    from schedlang.runtime.trace import tensors_in
-
-    root = loss if loss is not None else loss_of(output, {}, None)
-    if root is None:
-        floats = [t for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
-        root = torch.stack([t.sum() for t in floats]).sum() if floats else None
-    return root if root is not None and root.requires_grad else None
 
 
 def _rejected(error: Exception) -> Refusal:
@@ -111,22 +86,17 @@ class Run:
         self.sizes = sizes
         self.follower = Follower(recording, self.stack, sizes)
         self.edges: dict[str, tuple[Edge, ...]] = {}
-        self.exchanges: list[Exchange] = []
-        self.backward = False
         self.numbers: list[tuple[str, str, int]] = []
 
     def attempt(self) -> Mismatch | None:
         """Run; what disagreed first, or None."""
-        from schedlang.runtime.collective import listening
         from schedlang.runtime.follow import Mismatch
 
         model = self._copy()
         try:
-            with listening(self._heard):
-                with self.follower:
-                    output, loss = _call(model, self.inputs, self.loss)
-                self._check_outputs(output)
-                self._backward(output, loss)
+            with self.follower:
+                output, _ = _call(model, self.inputs, self.loss)
+            self._check_outputs(output)
         except Mismatch as failure:
             return failure
         return None
@@ -161,9 +131,6 @@ class Run:
         from schedlang.runtime.collective import Group
 
         return lambda axis: Group((axis,), tuple(range(self.sizes[axis])), 0, None, fqn)
-
-    def _heard(self, kind: str, group: Any, size: int) -> None:
-        self.exchanges.append(Exchange(kind, group.axes, size, group.label, self.backward))
 
     def _places(self, model: nn.Module) -> Iterator[tuple[str, str, int]]:
         """Where divided attributes lie: on modules of the class that hold something sharded."""
@@ -222,9 +189,3 @@ class Run:
                     ("", 0), f"a tensor that is split over `{axis}` leaves the model", axis, (),
                     self.follower.agreed, ("gather it: `output=R` on the row of its module",),
                 )  # fmt: skip
-
-    def _backward(self, output: Any, loss: Any) -> None:
-        self.backward = True
-        root = root_of(output, loss)
-        if root is not None:
-            root.backward()  # type: ignore[no-untyped-call]

@@ -55,7 +55,7 @@ def pattern(group: Sequence[str], everyone: Iterable[str]) -> str:
         return shape
     columns = [list(dict.fromkeys(column)) for column in zip(*(s.split(".") for s in group))]
     if math.prod(map(len, columns)) != len(group):
-        return folded(group)
+        return f"{group[0]} and {len(group) - 1} more"
     text = ""
     for numbers in columns:
         dot = "." if text else ""

@@ -150,7 +150,7 @@ def loss_of(output: Any, batch: Batch) -> Tensor:
         return loss
     raise Refusal(
         Diagnostic(
-            "S821",
+            "S706",
             "the model returns no loss",
             notes=(f"it returns {type(output).__name__}",),
             helps=("define `loss(output, batch)` beside the model, or give labels in the batch",),

@@ -7,29 +7,29 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from schedlang.passes.show import arguments, short
 from schedlang.passes.show_text import number, size, text
 from schedlang.passes.tree import Node, tree
+from schedlang.passes.words import arguments, short
 
 if TYPE_CHECKING:
     from schedlang.passes.memory import RankClass
     from schedlang.passes.show import View
-    from schedlang.timeline import Timeline
-
 WIDTH, ROW, MARGIN = 1120, 22, 24
-COLUMNS = {"name": 60, "class": 330, "layout": 490, "does": 700}
-MOST_OPS = 1200  # beyond this many operations the timeline shows its first ranks only
+COLUMNS = {"name": 70, "class": 330, "layout": 490, "does": 700}
+MOST_OPS = 1000  # beyond this many operations the timeline shows its first ranks only
 MOST_ROWS, MOST_BARS = 60, 8
-# Okabe and Ito's palette without black; every colour also has its number beside it
-STAGES = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#f0e442", "#0072b2", "#d55e00")
+# Okabe and Ito's light colours first; every colour also has its number on it
+STAGES = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#f0e442", "#a6761d", "#9ecae1")
 BARS = (("parameters", "#0072b2"), ("gradients", "#e69f00"), ("optimizer", "#009e73"))
 STYLE = (
     ".p text{font:12px system-ui,sans-serif;fill:#1f2328}.p .h{font-size:20px;font-weight:600}"
-    ".p .m{font-family:ui-monospace,Menlo,Consolas,monospace}.p .s{fill:#59636e}"
+    ".p .m{font-family:ui-monospace,Menlo,Consolas,monospace}.p .k{font-size:11px}"
+    ".p .s{fill:#59636e}"
     ".p .a{fill:#0550ae;font-weight:600}.p .n{fill:#111;font-size:10px;text-anchor:middle}"
     ".p .g{stroke:#d1d9e0}.p .bg{fill:#fff}.p .z{fill:#f6f8fa}.p .t{font-weight:600}"
+    ".p .f{fill:none;stroke:#8c959f}.p .op{fill:#111}"
     "@media(prefers-color-scheme:dark){.p text{fill:#e6edf3}.p .s{fill:#9198a1}"
-    ".p .a{fill:#79c0ff}.p .n{fill:#111}.p .g{stroke:#3d444d}.p .bg{fill:#0d1117}"
+    ".p .a{fill:#79c0ff}.p .n,.p .op{fill:#111}.p .g{stroke:#3d444d}.p .bg{fill:#0d1117}"
     ".p .z{fill:#161b22}}"
 )
 
@@ -132,7 +132,11 @@ class _Marks:
         for one in view.account.collectives or ():
             if one.fqn and not one.what.endswith("again") and one.phase != "step":
                 inside = one.what not in ("parameters", "grads")
-                words = f"{one.kind} {one.what}" if inside and one.kind != "send" else ""
+                words = (
+                    f"{one.kind} {'x'.join(one.axes)} {one.what}"
+                    if inside and one.kind != "send"
+                    else ""
+                )
                 known = self.sends.setdefault(one.fqn, [])
                 if words and words not in known:
                     known.append(words)
@@ -146,7 +150,7 @@ class _Marks:
         layouts = tuple(
             f"{short(fact.dtype)}{self.plan.held(fact.name).show()}" for fact in facts.values()
         )
-        rows = [a for a in self.plan.actions if fqn in a.sites and fqn and a.primitive.writes]
+        rows = [a for a in self.plan.actions if fqn in a.sites and a.primitive.writes]
         does = tuple(
             f"{a.name} {arguments(a.primitive)}".strip()
             for a in rows
@@ -160,8 +164,9 @@ Placed = tuple[int, Node, str]
 
 def _rows(node: Node, depth: int, known: set[object]) -> Iterator[Placed]:
     """Modules worth a row; a block that is as one above, but for its stage, is not opened again."""
-    kind = _inside(node)
-    again = bool(node.children) and node.count > 1 and kind in known
+    kind = node.class_name, tuple((child.name, _inside(child)) for child in node.children)
+    number = node.name.rpartition(".")[2].rpartition("..")[2].isdigit()
+    again = bool(node.children) and number and kind in known
     yield depth, node, "as above" if again else ""
     known.add(kind)
     if again:
@@ -182,7 +187,7 @@ def _inside(node: Node) -> object:
     own = node.note
     assert isinstance(own, Mark)
     below = tuple((child.name, _inside(child)) for child in node.children)
-    return node.class_name, own.layouts, own.sends, below
+    return node.class_name, own.layouts, own.sends, below if below else own.does
 
 
 def _row(node: Node, depth: int, again: str, y: int, *, shade: bool) -> Iterator[str]:
@@ -198,12 +203,22 @@ def _row(node: Node, depth: int, again: str, y: int, *, shade: bool) -> Iterator
     yield _say(COLUMNS["class"], base, (node.class_name if depth else "") + times, "s")
     if mark.layouts:
         yield _typed(COLUMNS["layout"], base, mark.layouts[0])
-    tied = [tensor.tied for tensor in node.tensors if tensor.tied]
-    said = [*mark.does, *mark.sends, *(f"tied to {_owner(name)}" for name in tied)]
-    words = again or " · ".join(said)
-    room = (WIDTH - MARGIN - COLUMNS["does"]) // 6
-    yield _say(COLUMNS["does"], base, words if len(words) <= room else words[: room - 1] + "…",
-               "s" if again else "")  # fmt: skip
+    tied = [f"= {_owner(tensor.tied)}" for tensor in node.tensors if tensor.tied]
+    yield from _does(mark.does, [*tied, *mark.sends, *([again] if again else [])], base)
+
+
+def _does(does: Sequence[str], said: Sequence[str], y: int) -> Iterator[str]:
+    """Rows of the schedule in frames, then what follows from them."""
+    x = float(COLUMNS["does"])
+    for words in does:
+        wide = 6.65 * len(words) + 14
+        yield (f'<rect class="f" x="{x:.0f}" y="{y - 13}" width="{wide:.0f}" height="18" rx="9"/>'
+               f"{_say(x + 7, y, words, 'm k')}")  # fmt: skip
+        x += wide + 6
+    words = " · ".join(said)
+    room = max(0, int((WIDTH - MARGIN - x) / 6.2))
+    if words:
+        yield _say(x, y, words if len(words) <= room else words[: room - 1] + "…", "s")
 
 
 def _owner(parameter: str) -> str:
@@ -277,15 +292,11 @@ def _timeline(view: View, y: int) -> Drawn:
     timeline, order = view.account.timeline, view.plan.order
     if timeline is None or order is None:
         return [], 8
-    part, left = _few(timeline)
+    ranks = max(1, min(timeline.ranks, MOST_OPS * timeline.ranks // max(1, len(timeline))))
     title = f"{order.name}, {order.micro} microbatches, bubble {view.account.bubble:.1%}"
-    title += f" (the first {part.ranks} of {timeline.ranks} ranks)" if left else ""
-    drawn = svg(part, title=title, widest=WIDTH - 2 * MARGIN - 80)
+    if ranks < timeline.ranks:
+        title += f" (the first {ranks} of {timeline.ranks} ranks)"
+    drawn = svg(timeline, title=title, widest=WIDTH - 2 * MARGIN - 80, ranks=ranks, unit=48.0)
     height = float(drawn.split('height="')[1].split('"')[0])
     inner = drawn.replace("<svg ", f'<svg x="{MARGIN - 4}" y="{y - 16}" ', 1)
     return [inner.strip()], int(height) + 8
-
-
-def _few(timeline: Timeline) -> tuple[Timeline, bool]:
-    """As many first ranks as fit; their times are those under the whole timeline only if all do."""
-    return timeline, False

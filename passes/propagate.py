@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Label, Refusal
-from schedlang.passes.dryrun import Exchange, Loss, Number, Run, record
+from schedlang.passes.dryrun import Loss, Number, Run, record
 from schedlang.passes.leaves import alike, hoisted, leaves_of, touches
 from schedlang.plan import Plan
 
@@ -44,7 +44,6 @@ class Traced:
     masks: Mapping[tuple[str, int], tuple[tuple[int, ...], Mapping[str, Tag]]] = field(
         default_factory=dict
     )
-    exchanges: tuple[Exchange, ...] = ()
     labels: tuple[LabelRule, ...] = ()
     random: bool = False
     order: tuple[str, ...] = ()
@@ -117,7 +116,6 @@ def _traced(plan: Plan, recording: Recording, run: Run | None = None) -> Traced:
         numbers=tuple(run.numbers),
         partial=partial,
         masks=run.follower.masks,
-        exchanges=tuple(run.exchanges),
         **shared,  # type: ignore[arg-type]
     )
 

@@ -112,8 +112,8 @@ def _working_rows(
     return list(within_rounding(wanted, plain, program))
 
 
-def check_world(plan: Plan) -> None:
-    """Refuse more ranks than a laptop runs, naming a mesh that keeps every row."""
+def check_world(plan: Plan, verb: str = "verify") -> None:
+    """Refuse more ranks than a laptop runs, naming a mesh that keeps every row (S702)."""
     if plan.mesh.world <= MOST_RANKS:
         return
     sizes = dict(plan.mesh.axes)
@@ -125,9 +125,9 @@ def check_world(plan: Plan) -> None:
     small = ",".join(f"{axis}={size}" for axis, size in sizes.items())
     raise Refusal(
         Diagnostic(
-            "S702", f"{plan.mesh.world} ranks are more than `verify` starts on one machine",
+            "S702", f"{plan.mesh.world} ranks are more than `{verb}` starts on one machine",
             notes=(f"the mesh is {plan.mesh}; at most {MOST_RANKS} ranks run",),
-            helps=(f"verify the same rows on a smaller mesh: `--mesh {small}`",),
+            helps=(f"{verb} the same rows on a smaller mesh: `--mesh {small}`",),
         )
     )  # fmt: skip
 

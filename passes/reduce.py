@@ -40,7 +40,7 @@ def slice_state(
         if owner == place:
             out[stage] = one = Sliced(sliced.stage, mesh, ignored)
             for fqn in sliced_names(plan, staged, holdings, stage):
-                one.add(module.get_submodule(fqn))
+                one.add(module.get_submodule(fqn), root=not fqn)
     return out
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,15 +10,13 @@ from schedlang.passes.account import Account
 from schedlang.passes.fold import alike, pattern
 from schedlang.passes.record import record
 from schedlang.passes.traffic import Collective
+from schedlang.passes.words import arguments, short
 from schedlang.placement import Layout
 from schedlang.plan import Action, Plan
-from schedlang.primitive import Primitive
-from schedlang.value import shown
 
 if TYPE_CHECKING:
     from schedlang.model import ParameterFact
 
-SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 LAYOUTS, SHAPES = "placement", "shape"
 
 
@@ -152,8 +149,9 @@ def _lines_of(
 
     mine = [one for one in account.collectives or () if one.row == action.row]
     groups = alike(action.sites, key)
-    for (_, (sign, said)), sites in groups.items():
-        taken = [one for one in mine if _belongs(one, sites)]
+    for place, ((_, (sign, said)), sites) in enumerate(groups.items()):
+        last = place == len(groups) - 1  # what belongs to none stands with the last
+        taken = [one for one in mine if last or _belongs(one, sites)]
         mine = [one for one in mine if one not in taken]
         yield Line(
             sign, pattern(sites, plan.model.sites), sites, action.name, said.split("\n")[0],
@@ -225,38 +223,6 @@ def _whole(fact: ParameterFact) -> Layout:
 
 def _edge(placement: Any) -> str:
     return "as it comes" if placement is None else str(placement)
-
-
-def arguments(primitive: Primitive) -> str:
-    """What differs from the defaults, as the language writes it: `stage=1, over=dp`."""
-    said = []
-    for one in dataclasses.fields(primitive):  # type: ignore[arg-type]
-        value = getattr(primitive, one.name)
-        if value == one.default:
-            continue
-        if one.kw_only:
-            said.append(f"{one.name}={_word(value)}")
-        else:
-            said += [_word(v) for v in (value if isinstance(value, tuple) else (value,))]
-    return ", ".join(said)
-
-
-def _word(value: object) -> str:
-    """A value as the language writes it; names stand without quotes, one of several alone."""
-    if isinstance(value, str) and value.isidentifier():
-        return str(value)
-    if isinstance(value, tuple):
-        names = all(isinstance(v, str) for v in value)
-        if names and len(value) == 1:
-            return _word(value[0])
-        return f"[{', '.join(map(_word, value))}]"
-    return shown(value)
-
-
-def short(dtype: str) -> str:
-    """f32 for float32."""
-    word = dtype.rstrip("0123456789")
-    return SHORT.get(word, word) + dtype[len(word) :]
 
 
 def _type(plan: Plan, name: str, padding: bool = False) -> str:

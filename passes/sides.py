@@ -98,11 +98,12 @@ def modes_of(seed: int) -> Any:
 
 
 def twin(case: Case) -> nn.Module:
-
+    """A copy of the model, so that training leaves the given one as it is."""
     return copy.deepcopy(case.plan.model.model)
 
 
 def original(case: Case, told: Sequence[Condition]) -> tuple[Observation, int]:
+    """What the original shows under each condition, and how many dropout masks it drew."""
     from schedlang.passes.original import Sequential
     from schedlang.runtime.modes import ambient
 

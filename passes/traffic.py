@@ -14,7 +14,9 @@ from schedlang.placement import P, Placement, Replicate, S
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
-    from schedlang.passes.dryrun import Exchange, Loss
+    from torch import Tensor
+
+    from schedlang.passes.dryrun import Loss
     from schedlang.passes.propagate import Traced
     from schedlang.passes.staging import Staged
     from schedlang.runtime.holding import Holding
@@ -52,6 +54,17 @@ class Collective:
         """As plain values."""
         places = None if self.places is None else sorted(self.places)
         return {**asdict(self), "axes": list(self.axes), "places": places, "total": self.total}
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """One collective of one forward and backward: what, over which axes, how many bytes, where."""
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    fqn: str
+    backward: bool
 
 
 @dataclass(frozen=True)
@@ -113,9 +126,7 @@ def collectives(
 def _activations(
     context: _Context, batch: Mapping[str, Any], loss: Loss | None
 ) -> Iterator[Collective]:
-    heard = context.traced.exchanges
-    if heard and any("recompute" in a.primitive.writes for a in context.plan.actions):
-        heard = tuple(_heard_again(context, batch, loss))
+    heard = _heard(context, batch, loss) if context.traced.edges else []
     for (one, what), count in Counter((e, _what(context.traced, e)) for e in heard).items():
         yield Collective(
             one.kind, one.axes, "backward" if one.backward else "forward", what, one.fqn,
@@ -132,9 +143,8 @@ def _row_of(plan: Plan, fqn: str) -> int | None:
     return own[-1] if own else next(below, None)
 
 
-def _heard_again(context: _Context, batch: Mapping[str, Any], loss: Loss | None) -> list[Exchange]:
-    """What a microbatch sends if modules are recomputed: the rows' own changes, run on meta."""
-    from schedlang.passes.dryrun import Exchange
+def _heard(context: _Context, batch: Mapping[str, Any], loss: Loss | None) -> list[_Exchange]:
+    """What a microbatch sends: the sharded model on meta, recomputed where rows ask for it."""
     from schedlang.passes.staging import local_skeleton
     from schedlang.runtime import crossing
     from schedlang.runtime.collective import Group, listening
@@ -149,11 +159,11 @@ def _heard_again(context: _Context, batch: Mapping[str, Any], loss: Loss | None)
         if "recompute" in action.primitive.writes:
             for site in action.sites:
                 action.primitive.apply(plan.model.sites[site], at)
-    heard: list[Exchange] = []
+    heard: list[_Exchange] = []
     backward = False
 
     def listen(kind: str, group: Group, size: int) -> None:
-        heard.append(Exchange(kind, group.axes, size, group.label, backward))
+        heard.append(_Exchange(kind, group.axes, size, group.label, backward))
 
     inputs = hollow_batch(dict(batch))
     with listening(listen):
@@ -179,10 +189,25 @@ class _At:
 
 def _value(model: Any, inputs: Mapping[str, Any], loss: Loss | None) -> Any:
     """Something to go backward from: the loss, else the sum of what the model gives."""
-    from schedlang.passes.dryrun import root_of
+    import torch
 
-    output = model(**inputs)
-    return root_of(output, loss(output, inputs) if loss is not None else None)
+    with torch.device("meta"):  # a forward that makes tensors of its own makes them there
+        output = model(**inputs)
+        return _root(output, loss(output, inputs) if loss is not None else None)
+
+
+def _root(output: Any, loss: Tensor | None) -> Tensor | None:
+    """Where a backward can start: the loss, the model's own, else the sum of what it gives."""
+    import torch
+
+    from schedlang.runtime.record import loss_of
+    from schedlang.runtime.trace import tensors_in
+
+    root = loss if loss is not None else loss_of(output, {}, None)
+    if root is None:
+        floats = [t for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
+        root = torch.stack([t.sum() for t in floats]).sum() if floats else None
+    return root if root is not None and root.requires_grad else None
 
 
 # (from, to) -> kind in forward, kind in backward; of an entry the backward only where ranks differ
@@ -199,7 +224,7 @@ _EXIT: Mapping[tuple[type, type], tuple[str, str]] = {
 }
 
 
-def _what(traced: Traced, one: Exchange) -> str:
+def _what(traced: Traced, one: _Exchange) -> str:
     """Which tensor of its module an exchange is of."""
     edge = next((e for e in traced.edges.get(one.fqn, ()) if e.group.axes == one.axes), None)
     if edge is None:
@@ -286,7 +311,7 @@ def _slices(context: _Context) -> Iterator[Collective]:
             )  # fmt: skip
             if names:
                 yield gather
-            if names and row.stage == 3:
+            if names and row.stage == 3 and fqn:  # the root's stay until its backward
                 yield replace(gather, phase="backward")
             if trained:
                 reduce = replace(gather, kind="reduce-scatter", phase="backward", what="grads")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.passes.show import short
+from schedlang.passes.words import short
 
 if TYPE_CHECKING:
     from schedlang.model import ModelFacts, ParameterFact, Site

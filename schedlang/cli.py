@@ -9,6 +9,7 @@ from schedlang.verbs.diff import diff
 from schedlang.verbs.explain import explain
 from schedlang.verbs.fmt import fmt
 from schedlang.verbs.plan import plan
+from schedlang.verbs.run import run
 from schedlang.verbs.simulate import simulate
 from schedlang.verbs.tree import tree
 from schedlang.verbs.verify import verify
@@ -23,7 +24,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for verb in (fmt, check, tree, plan, diff, verify, simulate, explain):
+for verb in (fmt, check, tree, plan, diff, verify, run, simulate, explain):
     app.command(verb.__name__)(verb)
 
 

@@ -156,7 +156,7 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S606": ("too few rows", "Every part of the batch needs a row: fewer parts or a larger batch."),
     "S607": ("the mesh and the job differ", "The mesh needs as many ranks as the job has."),
     "S608": ("no such order of the pipeline", "The message says what the order needs."),
-    "S609": ("stages or values are missing", "Cuts must make as many stages as the order needs."),
+    "S609": ("cuts and stages differ", "Cuts must make as many stages as the order needs."),
     "S610": ("a hidden value crosses the cut", "A stage hands over what its modules return."),
     "S611": ("the forward reads values", "It cannot be recorded without data."),
     "S612": ("the model fails while it is recorded", "The model's own message is shown."),
@@ -168,6 +168,14 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S618": ("`build` takes something else", "`sch.build(batch=, loss=, optimizer=, clip=, ...)`."),
     "S619": ("another batch than it was built for", "Build from a batch as it will be trained on."),
     "S621": ("parts of the batch do not add up", "Say what a part weighs: `weight(batch)`."),
+    "S623": (
+        "a model without values",
+        "It lies on the meta device: `plan` and `diff` work, runs need values.",
+    ),
+    "S624": (
+        "state that cannot be kept",
+        "Parameters and buffers are; extra state of modules is not.",
+    ),
     "S622": ("an optimizer that looks at whole tensors", "Elementwise ones work on parts."),
     "S631": ("a checkpoint cannot be written", "Nothing was changed; the message gives the cause."),
     "S632": ("not a place for a checkpoint", "Only a checkpoint or an empty folder is replaced."),
@@ -182,16 +190,21 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S637": ("state that no checkpoint can hold", "Tensors, and plain numbers alike on all ranks."),
     "S702": (
         "too many ranks for one machine",
-        "`verify` starts local processes.  A smaller mesh, `--mesh ...`, proves the same rows.",
+        "`verify` and `run` start local processes.  A smaller mesh, `--mesh ...`, keeps the rows.",
     ),
     "S703": (
         "the loss of the whole is not the mean of the parts",
         "Checked on the original, before anything else: the parts of a batch, weighed, must give\n"
         "its loss.  Say what a part weighs, `weight(batch)`, or `relax(batch_stats)`.",
     ),
+    "S706": (
+        "the model returns no loss",
+        "Define `loss(output, batch)`, or give labels in the batch.",
+    ),
     "S704": ("no working dtype", "Float64 is always checked; this names the dtype checked beside."),
     "S705": ("no row on these lines", "`--only 11,14-17` names lines of the schedule file."),
     "S811": ("no float64 for this operation", "It reads the bits of a float."),
+    "S813": ("a checkpointed module changes its buffers", "Recomputation would change them twice."),
     "S812": ("randomness of its own", "It cannot be drawn logically, alike under every layout."),
     "S821": ("the kernel does not fit the call", "Leave this module as it is."),
     "S831": ("inductor cannot compile here", "It needs a compiler; the message says which."),
@@ -203,6 +216,7 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S903": ("`model` returns something else", "Return a torch.nn.Module."),
     "S904": ("no model file", "Put a `model.py` beside the schedule, or name one: `--model`."),
     "S905": ("the model file fails to import", "Its own error is shown, with the line."),
+    "S907": ("no plan to be read", "It must be one that `schedlang plan --out` wrote."),
     "S906": ("the model file has no `model()`", "Define it; it may build on the meta device."),
 }
 

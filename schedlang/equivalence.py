@@ -42,7 +42,7 @@ def verify(
     plan = sch.plan()
     if any(p.is_meta for p in plan.model.model.parameters()):
         title = "the model has no values: it lies on the meta device"
-        raise Refusal(Diagnostic("S609", title, helps=("verify it on a real device",)))
+        raise Refusal(Diagnostic("S623", title, helps=("verify it on a real device",)))
     case = Case(plan, _batches(batch, seed), loss, weight, seed, dtype)
     return prove(case, title=type(plan.model.model).__name__)
 

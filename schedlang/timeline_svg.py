@@ -25,17 +25,21 @@ def svg(
     transfer: float = 0.0,
     title: str = "",
     widest: float = 4000.0,
+    ranks: int | None = None,
+    unit: float = UNIT_WIDTH,
 ) -> str:
     """The operations of every rank over time, as SVG text.
 
     A block is named by its microbatch; on a rank with several stages later stages are darker.
-    Beyond `widest` points (a column for names not counted) time is drawn smaller.
+    A unit of cost is `unit` points wide, or less where all would be more than `widest`.  `ranks`:
+    only the first so many are drawn, at their times among all.
     """
     times = timing(timeline, cost, transfer)
     t = times.timeline
+    lanes = t.ranks if ranks is None else min(ranks, t.ranks)
     end = max(times.makespan, 1e-9)
-    scale = min(UNIT_WIDTH, widest / end)
-    width, height = LEFT + end * scale + 10, TOP + t.ranks * ROW + 26
+    scale = min(unit, widest / end)
+    width, height = LEFT + end * scale + 10, TOP + lanes * ROW + 26
     kinds = [kind for kind in FILL if (t.kind == kind).any()]
     text = title or f"bubble {times.bubble:.1%}, {end:g} units"
     parts = [
@@ -44,14 +48,14 @@ def svg(
         f"<style>{STYLE}</style>",
         f'<text x="{LEFT}" y="18">{_escape(text)}</text>',
     ]
-    for rank in range(t.ranks):
+    for rank in range(lanes):
         y = TOP + rank * ROW
         parts.append(f'<text x="4" y="{y + 16}">rank {rank}</text>')
         parts.append(
             f'<rect class="lane" x="{LEFT}" y="{y}" width="{end * scale:.1f}" height="{ROW - 4}"/>'
         )
-    parts += _blocks(times, scale)
-    x, y = float(LEFT), TOP + t.ranks * ROW + 6
+    parts += _blocks(times, scale, lanes)
+    x, y = float(LEFT), TOP + lanes * ROW + 6
     for kind in kinds:
         parts.append(f'<rect x="{x:.0f}" y="{y}" width="12" height="12" fill="{FILL[kind]}"/>')
         parts.append(f'<text x="{x + 16:.0f}" y="{y + 10}">{WORD[kind]}</text>')
@@ -59,7 +63,7 @@ def svg(
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _blocks(times: Timing, scale: float) -> list[str]:
+def _blocks(times: Timing, scale: float, lanes: int) -> list[str]:
     t = times.timeline
     chunk = t.stage // max(1, t.ranks)
     most = max(1, int(chunk.max(initial=0)))
@@ -67,7 +71,7 @@ def _blocks(times: Timing, scale: float) -> list[str]:
     found = []
     for rank, kind, stage, microbatch, level, start, end in zip(*(c.tolist() for c in columns)):
         x, y, wide = LEFT + start * scale, TOP + rank * ROW, (end - start) * scale
-        if wide <= 0:
+        if wide <= 0 or rank >= lanes:
             continue
         name = f"{Kind(kind).name} stage {stage} microbatch {microbatch}"
         opacity = 1.0 - 0.45 * (most - level) / most if int(chunk.max(initial=0)) else 1.0

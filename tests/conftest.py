@@ -1,10 +1,13 @@
-"""What all tests share: one warm pool of ranks for the whole session."""
+"""What all tests share: one warm pool of ranks, and what is skipped without a C++ compiler."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from schedlang.diagnostic import Refusal
+from schedlang.runtime.fuse import unavailable
 from schedlang.runtime.launch import Pool
 
 settings.register_profile("busy", deadline=None)  # several ranks may share a core with the tests
@@ -22,3 +25,15 @@ def pool() -> Iterator[Pool]:
     """Local ranks, started by the first test that runs some; a job that dies leaves new ones."""
     with Pool(preload=PRELOAD) as pool:
         yield pool
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
+    """Where inductor has no C++ compiler, a test that is refused for it is skipped, and says so."""
+    try:
+        return (yield)
+    except Refusal as refusal:
+        missing = unavailable()
+        if missing and {d.code for d in refusal.diagnostics} == {"S831"}:
+            pytest.skip(f"inductor cannot compile here: {missing}")
+        raise

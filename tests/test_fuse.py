@@ -18,7 +18,9 @@ from schedlang.runtime.kernel import match, replace
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.recompute import checkpoint
 
-pytestmark = pytest.mark.skipif(unavailable() is not None, reason="inductor cannot compile here")
+pytestmark = pytest.mark.skipif(
+    unavailable() is not None, reason=f"inductor cannot compile here: {unavailable()}"
+)
 
 
 class Block(nn.Module):

@@ -251,7 +251,12 @@ def test_nothing_is_left_behind(kind: str, tmp_path: Path) -> None:
     scratch.mkdir()
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch)}
     script = subprocess.Popen(
-        [sys.executable, str(path), kind], stdout=subprocess.PIPE, text=True, env=environ
+        [sys.executable, str(path), kind],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environ,
+        # a job in the background of a shell is born deaf to SIGINT
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert script.stdout is not None
     lines = [script.stdout.readline().split() for _ in range(3)]

@@ -146,7 +146,7 @@ def _changes_buffers(module: str, names: list[str]) -> Refusal:
     listed = ", ".join(f"`{name}`" for name in names)
     return Refusal(
         Diagnostic(
-            "S811",
+            "S813",
             f"a checkpointed `{module}` changes its buffers",
             notes=(f"its forward updated {listed}, and recomputation would do so a second time",),
             helps=("checkpoint the modules beside it, or put it into eval mode",),

@@ -25,10 +25,13 @@ class Sliced:
         self.units: list[FSDPModule] = []
         self._last: bool | None = None
 
-    def add(self, module: nn.Module) -> None:
-        """Slice what this module holds and no module added before it does."""
+    def add(self, module: nn.Module, *, root: bool = False) -> None:
+        """Slice what this module holds and no module added before it does.
+
+        What the root itself holds stays gathered after its forward: the backward begins there.
+        """
         fully_shard(
-            module, mesh=self.mesh, reshard_after_forward=self.stage == 3,
+            module, mesh=self.mesh, reshard_after_forward=self.stage == 3 and not root,
             ignored_params=self.ignored,
         )  # fmt: skip
         assert isinstance(module, FSDPModule)

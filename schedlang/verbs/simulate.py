@@ -10,7 +10,7 @@ import typer
 from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, show_json, verb
 
 if TYPE_CHECKING:
-    from schedlang.timeline import Timeline
+    from schedlang.timeline import Kind, Timeline
 
 
 @verb
@@ -38,25 +38,15 @@ def simulate(
 
     A schedule's order, ranks, microbatches and chunks are those of its plan; costs are as given.
     """
-    from schedlang.diagnostic import Diagnostic, Refusal
-    from schedlang.orders import OrderError
-    from schedlang.orders import order as ordered
     from schedlang.passes.trace import trace as traced
-    from schedlang.timeline import Kind
     from schedlang.timeline_check import peak_live, timing
     from schedlang.timeline_svg import svg as drawn
     from schedlang.verbs.files import write_text
 
-    if min(f, b, comm) < 0 or f + b == 0:
-        helps = ("costs are times: none below zero, not both zero",)
-        raise Refusal(Diagnostic("S304", "these costs are no times", helps=helps))
+    cost = _costs(f, b, comm)
     if file is not None:
         order, ranks, micro, chunks = _of_schedule(file, model, knob, mesh)
-    try:
-        line: Timeline = ordered(order, ranks, micro, chunks)
-    except OrderError as error:
-        raise Refusal(Diagnostic("S608", error.reason, helps=(error.legal,))) from None
-    cost = {Kind.F: f, Kind.B: b, Kind.I: b / 2, Kind.W: b / 2}
+    line = _line(order, ranks, micro, chunks)
     times = timing(line, cost, comm)
     head = f"{order}   {ranks} ranks, {micro} microbatches, {chunks} stages on each"
     if svg is not None:
@@ -77,6 +67,29 @@ def simulate(
     print(f"{head}\nmakespan {times.makespan:g}   bubble {times.bubble:.1%}   "
           f"live activations at most {max(live)}\n")  # fmt: skip
     print(line.text(100))
+
+
+def _costs(f: float, b: float, comm: float) -> dict[Kind, float]:
+    """What each kind of operation takes; the halves of a backward take half of it."""
+    from schedlang.diagnostic import Diagnostic, Refusal
+    from schedlang.timeline import Kind
+
+    if min(f, b, comm) < 0 or f + b == 0:
+        helps = ("costs are times: none below zero, not both zero",)
+        raise Refusal(Diagnostic("S304", "these costs are no times", helps=helps))
+    return {Kind.F: f, Kind.B: b, Kind.I: b / 2, Kind.W: b / 2}
+
+
+def _line(order: str, ranks: int, micro: int, chunks: int) -> Timeline:
+    """The timeline of an order, or a refusal that says what the order needs."""
+    from schedlang.diagnostic import Diagnostic, Refusal
+    from schedlang.orders import OrderError
+    from schedlang.orders import order as ordered
+
+    try:
+        return ordered(order, ranks, micro, chunks)
+    except OrderError as error:
+        raise Refusal(Diagnostic("S608", error.reason, helps=(error.legal,))) from None
 
 
 def _of_schedule(

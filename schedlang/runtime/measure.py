@@ -1,0 +1,54 @@
+"""What a program takes: bytes of its live tensors on this rank, and units of work in a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from schedlang.runtime.gradient import local_gradient
+from schedlang.runtime.parts import rows_of
+from schedlang.runtime.program import Program
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank, counted from its tensors; `peak` as CUDA's allocator saw it, or None."""
+
+    rank: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    peak: int | None = None
+
+    def to_json(self) -> dict[str, int | None]:
+        """All of it."""
+        return asdict(self)
+
+
+def memory_of(program: Program) -> Memory:
+    """What this rank holds now; gradients are there from a step until the next."""
+    parameters = list(program.assembly.parameters.values())
+    grads = [grad for p in parameters if (grad := local_gradient(p)) is not None]
+    state: list[Any] = []
+    if program.optimizer is not None:
+        state = [value for slots in program.optimizer.state.values() for value in slots.values()]
+    peak = torch.cuda.max_memory_allocated() if any(p.is_cuda for p in parameters) else None
+    own = program.assembly.ranks.rank
+    return Memory(own, _bytes(parameters), _bytes(grads), _bytes(state), peak)
+
+
+def _bytes(values: Iterable[Any]) -> int:
+    local = (v.to_local() if hasattr(v, "to_local") else v for v in values)
+    return sum(v.numel() * v.element_size() for v in local if isinstance(v, Tensor))
+
+
+def work_in(batch: Mapping[str, Any]) -> tuple[int, str]:
+    """How much a batch holds: tokens (padding included) of its first input of ids, else rows."""
+    for value in batch.values():
+        if isinstance(value, Tensor) and value.ndim == 2 and not value.is_floating_point():
+            return value.numel(), "tokens"
+    return rows_of(batch), "rows"

@@ -1,0 +1,242 @@
+"""run: train a few steps under a schedule, and report loss, speed and memory."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from schedlang.verbs.outcome import (
+    REFUSED,
+    UNCHECKED,
+    AsJson,
+    Knobs,
+    MeshSizes,
+    Model,
+    show_json,
+    verb,
+)
+
+if TYPE_CHECKING:
+    from schedlang.modelfile import ModelFile
+    from schedlang.passes.train import Course, Trained
+
+
+@verb
+def run(
+    file: Annotated[Path | None, typer.Argument(help="A schedule.", metavar="FILE")] = None,
+    model: Model = None,
+    steps: Annotated[int, typer.Option(metavar="N", help="How many steps.")] = 20,
+    lr: Annotated[float | None, typer.Option(help="Default 0.003; sgd 0.1.")] = None,
+    optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw",
+    seed: Annotated[int, typer.Option(help="Of weights, batches and dropout.")] = 0,
+    knob: Knobs = None,
+    mesh: MeshSizes = None,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="P.json", help="A saved plan, in place of FILE.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a few steps under a schedule on the model file's batches; report speed and memory.
+
+    Starts local ranks, or joins the job under torchrun.  Tokens are those of a whole batch, padding
+    included.
+    """
+    from schedlang.diagnostic import Refusal
+    from schedlang.passes.train import Course, check
+
+    first = os.environ.get("RANK", "0") == "0"
+    try:
+        found, planned = _planned(file, plan, model, knob, mesh, seed)
+        course = Course(
+            planned, found.batch, found.loss, found.weight, steps, optimizer.lower(), lr, seed
+        )
+        check(course)
+        shown = _Shown(course, quiet=as_json or not first)
+        title = file or plan
+        assert title is not None
+        trained = _here(course, shown) if _job() else _local(course, found, shown, as_json)
+    except Refusal:
+        if first:
+            raise
+        raise typer.Exit(REFUSED) from None
+    if as_json and first:
+        facts = {"mesh": dict(planned.mesh.sizes), "world": planned.mesh.world, "steps": steps}
+        show_json({"exit": 0, **facts, "optimizer": course.optimizer, "lr": course.lr}
+                  | trained.to_json())  # fmt: skip
+    elif first:
+        print(_report(title.name, course, trained))
+
+
+def _job() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _planned(
+    file: Path | None, record: Path | None, model: str | None, knob: Any, mesh: Any, seed: int
+) -> tuple[ModelFile, Any]:
+    """The model file and the plan, from a schedule or from a saved plan."""
+    from schedlang.diagnostic import Diagnostic, Refusal
+    from schedlang.model import ModelFacts
+    from schedlang.modelfile import load_model_file
+    from schedlang.passes.restore import read_record, restored
+    from schedlang.schedule import Schedule
+    from schedlang.syntax import parse, read
+    from schedlang.verbs.settings import settings
+
+    given = settings(knob, mesh)
+    if (file is None) == (record is None):
+        title = "`run` needs a schedule or a saved plan, and one of them"
+        raise Refusal(
+            Diagnostic("S109", title, helps=("`schedlang run FILE`, or `--plan p.json`",))
+        )
+    if record is not None:
+        if given.knobs or given.mesh:
+            title = "a saved plan has its decisions: `--knob` and `--mesh` go with a schedule"
+            raise Refusal(Diagnostic("S109", title, helps=("run the schedule, or plan it anew",)))
+        made = read_record(record)
+        found = load_model_file(model or made.get("model_file"), record)
+        return found, restored(made, ModelFacts(_at_home(found, seed)))
+    assert file is not None
+    source = read(file)
+    found = load_model_file(model, file)
+    return found, Schedule(_at_home(found, seed), parse(source), given).plan()
+
+
+def _at_home(found: ModelFile, seed: int) -> Any:
+    """The model where it is trained: under torchrun on this rank's GPU, if there is one."""
+    import torch
+
+    made = found.model(seed=seed)
+    if _job() and torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        return made.cuda()
+    return made
+
+
+def _here(course: Course, shown: _Shown) -> Trained:
+    """As one rank of the job that torchrun started."""
+    import torch.distributed as dist
+
+    from schedlang.passes.train import train
+
+    with shown:
+        trained = train(course, shown.step)
+    if dist.is_initialized():
+        dist.barrier()  # whoever closes first could cut off what is still on its way
+        dist.destroy_process_group()
+    return trained
+
+
+def _local(course: Course, found: ModelFile, shown: _Shown, as_json: bool) -> Trained:
+    """On ranks started here."""
+    from schedlang.passes.prove import check_world
+    from schedlang.passes.train import train
+    from schedlang.runtime.launch import Hang, Pool, RankDied
+
+    check_world(course.plan, "run")
+    with Pool(files=found.files) as pool, shown:
+        try:
+            return pool.run(train, course.plan.mesh.world, course, on_progress=shown.hear)[0]  # type: ignore[no-any-return]
+        except (RankDied, Hang) as failure:
+            shown.close()
+            if as_json:
+                show_json({"exit": UNCHECKED, "error": str(failure)})
+            print(failure, file=sys.stderr)
+            raise typer.Exit(UNCHECKED) from None
+
+
+class _Shown:
+    """How far the training is: a bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, course: Course, quiet: bool) -> None:
+        self.total, self.quiet, self.live = course.steps, quiet, sys.stderr.isatty()
+        self.every = max(1, course.steps // 10)
+        self.bar: Any = None
+
+    def __enter__(self) -> _Shown:
+        if self.live and not self.quiet:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+            columns = (
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.description}"),
+            )
+            self.bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self.bar.start()
+            self.task = self.bar.add_task("starting the ranks", total=self.total)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the bar off."""
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+    def hear(self, rank: int, step: Any) -> None:
+        """A message of a local rank; the first one speaks for all."""
+        if rank == 0:
+            self.step(step)
+
+    def step(self, step: Any) -> None:
+        """One step is done."""
+        text = f"loss {step.loss:.4f}  {step.work / step.seconds:,.0f} {step.unit}/s"
+        if self.bar is not None:
+            self.bar.update(self.task, advance=1, description=text)
+        elif not self.quiet and step.number % self.every == 0:
+            print(f"step {step.number:>4}  {text}", file=sys.stderr, flush=True)
+
+
+def _report(name: str, course: Course, trained: Trained) -> str:
+    """The end of a training as text."""
+    mesh, steps = course.plan.mesh, trained.steps
+    where = f"{mesh} ({mesh.world} ranks)" if mesh.axes else "one rank"
+    padded = " (padding included)" if steps[0].unit == "tokens" else ""
+    lines = [
+        f"{name} · {where} · {len(steps)} steps of {course.optimizer}, lr {course.lr:g}",
+        f"  loss    {steps[0].loss:.4f} -> {steps[-1].loss:.4f}",
+        f"  speed   {trained.per_second:,.0f} {steps[0].unit}/s{padded}",
+        f"  step    {trained.median * 1e3:,.1f} ms (median)",
+        "  memory  parameters   gradients   optimizer"
+        + ("" if _on_cpu(trained) else "        peak"),
+        *_memory(trained),
+    ]
+    rest = "activations are not measured on a CPU" if _on_cpu(trained) else "the peak is all of it"
+    return "\n".join([*lines, f"  held between steps, without gathered copies; {rest}"])
+
+
+def _on_cpu(trained: Trained) -> bool:
+    return trained.memory[0].peak is None
+
+
+def _memory(trained: Trained) -> list[str]:
+    """One line for the ranks that hold as much."""
+    from dataclasses import replace
+
+    alike: dict[Any, list[int]] = {}
+    for one in trained.memory:
+        alike.setdefault(replace(one, rank=0), []).append(one.rank)
+    lines = []
+    for one, ranks in alike.items():
+        held = [one.parameters, one.gradients, one.optimizer]
+        held += [one.peak] if one.peak is not None else []
+        who = f"ranks {', '.join(map(str, ranks))}" if len(ranks) > 1 else f"rank {ranks[0]}"
+        lines.append(f"        {''.join(f'{_size(value):>12}' for value in held)}   {who}")
+    return lines
+
+
+def _size(count: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024  # type: ignore[assignment]
+    return f"{count:.2f} GiB"

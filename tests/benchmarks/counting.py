@@ -1,0 +1,50 @@
+"""Collectives and their bytes, counted where torch dispatches them, whoever calls."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
+SILENT = ("wait", "barrier", "wrap_tensor")  # they send nothing
+KINDS = {
+    "reduce_scatter": "reduce-scatter",
+    "allreduce": "all-reduce", "all_reduce": "all-reduce",
+    "allgather": "all-gather", "all_gather": "all-gather",
+    "broadcast": "broadcast", "alltoall": "all-to-all", "all_to_all": "all-to-all",
+    "send": "send", "recv": "receive", "scatter": "scatter", "gather": "gather",
+}  # fmt: skip
+
+
+class Counted(TorchDispatchMode):
+    """Counts collectives on this rank, of hand-written code and of ours in the same way.
+
+    Both end in operators of torch's namespaces for communication: `c10d` for calls of
+    torch.distributed (ours, and fully_shard's), `_c10d_functional` for DTensor.  Bytes are those
+    of the largest tensor of a call: the whole of what is reduced, gathered or scattered.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind is DTensor for kind in types):
+            return NotImplemented  # first let DTensor say what it sends
+        out = func(*args, **(kwargs or {}))
+        space, name = func._schema.name.split("::")
+        if space in SPACES and not any(word in name for word in SILENT):
+            self._count(name, (args, kwargs, out))
+        return out
+
+    def _count(self, name: str, values: Any) -> None:
+        kind = next((shown for word, shown in KINDS.items() if word in name), name)
+        tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
+        self.calls[kind] += 1
+        self.bytes[kind] += max((t.numel() * t.element_size() for t in tensors), default=0)

@@ -1,0 +1,124 @@
+"""The verbs about plans on the command line: tree, plan, diff, simulate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from schedlang.cli import app
+from schedlang.timeline import Kind
+from schedlang.timeline_check import timing
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x, y):
+        return ((self.down(torch.relu(self.up(x))) - y) ** 2).mean()
+
+def model():
+    return Net()
+
+def batch(seed):
+    g = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(4, 6, generator=g), "y": torch.randn(4, 6, generator=g)}
+"""
+PLAIN = "schedule 1 for Net\n\nmesh(tp=2)\n\nup    shard(col, over=tp)\ndown  shard(row, over=tp)\n"
+MORE = PLAIN.replace("mesh(tp=2)", "mesh(dp=2, tp=2)") + "\nzero(stage=1, over=dp)\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "a.sched").write_text(PLAIN)
+    (tmp_path / "b.sched").write_text(MORE)
+    return tmp_path
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def test_plan(folder: Path) -> None:
+    """`plan` prints rows, costs and pictures, and saves what running it again needs."""
+    files = {name: folder / f"p.{name}" for name in ("svg", "html", "json")}
+    found = run("plan", folder / "a.sched", "--svg", files["svg"], "--html", files["html"],
+                "--out", files["json"])  # fmt: skip
+    assert found.exit_code == 0, found.output
+    assert "f32[8@tp, 6]" in found.stdout and "not estimated" in found.stdout
+    assert files["svg"].read_text().startswith("<svg") and "</svg>" in files["html"].read_text()
+    saved = json.loads(files["json"].read_text())
+    assert saved["mesh"] == {"tp": 2} and len(saved["actions"]) == 2
+    assert "shard(col, over=tp)" in saved["schedule_text"]
+    again = json.loads(run("plan", folder / "a.sched", "--json").stdout)
+    assert again["account"]["ranks"][0]["parameters"] == 4 * (4 * 6 + 4 + 6 * 4 + 6)
+
+
+def test_plan_refuses(folder: Path) -> None:
+    """Without a pipeline there is nothing to trace; unknown modules have no rows: exit 2."""
+    assert run("plan", folder / "a.sched", "--trace", folder / "t.json").exit_code == 2
+    assert not (folder / "t.json").exists()
+    found = run("plan", folder / "a.sched", "--why", "upp")
+    assert found.exit_code == 2 and "did you mean `up`?" in found.output
+    said = run("plan", folder / "a.sched", "--why", "up.weight")
+    assert said.exit_code == 0 and "a.sched:5" in said.stdout
+
+
+def test_plan_without_a_batch(folder: Path) -> None:
+    """A model file without `batch` plans, and says what is not counted."""
+    (folder / "model.py").write_text(MODEL.replace("def batch", "def other"))
+    found = run("plan", folder / "a.sched")
+    assert found.exit_code == 0 and "collectives are not counted" in found.stdout
+
+
+def test_tree(folder: Path) -> None:
+    """`tree` takes a schedule, whose model it is, or the model file itself."""
+    for words in (("a.sched",), ("model.py",)):
+        found = run("tree", *(folder / word for word in words))
+        assert found.exit_code == 0 and "weight f32[out 8, in 6]" in found.stdout
+    value = json.loads(run("tree", folder / "model.py", "--json").stdout)
+    assert [child["name"] for child in value["children"]] == ["up", "down"]
+
+
+def test_diff(folder: Path) -> None:
+    """`diff` names the action that is new, and what it saves; equal files have no difference."""
+    found = run("diff", folder / "a.sched", folder / "b.sched")
+    assert found.exit_code == 0
+    assert "+ the model" in found.stdout and "stage=1, over=dp" in found.stdout
+    assert "parameters per rank, at most 232 B -> " in found.stdout
+    value = json.loads(run("diff", folder / "a.sched", folder / "a.sched", "--json").stdout)
+    assert value["changes"] == [] and all(c["old"] == c["new"] for c in value["costs"])
+
+
+def test_simulate(tmp_path: Path) -> None:
+    """`simulate` times an order under the costs given, as the timeline's own times are."""
+    from schedlang.orders import order
+
+    words = ("simulate", "--order", "GPipe", "--ranks", 3, "--micro", 5, "--f", 2, "--b", 3)
+    value = json.loads(run(*words, "--comm", 1, "--json").stdout)
+    times = timing(order("GPipe", 3, 5), {Kind.F: 2.0, Kind.B: 3.0}, 1.0)
+    assert (value["makespan"], value["bubble"]) == (times.makespan, times.bubble)
+    assert value["live"] == [5, 5, 5]
+    found = run(*words, "--svg", tmp_path / "t.svg", "--trace", tmp_path / "t.json")
+    assert found.exit_code == 0 and "rank 2: F0 F1" in found.stdout
+    assert len(json.loads((tmp_path / "t.json").read_text())["traceEvents"]) == 3 + 30
+
+
+def test_simulate_refuses(folder: Path) -> None:
+    """Unknown orders, sizes that an order does not have, negative costs: exit 2, with a remedy."""
+    for words, said in (
+        (("--order", "1F1BB"), "1F1B"),
+        (("--order", "Interleaved1F1B"), "chunks=2"),
+        (("--f", "-1"), "none below zero"),
+        ((folder / "a.sched",), "has no pipeline"),
+    ):
+        found = run("simulate", *words)
+        assert found.exit_code == 2 and said in found.output, found.output
