@@ -67,8 +67,7 @@ def build(
 ) -> Program:
     """This rank's program.
 
-    batch      the keyword arguments of one whole step (with `local` of this rank's rows), for
-               shapes; values do not matter
+    batch      the keyword arguments of a whole step (`local`: this rank's rows), for shapes only
     loss       loss(output, batch), where the model returns none
     optimizer  a function from (name, parameter) pairs to an optimizer
     clip       bound for the global norm of the gradients
@@ -98,17 +97,16 @@ def build(
     sums = sums_of(plan, traced, holdings, found, ranks)
     dropout = _dropout(plan, traced, ranks, seed, module)
     pipeline = _pipeline(builder, staged, loss)
-    axis = staged.axis
     assembly = Assembly(
         module=module, pipeline=pipeline, ranks=ranks, replicas=replicas, micro=micro,
         parameters=found, holdings=holdings, buffers=dict(module.named_buffers()),
         buffer_stages=buffer_stages(staged), ties=(*plan.model.ties, *plan.model.shared_buffers),
         keys=tuple(plan.model.model.state_dict()), sums=tuple(sums), sliced=sliced,
         weight=weight or weight_of(traced, count * micro),
-        last_rank=_last_rank(plan, staged), stage_axis=axis, dropout=dropout,
-        loss_dtype=_loss_dtype(plan),
+        last_rank=_last_rank(plan, staged), stage_axis=staged.axis, dropout=dropout,
+        loss_dtype=_loss_dtype(plan), inputs=frozenset(batch),
         without_labels=traced.labels[0].filled if len(traced.labels) == 1 else None,
-        outputs_missing=staged.cut.missing if axis is not None else (), inputs=frozenset(batch),
+        outputs_missing=staged.cut.missing if staged.axis is not None else (),
     )  # fmt: skip
     trained = [(name, p) for name, p in found.items() if p.requires_grad]
     if optimizer is None or not trained:
