@@ -158,14 +158,14 @@ def test_refuses_before_it_starts(monkeypatch):
     replace(norm, match(norm, "rms_norm"))
     with pytest.raises(Refusal, match="kernel of its own"):
         fuse(norm)
-    monkeypatch.setenv("CXX", "/no/such/compiler")
-    from torch._inductor import config, cpp_builder
+    from torch._inductor import config
 
-    monkeypatch.setattr(config.cpp, "cxx", (None, "/no/such/compiler"))
-    cpp_builder.get_cpp_compiler.cache_clear() if hasattr(
-        cpp_builder.get_cpp_compiler, "cache_clear"
-    ) else None
+    monkeypatch.setenv("CXX", "/no/such/compiler")
     module = Block()
-    with pytest.raises(Refusal, match="no C\\+\\+ compiler"):
+    # the setting is a proxy that `monkeypatch` would delete instead of restoring
+    with (
+        config.patch({"cpp.cxx": (None, "/no/such/compiler")}),
+        pytest.raises(Refusal, match="no C\\+\\+ compiler"),
+    ):
         fuse(module)
     assert layers_of(module) is None
