@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.runtime.dry import Leaf
-    from schedlang.runtime.follow import Mismatch
+    from schedlang.runtime.notes import Mismatch
     from schedlang.runtime.shard import Edge
     from schedlang.runtime.trace import Recording
 
@@ -90,7 +90,7 @@ class Run:
 
     def attempt(self) -> Mismatch | None:
         """Run; what disagreed first, or None."""
-        from schedlang.runtime.follow import Mismatch
+        from schedlang.runtime.notes import Mismatch
 
         model = self._copy()
         try:
@@ -103,8 +103,8 @@ class Run:
 
     def _copy(self) -> nn.Module:
         from schedlang.runtime.dry import dry_forward
-        from schedlang.runtime.follow import Note, Tag
         from schedlang.runtime.meta import hollow_model
+        from schedlang.runtime.notes import Note, Tag
         from schedlang.runtime.numbers import set_number
 
         plan = self.plan
@@ -180,7 +180,7 @@ class Run:
         return sorted(found, key=lambda n: (n[2] in failure.integers, "." not in n[1]))
 
     def _check_outputs(self, output: Any) -> None:
-        from schedlang.runtime.follow import Mismatch
+        from schedlang.runtime.notes import Mismatch
         from schedlang.runtime.trace import tensors_in
 
         for tensor in tensors_in(output):

@@ -18,7 +18,7 @@ from schedlang.passes.leaves import alike, hoisted, leaves_of, touches
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
-    from schedlang.runtime.follow import Mismatch, Tag
+    from schedlang.runtime.notes import Mismatch, Tag
     from schedlang.runtime.shard import Edge
     from schedlang.runtime.trace import LabelRule, Recording
 
@@ -52,8 +52,8 @@ class Traced:
 
 def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) -> Traced:
     """Trace a plan with one microbatch; raises Refusal where it cannot work."""
-    from schedlang.runtime.follow import Hoist
     from schedlang.runtime.meta import hollow_batch
+    from schedlang.runtime.notes import Hoist
 
     inputs = hollow_batch(dict(batch))
     leaves = leaves_of(plan)

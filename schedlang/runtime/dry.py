@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from schedlang.placement import P, Placement, R, Replicate, S
 from schedlang.runtime.collective import Group
 from schedlang.runtime.crossing import dim_of, shared
-from schedlang.runtime.follow import Follower, Hoist, Mismatch, Note, Tag
+from schedlang.runtime.follow import Follower
+from schedlang.runtime.notes import Hoist, Mismatch, Note, Tag
 from schedlang.runtime.shard import Edge, Sharded, is_main, on_first, on_result
 from schedlang.runtime.trace import tensors_in
 from schedlang.runtime.vocab import ShardedLogits

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from schedlang.runtime.notes import Mismatch, Note, Tag
 from schedlang.runtime.trace import (
     Call,
     Frame,
@@ -27,59 +28,6 @@ from schedlang.runtime.trace import (
     name_of,
     tensors_in,
 )
-
-
-@dataclass(frozen=True)
-class Tag:
-    """A tensor dim split over an axis, with the sizes of the blocks that lie side by side in it."""
-
-    dim: int
-    blocks: tuple[int, ...]  # of the whole dim
-
-
-@dataclass
-class Note:
-    """What is known of a tensor: its splits by axis, and where its gradient would go.
-
-    `entered` are axes over which the value is whole but the gradient a part, to be summed where the
-    tensor entered the sharded region.
-    """
-
-    tags: Mapping[str, Tag] = field(default_factory=dict)
-    roots: frozenset[str] = frozenset()  # parameters it is made of, and of nothing else
-    data: bool = False  # made from the batch
-    entered: frozenset[str] = frozenset()
-
-    @property
-    def parts(self) -> frozenset[str]:
-        """The axes over which this tensor's gradient is, rightly, not the whole one."""
-        return self.entered | self.tags.keys()
-
-
-class Hoist(Exception):
-    """A tensor should be gathered where an enclosing module takes it, not deeper inside."""
-
-    def __init__(self, fqn: str, axis: str) -> None:
-        super().__init__(fqn, axis)
-        self.fqn, self.axis = fqn, axis
-
-
-class Mismatch(Exception):
-    """The sharded model does not compute what its shapes should be.
-
-    `integers` are arguments of the original call that should have been divided by the ranks of
-    `axis`; empty where no division can help.  `place` counts the calls that agreed before.
-    """
-
-    def __init__(
-        self, frame: Frame, reason: str, axis: str | None, integers: tuple[int, ...], place: int,
-        helps: tuple[str, ...] = (),
-    ) -> None:  # fmt: skip
-        super().__init__(reason)
-        self.frame, self.reason, self.axis = frame, reason, axis
-        self.integers, self.place, self.helps = integers, place, helps
-        self.counted: int | None = None  # into how many parts (heads) a view takes the split dim
-
 
 RESHAPES = {"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"}
 FILLS = {"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty",
