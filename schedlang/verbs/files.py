@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ class Planned:
     tree: File
     plan: Plan
     model: ModelFile
+    imports: float = 0.0  # seconds spent on importing the model file
 
 
 def planned(
@@ -37,8 +39,13 @@ def planned(
 
     given = settings(knobs, mesh)
     tree = parse(read(file))
+    start = time.perf_counter()
     found = load_model_file(model, file)
-    return Planned(file, tree, Schedule(found.model(meta=True), tree, given).plan(), found)
+    import torch  # noqa: F401  (a model file may put it off; it is counted among the imports)
+
+    imports = time.perf_counter() - start
+    made = Schedule(found.model(meta=True), tree, given).plan()
+    return Planned(file, tree, made, found, imports)
 
 
 def accounted(one: Planned) -> Account:

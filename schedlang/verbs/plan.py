@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,6 +45,7 @@ def plan(
     from schedlang.passes.why import why as why_of
     from schedlang.verbs.files import accounted, planned
 
+    start = time.perf_counter()
     found = planned(file, model, knob, mesh)
     if why is not None:
         said = why_of(found.plan, found.tree, why)
@@ -57,6 +60,8 @@ def plan(
         show_json(value)
     else:
         print(text(shown, each=each))
+        spent = time.perf_counter() - start - found.imports
+        print(f"planned in {spent:.1f} s, imports {found.imports:.1f} s", file=sys.stderr)
 
 
 def _write(shown: View, svg: Path | None, html: Path | None, trace: Path | None) -> None:
