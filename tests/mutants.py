@@ -234,8 +234,8 @@ def averaged_by_fully_shard(patch: Patch) -> None:
     """The mean that FSDP takes unless told otherwise, on parts that are already weighed."""
     plain = replicas.Sliced.add
 
-    def add(self: Any, module: Any) -> None:
-        plain(self, module)
+    def add(self: Any, module: Any, **options: Any) -> None:
+        plain(self, module, **options)
         module.set_force_sum_reduction_for_comms(False)
         module.set_gradient_divide_factor(2.0)
 

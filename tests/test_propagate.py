@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.passes.propagate import Traced, propagate
+from schedlang.passes.staging import local_skeleton
 from schedlang.placement import R, S
+from schedlang.runtime.collective import listening
+from schedlang.runtime.constants import OnMeta
+from schedlang.runtime.crossing import forget
+from schedlang.runtime.meta import hollow_batch
 from tests import models
 from tests.proofs import planned, refused
 from tests.test_build import FUSED, GPT2, LLAMA, LLAMA_ENDS, Fused, _words
@@ -20,6 +25,23 @@ TOKENS = models.tokens()
 
 def _traced(model: nn.Module, rows: str, mesh: str = "tp=2", batch: Any = None) -> Traced:
     return propagate(planned(model, rows, mesh), batch or TOKENS)
+
+
+def _sent(model: nn.Module, rows: str, mesh: str = "tp=2") -> list[tuple[str, str, int, bool]]:
+    """The collectives of one forward and backward: kind, whose, bytes, and whether in backward."""
+    plan = planned(model, rows, mesh)
+    local = local_skeleton(plan, propagate(plan, TOKENS))
+    local.train()
+    heard: list[tuple[str, str, int, bool]] = []
+    back = [False]
+    with listening(lambda kind, group, size: heard.append((kind, group.label, size, back[0]))):
+        given = hollow_batch(TOKENS)
+        with OnMeta(TOKENS, given):
+            loss = local(**given).loss
+        back[0] = True
+        loss.backward()
+    forget()
+    return heard
 
 
 # -- what is found -----------------------------------------------------------------------------
@@ -62,8 +84,9 @@ def test_a_gather_is_hoisted_to_where_the_tensor_comes_in() -> None:
     for fqn in hoisted:
         (edge,) = [e for e in traced.edges[fqn] if e.hoisted]
         assert edge.arrives == S(1) and edge.wants == R
-    forward = [e for e in traced.exchanges if not e.backward and e.kind == "all-gather"]
-    assert len([e for e in forward if ".layers." in e.fqn]) == 4
+    sent = _sent(models.llama(2), LLAMA + LLAMA_ENDS)
+    gathers = [one for one in sent if one[0] == "all-gather" and not one[3]]
+    assert len([one for one in gathers if ".layers." in one[1]]) == 4
 
 
 def test_norms_under_sequence_parallelism_have_partial_gradients() -> None:
@@ -129,17 +152,16 @@ def test_other_values_that_do_not_count() -> None:
 def test_collectives_are_counted() -> None:
     """Megatron's count: two all-reduces forward and two backward for each block."""
     rows = GPT2[GPT2.index("at ") : GPT2.index("lm_head")]
-    traced = _traced(models.gpt2(3), rows)
+    sent = _sent(models.gpt2(3), rows)
     for backward in (False, True):
-        mine = [e for e in traced.exchanges if e.backward == backward]
-        assert [e.kind for e in mine] == ["all-reduce"] * 6
-        assert {e.bytes for e in mine} == {7 * 8 * 16 * 8}
+        mine = [(kind, size) for kind, _, size, back in sent if back == backward]
+        assert mine == [("all-reduce", 7 * 8 * 16 * 8)] * 6
 
 
 def test_axes_of_size_one_shard_nothing() -> None:
     """The rows stay in the plan, and the trace has no edges."""
     traced = _traced(models.gpt2(1), GPT2, "tp=1")
-    assert not traced.edges and not traced.exchanges and not traced.numbers
+    assert not traced.edges and not traced.numbers
 
 
 # -- what is refused ---------------------------------------------------------------------------
@@ -242,9 +264,8 @@ def test_a_batch_that_the_model_rejects() -> None:
 
 def test_the_loss_stays_split() -> None:
     """With a vocabulary-parallel head no collective carries whole logits."""
-    traced = _traced(models.gpt2(1), GPT2)
     whole = 7 * 8 * models.VOCAB * 8
-    assert max(e.bytes for e in traced.exchanges) < whole
+    assert max(size for _, _, size, _ in _sent(models.gpt2(1), GPT2)) < whole
 
 
 class Wide(nn.Module):
