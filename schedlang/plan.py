@@ -109,6 +109,15 @@ class Plan:
         """The plan that does nothing."""
         return Plan(model, mesh or Mesh())
 
+    def __str__(self) -> str:
+        """One line for each row: its step, where it acts and what it does."""
+        lines = [f"{self.model.class_name} on {self.mesh}, {len(self.actions)} rows"]
+        for action in self.actions:
+            first = action.sites[0] or "the model"
+            more = f" and {len(action.sites) - 1} more" if len(action.sites) > 1 else ""
+            lines.append(f"  {action.step or '-'}: {first}{more}  {action.primitive}")
+        return "\n".join(lines)
+
     def add(
         self,
         primitive: Primitive,
