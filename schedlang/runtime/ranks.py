@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import time
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -13,12 +16,27 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.mesh import Mesh
 from schedlang.runtime.collective import Group
 
+_SETTLE = 0.1  # seconds at the end of a process for gloo's threads to let go of their tensors
+
 
 def join_world(device: str | None = None) -> None:
     """Join the job that torchrun started, if there is one and nobody has joined yet."""
+    _settle_at_exit()
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
         dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+
+
+@cache
+def _settle_at_exit() -> None:
+    """Before the interpreter ends, give gloo's threads a moment in which they can take its lock.
+
+    A thread drops the tensors of a collective after it has told the waiting rank; if it needs the
+    interpreter for that and the interpreter is ending, Python ends the thread inside a C++
+    destructor, and the process aborts.  The groups live as long as a Program holds them, so
+    `destroy_process_group` does not join the threads.
+    """
+    atexit.register(time.sleep, _SETTLE)
 
 
 class Ranks:
