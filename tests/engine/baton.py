@@ -6,6 +6,7 @@ and that no rank can get on is known at once, without a timeout.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ class Baton:
         order: int | None = None,
     ) -> None:
         self._states = list(states)
-        self._turns = [threading.Semaphore(0) for _ in states]
+        self._turns = [threading.Lock() for _ in states]  # free when it is this rank's turn
         self._waits: dict[int, tuple[Callable[[], bool], str]] = {}
         self._random = None if order is None else random.Random(order)
         self._save, self._restore = save, restore
@@ -40,6 +41,7 @@ class Baton:
         self.switches = 0
         for rank in range(len(states)):
             self._waits[rank] = (lambda: True, "its start")
+            self._turns[rank].acquire()
 
     def begin(self) -> None:
         """Let the first rank run."""
@@ -50,7 +52,8 @@ class Baton:
         self.fail(-1, error)
         self.ended = True
         for turn in self._turns:
-            turn.release()
+            with contextlib.suppress(RuntimeError):  # free already
+                turn.release()
 
     def enter(self, rank: int) -> None:
         """Wait for this rank's first turn."""

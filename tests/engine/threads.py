@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import pickle
 import queue
 import sys
 import threading
@@ -133,7 +135,7 @@ class _Run:
 
     def tell(self, message: object = None) -> None:
         """`progress` of the rank that computes."""
-        self._events.put((here(), message))
+        self._events.put((here(), pickle.loads(pickle.dumps(message))))
 
     def watch(
         self,
@@ -147,7 +149,7 @@ class _Run:
             self.baton.begin()
             self._listen(timeout, hang_after, on_progress)
         except BaseException as error:
-            self.baton.end(error)
+            self._give_up(error)
             raise
         finally:
             forkserver.Outbox.tell = None
@@ -155,6 +157,14 @@ class _Run:
             self._raise(*self.baton.failure)
         if left := self.exchange.unfinished():
             raise RankDied(0, "the ranks ended with this under way:\n" + "\n".join(left))
+
+    def _give_up(self, error: BaseException) -> None:
+        """End what can be ended: ranks that wait, and those that run Python."""
+        self.baton.end(error)
+        for rank, ident in self._threads.items():
+            if rank not in self._ended:
+                kind = ctypes.py_object(Aborted)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), kind)
 
     def _raise(self, rank: int, error: BaseException) -> None:
         if isinstance(error, Refusal):
@@ -179,6 +189,9 @@ class _Run:
             if event is not None and on_progress is not None:
                 on_progress(*event)
             now = time.monotonic()
+            if self.baton.failure is not None and now - moved > _GRACE:
+                self._give_up(self.baton.failure[1])
+                return
             if timeout is not None and now - start > timeout:
                 raise Hang(f"not finished after {timeout:g} s", self._stacks())
             cpu = time.process_time() - spent
