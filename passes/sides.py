@@ -121,8 +121,18 @@ class Distributed:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        program.follow_inputs = True
+        program.follow_inputs = program.keep_output = True
         self.grad_norm: Tensor | float | None = None  # of the last step, before clipping
+
+    @property
+    def output(self) -> Any:
+        """Of the last training step."""
+        return self.program.output
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """What the last output does not hold, and why."""
+        return self.program.left_out
 
     def train_step(self, batch: Batch) -> Tensor:
         """One step of the program."""
@@ -165,6 +175,9 @@ def observed(case: Case, told: Sequence[Condition], made: list[Program]) -> Obse
     import torch.distributed as dist
 
     from schedlang.passes.build import build
+    from schedlang.runtime.registered import register
+
+    register(case.plan.model.model)
 
     def make(condition: Condition) -> Distributed:
         program = build(
