@@ -45,6 +45,17 @@ class Case:
         return replace(self, plan=replace(self.plan, model=ModelFacts(module)))
 
 
+def prepared(case: Case) -> Case:
+    """The case with its plan traced once, here, for all ranks: here it is refused, if it is."""
+    from schedlang.passes.prepare import prepare
+    from schedlang.runtime.parts import split
+
+    plan = case.plan
+    micro = plan.order.micro if plan.order is not None else 1
+    sample = split(case.batches[0], plan.mesh.size(plan.data_axes), micro)[0][0].inputs
+    return replace(case, prepared=prepare(plan, sample, case.loss))
+
+
 def widened(case: Case) -> Case:
     """The case on a float64 copy of the model with other parameters, and float64 batches."""
     from schedlang.passes.original import randomised
