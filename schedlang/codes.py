@@ -203,6 +203,10 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S704": ("no working dtype", "Float64 is always checked; this names the dtype checked beside."),
     "S705": ("no row on these lines", "`--only 11,14-17` names lines of the schedule file."),
+    "S721": (
+        "no readable lock",
+        "`schedlang plan FILE --lock` writes `FILE.lock`; it is compared where `--locked` asks for it.",
+    ),
     "S811": ("no float64 for this operation", "It reads the bits of a float."),
     "S813": ("a checkpointed module changes its buffers", "Recomputation would change them twice."),
     "S812": ("randomness of its own", "It cannot be drawn logically, alike under every layout."),
