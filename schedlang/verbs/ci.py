@@ -104,7 +104,8 @@ def _schedules(paths: Sequence[Path]) -> Iterator[Path]:
         if not path.is_dir():
             yield path
             continue
-        below = sorted(path.rglob("*.sched"))
+        every = sorted(path.rglob("*.sched"))
+        below = [p for p in every if not any(x[0] == "." for x in p.relative_to(path).parts)]
         if not below:
             title = f"there is no schedule below `{path}`"
             raise Refusal(Diagnostic("S000", title, helps=("name the files: `x.sched`",)))
