@@ -205,7 +205,7 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S705": ("no row on these lines", "`--only 11,14-17` names lines of the schedule file."),
     "S721": (
         "no readable lock",
-        "`schedlang plan FILE --lock` writes `FILE.lock`; it is compared where `--locked` asks for it.",
+        "`schedlang plan FILE --lock` writes `FILE.lock`, and `--locked` compares it.",
     ),
     "S811": ("no float64 for this operation", "It reads the bits of a float."),
     "S813": ("a checkpointed module changes its buffers", "Recomputation would change them twice."),
