@@ -40,26 +40,15 @@ class Points(nn.Module):
         return ((self.head(h)[..., 0] - y) ** 2).mean()
 
 
-class Projected(nn.Module):
-    """A projection whose result is turned before anyone adds it up."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x))).transpose(1, 2)
-
-
 class Turned(nn.Module):
-    """A residual block around `Projected`."""
+    """A residual block whose first layer reads its rows in columns of memory."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.inner = Projected(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x).transpose(1, 2)
+        return x + self.down(torch.tanh(self.up(x.t().contiguous().t())))
 
 
 class Adapted(nn.Module):
@@ -97,7 +86,8 @@ class Smoothed(nn.Module):
 
     def forward(self, ids: Tensor, labels: Tensor) -> Any:
         logits = self.head(self.block(self.embed(ids)))
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.2)
+        logits = logits.view(-1, logits.shape[-1])
+        return F.cross_entropy(logits, labels.view(-1), label_smoothing=0.2)
 
 
 class Gated(nn.Module):
@@ -123,6 +113,20 @@ class Regrouped(nn.Module):
         h = torch.tanh(self.up(x))
         parts = h.view(*h.shape[:-1], 3, -1)  # three of four features: two ranks would cut one
         return x + self.down((parts * parts.sum(-2, keepdim=True)).flatten(-2))
+
+
+class OneKeyHead(nn.Module):
+    """Attention of several query heads to one key head that they share."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.q, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.k = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).view(*x.shape[:2], -1, x.shape[-1])
+        scores = torch.tanh(q * self.k(x).unsqueeze(2))
+        return x + self.down((scores * q).flatten(2))
 
 
 class NormedMiddle(nn.Module):

@@ -86,6 +86,21 @@ SCENES: dict[str, Scene] = {
     "sliced": _gpt2("zero(stage=2, over=dp)", "dp=2"),
     "sp": Scene(lambda: models.llama(1), LLAMA, "tp=2", _tokens()),
     "pp": _gpt2(f"transformer.h {PIPELINE}", "pp=2"),
+    "pp, ragged": _gpt2(f"transformer.h {PIPELINE}", "pp=2", count=7),
+    "pp, dp": _gpt2(f"transformer.h {PIPELINE}\nzero(stage=1, over=dp)", "dp=2, pp=2"),
+    "pp, by layer": Scene(
+        lambda: models.gpt2(2, 0.1, by_layer=True), f"transformer.h {PIPELINE}", "pp=2", _tokens()
+    ),
+    "pp, rotary": Scene(lambda: models.llama(2), f"model.layers {PIPELINE}", "pp=2", _tokens()),
+    "chunks": _gpt2(
+        f"transformer.h {PIPELINE}".replace('1F1B", micro=2', 'Interleaved1F1B", micro=2, chunks=2'),
+        "pp=2", layers=4,
+    ),
+    "skipping": Scene(
+        models.Skipping, "blocks[1, 2] pipeline_split(over=pp)\n" + PIPELINE.split("\n")[1],
+        "pp=3", lambda seed: models.points(rows=6, seed=seed),
+    ),
+    "micro": _gpt2('pipeline(order="GPipe", micro=3)', ""),
     "odd": Scene(
         networks.made(lambda: networks.Points(networks.Residual(7), width=7)),
         "zero(stage=1, over=dp)", "dp=2", lambda seed: points(seed, 7, (7,)),
@@ -95,13 +110,7 @@ SCENES: dict[str, Scene] = {
         "blocks.*.up shard(col, output=R, over=tp)", "tp=2",
         lambda seed: points(seed, 6, (5, networks.WIDTH)),
     ),
-    "turned": Scene(
-        networks.made(lambda: networks.Points(networks.Turned())),
-        "blocks.*.inner.up shard(col, over=tp)\n"
-        "blocks.*.inner.down shard(row, output=P, over=tp)\n"
-        "blocks.*.inner shard(output=R, over=tp)", "tp=2",
-        lambda seed: points(seed, 6, (5, networks.WIDTH)),
-    ),
+    "turned": _block(networks.Turned, BLOCK),
     "adapted": Scene(
         networks.made(lambda: networks.Points(networks.AdaptedBlock())),
         "blocks.*.up.{base,b} shard(col, over=tp)\nblocks.*.down shard(row, over=tp)", "tp=2",
@@ -117,11 +126,13 @@ SCENES: dict[str, Scene] = {
     ),
     "normed heads": Scene(lambda: models.qwen3(1), HEADS, "tp=2", _tokens()),
     "one key head": Scene(
-        lambda: models.llama(1, keys=1), HEADS.replace("{q,k,v}", "q"), "tp=2", _tokens()
+        networks.made(lambda: networks.Points(networks.OneKeyHead())),
+        BLOCK.replace("up", "q"), "tp=2", lambda seed: points(seed, 6, (5, networks.WIDTH)),
+        holds=False,
     ),
     "sp, biases": Scene(lambda: models.llama(1, bias=True), LLAMA, "tp=2", _tokens()),
     "attending": Scene(
-        lambda: models.llama(1), "model.layers.*.self_attn replace_kernel(sdpa)", "",
+        lambda: models.llama(1, attend="eager"), "model.layers.*.self_attn replace_kernel(sdpa)", "",
         lambda seed: models.left(models.tokens(rows=6, seed=seed)),
     ),
     "smoothed": Scene(

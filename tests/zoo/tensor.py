@@ -132,7 +132,7 @@ def gathered_in_another_order(patch: Patch, site: Site) -> None:
 
 
 @bug(
-    "T23", "shard", Operator.ALIAS, "tp", row="shard(style=", credit="Slapo, ReduceBackward",
+    "T23", "shard", Operator.ALIAS, "gated", row="shard(style=", credit="Slapo, ReduceBackward",
     here="what enters a sharded layer is multiplied first, so its gradient is nobody else's; what"
     " leaves one is added to a residual, with which it shares its gradient",
 )  # fmt: skip
@@ -179,7 +179,7 @@ def negative_dim_taken_for_the_first(patch: Patch, site: Site) -> None:
 
     def all_gather(x: Tensor, dim: int, group: Any) -> Tensor:
         whole = plain(x, dim, group)
-        if dim >= 0 or not site.covers(here()):
+        if dim % x.ndim != x.ndim - 1 or not site.covers(here()):
             return whole
         return torch.cat(whole.chunk(group.size, dim)).reshape(whole.shape)
 
@@ -205,7 +205,7 @@ def sum_of_a_copy_dropped(patch: Patch, site: Site) -> None:
 
 
 @bug(
-    "T35", "shard", Operator.REDUCTION, "adapted", row="shard(", site="up.b",
+    "T35", "shard", Operator.REDUCTION, "adapted", row="shard(", site="blocks.0.up.b",
     credit="Megatron-Bridge#5634",
 )  # fmt: skip
 def adapter_gets_part_of_its_gradient(patch: Patch, site: Site) -> None:
@@ -217,8 +217,5 @@ def adapter_gets_part_of_its_gradient(patch: Patch, site: Site) -> None:
 def padding_counts(patch: Patch, site: Site) -> None:
     """Rows that only pad the vocabulary are classes of the softmax, too."""
 
-    def head(y: Tensor, edge: Any) -> Any:
-        return shard.ShardedLogits(y, edge.group, y.shape[-1] * edge.group.size)
-
-    patch.setattr(shard, "_head", head)
+    patch.setattr(shard, "_head", lambda y, edge: shard.ShardedLogits(y, edge.group, edge.cut))
 
