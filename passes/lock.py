@@ -101,7 +101,9 @@ def _schedule(plan: Plan) -> Section:
     found |= {f"axis {name}": (str(size),) for name, size in plan.mesh.axes}
     if plan.order is not None:
         order = plan.order
-        found["order"] = (f"{order.name}, microbatches {order.micro}, stages a rank {order.chunks}",)
+        found["order"] = (
+            f"{order.name}, microbatches {order.micro}, stages a rank {order.chunks}",
+        )
     return {"model": (plan.model.class_name,), **found}
 
 
@@ -162,7 +164,9 @@ def _collectives(plan: Plan, account: Account) -> Section:
     line = plan.cuts[0].axis if plan.cuts else ""
     found: dict[str, list[str]] = {}
     for one in account.collectives:
-        places = "" if one.places is None else f" at {line}={','.join(map(str, sorted(one.places)))}"
+        places = (
+            "" if one.places is None else f" at {line}={','.join(map(str, sorted(one.places)))}"
+        )
         found.setdefault(one.fqn or WHOLE, []).append(
             f"{one.phase}: {one.kind} over {'x'.join(one.axes)}{places}, {one.what}: "
             f"{one.count} x {one.bytes} B"
