@@ -21,7 +21,7 @@ class Sequential:
     """A module with the plainest loop: forward, loss, backward, clip, step.
 
     `module` is trained in place: give a copy. `loss(output, batch)` may be left out if the model
-    returns one.
+    returns one. `scale` multiplies the loss; with `evaluate` it trains in eval mode.
     """
 
     def __init__(
@@ -31,11 +31,14 @@ class Sequential:
         *,
         loss: Loss | None = None,
         clip: float | None = None,
+        scale: float = 1.0,
+        evaluate: bool = False,
     ) -> None:
         from schedlang.runtime.scope import named_sites
         from schedlang.runtime.training import Training
 
         self.module, self.loss, self.clip = module, loss or loss_of, clip
+        self.scale, self.evaluate = scale, evaluate
         self._named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         self._optimizer = optimizer(self._named) if optimizer else None
         self.grad_norm: Tensor | float | None = None
@@ -66,7 +69,7 @@ class Sequential:
 
         from schedlang.runtime.scope import Scope, entered
 
-        self._training.on()
+        self._training.off() if self.evaluate else self._training.on()
         self.module.zero_grad(set_to_none=True)
         self._inputs = {
             k: v.detach().clone().requires_grad_()
@@ -76,7 +79,7 @@ class Sequential:
         given = {**batch, **self._inputs}
         with entered(Scope(self._steps, 0, tuple(samples))), self._noting_order():
             self.output = self.module(**given)
-            loss = self.loss(self.output, given)
+            loss = self.loss(self.output, given) * self.scale
             loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 

@@ -45,6 +45,7 @@ class Program:
     step: int = 0
     grad_norm: float | None = None
     follow_inputs: bool = False  # also keep the gradients of the batch's float tensors
+    evaluate: bool = False  # train in eval mode: no dropout, statistics as they stand
     keep_output: bool = False  # also keep the output of a training step, in `output`
     output: Any = None
     left_out: dict[str, str] = field(default_factory=dict)  # of the last output: place -> why
@@ -71,7 +72,7 @@ class Program:
         stay for the caller's own.  Submodules that were in eval while the model trained stay so.
         """
         self._check_names(batch)
-        self._training.on()
+        self._training.off() if self.evaluate else self._training.on()
         self._zero()
         parts, weights, total = self._parts(batch, local)
         parts = [self._defined(part, weight) for part, weight in zip(parts, weights)]
