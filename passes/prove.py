@@ -155,6 +155,7 @@ def _conditions(case: Case) -> tuple[Condition, ...]:
 
 def check_parts(case: Case) -> None:
     """Refuse a model whose loss over the parts, weighed, is not the loss of the whole."""
+    from schedlang.passes.buffers import check_buffers
     from schedlang.passes.compare import parts_agree
     from schedlang.passes.original import Sequential
     from schedlang.passes.weigh import part_weight
@@ -164,19 +165,25 @@ def check_parts(case: Case) -> None:
     plan = case.plan
     micro = plan.order.micro if plan.order is not None else 1
     batch = case.batches[0]
-    parts = [p for share in split(batch, plan.mesh.size(plan.data_axes), micro) for p in share]
+    shares = split(batch, plan.mesh.size(plan.data_axes), micro)
+    parts = [part for share in shares for part in share]
     if len(parts) == 1:
+        return
+    relaxed = {name for _, names in plan.relaxed for name in names}
+    if "batch_stats" in relaxed:
         return
     weigh = part_weight(plan, parts[0].inputs, case.loss, case.weight, len(parts))
     modes, _ = modes_of(case.seed)
+    subject = Sequential(twin(case), loss=case.loss)
     with ambient(*modes):
         rows = parts_agree(
-            Sequential(twin(case), loss=case.loss), batch,
+            subject, batch,
             [(part.inputs, part.rows) for part in parts], [weigh(part.inputs) for part in parts],
         )  # fmt: skip
     bad = next((row for row in rows if not row.ok), None)
-    relaxed = {name for _, names in plan.relaxed for name in names}
-    if bad is None or "batch_stats" in relaxed:
+    if bad is None:
+        with ambient(*modes):
+            check_buffers(subject, batch, shares)
         return
     raise Refusal(
         Diagnostic(
