@@ -115,6 +115,7 @@ class Run:
         from schedlang.runtime.meta import hollow_model
         from schedlang.runtime.notes import Note, Tag
         from schedlang.runtime.numbers import set_number
+        from schedlang.runtime.trace import tensors_in
 
         plan = self.plan
         shapes = {name: plan.held(name).local_shape(plan.mesh) for name in plan.layouts}
@@ -123,9 +124,8 @@ class Run:
         for name, tensor in model.named_parameters():
             tags = {s.axis: Tag(s.dim, s.blocks) for s in plan.held(name).splits}
             self.follower.put(tensor, Note(tags, frozenset() if tags else frozenset([name])))
-        for value in self.inputs.values():
-            if hasattr(value, "device"):
-                self.follower.put(value, Note({}, frozenset(), True))
+        for given in tensors_in(dict(self.inputs)):
+            self.follower.put(given, Note({}, frozenset(), True))
         for fqn, attribute, value in self._places(model):
             set_number(model.get_submodule(fqn), attribute, value)
             self.numbers.append((fqn, attribute, value))

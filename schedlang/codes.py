@@ -197,6 +197,11 @@ CODES: Mapping[str, tuple[str, str]] = {
         "Checked on the original, before anything else: the parts of a batch, weighed, must give\n"
         "its loss.  Say what a part weighs, `weight(batch)`, or `relax(batch_stats)`.",
     ),
+    "S708": (
+        "a buffer depends on how the batch is split",
+        "A forward writes it, once for each microbatch and on each rank for its own rows.\n"
+        "Measured on the original, like S703.",
+    ),
     "S706": (
         "the model returns no loss",
         "Define `loss(output, batch)`, or give labels in the batch.",
