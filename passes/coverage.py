@@ -47,7 +47,10 @@ def unoffered(seen: Observation) -> tuple[Gap, ...]:
     """Kinds that the program does not offer for comparison, and values that could not be read."""
     kinds = [Gap(f"{kind} (not offered)", f"wrong {kind}") for kind in sorted(seen.missing)]
     types = [Gap(f"`{name}` in the output", "wrong values in it") for name in sorted(seen.unread)]
-    return (*kinds, *types)
+    left = [
+        Gap(f"`{k}` in the output: {v}", "wrong values in it") for k, v in seen.left_out.items()
+    ]
+    return (*kinds, *types, *left)
 
 
 def _batches(batches: Sequence[Batch], parts: int) -> list[Gap]:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.runtime.dry import Leaf
-    from schedlang.runtime.notes import Mismatch
+    from schedlang.runtime.notes import Mismatch, Note
     from schedlang.runtime.shard import Edge
     from schedlang.runtime.trace import Recording
 
@@ -87,6 +87,15 @@ class Run:
         self.follower = Follower(recording, self.stack, sizes)
         self.edges: dict[str, tuple[Edge, ...]] = {}
         self.numbers: list[tuple[str, str, int]] = []
+        self.layouts: dict[tuple[str, int], list[tuple[Note, ...] | None]] = {}
+        self.stack.seen = self._see
+
+    def _see(self, frame: tuple[str, int], tree: Any) -> None:
+        """Note how the tensors that a call is given, or gives, lie on the ranks."""
+        from schedlang.runtime.trace import tensors_in
+
+        notes = None if self.follower.loose else tuple(map(self.follower.note, tensors_in(tree)))
+        self.layouts.setdefault(frame, []).append(notes)
 
     def attempt(self) -> Mismatch | None:
         """Run; what disagreed first, or None."""

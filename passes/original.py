@@ -33,6 +33,7 @@ class Sequential:
         clip: float | None = None,
     ) -> None:
         from schedlang.runtime.scope import named_sites
+        from schedlang.runtime.training import Training
 
         self.module, self.loss, self.clip = module, loss or loss_of, clip
         self._named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
@@ -40,6 +41,8 @@ class Sequential:
         self.grad_norm: Tensor | float | None = None
         self.order: tuple[str, ...] = ()
         self.ties = tied(module)
+        self.output: Any = None  # of the last training step
+        self._training = Training(module)
         self._inputs: dict[str, Any] = {}
         self._steps = 0
         named_sites(module)
@@ -63,7 +66,7 @@ class Sequential:
 
         from schedlang.runtime.scope import Scope, entered
 
-        self.module.train()
+        self._training.on()
         self.module.zero_grad(set_to_none=True)
         self._inputs = {
             k: v.detach().clone().requires_grad_()
@@ -72,7 +75,8 @@ class Sequential:
         }
         given = {**batch, **self._inputs}
         with entered(Scope(self._steps, 0, tuple(samples))), self._noting_order():
-            loss = self.loss(self.module(**given), given)
+            self.output = self.module(**given)
+            loss = self.loss(self.output, given)
             loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -89,7 +93,7 @@ class Sequential:
 
         from schedlang.runtime.scope import Scope, entered
 
-        self.module.eval()
+        self._training.off()
         with torch.no_grad(), entered(Scope(self._steps, 0, tuple(range(rows(batch))))):
             return self.module(**batch)
 

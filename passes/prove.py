@@ -8,21 +8,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.passes.blame import blame
 from schedlang.passes.observe import Condition, Observation, conditions, observe
-from schedlang.passes.rows import only, shown
 from schedlang.passes.sides import (
     Case,
     as_worked,
     modes_of,
     observed,
     original,
-    tried,
+    prepared,
     twin,
     widened,
 )
+from schedlang.passes.suspect import Failure, suspected
 from schedlang.passes.trials import trials
-from schedlang.plan import Action, Plan
+from schedlang.plan import Plan
 from schedlang.report import Report, Row
 
 if TYPE_CHECKING:
@@ -69,23 +68,8 @@ def prove(
     )  # fmt: skip
     if not report.ok and any(not row.ok for row in rows):
         progress("the row to blame")
-        report = replace(
-            report,
-            blamed=tuple(_blamed(case, pool)),
-            diagnosis=_diagnosis(case, report, expected, actual),
-        )
+        report = suspected(report, Failure(case, working, told, expected, actual), pool)
     return replace(report, seconds=time.perf_counter() - start)
-
-
-def prepared(case: Case) -> Case:
-    """The case with its plan traced once, here, for all ranks: here it is refused, if it is."""
-    from schedlang.passes.prepare import prepare
-    from schedlang.runtime.parts import split
-
-    plan = case.plan
-    micro = plan.order.micro if plan.order is not None else 1
-    sample = split(case.batches[0], plan.mesh.size(plan.data_axes), micro)[0][0].inputs
-    return replace(case, prepared=prepare(plan, sample, case.loss))
 
 
 def _working_rows(
@@ -293,32 +277,3 @@ def _gaps(case: Case, actual: Observation, drawn: int) -> tuple[Any, ...]:
         drawn=drawn, parameters=names,
     )  # fmt: skip
     return (*found, *unoffered(actual))
-
-
-def _diagnosis(case: Case, report: Report, expected: Observation, actual: Observation) -> str:
-    from schedlang.passes.diagnose import explain
-
-    bad = next(row for row in report.rows if not row.ok)
-    return explain(bad, expected, actual, dict(case.plan.mesh.axes))
-
-
-def _blamed(case: Case, pool: Pool) -> list[str]:
-    """The rows that fail together, as lines of the schedule."""
-    rows = [action for action in case.plan.actions if action.name != "verify"]
-    quick = replace(case, batches=case.batches[:1])
-
-    def fails(subset: tuple[Action, ...]) -> bool:
-        from schedlang.passes.compare import compare
-
-        try:
-            plan = only(case.plan, subset)
-            told = _conditions(quick)[:1]
-            small = prepared(replace(quick, plan=plan))
-            expected, _ = original(small, told)
-            actual = pool.run(tried, plan.mesh.world, small, told)[0]
-        except Refusal:
-            return False
-        return any(not row.ok for row in compare(expected, actual))
-
-    found = blame(rows, fails)
-    return [shown(action) for action in found.rows]

@@ -45,6 +45,17 @@ class Case:
         return replace(self, plan=replace(self.plan, model=ModelFacts(module)))
 
 
+def prepared(case: Case) -> Case:
+    """The case with its plan traced once, here, for all ranks: here it is refused, if it is."""
+    from schedlang.passes.prepare import prepare
+    from schedlang.runtime.parts import split
+
+    plan = case.plan
+    micro = plan.order.micro if plan.order is not None else 1
+    sample = split(case.batches[0], plan.mesh.size(plan.data_axes), micro)[0][0].inputs
+    return replace(case, prepared=prepare(plan, sample, case.loss))
+
+
 def widened(case: Case) -> Case:
     """The case on a float64 copy of the model with other parameters, and float64 batches."""
     from schedlang.passes.original import randomised
@@ -121,8 +132,18 @@ class Distributed:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        program.follow_inputs = True
+        program.follow_inputs = program.keep_output = True
         self.grad_norm: Tensor | float | None = None  # of the last step, before clipping
+
+    @property
+    def output(self) -> Any:
+        """Of the last training step."""
+        return self.program.output
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """What the last output does not hold, and why."""
+        return self.program.left_out
 
     def train_step(self, batch: Batch) -> Tensor:
         """One step of the program."""
@@ -165,6 +186,9 @@ def observed(case: Case, told: Sequence[Condition], made: list[Program]) -> Obse
     import torch.distributed as dist
 
     from schedlang.passes.build import build
+    from schedlang.runtime.registered import register
+
+    register(case.plan.model.model)
 
     def make(condition: Condition) -> Distributed:
         program = build(

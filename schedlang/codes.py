@@ -201,8 +201,27 @@ CODES: Mapping[str, tuple[str, str]] = {
         "the model returns no loss",
         "Define `loss(output, batch)`, or give labels in the batch.",
     ),
+    "S711": (
+        "a gradient is not summed",
+        "`check --model` follows on every axis whether a gradient is whole or a part of a sum.  This\n"
+        "one is a part when it is used, so its ranks would train on different gradients.",
+    ),
+    "S712": (
+        "a gradient is summed too often",
+        "It was whole already, or was summed before: it is too large by the size of the axis.",
+    ),
+    "S713": (
+        "what is summed is no pending sum",
+        "Ranks hold parts that add up to the whole only after a product over a split dim.  From\n"
+        "there to the sum only linear calls may stand, and nothing that every rank adds alike.",
+    ),
+    "S715": ("state without an owner", "Every parameter and buffer belongs to a stage that uses it."),
     "S704": ("no working dtype", "Float64 is always checked; this names the dtype checked beside."),
     "S705": ("no row on these lines", "`--only 11,14-17` names lines of the schedule file."),
+    "S721": (
+        "no readable lock",
+        "`schedlang plan FILE --lock` writes `FILE.lock`, and `--locked` compares it.",
+    ),
     "S811": ("no float64 for this operation", "It reads the bits of a float."),
     "S813": ("a checkpointed module changes its buffers", "Recomputation would change them twice."),
     "S812": ("randomness of its own", "It cannot be drawn logically, alike under every layout."),

@@ -35,6 +35,9 @@ def verify(
     dtype: Annotated[
         str | None, typer.Option(help="Also check in this working dtype: float32 or bfloat16.")
     ] = None,
+    locked: Annotated[
+        bool, typer.Option("--locked", help="First compare with FILE.lock; exit 1 if it differs.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Prove that a schedule computes what the model computes; a CPU is enough.
@@ -49,8 +52,11 @@ def verify(
     from schedlang.runtime.launch import Hang, Pool, RankDied
     from schedlang.schedule import Schedule
     from schedlang.syntax import parse, read
+    from schedlang.verbs.lockfile import demand_lock
     from schedlang.verbs.settings import settings
 
+    if locked:
+        demand_lock(file, model, as_json)
     given = settings(knob, mesh)
     found = load_model_file(model, file)
     plan = Schedule(found.model(seed=seed), parse(read(file)), given).plan()
