@@ -1,4 +1,4 @@
-"""The fewest layers that show what a schedule does to all: each kind, each neighbour, each stage."""
+"""The fewest layers that show what a schedule does to all: each kind, neighbour and stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The smallest sizes that keep what matters of a model: who divides whom, order, ratios, oddness."""
+"""The smallest sizes that keep what matters of a model: what divides what, order, ratios."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model counts: dims of its tensors and numbers of its modules, as functions of its sizes."""
+"""What a model counts, dims of tensors and numbers of modules, as functions of its sizes."""
 
 from __future__ import annotations
 

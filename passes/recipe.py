@@ -36,20 +36,22 @@ class Recipe:
             return None
 
 
-def recipe_of(model: nn.Module, function: Callable[..., nn.Module] | None = None) -> Recipe | None:
-    """How a model can be made anew: by a function with numbers as defaults, or by its config."""
+def recipes(model: nn.Module, function: Callable[..., nn.Module] | None = None) -> Iterator[Recipe]:
+    """How a model can be made anew: by its class from its `config`, or by a function from numbers.
+
+    A config is one of transformers' kind, with `to_dict`; the numbers of a function are those of
+    its parameters whose defaults are whole.
+    """
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "to_dict"):
+        yield Recipe(
+            {name: value for name, value in _numbers(config) if not name.endswith(TOKENS)},
+            lambda changed: type(model)(changed_config(config, changed)),
+            tuple(sorted({v for name, v in _numbers(config, least=0) if name.endswith(TOKENS)})),
+        )
     numbers = _defaults(function) if function is not None else {}
     if function is not None and numbers:
-        made = function
-        return Recipe(numbers, lambda changed: made(**{**numbers, **changed}))
-    config = getattr(model, "config", None)
-    if config is None or not hasattr(config, "to_dict"):
-        return None
-    return Recipe(
-        {name: value for name, value in _numbers(config) if not name.endswith(TOKENS)},
-        lambda changed: type(model)(changed_config(config, changed)),
-        tuple(sorted({v for name, v in _numbers(config, least=0) if name.endswith(TOKENS)})),
-    )
+        yield Recipe(numbers, lambda changed: function(**{**numbers, **changed}))
 
 
 def _defaults(function: Callable[..., Any]) -> dict[str, int]:
@@ -95,7 +97,9 @@ def _tokens_inside(config: Any, above: int | None) -> None:
     """Ids beyond the vocabulary become its last ones, different ids different ones."""
     inner = [value for value in vars(config).values() if hasattr(value, "to_dict")]
     own = getattr(config, "vocab_size", None)
-    size = own or above or next((s for s in (getattr(c, "vocab_size", None) for c in inner) if s), 0)
+    size = (
+        own or above or next((s for s in (getattr(c, "vocab_size", None) for c in inner) if s), 0)
+    )
     named = {
         key: entry
         for key, entry in vars(config).items()

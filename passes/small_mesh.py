@@ -22,7 +22,9 @@ def small_meshes(axes: Mapping[str, int], most: int = MOST) -> Iterator[dict[str
     found = [
         dict(zip(axes, sizes)) for sizes in itertools.product(*ranges) if math.prod(sizes) <= most
     ]
-    yield from sorted((mesh for mesh in found if max(mesh.values()) > 1), key=lambda m: _cost(m, axes))
+    yield from sorted(
+        (mesh for mesh in found if max(mesh.values()) > 1), key=lambda m: _cost(m, axes)
+    )
 
 
 def _cost(mesh: Mapping[str, int], axes: Mapping[str, int]) -> tuple[int, int, int]:
