@@ -24,7 +24,8 @@ def _opaque(leaves: Mapping[str, Leaf]) -> Callable[[str], bool]:
     return lambda fqn: fqn in leaves and bool(leaves[fqn].kind)
 
 
-def _call(model: nn.Module, inputs: Mapping[str, Any], loss: Loss | None) -> Any:
+def call(model: nn.Module, inputs: Mapping[str, Any], loss: Loss | None) -> Any:
+    """The output of a model on the meta device, and its loss where a function gives it."""
     import torch
 
     with torch.device("meta"):  # a forward that makes tensors of its own makes them there
@@ -44,7 +45,7 @@ def record(
     stack.watch(model, _opaque(leaves))
     with Recorder(stack, inputs) as recorder:
         try:
-            _call(model, inputs, loss)
+            call(model, inputs, loss)
         except Exception as error:
             raise _rejected(error) from error
     recorder.recording.entries.update(stack.turns)
@@ -104,7 +105,7 @@ class Run:
         model = self._copy()
         try:
             with self.follower:
-                output, _ = _call(model, self.inputs, self.loss)
+                output, _ = call(model, self.inputs, self.loss)
             self._check_outputs(output)
         except Mismatch as failure:
             return failure

@@ -220,6 +220,17 @@ CODES: Mapping[str, tuple[str, str]] = {
         "Ranks hold parts that add up to the whole only after a product over a split dim.  From\n"
         "there to the sum only linear calls may stand, and nothing that every rank adds alike.",
     ),
+    "S714": (
+        "ranks do not agree",
+        "`check --model` plays a step of several ranks without values and writes down what each\n"
+        "sends.  Members of a group must ask for the same collectives in the same order, and the\n"
+        "two ends of a channel for the same messages; these would wait for ever, or mix values up.",
+    ),
+    "S716": (
+        "parts do not weigh one together",
+        "The loss of each part of the batch is weighed so that all together are the mean of the\n"
+        "whole.  These weights are not: gradients would be too large or too small.",
+    ),
     "S715": (
         "state without an owner",
         "Every parameter and buffer belongs to a stage that uses it.",
