@@ -57,22 +57,33 @@ class Subject(Protocol):
 
 @dataclass(frozen=True)
 class Condition:
-    """One training run: fresh parameters, an optimizer, a clip, and a batch per step."""
+    """One training run: fresh parameters, an optimizer, a clip, and a batch per step.
+
+    scale     by what the loss is multiplied
+    evaluate  train in eval mode: no dropout, statistics as they stand
+    case      what is run, where it is not the case of the proof itself (some parameters frozen)
+    """
 
     name: str
     optimizer: MakeOptimizer
     batches: tuple[Batch, ...]
     clip: float | None = None
+    scale: float = 1.0
+    evaluate: bool = False
+    case: Any = None
 
 
-def conditions(batches: Sequence[Batch], norm: float) -> tuple[Condition, ...]:
+def conditions(
+    batches: Sequence[Batch], norm: float, others: Sequence[Batch] = ()
+) -> tuple[Condition, ...]:
     """SGD, never clipped, shows scales of gradients; AdamW, always clipped, counts and the norm.
 
-    `norm` is the gradient norm of the original at the first batch.
+    `norm` is the gradient norm of the original at the first batch. AdamW runs on the batches
+    `others` if there are any.
     """
     return (
         Condition("SGD", _sgd, tuple(batches), 1e6 * norm),
-        Condition("AdamW, clipped", _adamw, tuple(batches), norm / 4),
+        Condition("AdamW, clipped", _adamw, tuple(others or batches), norm / 4),
     )
 
 
@@ -170,7 +181,7 @@ class _Sight:
             self.names("state_dict keys", subject.state_dict())
             self.outputs("outputs", step, subject, subject.eval_step(batch))
         self.tensor("loss", step, "loss", subject.train_step(batch))
-        self.outputs("training outputs", step, subject, subject.output)
+        self.outputs("training outputs", step, subject, getattr(subject, "output", None))
         norm = subject.grad_norm
         if norm is None:
             self.missing.add("gradient norm")

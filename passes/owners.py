@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from schedlang.diagnostic import Diagnostic
 from schedlang.passes.claim import Claim, facet_row, folded, placed
 from schedlang.passes.gradients import Gradients
 from schedlang.passes.prepare import Prepared
+from schedlang.passes.roles import Role
 from schedlang.passes.staging import buffer_stages
 from schedlang.plan import Plan
 
 
-def owners(plan: Plan, prepared: Prepared, gradients: Gradients | None) -> Claim:
-    """Parameters in one stage or shared by ties or code between units; buffers assigned (S715)."""
+def owners(
+    plan: Plan, prepared: Prepared, gradients: Gradients | None, played: Sequence[Role]
+) -> Claim:
+    """Parameters in one stage or shared by ties or code between units; buffers assigned (S715).
+
+    Ranks that were played told their optimizer of each trained parameter that they hold, once.
+    """
     problems = [*_parameters(plan, prepared, gradients), *_buffers(plan, prepared)]
+    problems += _optimizers(plan, played)
     stages = prepared.staged.cut.stages
     buffers = dict(plan.model.model.named_buffers())
     said = (
@@ -75,3 +83,15 @@ def _buffers(plan: Plan, prepared: Prepared) -> Iterator[tuple[str, str]]:
             yield name, "a buffer is held by no stage"
         elif holders is None and inside:
             yield name, f"a buffer of units at {sorted(inside)} is assigned to no stage"
+
+
+def _optimizers(plan: Plan, played: Sequence[Role]) -> Iterator[tuple[str, str]]:
+    """Every trained parameter that a rank holds is given to its optimizer once, and no other."""
+    for role in played:
+        given = Counter(role.trained)
+        for name, fact in plan.model.unique.items():
+            due = int(fact.requires_grad and name in role.held)
+            if given.pop(name, 0) != due:
+                yield name, f"the optimizer of rank {role.rank} does not train it exactly once"
+        for name in given:
+            yield name, f"the optimizer of rank {role.rank} trains what the model does not have"

@@ -11,7 +11,7 @@ import os
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
@@ -109,10 +109,6 @@ class SchedFile(pytest.File):
         return ""
 
 
-class Told(Exception):
-    """A schedule that does not hold, or could not be checked."""
-
-
 class SchedItem(pytest.Item):
     """One question about one schedule."""
 
@@ -130,13 +126,13 @@ class SchedItem(pytest.Item):
         if self.outcome.skipped:
             pytest.skip(self.outcome.skipped)
         if self.outcome.code == UNCHECKED:
-            raise Told
+            self._fail()
 
     def runtest(self) -> None:
         """Judge."""
         assert self.outcome is not None
         if self.outcome.code:
-            raise Told
+            self._fail()
         if self.outcome.text:
             self.add_report_section("call", "schedlang", self.outcome.text)
 
@@ -151,11 +147,12 @@ class SchedItem(pytest.Item):
         with _ranks(self.config) as ranks:
             return examine.verify(file, self.wish, ranks)
 
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The place as an editor finds it, and all there is to say."""
-        if not isinstance(excinfo.value, Told) or self.outcome is None:
-            return super().repr_failure(excinfo, style)
-        return f"{self.outcome.where}: {self.name} {self.outcome.word}\n{self.outcome.text}"
+    def _fail(self) -> NoReturn:
+        """The place as an editor finds it, and all there is to say; no line of this file."""
+        outcome = self.outcome
+        assert outcome is not None
+        text = f"{outcome.where}: {self.name} {outcome.word}\n{outcome.text}"
+        pytest.fail(text, pytrace=False)
 
     def reportinfo(self) -> tuple[Path, int, str]:
         """The schedule, and the line where what is asked about begins."""
@@ -200,11 +197,15 @@ def pytest_runtest_makereport(
     decides = call.when == "call" or (call.when == "setup" and not report.passed)
     if decides and isinstance(item, SchedItem) and item.outcome is not None:
         report.schedlang = item.outcome.to_json()  # type: ignore[attr-defined]
+        if item.outcome.skipped:  # what is left out is the schedule, not a line of this file
+            report.longrepr = (str(item.path), item.line, f"Skipped: {item.outcome.skipped}")
     return report
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """On GitHub, annotations on the lines to blame and a table in the job's summary."""
+    if hasattr(config, "workerinput"):
+        return  # a worker of pytest-xdist has a terminal of its own, which nobody sees
     reports = [report for some in terminalreporter.stats.values() for report in some]
     found = [report.schedlang for report in reports if hasattr(report, "schedlang")]
     if not found:

@@ -180,7 +180,8 @@ def parts_of(tree: Any) -> tuple[list[Tensor], Starts, tuple[list[Any], Any]]:
 
 def rebuilt(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
     """The leaves with other tensors; each may be written into, as what a module returns may."""
-    out, rest = [], iter(tensors)
+    out: list[Any] = []
+    rest = iter(tensors)
     for leaf in leaves:
         if isinstance(leaf, ShardedLogits):
             mine = enter(next(rest))

@@ -222,7 +222,7 @@ def _work(sock: socket.socket, rank: int, world: int, setup: dict[str, Any], blo
         sys.path[:] = setup["path"]
         os.environ.update(setup["environ"])
         load_files(setup["files"])
-        _join(rank, world, setup["store"])
+        _join(rank, world, setup["store"], setup["threads"])
         fn, args = pickle.loads(blob)
         send(sock, ("progress", None))
         result = fn(*args)
@@ -239,7 +239,7 @@ def _work(sock: socket.socket, rank: int, world: int, setup: dict[str, Any], blo
         _leave()
 
 
-def _join(rank: int, world: int, store: str) -> None:
+def _join(rank: int, world: int, store: str, threads: int) -> None:
     """A process group of gloo over a file, without a port to agree on."""
     import datetime
 
@@ -251,7 +251,7 @@ def _join(rank: int, world: int, store: str) -> None:
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     # all ranks are local: names of the machine need not resolve
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+    torch.set_num_threads(max(1, threads // world))
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
     dist.init_process_group(

@@ -73,7 +73,9 @@ def _proven(
     proven = {}
     for file in files:
         found = planned(file, model, knob, mesh)
-        proven[file] = static(found.plan, found.model.batch(0), found.model.loss)
+        proven[file] = static(
+            found.plan, found.model.batch(0), found.model.loss, found.model.weight
+        )
     return proven
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -73,7 +73,7 @@ def ci(
                     _say(outcome)
             if svg is not None and found[-1].code == HOLDS and not mine.refused:
                 _draw(file, mine, svg)
-    _tell_github(found)
+    _tell_github(found, sys.stderr if as_json else sys.stdout)
     code = _exit(found)
     if as_json:
         show_json({"exit": code, "outcomes": [outcome.to_json() for outcome in found]})
@@ -136,7 +136,8 @@ def _say(outcome: Outcome) -> None:
         print(outcome.text, file=sys.stderr)
 
 
-def _tell_github(found: Sequence[Outcome]) -> None:
+def _tell_github(found: Sequence[Outcome], out: TextIO) -> None:
+    """The runner reads commands from both streams; JSON stays alone on its own."""
     from schedlang.annotate import annotation, on_github, summarize
     from schedlang.verbs.examine import summary
 
@@ -144,7 +145,7 @@ def _tell_github(found: Sequence[Outcome]) -> None:
         return
     for outcome in found:
         if outcome.note is not None:
-            print(annotation(outcome.note))
+            print(annotation(outcome.note), file=out)
     summarize(summary([outcome.to_json() for outcome in found]))
 
 

@@ -1,4 +1,4 @@
-"""What a bug of the zoo is: a value that says what is wrong, where, and on what it must be found."""
+"""A bug of the zoo as a value: what is wrong, where, and on which programs it must be found."""
 
 from __future__ import annotations
 
@@ -89,11 +89,15 @@ def bug(
     def enter(mutation: Mutation) -> Bug:
         what = " ".join((mutation.__doc__ or "").split())
         return _entered(
-            Bug(name, what, credit, primitive, operator, scenes, row, mutation, site, here,
-                planning)
+            Bug(name, what, credit, primitive, operator, scenes, row or _row(primitive), mutation,
+                site, here, planning)
         )  # fmt: skip
 
     return enter
+
+
+def _row(primitive: str) -> str:
+    return f"{primitive}(" if primitive else ""
 
 
 def absent(name: str, primitive: str, operator: Operator, what: str, credit: str = "") -> Bug:

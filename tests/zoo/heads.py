@@ -213,4 +213,3 @@ def local_view_allowed(patch: Patch, site: Site) -> None:
 def statistics_of_a_part(patch: Patch, site: Site) -> None:
     """A norm over a split dim takes the mean and the variance of the rank's own part."""
     patch.setattr(following.Step, "_check_along", lambda self, axis, tag, whole: None)
-

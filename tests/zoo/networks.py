@@ -140,6 +140,45 @@ class NormedMiddle(nn.Module):
         return x + self.down(torch.softmax(self.up(x), -1))
 
 
+class Frozen(Residual):
+    """A block of which one layer is frozen."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width)
+        self.up.requires_grad_(False)
+
+
+class Experts(nn.Module):
+    """Two experts of which a router mixes the results."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, 2)
+        self.experts = nn.ModuleList(Residual(width) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = torch.softmax(self.router(x), -1)
+        found = [expert(x) * shares[..., k : k + 1] for k, expert in enumerate(self.experts)]
+        return x + sum(found)
+
+
+class _Relative(torch.optim.SGD):
+    """SGD whose step of a parameter is as long as the parameter, as Adafactor's."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(p.norm() / (p.grad.norm() + 1e-9))
+        super().step(closure)
+
+
+def adafactor(named: Any) -> torch.optim.Optimizer:
+    """An optimizer that needs whole parameters."""
+    return _Relative([p for _, p in named], lr=0.01)
+
+
 def made(build: Any, seed: int = 0) -> Any:
     """A function that makes the same module each time."""
 

@@ -59,6 +59,7 @@ class Scene:
     batches: Callable[[int], Any]
     steps: tuple[int, ...] = (5, 2)
     loss: Any = None
+    optimizer: Any = None  # instead of AdamW in the second condition
     holds: bool = True  # False: the faithful runtime refuses it
 
     def case(self) -> Case:
@@ -88,6 +89,7 @@ SCENES: dict[str, Scene] = {
     "pp": _gpt2(f"transformer.h {PIPELINE}", "pp=2"),
     "pp, ragged": _gpt2(f"transformer.h {PIPELINE}", "pp=2", count=7),
     "pp, dp": _gpt2(f"transformer.h {PIPELINE}\nzero(stage=1, over=dp)", "dp=2, pp=2"),
+    "pp, all forward": _gpt2(f"transformer.h {PIPELINE}".replace("1F1B", "GPipe"), "pp=2"),
     "pp, by layer": Scene(
         lambda: models.gpt2(2, 0.1, by_layer=True), f"transformer.h {PIPELINE}", "pp=2", _tokens()
     ),
@@ -101,6 +103,19 @@ SCENES: dict[str, Scene] = {
         "pp=3", lambda seed: models.points(rows=6, seed=seed),
     ),
     "micro": _gpt2('pipeline(order="GPipe", micro=3)', ""),
+    "mesh of one": _gpt2("zero(stage=0, over=(dp, x))", "dp=2, x=1"),
+    "accumulated": _gpt2('zero(stage=0, over=dp)\npipeline(order="GPipe", micro=2)', "dp=2"),
+    "frozen": Scene(
+        networks.made(lambda: networks.Points(networks.Residual(), networks.Frozen())),
+        "zero(stage=1, over=dp)", "dp=2", points,
+    ),
+    "experts": Scene(
+        networks.made(lambda: networks.Points(networks.Experts())),
+        "zero(stage=0, over=dp)", "dp=2", lambda seed: points(seed, 6, (5, networks.WIDTH)),
+    ),
+    "whole updates": replace(
+        _block(networks.Residual, BLOCK), optimizer=networks.adafactor, holds=False
+    ),
     "odd": Scene(
         networks.made(lambda: networks.Points(networks.Residual(7), width=7)),
         "zero(stage=1, over=dp)", "dp=2", lambda seed: points(seed, 7, (7,)),
@@ -145,4 +160,3 @@ SCENES: dict[str, Scene] = {
 def case(name: str) -> Case:
     """The case of a scene, made once."""
     return SCENES[name].case()
-
