@@ -8,21 +8,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.passes.blame import blame
-from schedlang.passes.observe import Condition, Observation, conditions, observe
-from schedlang.passes.rows import only, shown
+from schedlang.passes.again import Failure
+from schedlang.passes.observe import Condition, Observation, observe
+from schedlang.passes.runs import Runs, check_parts, runs
 from schedlang.passes.sides import (
     Case,
     as_worked,
-    modes_of,
     observed,
     original,
-    tried,
+    prepared,
     twin,
     widened,
 )
+from schedlang.passes.suspect import suspected
 from schedlang.passes.trials import trials
-from schedlang.plan import Action, Plan
+from schedlang.plan import Plan
 from schedlang.report import Report, Row
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 MOST_RANKS = 8
 Progress = Callable[[str], None]
+_Ran = tuple[Observation, Observation, dict[str, Any]]  # in float64, in the working dtype, saved
 
 
 def prove(
@@ -41,7 +42,6 @@ def prove(
 
     Raises Refusal for a plan or batch that cannot be run, RankDied or Hang for a run that failed.
     """
-    from schedlang.passes.compare import compare
     from schedlang.runtime import launch
 
     start = time.perf_counter()
@@ -50,42 +50,30 @@ def prove(
     case = prepared(case)
     working, case = as_worked(case), widened(case)
     progress("the original")
-    told = _conditions(case)
     check_parts(case)
+    ran = runs(case)
+    told = ran.told
     expected, drawn = original(case, told)
     progress(f"{case.plan.mesh.world} ranks")
-    actual, rounded, archive = _ranks(case, working, told, pool)
-    exact = not case.plan.gives_up
-    rows = [*compare(expected, actual, exact=exact), *_archive_rows(case, archive, actual)]
-    if working is not None:
-        rows += _working_rows(working, told, expected, rounded)
+    seen = _ranks(case, working, told, pool)
+    actual, exact = seen[0], not case.plan.gives_up
+    rows = _compared(case, working, told, expected, seen)
     tried_rows, untried = (
         trials(working.plan, working.batches[0]) if working is not None else ([], [])
     )
     report = Report(
-        (*rows, *tried_rows), title=title, facts=_facts(case), command=command,
-        equivalence="exact" if exact else "algebraic", gaps=_gaps(case, actual, drawn),
-        unchecked=tuple(untried),
+        (*rows, *tried_rows), title=title, facts=_facts(case, ran), command=command,
+        equivalence="exact" if exact else "algebraic", unchecked=tuple(untried),
+        gaps=_gaps(case, ran, expected, actual, drawn),
     )  # fmt: skip
     if not report.ok and any(not row.ok for row in rows):
         progress("the row to blame")
-        report = replace(
-            report,
-            blamed=tuple(_blamed(case, pool)),
-            diagnosis=_diagnosis(case, report, expected, actual),
-        )
+        failure = Failure(
+            case, working, told, expected, actual,
+            lambda c, w, t, right: _compared(c, w, t, right, _ranks(c, w, t, pool)),
+        )  # fmt: skip
+        report = suspected(report, failure, pool)
     return replace(report, seconds=time.perf_counter() - start)
-
-
-def prepared(case: Case) -> Case:
-    """The case with its plan traced once, here, for all ranks: here it is refused, if it is."""
-    from schedlang.passes.prepare import prepare
-    from schedlang.runtime.parts import split
-
-    plan = case.plan
-    micro = plan.order.micro if plan.order is not None else 1
-    sample = split(case.batches[0], plan.mesh.size(plan.data_axes), micro)[0][0].inputs
-    return replace(case, prepared=prepare(plan, sample, case.loss))
 
 
 def _working_rows(
@@ -142,63 +130,7 @@ def _product(values: Iterable[int]) -> int:
 # -- the two sides -----------------------------------------------------------------------------
 
 
-def _conditions(case: Case) -> tuple[Condition, ...]:
-    """The training runs; clipping is set by the gradient norm of the original."""
-    from schedlang.passes.original import Sequential
-    from schedlang.runtime.modes import ambient
-
-    modes, _ = modes_of(case.seed)
-    with ambient(*modes):
-        norm = Sequential(twin(case), loss=case.loss).norm(case.batches[0])
-    return conditions(case.batches, norm)
-
-
-def check_parts(case: Case) -> None:
-    """Refuse a model whose loss over the parts, weighed, is not the loss of the whole."""
-    from schedlang.passes.buffers import check_buffers
-    from schedlang.passes.compare import parts_agree
-    from schedlang.passes.original import Sequential
-    from schedlang.passes.weigh import part_weight
-    from schedlang.runtime.modes import ambient
-    from schedlang.runtime.parts import split
-
-    plan = case.plan
-    micro = plan.order.micro if plan.order is not None else 1
-    batch = case.batches[0]
-    shares = split(batch, plan.mesh.size(plan.data_axes), micro)
-    parts = [part for share in shares for part in share]
-    if len(parts) == 1:
-        return
-    relaxed = {name for _, names in plan.relaxed for name in names}
-    if "batch_stats" in relaxed:
-        return
-    weigh = part_weight(plan, parts[0].inputs, case.loss, case.weight, len(parts))
-    modes, _ = modes_of(case.seed)
-    subject = Sequential(twin(case), loss=case.loss)
-    with ambient(*modes):
-        rows = parts_agree(
-            subject, batch,
-            [(part.inputs, part.rows) for part in parts], [weigh(part.inputs) for part in parts],
-        )  # fmt: skip
-    bad = next((row for row in rows if not row.ok), None)
-    if bad is None:
-        with ambient(*modes):
-            check_buffers(subject, batch, shares)
-        return
-    raise Refusal(
-        Diagnostic(
-            "S703", "the loss of this model is not the weighed mean of the losses of parts",
-            notes=(f"on the original in {len(parts)} parts {bad.place} differs by {bad.error:.1e}",
-                   "statistics over the batch (batch norm, router losses) would differ by rank"),
-            helps=("say what a part weighs: `weight(batch)` in the model file",
-                   "or allow it: `step \"...\" relax(batch_stats) {`"),
-        )
-    )  # fmt: skip
-
-
-def _ranks(
-    case: Case, working: Case | None, told: Sequence[Condition], pool: Pool
-) -> tuple[Observation, Observation, dict[str, Any]]:
+def _ranks(case: Case, working: Case | None, told: Sequence[Condition], pool: Pool) -> _Ran:
     """What the ranks saw in float64 and in the working dtype, and their saved state, loaded."""
     import tempfile
 
@@ -206,6 +138,18 @@ def _ranks(
         world = case.plan.mesh.world
         seen, rounded = pool.run(_rank, world, case, working, tuple(told), folder)[0]
         return seen, rounded, _loaded(case, told, folder)
+
+
+def _compared(
+    case: Case, working: Case | None, told: Sequence[Condition], expected: Observation, ran: _Ran
+) -> list[Row]:
+    """The rows of one run of the ranks."""
+    from schedlang.passes.compare import compare
+
+    actual, rounded, archive = ran
+    rows = [*compare(expected, actual, exact=not case.plan.gives_up)]
+    rows += _archive_rows(case, archive, actual)
+    return rows if working is None else rows + _working_rows(working, told, expected, rounded)
 
 
 def _rank(
@@ -232,6 +176,7 @@ def _loaded(case: Case, told: Sequence[Condition], folder: str) -> dict[str, Any
     from schedlang.runtime.float64 import Float64
     from schedlang.runtime.modes import ambient
 
+    case = told[-1].case or case  # what was saved last
     plain = Plan.empty(case.plan.model, Mesh())
     with ambient(Float64()):
         program = build(plain, case.batches[0], loss=case.loss, optimizer=told[-1].optimizer)
@@ -277,55 +222,26 @@ def _archive_rows(case: Case, archive: Mapping[str, Any], actual: Observation) -
 # -- what is said about it ---------------------------------------------------------------------
 
 
-def _facts(case: Case) -> tuple[tuple[str, str], ...]:
+def _facts(case: Case, ran: Runs) -> tuple[tuple[str, str], ...]:
     import torch
 
     mesh = case.plan.mesh
+    derived = (("derived", ", ".join(ran.derived)),) if ran.derived else ()
     return (
         ("mesh", f"{mesh} ({mesh.world} ranks)" if mesh.axes else "one rank"),
         ("seed", str(case.seed)),
         ("dtype", "float64"),
         ("torch", torch.__version__),
+        *derived,
     )
 
 
-def _gaps(case: Case, actual: Observation, drawn: int) -> tuple[Any, ...]:
-    from schedlang.passes.coverage import gaps, unoffered
+def _gaps(
+    case: Case, ran: Runs, expected: Observation, actual: Observation, drawn: int
+) -> tuple[Any, ...]:
+    from schedlang.passes.coverage import gaps, idle, repeating, unoffered
 
     plan = case.plan
-    micro = plan.order.micro if plan.order is not None else 1
     names = {name: fact.numel for name, fact in plan.model.unique.items()}
-    found = gaps(
-        case.batches, sizes=dict(plan.mesh.axes), parts=plan.mesh.size(plan.data_axes) * micro,
-        drawn=drawn, parameters=names,
-    )  # fmt: skip
-    return (*found, *unoffered(actual))
-
-
-def _diagnosis(case: Case, report: Report, expected: Observation, actual: Observation) -> str:
-    from schedlang.passes.diagnose import explain
-
-    bad = next(row for row in report.rows if not row.ok)
-    return explain(bad, expected, actual, dict(case.plan.mesh.axes))
-
-
-def _blamed(case: Case, pool: Pool) -> list[str]:
-    """The rows that fail together, as lines of the schedule."""
-    rows = [action for action in case.plan.actions if action.name != "verify"]
-    quick = replace(case, batches=case.batches[:1])
-
-    def fails(subset: tuple[Action, ...]) -> bool:
-        from schedlang.passes.compare import compare
-
-        try:
-            plan = only(case.plan, subset)
-            told = _conditions(quick)[:1]
-            small = prepared(replace(quick, plan=plan))
-            expected, _ = original(small, told)
-            actual = pool.run(tried, plan.mesh.world, small, told)[0]
-        except Refusal:
-            return False
-        return any(not row.ok for row in compare(expected, actual))
-
-    found = blame(rows, fails)
-    return [shown(action) for action in found.rows]
+    found = gaps(ran.batches, sizes=dict(plan.mesh.axes), drawn=drawn, parameters=names)
+    return (*found, *ran.gaps, *repeating(plan), *idle(expected), *unoffered(actual))

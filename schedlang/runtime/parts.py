@@ -110,11 +110,20 @@ def split(batch: Batch, replicas: int, micro: int) -> list[list[Part]]:
     return out
 
 
+@dataclass(frozen=True)
+class Absent:
+    """Stands in an output for what the whole batch has and its parts do not give."""
+
+    reason: str
+    place: str = ""  # if more than this leaf is lost: what, by path
+
+
 def stack(outputs: Sequence[Any], rows: Sequence[int], weights: Sequence[float]) -> Any:
     """The output for the whole batch from the outputs of its parts.
 
-    Tensors with one row per sample are put one after the other, other floating-point numbers
-    (losses) are averaged by weight; of anything else the first stands for all.
+    Tensors with one row per sample, or the same number of rows, are put one after the other, other
+    floating-point numbers (losses) are averaged by weight.  Of anything else one stands for all if
+    they are equal; if not it is Absent.
     """
     flat = [pytree.tree_flatten(output) for output in outputs]
     leaves = zip(*(leaves for leaves, _ in flat))
@@ -125,12 +134,29 @@ def stack(outputs: Sequence[Any], rows: Sequence[int], weights: Sequence[float])
 
 def _stacked(values: Sequence[Any], rows: Sequence[int], weights: Sequence[float]) -> Any:
     first = values[0]
-    if not isinstance(first, Tensor):
+    absent = next((v for v in values if isinstance(v, Absent)), None)
+    if absent is not None or len(values) == 1:
+        return absent or first
+    if all(isinstance(v, Tensor) for v in values):
+        if _by_rows(values, rows):
+            return torch.cat(list(values))
+        alike = all(v.shape == first.shape for v in values)
+        if alike and first.is_floating_point():
+            return sum(value * (weight / sum(weights)) for value, weight in zip(values, weights))
+        if alike and all(torch.equal(v, first) for v in values):
+            return first
+        return Absent("no rule makes a whole of its parts")
+    if all(isinstance(v, float) for v in values):
+        return sum(value * (weight / sum(weights)) for value, weight in zip(values, weights))
+    plain = isinstance(first, (bool, int, str, type(None)))
+    if plain and all(type(v) is type(first) and v == first for v in values):
         return first
-    if all(v.ndim and v.shape[0] == count for v, count in zip(values, rows)):
-        return torch.cat(list(values)) if len(values) > 1 else first
-    if first.is_floating_point():
-        mean = sum(value * (weight / sum(weights)) for value, weight in zip(values, weights))
-        assert isinstance(mean, Tensor)
-        return mean
-    return first
+    return Absent(f"parts of a `{type(first).__name__}` make no whole")
+
+
+def _by_rows(values: Sequence[Tensor], rows: Sequence[int]) -> bool:
+    """Whether dim 0 holds the same number of rows for each sample, in all parts."""
+    if any(not v.ndim or v.shape[0] % count for v, count in zip(values, rows)):
+        return False
+    each = {v.shape[0] // count for v, count in zip(values, rows)}
+    return len(each) == 1 and each != {0} and len({v.shape[1:] for v in values}) == 1

@@ -97,6 +97,8 @@ class Stack:
         self.mains: list[Tensor | None] = [None]  # the main tensor that each frame was given
         self.turns: dict[str, int] = {}
         self.muted = 0
+        # told what each call is given, and what it gives
+        self.seen: Callable[[Frame, Any], None] = lambda frame, tree: None
 
     def watch(self, model: nn.Module, opaque: Callable[[str], bool]) -> None:
         """Wrap every forward of the copy; inside opaque modules nothing is recorded."""
@@ -113,13 +115,16 @@ class Stack:
             self.frames.append((fqn, turn))
             floats = (t for t in tensors_in((args, kwargs)) if t.is_floating_point())
             self.mains.append(next(floats, None))
+            self.seen(self.frames[-1], (args, kwargs))
             self.muted += opaque
             try:
-                return inner(*args, **kwargs)
+                out = inner(*args, **kwargs)
             finally:
                 self.muted -= opaque
-                self.frames.pop()
+                frame = self.frames.pop()
                 self.mains.pop()
+            self.seen(frame, out)
+            return out
 
         return forward
 

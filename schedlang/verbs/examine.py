@@ -1,0 +1,292 @@
+"""One schedule put to the questions that CI asks: is it sound, is its lock true, is it equal?"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from schedlang.annotate import Note, table
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.verbs.outcome import FAILS, HOLDS, REFUSED, UNCHECKED
+
+if TYPE_CHECKING:
+    from schedlang.modelfile import ModelFile
+    from schedlang.report import Report
+    from schedlang.runtime.launch import Pool
+    from schedlang.verbs.lockfile import Compared
+
+CHECK, LOCK, VERIFY = "check", "lock", "verify"
+WORDS = {HOLDS: "holds", FAILS: "fails", REFUSED: "refused", UNCHECKED: "could not be checked"}
+_MARKS = {HOLDS: "", FAILS: "❌ ", REFUSED: "❌ ", UNCHECKED: "⚠️ "}
+_PLACE = re.compile(r"(.+?):(\d+): ")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """With what a schedule is examined; see the options of `verify`.
+
+    world    the most ranks that may be started; a larger mesh is left out, and says so
+    refused  the code with which the schedule is meant to be refused; empty if it is not
+    """
+
+    model: str | None = None
+    knobs: tuple[str, ...] = ()
+    mesh: str | None = None
+    seed: int = 0
+    dtype: str | None = None
+    world: int = 8
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The answer to one question about one schedule.
+
+    code     an exit code: 0 holds, 1 does not hold, 2 refused, 3 could not be checked
+    skipped  why it was left out, if it was; then `code` means nothing
+    """
+
+    file: Path
+    question: str
+    code: int = HOLDS
+    text: str = ""
+    line: int = 0  # of `place`
+    place: str = ""  # the file that the line is in, where it is not the schedule itself
+    skipped: str = ""
+    report: Report | None = field(default=None, repr=False)
+    facts: tuple[tuple[str, str], ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def word(self) -> str:
+        """How it ended."""
+        return "left out" if self.skipped else WORDS[self.code]
+
+    @property
+    def where(self) -> str:
+        """file:line"""
+        return f"{self.place or self.file}:{self.line or 1}"
+
+    @property
+    def note(self) -> Note | None:
+        """What to say on the schedule's line; None where it holds."""
+        if self.skipped or self.code == HOLDS:
+            return None
+        title = "schedlang equivalence" if self.question == VERIFY else f"schedlang {self.question}"
+        return Note(self.place or str(self.file), self.line or 1, title, self.text)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "file": str(self.file), "question": self.question, "outcome": self.word,
+            "exit": UNCHECKED if self.skipped else self.code, "where": self.where,
+            "text": self.skipped or self.text, "seconds": round(self.seconds, 2),
+            "note": None if self.note is None else asdict(self.note),
+            **dict(self.facts),
+        }  # fmt: skip
+
+
+def summary(found: Sequence[Mapping[str, Any]]) -> str:
+    """Outcomes, as JSON has them, as a Markdown table."""
+    head = ("schedule", "", "outcome", "largest relative error", "mesh", "where", "seconds")
+    rows = [
+        (
+            f"`{one['file']}`", one["question"], _MARKS[one["exit"]] + one["outcome"],
+            one.get("max_rel_err", ""), one.get("mesh", ""),
+            "" if one["exit"] == HOLDS else f"`{one['where']}`", f"{one['seconds']:.1f}",
+        )
+        for one in found
+    ]  # fmt: skip
+    return f"### schedlang\n\n{table(head, rows)}\n"
+
+
+class Ranks:
+    """Warm local ranks for one model file at a time: neighbours share them."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._found: ModelFile | None = None
+        self._pool: Pool | None = None
+
+    def model_file(self, named: str | None, beside: Path) -> ModelFile:
+        """The model file of a schedule, imported anew unless it was the last one."""
+        from schedlang.modelfile import load_model_file
+
+        key = named or str((beside.parent / "model.py").resolve())
+        if key != self._key or self._found is None:
+            self.close()
+            self._found = load_model_file(named, beside)
+            self._key = key
+        return self._found
+
+    def pool(self) -> Pool:
+        """Ranks that know the model file."""
+        from schedlang.runtime.launch import Pool
+
+        assert self._found is not None, "the ranks are those of a model file"
+        if self._pool is None:
+            self._pool = Pool(files=self._found.files)
+        return self._pool
+
+    def rest(self) -> None:
+        """End the ranks, keep the model file."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def close(self) -> None:
+        """End the ranks and forget the model file."""
+        self.rest()
+        self._key = self._found = None
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def is_library(file: Path) -> bool:
+    """Does a file only define what others use, so that it has nothing to verify?  May refuse."""
+    return first_row(file) == 0
+
+
+def first_row(file: Path) -> int:
+    """The line of the first step or row of a schedule, 0 if it has none.  May refuse."""
+    from schedlang import nodes as n
+    from schedlang.syntax import parse, read
+
+    rows = (n.Step, n.At, n.When, n.Rule, n.Do)
+    found = (item.span.line for item in parse(read(file)).items if isinstance(item, rows))
+    return next(found, 0)
+
+
+def check(file: Path, wish: Wish) -> Outcome:
+    """Syntax, names, domains and arguments, without a model; warnings are in the text."""
+
+    def ask(outcome: Outcome) -> Outcome:
+        from schedlang.passes.expand import expand
+        from schedlang.passes.lint import lint
+        from schedlang.syntax import parse, read
+        from schedlang.verbs.settings import settings
+
+        tree = parse(read(file))
+        expand(tree, None, settings(wish.knobs, wish.mesh))
+        return replace(outcome, text="\n\n".join(d.render() for d in lint(tree)))
+
+    outcome = _asked(Outcome(file, CHECK), ask)
+    # most mistakes show only with the model: that a check holds says nothing yet
+    return _as_meant(outcome, wish.refused) if wish.refused and outcome.code else outcome
+
+
+def lock(file: Path, wish: Wish) -> Outcome:
+    """Whether the model and the schedule are what the lock file says."""
+
+    def ask(outcome: Outcome) -> Outcome:
+        from schedlang.verbs.lockfile import compare_lock
+
+        compared: Compared = compare_lock(file, wish.model)
+        code = FAILS if compared.changes else HOLDS
+        return replace(outcome, code=code, text=str(compared))
+
+    return _asked(Outcome(file, LOCK), ask)
+
+
+def verify(file: Path, wish: Wish, ranks: Ranks) -> Outcome:
+    """Whether the schedule computes what its model computes, or is refused as it is meant to be."""
+
+    def ask(outcome: Outcome) -> Outcome:
+        from schedlang.runtime.launch import Hang, RankDied
+
+        try:
+            return _verified(outcome, wish, ranks)
+        except (RankDied, Hang) as failure:
+            return replace(outcome, code=UNCHECKED, text=str(failure))
+
+    outcome = _asked(Outcome(file, VERIFY), ask)
+    return _as_meant(outcome, wish.refused) if wish.refused else outcome
+
+
+def _verified(outcome: Outcome, wish: Wish, ranks: Ranks) -> Outcome:
+    from schedlang.passes.prove import prove
+    from schedlang.passes.rows import repeated
+    from schedlang.passes.sides import Case
+    from schedlang.schedule import Schedule
+    from schedlang.syntax import parse, read
+    from schedlang.verbs.settings import settings
+
+    file = outcome.file
+    tree = parse(read(file))
+    found = ranks.model_file(wish.model, file)
+    plan = Schedule(found.model(seed=wish.seed), tree, settings(wish.knobs, wish.mesh)).plan()
+    if plan.mesh.world > wish.world:
+        few = f"the mesh {plan.mesh} has {plan.mesh.world} ranks, at most {wish.world} are started"
+        return replace(outcome, skipped=few)
+    batches = tuple(found.batch(wish.seed + step) for step in range(3))
+    case = Case(plan, batches, found.loss, found.weight, wish.seed, wish.dtype)
+    command = repeated(file, plan, wish.seed, wish.model, None)
+    report = prove(case, pool=ranks.pool(), title=file.name, command=command)
+    place, line = _blamed(report)
+    return replace(
+        outcome, code=report.exit_code, text=str(report), report=report, line=line, place=place,
+        facts=tuple(_facts(report, wish, str(plan.mesh))),
+    )  # fmt: skip
+
+
+def _blamed(report: Report) -> tuple[str, int]:
+    """File and line of the first row to blame."""
+    match = _PLACE.match(report.blamed[0]) if report.blamed else None
+    return (match[1], int(match[2])) if match else ("", 0)
+
+
+def _facts(report: Report, wish: Wish, mesh: str) -> list[tuple[str, str]]:
+    """What a machine may want to know of a report."""
+    place, line = _blamed(report)
+    worst = max((row.error for row in report.rows if row.gate < 1), key=_size, default=math.nan)
+    return [
+        ("max_rel_err", f"{worst:.3e}"),
+        ("first_divergence", report.first.place if report.first is not None else ""),
+        ("suspect_line", f"{place}:{line}" if line else ""),
+        ("seed", str(wish.seed)),
+        ("equivalence", report.equivalence),
+        ("mesh", mesh),
+    ]
+
+
+def _size(error: float) -> float:
+    return math.inf if math.isnan(error) else error
+
+
+def _as_meant(outcome: Outcome, code: str) -> Outcome:
+    """A schedule that is meant to be refused holds if it is, with this code; else it fails."""
+    if outcome.skipped or outcome.code == UNCHECKED:
+        return outcome
+    if outcome.code == REFUSED:
+        if f"[{code}]" in outcome.text.split("\n")[0]:
+            return replace(outcome, code=HOLDS, text=f"refused, as it is meant to be: {code}")
+        return replace(outcome, text=f"meant to be refused with {code}, not so:\n{outcome.text}")
+    return replace(outcome, code=FAILS, text=f"meant to be refused with {code}, and it is not")
+
+
+def _asked(outcome: Outcome, ask: Callable[[Outcome], Outcome]) -> Outcome:
+    """The answer; what is wrong with the schedule, and errors of our own, are answers too."""
+    start = time.perf_counter()
+    try:
+        found = ask(outcome)
+    except Refusal as refusal:
+        found = _refused(outcome, refusal.diagnostics, refusal.render())
+    except Exception:
+        found = replace(outcome, code=UNCHECKED, text=traceback.format_exc().rstrip())
+    return replace(found, seconds=time.perf_counter() - start)
+
+
+def _refused(outcome: Outcome, said: Sequence[Diagnostic], text: str) -> Outcome:
+    span: Any = said[0].primary.span
+    place, line = (span.source.name, span.line) if span else ("", 0)
+    return replace(outcome, code=REFUSED, text=text, place=place, line=line)
