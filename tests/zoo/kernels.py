@@ -13,16 +13,19 @@ from schedlang.kernels import rms_norm as norms
 from schedlang.runtime import attention, draws, kernel, vocab
 from schedlang.runtime.fuse import Fuse
 from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.place import running_program
 
 
 def _mask(patch: Patch, change: Any) -> None:
     """The fused attention gets the mask that `change(mask)` makes of the complete one."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    plain = attention._register()
+    plain, at_work = attention._register(), running_program(patch, "train_step", "eval_step")
 
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> Any:
-        return plain(module, q, k, v, None if mask is None else change(mask), **more)
+        # before a program runs a copy is probed, and would be found out
+        changed = change(mask) if mask is not None and at_work() is not None else mask
+        return plain(module, q, k, v, changed, **more)
 
     patch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, attention._SDPA, attend)
 
@@ -38,7 +41,8 @@ def nothing_masked(patch: Patch, site: Site) -> None:
 
 
 @bug("F03", "replace_kernel", Operator.SLICE, "crossing", row="none", credit="flash-attention#517",
-     here="torch's own kernel aligns as the model asks; ours is written out where masks are drawn")  # fmt: skip
+     here="torch's own kernel aligns as the model asks; ours is written out where masks"
+     " are drawn")  # fmt: skip
 def causal_from_the_other_corner(patch: Patch, site: Site) -> None:
     """With fewer queries than keys the causal mask is aligned bottom right instead of top left."""
     plain = draws._attention
@@ -159,7 +163,8 @@ def _fused(patch: Patch, call: Any) -> None:
 
 
 @bug("F14", "fuse", Operator.ALIAS, "writing", credit="pytorch#195422, #198033, #183575",
-     here="in float64 a region runs eagerly; it is given copies, as a graph without mutations has")  # fmt: skip
+     here="in float64 a region runs eagerly; it is given copies, as a graph without"
+     " mutations has")  # fmt: skip
 def writes_dropped(patch: Patch, site: Site) -> None:
     """A compiled region loses that it writes into its input."""
     _fused(patch, lambda inner, args, kwargs: inner(*(x.clone() for x in args), **kwargs))

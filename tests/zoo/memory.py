@@ -49,7 +49,8 @@ def buffers_updated_twice(patch: Patch, site: Site) -> None:
 
 
 @bug("C03", "checkpoint", Operator.ALIAS, "written after",
-     here="torch would see that a saved input was written into; it is held in a closure instead")  # fmt: skip
+     here="torch would see that a saved input was written into; it is held in a closure"
+     " instead")  # fmt: skip
 def input_of_recomputation_aliased(patch: Patch, site: Site) -> None:
     """What a checkpoint saved is written into before it is recomputed."""
     plain = recompute.torch_checkpoint
@@ -124,7 +125,8 @@ def one_slot_on_the_host(patch: Patch, site: Site) -> None:
 
 @bug("C07", "offload", Operator.REDUCTION, "offloaded",
      credit="trl#7195; torchtune#1867; diffusers#13502",
-     here="on a CPU nothing runs beside: the copy back is done only when somebody waits for it")  # fmt: skip
+     here="on a CPU nothing runs beside: the copy back is done only when somebody waits"
+     " for it")  # fmt: skip
 def reloaded_before_the_copy(patch: Patch, site: Site) -> None:
     """What was offloaded is used before its copy has come back."""
 
@@ -137,7 +139,8 @@ def reloaded_before_the_copy(patch: Patch, site: Site) -> None:
 
 @bug("C10", "fuse", Operator.CONSTANT, "fused, recomputed", row="checkpoint()",
      credit="pytorch#190717, #190758",
-     here="fused regions run eagerly where masks are logical; they draw others when recomputed")  # fmt: skip
+     here="fused regions run eagerly where masks are logical; they draw others when"
+     " recomputed")  # fmt: skip
 def fused_region_draws_again(patch: Patch, site: Site) -> None:
     """A compiled region that is recomputed draws other masks than before."""
     from schedlang.runtime.fuse import Fuse
@@ -158,19 +161,18 @@ def fused_region_draws_again(patch: Patch, site: Site) -> None:
     )
 
 
-@bug("C11", "checkpoint", Operator.SKIP, "recomputed", "cast, recomputed",
-     credit="lightning-thunder#725")  # fmt: skip
-def recomputed_without_modes(patch: Patch, site: Site) -> None:
-    """Autocast, or whatever mode was on in forward, is off in recomputation."""
-    from schedlang.runtime import modes
+@bug("C11", "checkpoint", Operator.SKIP, "recomputed", credit="lightning-thunder#725")
+def recomputed_in_evaluation(patch: Patch, site: Site) -> None:
+    """The mode of the forward, here that of training, is not put back for the recomputation."""
 
-    class Bare(recompute.reentry):
-        def __init__(self) -> None:
-            super().__init__()
-            self._modes = ()
+    def recomputed(self: Any, call: Any) -> Any:
+        self.module.eval()
+        try:
+            return call()
+        finally:
+            self.module.train()
 
-    patch.setattr(recompute, "reentry", Bare)
-    del modes
+    _second_call(patch, site, recomputed)
 
 
 @bug("C12", "checkpoint", Operator.GROUP, "recomputed pairs", credit="Megatron-LM#7452")

@@ -108,9 +108,6 @@ SCENES: dict[str, Scene] = {
         "pp=2", points,
     ),
     "recomputed": _gpt2("transformer.h.* checkpoint()", ""),
-    "cast, recomputed": Scene(
-        lambda: models.llama(1), "model.layers.* checkpoint()", "", _tokens()
-    ),
     "counting": _alone(networks.Counting, "blocks.* checkpoint()", holds=False),
     "written after": _alone(networks.WrittenAfter, "blocks.*.inner checkpoint()", holds=False),
     "recomputed pairs": replace(
@@ -186,7 +183,9 @@ SCENES: dict[str, Scene] = {
     ),
     "sp, biases": Scene(lambda: models.llama(1, bias=True), LLAMA, "tp=2", _tokens()),
     "attending": Scene(
-        lambda: models.llama(1, attend="eager"), "model.layers.*.self_attn replace_kernel(sdpa)", "",
+        lambda: models.llama(1, attend="eager"),
+        "model.layers.*.self_attn replace_kernel(sdpa)",
+        "",
         lambda seed: models.left(models.tokens(rows=6, seed=seed)),
     ),
     "smoothed": Scene(
