@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.chance import draws_in_words, generators, generators_agree, together
 from schedlang.passes.observe import Batch, Condition, Loss, Observation, observe
 from schedlang.plan import Plan
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from schedlang.passes.original import Sequential
     from schedlang.passes.prepare import Prepared
     from schedlang.runtime.program import Program
+    from schedlang.runtime.random import LogicalDropout
 
 DTYPES = ("float32", "bfloat16", "float16", "none")
 Weight = Callable[[Batch], float]
@@ -121,19 +123,21 @@ def original(case: Case, told: Sequence[Condition]) -> tuple[Observation, int]:
     modes, dropout = modes_of(case.seed)
 
     def make(condition: Condition) -> Sequential:
-        return sequential(condition.case or case, condition)
+        return sequential(condition.case or case, condition, dropout)
 
     with ambient(*modes):
         return observe(make, told), dropout.drawn
 
 
-def sequential(case: Case, condition: Condition) -> Sequential:
+def sequential(
+    case: Case, condition: Condition, dropout: LogicalDropout | None = None
+) -> Sequential:
     """The plain loop around a copy of the model, under a condition."""
     from schedlang.passes.original import Sequential
 
     return Sequential(
         twin(case), condition.optimizer, loss=case.loss, clip=condition.clip,
-        scale=condition.scale, evaluate=condition.evaluate,
+        scale=condition.scale, evaluate=condition.evaluate, dropout=dropout,
     )  # fmt: skip
 
 
@@ -143,6 +147,8 @@ class Distributed:
     def __init__(self, program: Program, evaluate: bool = False) -> None:
         self.program = program
         program.evaluate = evaluate
+        if program.assembly.dropout is not None:
+            program.assembly.dropout.noted = {}
         program.follow_inputs = program.keep_output = True
         self.grad_norm: Tensor | float | None = None  # of the last step, before clipping
 
@@ -187,9 +193,32 @@ class Distributed:
         """Names of updated parameters."""
         return self.program.trained()
 
+    def buffers(self) -> Mapping[str, Tensor]:
+        """Whole, also those that the state dict leaves out."""
+        return self.program.buffers()
+
+    def generators(self) -> Mapping[str, Tensor]:
+        """Of this rank; those of others are compared as copies."""
+        return generators(self.program.assembly.module)
+
+    def draws(self) -> list[str]:
+        """The masks drawn by all ranks, in words."""
+        dropout = self.program.assembly.dropout
+        return draws_in_words(together(self._gathered(dropout.noted if dropout else None)))
+
     def replicas(self) -> Mapping[str, float]:
-        """Differences between copies."""
-        return self.program.replica_errors()
+        """Differences between copies on different ranks."""
+        everyone = self._gathered(self.generators())
+        return {
+            **self.program.replica_errors(),
+            **self.program.buffer_errors(),
+            **generators_agree(everyone),
+        }
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        from schedlang.runtime.folder import gathered
+
+        return list(gathered(mine, self.program.assembly.ranks.mesh.world))
 
 
 def observed(case: Case, told: Sequence[Condition], made: list[Program]) -> Observation:
