@@ -104,12 +104,12 @@ def _batches(seen: Batches) -> Iterator[Gap]:
 
 
 def _same(a: Batch, b: Batch) -> bool:
-    from torch import Tensor, equal
+    from torch import equal
 
-    return a.keys() == b.keys() and all(
-        v.shape == b[k].shape and equal(v, b[k]) if isinstance(v, Tensor) else bool(v == b[k])
-        for k, v in a.items()
-    )
+    from schedlang.runtime.parts import named_tensors
+
+    one, other = named_tensors(a), named_tensors(b)
+    return one.keys() == other.keys() and all(equal(v, other[k]) for k, v in one.items())
 
 
 def _labels(seen: Batches) -> Iterator[Gap]:

@@ -72,18 +72,13 @@ class Sequential:
 
     def derive(self, batch: Batch, samples: Sequence[int]) -> Tensor:
         """Loss of a part of a batch in training mode, its gradients in `gradients()`; no step."""
-        from torch import Tensor
-
+        from schedlang.runtime.parts import followed, named_tensors
         from schedlang.runtime.scope import Scope, entered
 
         self._training.off() if self.evaluate else self._training.on()
         self.module.zero_grad(set_to_none=True)
-        self._inputs = {
-            k: v.detach().clone().requires_grad_()
-            for k, v in batch.items()
-            if isinstance(v, Tensor) and v.is_floating_point()
-        }
-        given = {**batch, **self._inputs}
+        given: dict[str, Any] = followed(batch)
+        self._inputs = {k: v for k, v in named_tensors(given).items() if v.requires_grad}
         with entered(Scope(self._steps, 0, tuple(samples))), self._noting_order():
             self.output = self.module(**given)
             loss = self.loss(self.output, given) * self.scale
@@ -186,9 +181,9 @@ def loss_of(output: Any, batch: Batch) -> Tensor:
 
 def rows(batch: Batch) -> int:
     """The number of samples of a batch: the common size of dim 0 of its tensors."""
-    from torch import Tensor
+    from schedlang.runtime.parts import named_tensors
 
-    sizes = [v.shape[0] for v in batch.values() if isinstance(v, Tensor) and v.dim()]
+    sizes = [v.shape[0] for v in named_tensors(batch).values() if v.dim()]
     assert sizes, "a batch holds at least one tensor with rows"
     return max(set(sizes), key=sizes.count)
 

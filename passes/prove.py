@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.again import Failure
 from schedlang.passes.observe import Condition, Observation, observe
 from schedlang.passes.runs import Runs, check_parts, runs
 from schedlang.passes.sides import (
@@ -19,7 +20,7 @@ from schedlang.passes.sides import (
     twin,
     widened,
 )
-from schedlang.passes.suspect import Failure, suspected
+from schedlang.passes.suspect import suspected
 from schedlang.passes.trials import trials
 from schedlang.plan import Plan
 from schedlang.report import Report, Row
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 MOST_RANKS = 8
 Progress = Callable[[str], None]
+_Ran = tuple[Observation, Observation, dict[str, Any]]  # in float64, in the working dtype, saved
 
 
 def prove(
@@ -40,7 +42,6 @@ def prove(
 
     Raises Refusal for a plan or batch that cannot be run, RankDied or Hang for a run that failed.
     """
-    from schedlang.passes.compare import compare
     from schedlang.runtime import launch
 
     start = time.perf_counter()
@@ -54,11 +55,9 @@ def prove(
     told = ran.told
     expected, drawn = original(case, told)
     progress(f"{case.plan.mesh.world} ranks")
-    actual, rounded, archive = _ranks(case, working, told, pool)
-    exact = not case.plan.gives_up
-    rows = [*compare(expected, actual, exact=exact), *_archive_rows(case, archive, actual)]
-    if working is not None:
-        rows += _working_rows(working, told, expected, rounded)
+    seen = _ranks(case, working, told, pool)
+    actual, exact = seen[0], not case.plan.gives_up
+    rows = _compared(case, working, told, expected, seen)
     tried_rows, untried = (
         trials(working.plan, working.batches[0]) if working is not None else ([], [])
     )
@@ -69,7 +68,11 @@ def prove(
     )  # fmt: skip
     if not report.ok and any(not row.ok for row in rows):
         progress("the row to blame")
-        report = suspected(report, Failure(case, working, told, expected, actual), pool)
+        failure = Failure(
+            case, working, told, expected, actual,
+            lambda c, w, t, right: _compared(c, w, t, right, _ranks(c, w, t, pool)),
+        )  # fmt: skip
+        report = suspected(report, failure, pool)
     return replace(report, seconds=time.perf_counter() - start)
 
 
@@ -127,9 +130,7 @@ def _product(values: Iterable[int]) -> int:
 # -- the two sides -----------------------------------------------------------------------------
 
 
-def _ranks(
-    case: Case, working: Case | None, told: Sequence[Condition], pool: Pool
-) -> tuple[Observation, Observation, dict[str, Any]]:
+def _ranks(case: Case, working: Case | None, told: Sequence[Condition], pool: Pool) -> _Ran:
     """What the ranks saw in float64 and in the working dtype, and their saved state, loaded."""
     import tempfile
 
@@ -137,6 +138,18 @@ def _ranks(
         world = case.plan.mesh.world
         seen, rounded = pool.run(_rank, world, case, working, tuple(told), folder)[0]
         return seen, rounded, _loaded(case, told, folder)
+
+
+def _compared(
+    case: Case, working: Case | None, told: Sequence[Condition], expected: Observation, ran: _Ran
+) -> list[Row]:
+    """The rows of one run of the ranks."""
+    from schedlang.passes.compare import compare
+
+    actual, rounded, archive = ran
+    rows = [*compare(expected, actual, exact=not case.plan.gives_up)]
+    rows += _archive_rows(case, archive, actual)
+    return rows if working is None else rows + _working_rows(working, told, expected, rounded)
 
 
 def _rank(

@@ -82,7 +82,11 @@ def check_parts(case: Case) -> None:
     """Refuse a model whose loss over the parts, weighed, is not the loss of the whole."""
     count, bad = _parts(case, case.batches[0])
     relaxed = {name for _, names in case.plan.relaxed for name in names}
-    if bad is None or "batch_stats" in relaxed:
+    if "batch_stats" in relaxed:
+        return
+    if bad is None:
+        if count > 1:
+            _buffers(case, case.batches[0])
         return
     raise Refusal(
         Diagnostic(
@@ -93,6 +97,21 @@ def check_parts(case: Case) -> None:
                    "or allow it: `step \"...\" relax(batch_stats) {`"),
         )
     )  # fmt: skip
+
+
+def _buffers(case: Case, batch: Batch) -> None:
+    """Refuse a model in whose buffers the parts leave what the whole does not (S708)."""
+    from schedlang.passes.buffers import check_buffers
+    from schedlang.passes.original import Sequential
+    from schedlang.runtime.modes import ambient
+    from schedlang.runtime.parts import split
+
+    plan = case.plan
+    micro = plan.order.micro if plan.order is not None else 1
+    modes, _ = modes_of(case.seed)
+    with ambient(*modes):
+        subject = Sequential(twin(case), loss=case.loss)
+        check_buffers(subject, batch, split(batch, plan.mesh.size(plan.data_axes), micro))
 
 
 def _parts(case: Case, batch: Batch) -> tuple[int, Row | None]:

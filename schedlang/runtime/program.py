@@ -23,7 +23,7 @@ from schedlang.runtime.gradient import (
 )
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.outputs import whole_output
-from schedlang.runtime.parts import Batch, Part, rows_of, split
+from schedlang.runtime.parts import Batch, Part, followed, rows_of, split
 from schedlang.runtime.pipeline import BACKWARD, Event, Result
 from schedlang.runtime.replicas import reshard
 from schedlang.runtime.scope import Scope, entered
@@ -75,9 +75,8 @@ class Program:
         self._training.off() if self.evaluate else self._training.on()
         self._zero()
         parts, weights, total = self._parts(batch, local)
-        parts = [self._defined(part, weight) for part, weight in zip(parts, weights)]
         if self.follow_inputs:
-            parts = self._inputs = [Part(_followed(part.inputs), part.rows) for part in parts]
+            parts = self._inputs = [Part(followed(part.inputs), part.rows) for part in parts]
         results = self._run(parts, [w / total for w in weights], train=True)
         sum_gradients(self.assembly.parameters, self.assembly.sums)
         loss = self._finish(results, weights, total)
@@ -131,6 +130,11 @@ class Program:
 
     def _parts(self, batch: Batch, local: bool) -> tuple[list[Part], list[float], float]:
         """This rank's microbatches, their weights, and the weight of the whole batch."""
+        parts, weights, total = self._shares(batch, local)
+        return list(map(self._defined, parts, weights)), weights, total
+
+    def _shares(self, batch: Batch, local: bool) -> tuple[list[Part], list[float], float]:
+        """The same, of parts as the batch gives them."""
         a = self.assembly
         mesh = a.ranks.mesh
         count = mesh.size(a.replicas)
@@ -258,15 +262,6 @@ class Program:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take over what a program of any layout saved; see `archive.load`."""
         archive.load(self, path)
-
-
-def _followed(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs with float tensors as leaves of their own."""
-    out = dict(inputs)
-    for name, value in inputs.items():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            out[name] = value.detach().clone().requires_grad_()
-    return out
 
 
 def _positive(total: float) -> float:
