@@ -72,18 +72,27 @@ class Sequential:
 
     def derive(self, batch: Batch, samples: Sequence[int]) -> Tensor:
         """Loss of a part of a batch in training mode, its gradients in `gradients()`; no step."""
-        from schedlang.runtime.parts import followed, named_tensors
         from schedlang.runtime.scope import Scope, entered
 
-        self._training.off() if self.evaluate else self._training.on()
+        self._switch()
         self.module.zero_grad(set_to_none=True)
-        given: dict[str, Any] = followed(batch)
-        self._inputs = {k: v for k, v in named_tensors(given).items() if v.requires_grad}
+        given = self._given(batch)
         with entered(Scope(self._steps, 0, tuple(samples))), self._noting_order():
             self.output = self.module(**given)
             loss = self.loss(self.output, given) * self.scale
             loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
+
+    def _switch(self) -> None:
+        self._training.off() if self.evaluate else self._training.on()
+
+    def _given(self, batch: Batch) -> dict[str, Any]:
+        """The batch with float tensors whose gradients are kept."""
+        from schedlang.runtime.parts import followed, named_tensors
+
+        given: dict[str, Any] = followed(batch)
+        self._inputs = {k: v for k, v in named_tensors(given).items() if v.requires_grad}
+        return given
 
     def norm(self, batch: Batch) -> float:
         """The norm of all gradients of a batch; buffers are changed as by a forward."""
