@@ -202,6 +202,10 @@ CODES: Mapping[str, tuple[str, str]] = {
         "A forward writes it, once for each microbatch and on each rank for its own rows.\n"
         "Measured on the original, like S703.",
     ),
+    "S709": (
+        "equal bits of rows that round",
+        "`verify(exact)` is about the rows of its step.  Sums over ranks come in another order.",
+    ),
     "S706": (
         "the model returns no loss",
         "Define `loss(output, batch)`, or give labels in the batch.",

@@ -52,6 +52,7 @@ def verify(
     steps of two optimizers, buffers, ties and a saved state, in float64 with dropout on.
     """
     from schedlang.modelfile import load_model_file
+    from schedlang.passes.asked import STEPS, steps_of
     from schedlang.passes.prove import prove
     from schedlang.passes.rows import only_lines, repeated
     from schedlang.passes.shrink import lies_on_meta, remarked, shrunk
@@ -67,13 +68,14 @@ def verify(
     given = settings(knob, mesh)
     found = load_model_file(model, file)
     tree, module = parse(read(file)), found.model(seed=seed, meta=bool(shrink))
-    batches: tuple[Any, ...] = tuple(found.batch(seed + step) for step in range(3))
+    batches: tuple[Any, ...] = tuple(found.batch(seed + step) for step in range(STEPS))
     small = None
     if shrink or (shrink is None and lies_on_meta(module)):
         small = shrunk(tree, given, found, module, batches, seed)
         plan, batches = small.plan, small.batches
     else:
         plan = Schedule(module, tree, given).plan()
+        batches += tuple(found.batch(seed + step) for step in range(STEPS, steps_of(plan)))
     if only is not None:
         plan = only_lines(plan, only)
     case = Case(plan, batches, found.loss, found.weight, seed, dtype)
