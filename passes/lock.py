@@ -101,7 +101,8 @@ def _schedule(plan: Plan) -> Section:
     found |= {f"axis {name}": (str(size),) for name, size in plan.mesh.axes}
     if plan.order is not None:
         order = plan.order
-        found["order"] = (f"{order.name}, microbatches {order.micro}, stages a rank {order.chunks}",)
+        parts = f"microbatches {order.micro}, stages a rank {order.chunks}"
+        found["order"] = (f"{order.name}, {parts}",)
     return {"model": (plan.model.class_name,), **found}
 
 
@@ -119,7 +120,7 @@ def _tensor(dtype: object, shape: object) -> str:
 def _parameters(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
     for fact in plan.model.unique.values():
         said = _tensor(fact.dtype, fact.shape) + ("" if fact.requires_grad else ", frozen")
-        yield fact.name, (said, *(f"also {name}" for name in fact.names[1:]))
+        yield fact.name, (said, *(f"tied to {name}" for name in fact.names[1:]))
 
 
 def _rows(plan: Plan) -> Section:
@@ -162,9 +163,9 @@ def _collectives(plan: Plan, account: Account) -> Section:
     line = plan.cuts[0].axis if plan.cuts else ""
     found: dict[str, list[str]] = {}
     for one in account.collectives:
-        places = "" if one.places is None else f" at {line}={','.join(map(str, sorted(one.places)))}"
+        at = "" if one.places is None else f" at {line}={','.join(map(str, sorted(one.places)))}"
         found.setdefault(one.fqn or WHOLE, []).append(
-            f"{one.phase}: {one.kind} over {'x'.join(one.axes)}{places}, {one.what}: "
+            f"{one.phase}: {one.kind} over {'x'.join(one.axes)}{at}, {one.what}: "
             f"{one.count} x {one.bytes} B"
         )
     return {fqn: tuple(sorted(said)) for fqn, said in found.items()}

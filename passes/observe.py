@@ -26,6 +26,10 @@ class Subject(Protocol):
 
     grad_norm: Tensor | float | None  # of the last step, before clipping
 
+    @property
+    def output(self) -> Any:
+        """Of the last training step, structured as the model's own."""
+
     def train_step(self, batch: Batch) -> Tensor:
         """One optimizer step in training mode; the loss of the whole batch."""
 
@@ -53,22 +57,33 @@ class Subject(Protocol):
 
 @dataclass(frozen=True)
 class Condition:
-    """One training run: fresh parameters, an optimizer, a clip, and a batch per step."""
+    """One training run: fresh parameters, an optimizer, a clip, and a batch per step.
+
+    scale     by what the loss is multiplied
+    evaluate  train in eval mode: no dropout, statistics as they stand
+    case      what is run, where it is not the case of the proof itself (some parameters frozen)
+    """
 
     name: str
     optimizer: MakeOptimizer
     batches: tuple[Batch, ...]
     clip: float | None = None
+    scale: float = 1.0
+    evaluate: bool = False
+    case: Any = None
 
 
-def conditions(batches: Sequence[Batch], norm: float) -> tuple[Condition, ...]:
+def conditions(
+    batches: Sequence[Batch], norm: float, others: Sequence[Batch] = ()
+) -> tuple[Condition, ...]:
     """SGD, never clipped, shows scales of gradients; AdamW, always clipped, counts and the norm.
 
-    `norm` is the gradient norm of the original at the first batch.
+    `norm` is the gradient norm of the original at the first batch. AdamW runs on the batches
+    `others` if there are any.
     """
     return (
         Condition("SGD", _sgd, tuple(batches), 1e6 * norm),
-        Condition("AdamW, clipped", _adamw, tuple(batches), norm / 4),
+        Condition("AdamW, clipped", _adamw, tuple(others or batches), norm / 4),
     )
 
 
@@ -118,6 +133,7 @@ class Observation:
     ties: tuple[tuple[str, ...], ...] = ()
     missing: frozenset[str] = frozenset()  # kinds that the subject does not offer
     unread: frozenset[str] = frozenset()  # types in the output that are no tensors
+    left_out: Mapping[str, str] = field(default_factory=dict)  # place in the output -> why
 
 
 def observe(
@@ -132,9 +148,10 @@ def observe(
     ties: tuple[tuple[str, ...], ...] = ()
     gone: set[str] = set()
     unread: set[str] = set()
+    left: dict[str, str] = {}
     for condition in conditions:
         subject = make(condition)
-        sight = _Sight(seen, condition.name, keep, gone, unread)
+        sight = _Sight(seen, condition.name, keep, gone, unread, left)
         for step, batch in enumerate(condition.batches):
             sight.step(subject, step, batch)
             progress({"condition": condition.name, "step": step})
@@ -142,8 +159,9 @@ def observe(
         order = order or tuple(getattr(subject, "order", ()))
         ties = ties or tuple(getattr(subject, "ties", ()))
     return Observation(
-        seen.tensors, seen.sets, seen.replicas, order, ties, frozenset(gone), frozenset(unread)
-    )
+        seen.tensors, seen.sets, seen.replicas, order, ties, frozenset(gone), frozenset(unread),
+        left,
+    )  # fmt: skip
 
 
 @dataclass
@@ -155,13 +173,15 @@ class _Sight:
     keep: bool
     missing: set[str]
     unread: set[str]
+    left_out: dict[str, str]
 
     def step(self, subject: Subject, step: int, batch: Batch) -> None:
         if step == 0:
             self.names("trainable set", subject.trainable())
             self.names("state_dict keys", subject.state_dict())
-            self.outputs(step, subject.eval_step(batch))
+            self.outputs("outputs", step, subject, subject.eval_step(batch))
         self.tensor("loss", step, "loss", subject.train_step(batch))
+        self.outputs("training outputs", step, subject, getattr(subject, "output", None))
         norm = subject.grad_norm
         if norm is None:
             self.missing.add("gradient norm")
@@ -182,7 +202,7 @@ class _Sight:
         for name, slots in subject.optimizer_state().items():
             for slot, value in slots.items():
                 self.tensor(f"optimizer {slot}", step, name, value)
-        self.outputs(step + 1, subject.eval_step(batch))
+        self.outputs("outputs", step + 1, subject, subject.eval_step(batch))
 
     def state(self, subject: Subject, step: int) -> None:
         trainable = set(subject.trainable())
@@ -195,8 +215,9 @@ class _Sight:
             for name, error in copies.items():
                 self.seen.replicas[Key(self.condition, "replicas", step, name)] = error
 
-    def outputs(self, step: int, output: Any) -> None:
-        self.tensors("outputs", step, dict(flattened(output, self.unread)))
+    def outputs(self, kind: str, step: int, subject: Subject, output: Any) -> None:
+        self.tensors(kind, step, dict(flattened(output, self.unread)))
+        self.left_out.update(getattr(subject, "left_out", {}))
 
     def tensors(self, kind: str, step: int, values: Mapping[str, Tensor | None]) -> None:
         for name, value in values.items():

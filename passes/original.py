@@ -21,7 +21,7 @@ class Sequential:
     """A module with the plainest loop: forward, loss, backward, clip, step.
 
     `module` is trained in place: give a copy. `loss(output, batch)` may be left out if the model
-    returns one.
+    returns one. `scale` multiplies the loss; with `evaluate` it trains in eval mode.
     """
 
     def __init__(
@@ -31,15 +31,21 @@ class Sequential:
         *,
         loss: Loss | None = None,
         clip: float | None = None,
+        scale: float = 1.0,
+        evaluate: bool = False,
     ) -> None:
         from schedlang.runtime.scope import named_sites
+        from schedlang.runtime.training import Training
 
         self.module, self.loss, self.clip = module, loss or loss_of, clip
+        self.scale, self.evaluate = scale, evaluate
         self._named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         self._optimizer = optimizer(self._named) if optimizer else None
         self.grad_norm: Tensor | float | None = None
         self.order: tuple[str, ...] = ()
         self.ties = tied(module)
+        self.output: Any = None  # of the last training step
+        self._training = Training(module)
         self._inputs: dict[str, Any] = {}
         self._steps = 0
         named_sites(module)
@@ -59,20 +65,16 @@ class Sequential:
 
     def derive(self, batch: Batch, samples: Sequence[int]) -> Tensor:
         """Loss of a part of a batch in training mode, its gradients in `gradients()`; no step."""
-        from torch import Tensor
-
+        from schedlang.runtime.parts import followed, named_tensors
         from schedlang.runtime.scope import Scope, entered
 
-        self.module.train()
+        self._training.off() if self.evaluate else self._training.on()
         self.module.zero_grad(set_to_none=True)
-        self._inputs = {
-            k: v.detach().clone().requires_grad_()
-            for k, v in batch.items()
-            if isinstance(v, Tensor) and v.is_floating_point()
-        }
-        given = {**batch, **self._inputs}
+        given: dict[str, Any] = followed(batch)
+        self._inputs = {k: v for k, v in named_tensors(given).items() if v.requires_grad}
         with entered(Scope(self._steps, 0, tuple(samples))), self._noting_order():
-            loss = self.loss(self.module(**given), given)
+            self.output = self.module(**given)
+            loss = self.loss(self.output, given) * self.scale
             loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -89,7 +91,7 @@ class Sequential:
 
         from schedlang.runtime.scope import Scope, entered
 
-        self.module.eval()
+        self._training.off()
         with torch.no_grad(), entered(Scope(self._steps, 0, tuple(range(rows(batch))))):
             return self.module(**batch)
 
@@ -160,9 +162,9 @@ def loss_of(output: Any, batch: Batch) -> Tensor:
 
 def rows(batch: Batch) -> int:
     """The number of samples of a batch: the common size of dim 0 of its tensors."""
-    from torch import Tensor
+    from schedlang.runtime.parts import named_tensors
 
-    sizes = [v.shape[0] for v in batch.values() if isinstance(v, Tensor) and v.dim()]
+    sizes = [v.shape[0] for v in named_tensors(batch).values() if v.dim()]
     assert sizes, "a batch holds at least one tensor with rows"
     return max(set(sizes), key=sizes.count)
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.again import Failure
-from schedlang.passes.observe import Condition, Observation, conditions, observe
+from schedlang.passes.observe import Condition, Observation, observe
+from schedlang.passes.runs import Runs, check_parts, runs
 from schedlang.passes.sides import (
     Case,
     as_worked,
-    modes_of,
     observed,
     original,
     prepared,
@@ -50,20 +50,21 @@ def prove(
     case = prepared(case)
     working, case = as_worked(case), widened(case)
     progress("the original")
-    told = _conditions(case)
     check_parts(case)
+    ran = runs(case)
+    told = ran.told
     expected, drawn = original(case, told)
     progress(f"{case.plan.mesh.world} ranks")
-    ran = _ranks(case, working, told, pool)
-    actual, exact = ran[0], not case.plan.gives_up
-    rows = _compared(case, working, told, expected, ran)
+    seen = _ranks(case, working, told, pool)
+    actual, exact = seen[0], not case.plan.gives_up
+    rows = _compared(case, working, told, expected, seen)
     tried_rows, untried = (
         trials(working.plan, working.batches[0]) if working is not None else ([], [])
     )
     report = Report(
-        (*rows, *tried_rows), title=title, facts=_facts(case), command=command,
-        equivalence="exact" if exact else "algebraic", gaps=_gaps(case, actual, drawn),
-        unchecked=tuple(untried),
+        (*rows, *tried_rows), title=title, facts=_facts(case, ran), command=command,
+        equivalence="exact" if exact else "algebraic", unchecked=tuple(untried),
+        gaps=_gaps(case, ran, expected, actual, drawn),
     )  # fmt: skip
     if not report.ok and any(not row.ok for row in rows):
         progress("the row to blame")
@@ -129,53 +130,6 @@ def _product(values: Iterable[int]) -> int:
 # -- the two sides -----------------------------------------------------------------------------
 
 
-def _conditions(case: Case) -> tuple[Condition, ...]:
-    """The training runs; clipping is set by the gradient norm of the original."""
-    from schedlang.passes.original import Sequential
-    from schedlang.runtime.modes import ambient
-
-    modes, _ = modes_of(case.seed)
-    with ambient(*modes):
-        norm = Sequential(twin(case), loss=case.loss).norm(case.batches[0])
-    return conditions(case.batches, norm)
-
-
-def check_parts(case: Case) -> None:
-    """Refuse a model whose loss over the parts, weighed, is not the loss of the whole."""
-    from schedlang.passes.compare import parts_agree
-    from schedlang.passes.original import Sequential
-    from schedlang.passes.weigh import part_weight
-    from schedlang.runtime.modes import ambient
-    from schedlang.runtime.parts import split
-
-    plan = case.plan
-    micro = plan.order.micro if plan.order is not None else 1
-    batch = case.batches[0]
-    parts = [p for share in split(batch, plan.mesh.size(plan.data_axes), micro) for p in share]
-    if len(parts) == 1:
-        return
-    weigh = part_weight(plan, parts[0].inputs, case.loss, case.weight, len(parts))
-    modes, _ = modes_of(case.seed)
-    with ambient(*modes):
-        rows = parts_agree(
-            Sequential(twin(case), loss=case.loss), batch,
-            [(part.inputs, part.rows) for part in parts], [weigh(part.inputs) for part in parts],
-        )  # fmt: skip
-    bad = next((row for row in rows if not row.ok), None)
-    relaxed = {name for _, names in plan.relaxed for name in names}
-    if bad is None or "batch_stats" in relaxed:
-        return
-    raise Refusal(
-        Diagnostic(
-            "S703", "the loss of this model is not the weighed mean of the losses of parts",
-            notes=(f"on the original in {len(parts)} parts {bad.place} differs by {bad.error:.1e}",
-                   "statistics over the batch (batch norm, router losses) would differ by rank"),
-            helps=("say what a part weighs: `weight(batch)` in the model file",
-                   "or allow it: `step \"...\" relax(batch_stats) {`"),
-        )
-    )  # fmt: skip
-
-
 def _ranks(case: Case, working: Case | None, told: Sequence[Condition], pool: Pool) -> _Ran:
     """What the ranks saw in float64 and in the working dtype, and their saved state, loaded."""
     import tempfile
@@ -222,6 +176,7 @@ def _loaded(case: Case, told: Sequence[Condition], folder: str) -> dict[str, Any
     from schedlang.runtime.float64 import Float64
     from schedlang.runtime.modes import ambient
 
+    case = told[-1].case or case  # what was saved last
     plain = Plan.empty(case.plan.model, Mesh())
     with ambient(Float64()):
         program = build(plain, case.batches[0], loss=case.loss, optimizer=told[-1].optimizer)
@@ -267,26 +222,26 @@ def _archive_rows(case: Case, archive: Mapping[str, Any], actual: Observation) -
 # -- what is said about it ---------------------------------------------------------------------
 
 
-def _facts(case: Case) -> tuple[tuple[str, str], ...]:
+def _facts(case: Case, ran: Runs) -> tuple[tuple[str, str], ...]:
     import torch
 
     mesh = case.plan.mesh
+    derived = (("derived", ", ".join(ran.derived)),) if ran.derived else ()
     return (
         ("mesh", f"{mesh} ({mesh.world} ranks)" if mesh.axes else "one rank"),
         ("seed", str(case.seed)),
         ("dtype", "float64"),
         ("torch", torch.__version__),
+        *derived,
     )
 
 
-def _gaps(case: Case, actual: Observation, drawn: int) -> tuple[Any, ...]:
-    from schedlang.passes.coverage import gaps, unoffered
+def _gaps(
+    case: Case, ran: Runs, expected: Observation, actual: Observation, drawn: int
+) -> tuple[Any, ...]:
+    from schedlang.passes.coverage import gaps, idle, repeating, unoffered
 
     plan = case.plan
-    micro = plan.order.micro if plan.order is not None else 1
     names = {name: fact.numel for name, fact in plan.model.unique.items()}
-    found = gaps(
-        case.batches, sizes=dict(plan.mesh.axes), parts=plan.mesh.size(plan.data_axes) * micro,
-        drawn=drawn, parameters=names,
-    )  # fmt: skip
-    return (*found, *unoffered(actual))
+    found = gaps(ran.batches, sizes=dict(plan.mesh.axes), drawn=drawn, parameters=names)
+    return (*found, *ran.gaps, *repeating(plan), *idle(expected), *unoffered(actual))

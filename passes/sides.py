@@ -14,6 +14,7 @@ from schedlang.plan import Plan
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from schedlang.passes.original import Sequential
     from schedlang.passes.prepare import Prepared
     from schedlang.runtime.program import Program
 
@@ -115,25 +116,45 @@ def twin(case: Case) -> nn.Module:
 
 def original(case: Case, told: Sequence[Condition]) -> tuple[Observation, int]:
     """What the original shows under each condition, and how many dropout masks it drew."""
-    from schedlang.passes.original import Sequential
     from schedlang.runtime.modes import ambient
 
     modes, dropout = modes_of(case.seed)
 
     def make(condition: Condition) -> Sequential:
-        return Sequential(twin(case), condition.optimizer, loss=case.loss, clip=condition.clip)
+        return sequential(condition.case or case, condition)
 
     with ambient(*modes):
         return observe(make, told), dropout.drawn
 
 
+def sequential(case: Case, condition: Condition) -> Sequential:
+    """The plain loop around a copy of the model, under a condition."""
+    from schedlang.passes.original import Sequential
+
+    return Sequential(
+        twin(case), condition.optimizer, loss=case.loss, clip=condition.clip,
+        scale=condition.scale, evaluate=condition.evaluate,
+    )  # fmt: skip
+
+
 class Distributed:
     """A program as a subject of observation; all ranks call alike."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, evaluate: bool = False) -> None:
         self.program = program
-        program.follow_inputs = True
+        program.evaluate = evaluate
+        program.follow_inputs = program.keep_output = True
         self.grad_norm: Tensor | float | None = None  # of the last step, before clipping
+
+    @property
+    def output(self) -> Any:
+        """Of the last training step."""
+        return self.program.output
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """What the last output does not hold, and why."""
+        return self.program.left_out
 
     def train_step(self, batch: Batch) -> Tensor:
         """One step of the program."""
@@ -176,14 +197,20 @@ def observed(case: Case, told: Sequence[Condition], made: list[Program]) -> Obse
     import torch.distributed as dist
 
     from schedlang.passes.build import build
+    from schedlang.runtime.registered import register
+    from schedlang.runtime.scaled import Scaled
+
+    register(case.plan.model.model)
 
     def make(condition: Condition) -> Distributed:
+        run = condition.case or case
+        loss = run.loss if condition.scale == 1 else Scaled(run.loss, condition.scale)
         program = build(
-            case.plan, case.batches[0], loss=case.loss, optimizer=condition.optimizer,
-            clip=condition.clip, weight=case.weight, seed=case.seed, prepared=case.prepared,
+            run.plan, run.batches[0], loss=loss, optimizer=condition.optimizer,
+            clip=condition.clip, weight=run.weight, seed=run.seed, prepared=run.prepared,
         )  # fmt: skip
         made.append(program)
-        return Distributed(program)
+        return Distributed(program, condition.evaluate)
 
     rank = dist.get_rank() if dist.is_initialized() else 0
     return observe(make, told, keep=rank == 0)

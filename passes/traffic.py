@@ -168,7 +168,7 @@ def _heard(context: _Context, batch: Mapping[str, Any], loss: Loss | None) -> li
     inputs = hollow_batch(dict(batch))
     with listening(listen):
         with OnMeta(dict(batch), inputs):  # a model may ask for values of masks
-            value = _value(model, inputs, loss)
+            value = backward_root(model, inputs, loss)
         backward = True
         if value is not None:
             value.backward()
@@ -187,7 +187,7 @@ class _At:
         return self.module.get_submodule(fqn)
 
 
-def _value(model: Any, inputs: Mapping[str, Any], loss: Loss | None) -> Any:
+def backward_root(model: Any, inputs: Mapping[str, Any], loss: Loss | None) -> Any:
     """Something to go backward from: the loss, else the sum of what the model gives."""
     import torch
 

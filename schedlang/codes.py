@@ -197,15 +197,63 @@ CODES: Mapping[str, tuple[str, str]] = {
         "Checked on the original, before anything else: the parts of a batch, weighed, must give\n"
         "its loss.  Say what a part weighs, `weight(batch)`, or `relax(batch_stats)`.",
     ),
+    "S708": (
+        "a buffer depends on how the batch is split",
+        "A forward writes it, once for each microbatch and on each rank for its own rows.\n"
+        "Measured on the original, like S703.",
+    ),
     "S706": (
         "the model returns no loss",
         "Define `loss(output, batch)`, or give labels in the batch.",
+    ),
+    "S711": (
+        "a gradient is not summed",
+        "`check --model` follows on every axis whether a gradient is whole or a part of a sum.  This\n"
+        "one is a part when it is used, so its ranks would train on different gradients.",
+    ),
+    "S712": (
+        "a gradient is summed too often",
+        "It was whole already, or was summed before: it is too large by the size of the axis.",
+    ),
+    "S713": (
+        "what is summed is no pending sum",
+        "Ranks hold parts that add up to the whole only after a product over a split dim.  From\n"
+        "there to the sum only linear calls may stand, and nothing that every rank adds alike.",
+    ),
+    "S714": (
+        "ranks do not agree",
+        "`check --model` plays a step of several ranks without values and writes down what each\n"
+        "sends.  Members of a group must ask for the same collectives in the same order, and the\n"
+        "two ends of a channel for the same messages; these would wait for ever, or mix values up.",
+    ),
+    "S716": (
+        "parts do not weigh one together",
+        "The loss of each part of the batch is weighed so that all together are the mean of the\n"
+        "whole.  These weights are not: gradients would be too large or too small.",
+    ),
+    "S715": (
+        "state without an owner",
+        "Every parameter and buffer belongs to a stage that uses it.",
     ),
     "S704": ("no working dtype", "Float64 is always checked; this names the dtype checked beside."),
     "S705": ("no row on these lines", "`--only 11,14-17` names lines of the schedule file."),
     "S721": (
         "no readable lock",
-        "`schedlang plan FILE --lock` writes `FILE.lock`; it is compared where `--locked` asks for it.",
+        "`schedlang plan FILE --lock` writes `FILE.lock`, and `--locked` compares it.",
+    ),
+    "S751": (
+        "a model that cannot be made smaller",
+        "`--shrink` makes the class from smaller numbers: those of its `config`, or those that\n"
+        "`model()` has as defaults.  Else `small()` of the model file makes the reduced model.",
+    ),
+    "S752": (
+        "no smaller model shows all that the schedule does",
+        "Divisibility, order of sizes, kinds of layers and cut points must stay as they are.",
+    ),
+    "S753": (
+        "the batch does not fit the reduced model",
+        "It was derived from the batch of the whole: ids, lengths and sizes.  Define `small()`\n"
+        "and `small_batch(seed)` in the model file.",
     ),
     "S811": ("no float64 for this operation", "It reads the bits of a float."),
     "S813": ("a checkpointed module changes its buffers", "Recomputation would change them twice."),

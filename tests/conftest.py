@@ -1,4 +1,4 @@
-"""What all tests share: one warm pool of ranks, and what is skipped without a C++ compiler."""
+"""What all tests share: warm ranks of both engines, and what is skipped without a C++ compiler."""
 
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -9,6 +9,7 @@ from hypothesis import settings
 from schedlang.diagnostic import Refusal
 from schedlang.runtime.fuse import unavailable
 from schedlang.runtime.launch import Pool
+from tests.engine import Threads
 
 settings.register_profile("busy", deadline=None)  # several ranks may share a core with the tests
 settings.load_profile("busy")
@@ -25,6 +26,13 @@ def pool() -> Iterator[Pool]:
     """Local ranks, started by the first test that runs some; a job that dies leaves new ones."""
     with Pool(preload=PRELOAD) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def threads() -> Iterator[Threads]:
+    """The same ranks as threads of this process: where many small programs are run."""
+    with Threads() as threads:
+        yield threads
 
 
 @pytest.hookimpl(wrapper=True)

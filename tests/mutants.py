@@ -29,6 +29,10 @@ class Mutated:
 
     def run(self, fn: Callable[..., Any], world: int, *args: Any, **options: Any) -> list[Any]:
         """As Pool.run."""
+        if getattr(self.pool, "one_process", False):  # patched once, for all ranks
+            with pytest.MonkeyPatch.context() as patch:
+                self.mutant(patch)
+                return self.pool.run(fn, world, *args, **options)
         return self.pool.run(_mutated, world, self.mutant, fn, args, **options)
 
 

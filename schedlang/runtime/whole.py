@@ -17,7 +17,7 @@ from schedlang.runtime.folder import gathered
 from schedlang.runtime.gradient import local_gradient
 from schedlang.runtime.holding import assemble, take
 from schedlang.runtime.moments import local
-from schedlang.runtime.parts import Part
+from schedlang.runtime.parts import Part, named_tensors
 from schedlang.runtime.replicas import reshard
 
 
@@ -137,7 +137,7 @@ def _slot(a: Assembly, own: Mapping[str, Mapping[str, Any]], key: str) -> dict[s
 def input_gradients(a: Assembly, parts: Sequence[Part]) -> dict[str, Tensor | None]:
     """Gradients of the batch's float tensors: the rows of all replicas, summed over stages."""
     mine = [
-        {k: v.grad for k, v in part.inputs.items() if isinstance(v, Tensor) and v.requires_grad}
+        {k: v.grad for k, v in named_tensors(part.inputs).items() if v.requires_grad}
         for part in parts
     ]
     everyone = gathered(mine, a.ranks.mesh.world)

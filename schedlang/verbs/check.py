@@ -1,26 +1,32 @@
-"""check: syntax, names, domains and arguments of schedules, without a model."""
+"""check: syntax, names, domains and arguments of schedules; with a model, static proofs."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, show_json, verb
+from schedlang.verbs.outcome import HOLDS, REFUSED, AsJson, Knobs, MeshSizes, Model, show_json, verb
+
+if TYPE_CHECKING:
+    from schedlang.passes.static import Static
 
 
 @verb
 def check(
     files: Annotated[list[Path], typer.Argument(help="Schedule files.", metavar="FILE...")],
+    model: Model = None,
     knob: Knobs = None,
     mesh: MeshSizes = None,
     as_json: AsJson = False,
 ) -> None:
     """Check syntax, names, domains and arguments; needs neither torch nor the model.
 
-    What depends on the model (selectors, shapes) is checked by `plan` and `verify`.
+    With `--model` also prove, without running a rank, that gradients are summed over the right
+    axes, that only pending sums are summed, that ranks agree on collectives, and who owns what.
     """
     from schedlang.diagnostic import Diagnostic, Refusal
     from schedlang.passes.expand import expand
@@ -40,10 +46,45 @@ def check(
             problems += refusal.diagnostics
     if problems:
         raise Refusal(*problems, *warnings)
+    proven = _proven(files, model, knob, mesh) if model is not None else {}
+    wrong = [one for static in proven.values() for one in static.problems]
     if as_json:
-        show_json({"exit": 0, "diagnostics": [d.to_json() for d in warnings]})
-        return
-    for warning in warnings:
-        print(warning.render() + "\n", file=sys.stderr)
+        show_json({
+            "exit": REFUSED if wrong else HOLDS,
+            "diagnostics": [d.to_json() for d in (*wrong, *warnings)],
+            **({"static": {str(f): p.to_json() for f, p in proven.items()}} if proven else {}),
+        })  # fmt: skip
+    else:
+        for one in (*wrong, *warnings):
+            print(one.render() + "\n", file=sys.stderr)
+        for file in files:
+            _show(file, proven.get(file))
+    if wrong:
+        raise typer.Exit(REFUSED)
+
+
+def _proven(
+    files: Sequence[Path], model: str | None, knob: list[str] | None, mesh: str | None
+) -> dict[Path, Static]:
+    """The static proofs of each schedule, with the model file's batch."""
+    from schedlang.passes.static import static
+    from schedlang.verbs.files import planned
+
+    proven = {}
     for file in files:
+        found = planned(file, model, knob, mesh)
+        proven[file] = static(
+            found.plan, found.model.batch(0), found.model.loss, found.model.weight
+        )
+    return proven
+
+
+def _show(file: Path, static: Static | None) -> None:
+    if static is None:
         print(f"{file}: holds")
+        return
+    print(f"{file}: {'DOES NOT HOLD' if static.problems else 'holds'}")
+    for claim in static.claims:
+        print(f"  {claim.name:<16} {claim.said}: {claim.verdict}")
+    for one in static.unseen:
+        print(f"  not seen: {one}")

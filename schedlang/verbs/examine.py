@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from schedlang.annotate import Note
+from schedlang.annotate import Note, table
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.verbs.outcome import FAILS, HOLDS, REFUSED, UNCHECKED
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 CHECK, LOCK, VERIFY = "check", "lock", "verify"
 WORDS = {HOLDS: "holds", FAILS: "fails", REFUSED: "refused", UNCHECKED: "could not be checked"}
+_MARKS = {HOLDS: "", FAILS: "❌ ", REFUSED: "❌ ", UNCHECKED: "⚠️ "}
 _PLACE = re.compile(r"(.+?):(\d+): ")
 
 
@@ -79,6 +81,30 @@ class Outcome:
         title = "schedlang equivalence" if self.question == VERIFY else f"schedlang {self.question}"
         return Note(self.place or str(self.file), self.line or 1, title, self.text)
 
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "file": str(self.file), "question": self.question, "outcome": self.word,
+            "exit": UNCHECKED if self.skipped else self.code, "where": self.where,
+            "text": self.skipped or self.text, "seconds": round(self.seconds, 2),
+            "note": None if self.note is None else asdict(self.note),
+            **dict(self.facts),
+        }  # fmt: skip
+
+
+def summary(found: Sequence[Mapping[str, Any]]) -> str:
+    """Outcomes, as JSON has them, as a Markdown table."""
+    head = ("schedule", "", "outcome", "largest relative error", "mesh", "where", "seconds")
+    rows = [
+        (
+            f"`{one['file']}`", one["question"], _MARKS[one["exit"]] + one["outcome"],
+            one.get("max_rel_err", ""), one.get("mesh", ""),
+            "" if one["exit"] == HOLDS else f"`{one['where']}`", f"{one['seconds']:.1f}",
+        )
+        for one in found
+    ]  # fmt: skip
+    return f"### schedlang\n\n{table(head, rows)}\n"
+
 
 class Ranks:
     """Warm local ranks for one model file at a time: neighbours share them."""
@@ -128,11 +154,17 @@ class Ranks:
 
 def is_library(file: Path) -> bool:
     """Does a file only define what others use, so that it has nothing to verify?  May refuse."""
+    return first_row(file) == 0
+
+
+def first_row(file: Path) -> int:
+    """The line of the first step or row of a schedule, 0 if it has none.  May refuse."""
     from schedlang import nodes as n
     from schedlang.syntax import parse, read
 
     rows = (n.Step, n.At, n.When, n.Rule, n.Do)
-    return not any(isinstance(item, rows) for item in parse(read(file)).items)
+    found = (item.span.line for item in parse(read(file)).items if isinstance(item, rows))
+    return next(found, 0)
 
 
 def check(file: Path, wish: Wish) -> Outcome:
@@ -148,7 +180,9 @@ def check(file: Path, wish: Wish) -> Outcome:
         expand(tree, None, settings(wish.knobs, wish.mesh))
         return replace(outcome, text="\n\n".join(d.render() for d in lint(tree)))
 
-    return _asked(Outcome(file, CHECK), ask)
+    outcome = _asked(Outcome(file, CHECK), ask)
+    # most mistakes show only with the model: that a check holds says nothing yet
+    return _as_meant(outcome, wish.refused) if wish.refused and outcome.code else outcome
 
 
 def lock(file: Path, wish: Wish) -> Outcome:
@@ -214,15 +248,19 @@ def _blamed(report: Report) -> tuple[str, int]:
 def _facts(report: Report, wish: Wish, mesh: str) -> list[tuple[str, str]]:
     """What a machine may want to know of a report."""
     place, line = _blamed(report)
-    worst = report.worst
+    worst = max((row.error for row in report.rows if row.gate < 1), key=_size, default=math.nan)
     return [
-        ("max_rel_err", f"{worst.error:.3e}" if worst is not None else "none"),
+        ("max_rel_err", f"{worst:.3e}"),
         ("first_divergence", report.first.place if report.first is not None else ""),
         ("suspect_line", f"{place}:{line}" if line else ""),
         ("seed", str(wish.seed)),
         ("equivalence", report.equivalence),
         ("mesh", mesh),
     ]
+
+
+def _size(error: float) -> float:
+    return math.inf if math.isnan(error) else error
 
 
 def _as_meant(outcome: Outcome, code: str) -> Outcome:

@@ -36,7 +36,8 @@ class Compared:
         head = [f"{path} does not hold: {same}"]
         head += [f"  since then: {', '.join(self.versions)}"] if self.versions else []
         lines = [f"  {line}" for change in self.changes for line in change.lines()]
-        return "\n".join([*head, *lines, f"  if that is meant: schedlang plan {self.schedule} --lock"])
+        foot = f"  if that is meant: schedlang plan {self.schedule} --lock"
+        return "\n".join([*head, *lines, foot])
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -107,7 +108,7 @@ def compare_lock(schedule: Path, model: str | None) -> Compared:
 def demand_lock(
     schedule: Path, model: str | None, as_json: bool = False, show: bool = False
 ) -> None:
-    """End with exit code 1 and a readable difference unless the lock holds; `show` says that too."""
+    """End with exit code 1 and the differences unless the lock holds; `show` says that it does."""
     compared = compare_lock(schedule, model)
     if compared.changes or show:
         if as_json:

@@ -38,6 +38,12 @@ def verify(
     locked: Annotated[
         bool, typer.Option("--locked", help="First compare with FILE.lock; exit 1 if it differs.")
     ] = False,
+    shrink: Annotated[
+        bool | None,
+        typer.Option(
+            "--shrink/--whole", help="A reduced model and mesh; by itself if the model is on meta."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Prove that a schedule computes what the model computes; a CPU is enough.
@@ -48,6 +54,7 @@ def verify(
     from schedlang.modelfile import load_model_file
     from schedlang.passes.prove import prove
     from schedlang.passes.rows import only_lines, repeated
+    from schedlang.passes.shrink import lies_on_meta, remarked, shrunk
     from schedlang.passes.sides import Case
     from schedlang.runtime.launch import Hang, Pool, RankDied
     from schedlang.schedule import Schedule
@@ -59,13 +66,19 @@ def verify(
         demand_lock(file, model, as_json)
     given = settings(knob, mesh)
     found = load_model_file(model, file)
-    plan = Schedule(found.model(seed=seed), parse(read(file)), given).plan()
+    tree, module = parse(read(file)), found.model(seed=seed, meta=bool(shrink))
+    batches: tuple[Any, ...] = tuple(found.batch(seed + step) for step in range(3))
+    small = None
+    if shrink or (shrink is None and lies_on_meta(module)):
+        small = shrunk(tree, given, found, module, batches, seed)
+        plan, batches = small.plan, small.batches
+    else:
+        plan = Schedule(module, tree, given).plan()
     if only is not None:
         plan = only_lines(plan, only)
-    batches = tuple(found.batch(seed + step) for step in range(3))
     case = Case(plan, batches, found.loss, found.weight, seed, dtype)
     said = _Said(quiet=as_json or not sys.stderr.isatty())
-    command = repeated(file, plan, seed, model, only)
+    command = repeated(file, plan, seed, model, only) + (" --shrink" if small else "")
     with Pool(files=found.files) as pool:
         try:
             report = prove(case, pool=pool, title=file.name, command=command, progress=said)
@@ -76,7 +89,7 @@ def verify(
             print(failure, file=sys.stderr)
             raise typer.Exit(UNCHECKED) from None
     said.done()
-    _show(report, as_json)
+    _show(remarked(report, small), as_json)
     raise typer.Exit(report.exit_code if report.exit_code in (HOLDS, FAILS) else UNCHECKED)
 
 
