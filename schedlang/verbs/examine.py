@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from schedlang.runtime.launch import Pool
     from schedlang.verbs.lockfile import Compared
 
-CHECK, LOCK, VERIFY = "check", "lock", "verify"
+CHECK, LOCK, STATIC, VERIFY = "check", "lock", "static", "verify"
 WORDS = {HOLDS: "holds", FAILS: "fails", REFUSED: "refused", UNCHECKED: "could not be checked"}
 _MARKS = {HOLDS: "", FAILS: "❌ ", REFUSED: "❌ ", UNCHECKED: "⚠️ "}
 _PLACE = re.compile(r"(.+?):(\d+): ")
@@ -32,6 +33,7 @@ class Wish:
     """With what a schedule is examined; see the options of `verify`.
 
     world    the most ranks that may be started; a larger mesh is left out, and says so
+    shrink   reduce model and mesh where the mesh is larger, instead
     refused  the code with which the schedule is meant to be refused; empty if it is not
     """
 
@@ -41,6 +43,7 @@ class Wish:
     seed: int = 0
     dtype: str | None = None
     world: int = 8
+    shrink: bool = False
     refused: str = ""
 
 
@@ -123,6 +126,7 @@ class Ranks:
             self.close()
             self._found = load_model_file(named, beside)
             self._key = key
+        sys.modules[self._found.name] = self._found.module  # another may have come in between
         return self._found
 
     def pool(self) -> Pool:
@@ -198,6 +202,26 @@ def lock(file: Path, wish: Wish) -> Outcome:
     return _asked(Outcome(file, LOCK), ask)
 
 
+def static(file: Path, wish: Wish) -> Outcome:
+    """Whether the plan can be built for the model, and what is proven of it without running."""
+
+    def ask(outcome: Outcome) -> Outcome:
+        from schedlang.passes.static import static as proofs
+        from schedlang.verbs.files import planned
+
+        found = planned(file, wish.model, wish.knobs, wish.mesh)
+        batch = found.model.batch(wish.seed)
+        proven = proofs(found.plan, batch, found.model.loss, found.model.weight)
+        said = [f"{one.name}: {one.said}: {one.verdict}" for one in proven.claims]
+        if proven.problems:
+            return _refused(outcome, proven.problems, Refusal(*proven.problems).render())
+        code = HOLDS if all(one.checked for one in proven.claims) else UNCHECKED
+        return replace(outcome, code=code, text="\n".join(said))
+
+    outcome = _asked(Outcome(file, STATIC), ask)
+    return _as_meant(outcome, wish.refused) if wish.refused and outcome.code else outcome
+
+
 def verify(file: Path, wish: Wish, ranks: Ranks) -> Outcome:
     """Whether the schedule computes what its model computes, or is refused as it is meant to be."""
 
@@ -215,27 +239,27 @@ def verify(file: Path, wish: Wish, ranks: Ranks) -> Outcome:
 
 def _verified(outcome: Outcome, wish: Wish, ranks: Ranks) -> Outcome:
     from schedlang.passes.prove import prove
-    from schedlang.passes.rows import repeated
-    from schedlang.passes.sides import Case
-    from schedlang.schedule import Schedule
-    from schedlang.syntax import parse, read
+    from schedlang.passes.shrink import remarked
+    from schedlang.verbs.posed import posed
     from schedlang.verbs.settings import settings
 
-    file = outcome.file
-    tree = parse(read(file))
+    file, given = outcome.file, settings(wish.knobs, wish.mesh)
     found = ranks.model_file(wish.model, file)
-    plan = Schedule(found.model(seed=wish.seed), tree, settings(wish.knobs, wish.mesh)).plan()
-    if plan.mesh.world > wish.world:
-        few = f"the mesh {plan.mesh} has {plan.mesh.world} ranks, at most {wish.world} are started"
+    options: dict[str, Any] = {"model": wish.model, "seed": wish.seed, "dtype": wish.dtype}
+    one = posed(file, found, given, **options)
+    if one.case.plan.mesh.world > wish.world and wish.shrink:
+        one = posed(file, found, given, **options, shrink=True)
+    mesh = one.case.plan.mesh
+    if mesh.world > wish.world:
+        few = f"the mesh {mesh} has {mesh.world} ranks, at most {wish.world} are started"
         return replace(outcome, skipped=few)
-    batches = tuple(found.batch(wish.seed + step) for step in range(3))
-    case = Case(plan, batches, found.loss, found.weight, wish.seed, wish.dtype)
-    command = repeated(file, plan, wish.seed, wish.model, None)
-    report = prove(case, pool=ranks.pool(), title=file.name, command=command)
+    made = prove(one.case, pool=ranks.pool(), title=file.name, command=one.command)
+    report = remarked(made, one.small)
     place, line = _blamed(report)
+    reduced = (("reduced", one.small.said),) if one.small is not None else ()
     return replace(
         outcome, code=report.exit_code, text=str(report), report=report, line=line, place=place,
-        facts=tuple(_facts(report, wish, str(plan.mesh))),
+        facts=(*_facts(report, wish, str(mesh)), *reduced),
     )  # fmt: skip
 
 
