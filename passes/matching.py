@@ -143,7 +143,8 @@ def _messages(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
                 yield Diagnostic("S714", said, label, notes=(f"{one}, {other}",))
                 return
         if len(sent) != len(got):
-            said = f"rank {source} sends {len(sent)} messages to rank {target}, which expects {len(got)}"
+            counts = f"{len(sent)} messages to rank {target}, which expects {len(got)}"
+            said = f"rank {source} sends {counts}"
             yield Diagnostic("S714", said, label)
             return
 

@@ -64,9 +64,6 @@ def _parameters(
         reads = frozenset(staged.ranks[s] for s in used.stages) if used is not None else inside
         if reads - holders:
             yield name, f"stages at {sorted(reads - holders)} use it and do not hold it"
-        if len(holders) > 1 and len(fact.names) == 1 and len(inside) == 1 and holders != inside:
-            if reads <= inside:
-                yield name, f"it is held at {sorted(holders)} and used at {sorted(inside)} only"
 
 
 def _buffers(plan: Plan, prepared: Prepared) -> Iterator[tuple[str, str]]:

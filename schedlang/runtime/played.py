@@ -80,7 +80,7 @@ class Played(Program):
             return plain(batches, scale, **options)
 
         bare = [Part(hollow_batch(part.inputs), part.rows) for part in parts]
-        pipeline.run = run  # type: ignore[method-assign]
+        vars(pipeline)["run"] = run
         self.answers.outside = False
         try:
             with torch._C.DisableTorchFunction():  # what is known is real, not on the meta device
@@ -88,7 +88,7 @@ class Played(Program):
             with known:
                 return super()._run(bare, scale, train=train)
         finally:
-            del pipeline.run
+            del vars(pipeline)["run"]
             self.answers.outside = True
 
 
