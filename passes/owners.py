@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from schedlang.diagnostic import Diagnostic
 from schedlang.passes.claim import Claim, facet_row, folded, placed
 from schedlang.passes.gradients import Gradients
+from schedlang.passes.kept import kept
 from schedlang.passes.prepare import Prepared
 from schedlang.passes.roles import Role
 from schedlang.passes.staging import buffer_stages
@@ -30,9 +31,9 @@ def owners(
         f" {stages} stage{'s' * (stages != 1)}"
     )
     label = placed(facet_row(plan, "stage"))
-    return Claim(
-        "ownership", said, folded((name, Diagnostic("S715", why, label)) for name, why in problems)
-    )
+    found = [(name, Diagnostic("S715", why, label)) for name, why in problems]
+    found += [(fqn, Diagnostic("S715", why, placed(row))) for fqn, why, row in kept(plan)]
+    return Claim("ownership", said, folded(found))
 
 
 def _units(prepared: Prepared, names: tuple[str, ...]) -> frozenset[int]:
