@@ -78,7 +78,7 @@ def _met(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
         rank: [one for one in reversed(log) if one.lane is not None and one.ends is None]
         for rank, log in logs.items()
     }
-    ready = list(left)
+    ready = list(left)[::-1]
     while ready:
         rank = ready.pop()
         while left[rank]:
