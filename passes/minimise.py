@@ -60,6 +60,8 @@ class Rules:
             if value == old:
                 whole = -(-new // multiple) * multiple
                 ranks = max((s.after for s in self.splits), default=1)
+                if any(whole % s.after for s in self.splits):
+                    return False
                 if bool(new % multiple) != bool(old % multiple) or new <= whole - whole // ranks:
                     return False
         return True

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 TOKENS = ("token_id", "token_index")  # how transformers names numbers that are ids, not sizes
 
+LAYERS = "layer"  # in the names of their numbers of layers: n_layer, num_hidden_layers
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -81,12 +83,12 @@ def changed_config(config: Any, changed: Mapping[str, int]) -> Any:
     new = copy.deepcopy(config)
     for path, value in changed.items():
         *above, name = path.split(".")
-        holder = new
+        holder, before = new, config
         for part in above:
-            holder = getattr(holder, part)
-        old = getattr(holder, name)
+            holder, before = getattr(holder, part), getattr(before, part)
+        old = getattr(before, name)
         setattr(holder, name, value)
-        for key, entry in list(vars(holder).items()):
+        for key, entry in vars(before).items() if LAYERS in name else ():
             if value < old and isinstance(entry, list | tuple) and len(entry) == old:
                 setattr(holder, key, entry[:value])
     _tokens_inside(new, None)

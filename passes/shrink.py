@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang import nodes as n
 from schedlang.diagnostic import Refusal
-from schedlang.passes.narrow import Data, narrowed, runs
+from schedlang.passes.narrow import Data, Narrowing, runs
 from schedlang.passes.quantities import counted
 from schedlang.passes.recipe import Recipe, recipes
 from schedlang.passes.small_batch import Batch
@@ -48,10 +49,12 @@ def shrink(
     """
     full = whole(tree, settings, model)
     recipe = _recipe(model, make)
-    data = Data(batches, loss, seed)
+    narrowing = Narrowing(full, recipe, Data(batches, loss, seed))
+    for mesh in itertools.islice(full.meshes(requires=False), 1):
+        narrowing.full_width(mesh)
 
     def at(mesh: Mapping[str, int], requires: bool) -> Shrunk:
-        plan, fewer, sizes = narrowed(full, recipe, mesh, requires, data)
+        plan, fewer, sizes = narrowing.at(mesh, requires)
         return Shrunk(plan, fewer, _said(recipe, sizes, full.plan, plan), _gaps(full.plan, plan))
 
     return _first(full, at)

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from schedlang.verbs.outcome import HOLDS, REFUSED, AsJson, Knobs, MeshSizes, Model, show_json, verb
+from schedlang.verbs.outcome import (
+    HOLDS,
+    REFUSED,
+    UNCHECKED,
+    AsJson,
+    Knobs,
+    MeshSizes,
+    Model,
+    show_json,
+    verb,
+)
 
 if TYPE_CHECKING:
     from schedlang.passes.static import Static
@@ -48,9 +58,11 @@ def check(
         raise Refusal(*problems, *warnings)
     proven = _proven(files, model, knob, mesh) if model is not None else {}
     wrong = [one for static in proven.values() for one in static.problems]
+    unchecked = any(not claim.checked for one in proven.values() for claim in one.claims)
+    code = REFUSED if wrong else UNCHECKED if unchecked else HOLDS
     if as_json:
         show_json({
-            "exit": REFUSED if wrong else HOLDS,
+            "exit": code,
             "diagnostics": [d.to_json() for d in (*wrong, *warnings)],
             **({"static": {str(f): p.to_json() for f, p in proven.items()}} if proven else {}),
         })  # fmt: skip
@@ -59,8 +71,8 @@ def check(
             print(one.render() + "\n", file=sys.stderr)
         for file in files:
             _show(file, proven.get(file))
-    if wrong:
-        raise typer.Exit(REFUSED)
+    if code:
+        raise typer.Exit(code)
 
 
 def _proven(
@@ -83,7 +95,9 @@ def _show(file: Path, static: Static | None) -> None:
     if static is None:
         print(f"{file}: holds")
         return
-    print(f"{file}: {'DOES NOT HOLD' if static.problems else 'holds'}")
+    holds = all(claim.holds for claim in static.claims)
+    said = "holds" if holds else "DOES NOT HOLD" if static.problems else "not all of it was checked"
+    print(f"{file}: {said}")
     for claim in static.claims:
         print(f"  {claim.name:<16} {claim.said}: {claim.verdict}")
     for one in static.unseen:

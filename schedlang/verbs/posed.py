@@ -30,6 +30,7 @@ def posed(
 
     `shrink` None reduces a model on the meta device only.  Raises Refusal for what cannot be run.
     """
+    from schedlang.passes.asked import STEPS, steps_of
     from schedlang.passes.rows import only_lines, repeated
     from schedlang.passes.shrink import lies_on_meta, shrunk
     from schedlang.passes.sides import Case
@@ -37,13 +38,14 @@ def posed(
     from schedlang.syntax import parse, read
 
     tree, module = parse(read(file)), found.model(seed=seed, meta=bool(shrink))
-    batches: tuple[Any, ...] = tuple(found.batch(seed + step) for step in range(3))
+    batches: tuple[Any, ...] = tuple(found.batch(seed + step) for step in range(STEPS))
     small = None
     if shrink or (shrink is None and lies_on_meta(module)):
         small = shrunk(tree, given, found, module, batches, seed)
         plan, batches = small.plan, small.batches
     else:
         plan = Schedule(module, tree, given).plan()
+        batches += tuple(found.batch(seed + step) for step in range(STEPS, steps_of(plan)))
     if only is not None:
         plan = only_lines(plan, only)
     case = Case(plan, batches, found.loss, found.weight, seed, dtype)
