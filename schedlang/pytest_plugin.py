@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 if TYPE_CHECKING:
-    from schedlang.verbs.examine import Outcome, Ranks, Wish
+    from schedlang.verbs.answers import Outcome, Wish
+    from schedlang.verbs.examine import Ranks
 
 LEVELS = ("static", "step3")
 RANKS = pytest.StashKey["Ranks"]()
@@ -61,27 +62,27 @@ class SchedFile(pytest.File):
     def collect(self) -> Iterator[pytest.Item]:
         """`check` for every file; `lock`, `static` and `verify` for what has rows."""
         from schedlang.diagnostic import Refusal
-        from schedlang.verbs import examine
+        from schedlang.verbs import answers, examine
         from schedlang.verbs.lockfile import lock_path
 
         wish = self._wish()
-        questions = [examine.CHECK]
+        questions = [answers.CHECK]
         try:
             line = examine.first_row(self.path)
         except Refusal:
             line = 0  # `check` says what is wrong with it
         if line and not wish.refused:
             asked = self.config.getoption("schedlang_locked") or lock_path(self.path).exists()
-            questions += [examine.LOCK] if asked else []
-        questions += [examine.STATIC] if line else []
+            questions += [answers.LOCK] if asked else []
+        questions += [answers.STATIC] if line else []
         if line and self.config.getoption("schedlang_level") != "static":
-            questions.append(examine.VERIFY)
+            questions.append(answers.VERIFY)
         for question in questions:
-            at = line if question in (examine.STATIC, examine.VERIFY) else 1
+            at = line if question in (answers.STATIC, answers.VERIFY) else 1
             yield SchedItem.from_parent(self, name=question, wish=wish, line=at)
 
     def _wish(self) -> Wish:
-        from schedlang.verbs.examine import Wish
+        from schedlang.verbs.answers import Wish
 
         option = self.config.getoption
         return Wish(
@@ -141,11 +142,11 @@ class SchedItem(pytest.Item):
             self.add_report_section("call", "schedlang", self.outcome.text)
 
     def _asked(self) -> Outcome:
-        from schedlang.verbs import examine
+        from schedlang.verbs import answers, examine
 
         file = Path(_shown(self.path))
-        if self.name != examine.VERIFY:
-            asked = {examine.CHECK: examine.check, examine.LOCK: examine.lock}
+        if self.name != answers.VERIFY:
+            asked = {answers.CHECK: examine.check, answers.LOCK: examine.lock}
             return asked.get(self.name, examine.static)(file, self.wish)
         with _ranks(self.config) as ranks:
             return examine.verify(file, self.wish, ranks)
@@ -214,7 +215,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if not found:
         return
     from schedlang.annotate import Note, annotation, on_github, summarize
-    from schedlang.verbs.examine import summary
+    from schedlang.verbs.answers import summary
 
     if not on_github():
         return

@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 from schedlang.annotate import Note, annotation, summarize, table
 from schedlang.cli import app
 from schedlang.verbs import examine
-from schedlang.verbs.examine import Outcome
+from schedlang.verbs.answers import Outcome
 from tests.test_plugin import DEADLY, GOOD, LIBRARY, SOUND, write
 
 ROOT = Path(__file__).parent.parent

@@ -267,6 +267,7 @@ FAKE = """
 import os, time
 from pathlib import Path
 import schedlang.verbs.examine as examine
+from schedlang.verbs.answers import Outcome
 
 def verify(file, wish, ranks):
     def say(word):
@@ -276,10 +277,10 @@ def verify(file, wish, ranks):
     time.sleep(0.4)
     say("out")
     fails = file.name == "b1.sched"
-    return examine.Outcome(file, "verify", code=int(fails), line=3, text="two\\nlines")
+    return Outcome(file, "verify", code=int(fails), line=3, text="two\\nlines")
 
 examine.verify = verify
-examine.static = lambda file, wish: examine.Outcome(file, "static")
+examine.static = lambda file, wish: Outcome(file, "static")
 """
 
 

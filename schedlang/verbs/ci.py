@@ -24,7 +24,7 @@ from schedlang.verbs.outcome import (
 )
 
 if TYPE_CHECKING:
-    from schedlang.verbs.examine import Outcome, Wish
+    from schedlang.verbs.answers import Outcome, Wish
 
 
 @verb
@@ -61,7 +61,8 @@ def ci(
     As a step of a GitHub workflow it puts annotations on the lines to blame and a table into the
     job's summary.  A mesh larger than `--world` is left out, which counts as not checked.
     """
-    from schedlang.verbs.examine import Ranks, Wish
+    from schedlang.verbs.answers import Wish
+    from schedlang.verbs.examine import Ranks
 
     files = list(_schedules(paths))
     meant = _meant(refused or (), files)
@@ -144,7 +145,7 @@ def _say(outcome: Outcome) -> None:
 def _tell_github(found: Sequence[Outcome], out: TextIO) -> None:
     """The runner reads commands from both streams; JSON stays alone on its own."""
     from schedlang.annotate import annotation, on_github, summarize
-    from schedlang.verbs.examine import summary
+    from schedlang.verbs.answers import summary
 
     if not on_github():
         return
