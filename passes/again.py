@@ -97,12 +97,14 @@ class Again:
             plan = only(failure.working.plan, rows)
             return trials(plan, failure.working.batches[0])[0]
         case, told = _with(failure.case, rows), [self._condition(rows)]
-        if self._right is None:
+        if self._right is None or case.parted:  # by parts, the original depends on the rows
             self._right, _ = original(case, told)
         if trial.saved or trial.working:
             working = _with(failure.working, rows) if trial.working and failure.working else None
             working = working and replace(working, batches=told[0].batches)
-            return failure.whole(case, working, told, self._right)
+            found = failure.whole(case, working, told, self._right)
+            kind = " in working dtype" if trial.working else "saved state"
+            return [row for row in found if row.kind.endswith(kind)]
         actual: Any = self.pool.run(tried, case.plan.mesh.world, case, told)[0]
         return list(compare(self._right, actual, exact=not failure.case.plan.gives_up))
 
