@@ -1,5 +1,7 @@
 """Some bugs of the zoo under their function's names, and a pool whose ranks have one."""
 
+# ruff: noqa: F401
+
 from tests.zoo.bug import Patch
 from tests.zoo.heads import mask_not_sliced, partial_sums_skipped
 from tests.zoo.memory import other_masks_in_recomputation
@@ -26,12 +28,3 @@ from tests.zoo.tensor import (
     gather_turns_the_other_way,
     reduce_reduces_again,
 )
-
-__all__ = [
-    *("Mutated", "Patch", "averaged_by_fully_shard", "bias_on_every_rank", "blocks_ignored"),
-    *("clip_by_local_norm", "clip_ignored", "embedding_without_mask", "enter_without_all_reduce"),
-    *("gather_turns_the_other_way", "last_microbatch_dropped", "mask_not_sliced", "mean_of_means"),
-    *("norm_counts_ties_twice", "other_masks_in_recomputation", "partial_sums_skipped"),
-    *("reduce_reduces_again", "replicas_not_summed", "saved_wrong", "tail_lost"),
-    *("ties_not_summed", "ties_summed_twice"),
-]

@@ -22,9 +22,9 @@ from schedlang.plan import Plan
 from schedlang.report import Report
 from schedlang.runtime.launch import Pool, RankDied
 from tests import models
-from tests.zoo import Mutated
 from tests.proofs import planned
 from tests.test_build import GPT2, LLAMA, LLAMA_ENDS, Small, _series
+from tests.zoo import Mutated
 
 ROOT = Path(__file__).parent.parent
 TOKENS = [models.tokens(rows=6, seed=seed) for seed in (5, 2)]  # labels are uneven
@@ -45,6 +45,7 @@ PLANS = {
     ),
     "odd": lambda: planned(Small(), "zero(stage=1, over=dp)", "dp=2"),
 }
+
 
 def _report(name: str, pool: Any) -> Report:
     batches = [_series(7, seed) for seed in (1, 2)] if name == "odd" else TOKENS
