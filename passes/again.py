@@ -102,7 +102,9 @@ class Again:
         if trial.saved or trial.working:
             working = _with(failure.working, rows) if trial.working and failure.working else None
             working = working and replace(working, batches=told[0].batches)
-            return failure.whole(case, working, told, self._right)
+            found = failure.whole(case, working, told, self._right)
+            kind = " in working dtype" if trial.working else "saved state"
+            return [row for row in found if row.kind.endswith(kind)]
         actual: Any = self.pool.run(tried, case.plan.mesh.world, case, told)[0]
         return list(compare(self._right, actual, exact=not failure.case.plan.gives_up))
 

@@ -46,6 +46,7 @@ def diagnose(
         or _taken(x, r, others or {})
         or _blocks(x, r, sizes)
         or _permuted(x, r)
+        or _few(x, r)
         or _rounded(x, r)
         or "no simple pattern fits"
     )
@@ -218,8 +219,21 @@ def _permuted(x: Tensor, r: Tensor) -> str:
     return ""
 
 
+def _few(x: Tensor, r: Tensor) -> str:
+    """Most elements are right: how many are not, and whether they are the last ones."""
+    wrong = ((x - r).abs() > _FITS * float(r.norm())).flatten()
+    count = int(wrong.sum())
+    if not 0 < count <= max(1, x.numel() // 4):
+        return ""
+    last = bool(wrong[-count:].all())
+    zero = " and zero" if not x.flatten()[wrong].any() else ""
+    return f"only {'the last ' if last else ''}{count} of {x.numel()} elements are wrong{zero}"
+
+
 def _rounded(x: Tensor, r: Tensor) -> str:
-    """An error of the size of a lower precision's rounding."""
+    """An error of the size of a lower precision's rounding; of a single number it says nothing."""
+    if x.numel() < 2:
+        return ""
     size = float((x - r).norm() / r.norm()) if float(r.norm()) else math.inf
     for name, low, high in (("float32", 1e-9, 3e-7), ("bfloat16 or float16", 2e-5, 1e-2)):
         if low <= size <= high:

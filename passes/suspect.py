@@ -40,7 +40,10 @@ def suspected(report: Report, failure: Failure, pool: Pool) -> Report:
         hints = _hints(failure, [n for n, _ in where.guilty] if where is not None else [], bad)
         found = culprits(rows, again, hints)
         least = fewest_sites(found.rows, again, hints)
-    lines = [*_first_bad(bad, failure.expected), *(_told(where) if where is not None else ())]
+    lines = [
+        *_first_bad(bad, failure.expected),
+        *(_told(where, bad[0]) if where is not None else ()),
+    ]
     lines += _minimal(rows, found, least, report.command)
     return replace(
         report, blamed=tuple(shown(action) for action in found.rows),
@@ -97,12 +100,15 @@ def _first_bad(bad: Sequence[Row], expected: Observation) -> Lines:
     yield "last good before", before[-1] if before else "none: it is the first"
 
 
-def _told(where: Location) -> Lines:
+def _told(where: Location, first: Row) -> Lines:
     if where.first:
         yield "first activation", f"{where.first}   error {where.error:.1e}"
         yield "last good before", where.before or "none: it is the first"
     else:
-        yield "activations", "all are equal: the difference arises in backward, or after it"
+        late = "in backward, or after it"
+        early = "where the parts of the batch are put together, or in the loss"
+        arose = early if first.kind in ("outputs", "loss") else late
+        yield "activations", f"all are equal in a step: the difference arises {arose}"
     for name, what in where.guilty[:MOST_SUSPECTS]:
         yield "suspect", f"{name or 'the model itself'}: given what is right, {what}"
     if len(where.guilty) > MOST_SUSPECTS:

@@ -212,8 +212,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S711": (
         "a gradient is not summed",
-        "`check --model` follows on every axis whether a gradient is whole or a part of a sum.  This\n"
-        "one is a part when it is used, so its ranks would train on different gradients.",
+        "`check --model` follows on every axis whether a gradient is whole or a part of a sum.\n"
+        "This one is still a part when it is used: ranks would train on different gradients.",
     ),
     "S712": (
         "a gradient is summed too often",
