@@ -97,7 +97,7 @@ class Again:
             plan = only(failure.working.plan, rows)
             return trials(plan, failure.working.batches[0])[0]
         case, told = _with(failure.case, rows), [self._condition(rows)]
-        if self._right is None:
+        if self._right is None or case.parted:  # by parts, the original depends on the rows
             self._right, _ = original(case, told)
         if trial.saved or trial.working:
             working = _with(failure.working, rows) if trial.working and failure.working else None

@@ -101,7 +101,7 @@ def build(
     pipeline = _pipeline(builder, staged, loss)
     assembly = Assembly(
         module=module, pipeline=pipeline, ranks=ranks, replicas=replicas, micro=micro,
-        parameters=found, holdings=holdings, buffers=dict(module.named_buffers()),
+        parameters=found, holdings=holdings,
         buffer_stages=buffer_stages(staged), ties=(*plan.model.ties, *plan.model.shared_buffers),
         keys=tuple(plan.model.model.state_dict()), sums=tuple(sums), sliced=sliced,
         weight=weight or weight_of(traced, count * micro),

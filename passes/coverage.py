@@ -127,25 +127,9 @@ def _inputs(seen: Batches) -> Iterator[Gap]:
         yield Gap("every row has all kinds of tokens", "a part of the vocabulary that is not asked")
     if not any(_floats(batch) for batch in seen.all):
         yield Gap("no float inputs", "wrong gradients of inputs")
-    nested = sorted({name for batch in seen.all for name in _nested(batch)})
-    if nested:
-        yield Gap(f"float inputs inside `{nested[0]}`", "wrong gradients of these inputs")
 
 
 def _floats(batch: Mapping[str, Any]) -> bool:
-    from torch import Tensor
+    from schedlang.runtime.parts import named_tensors
 
-    return any(isinstance(v, Tensor) and v.is_floating_point() for v in batch.values())
-
-
-def _nested(batch: Mapping[str, Any]) -> list[str]:
-    """Inputs that hold float tensors in a nest, whose gradients are not followed."""
-    from torch import Tensor
-    from torch.utils import _pytree as pytree
-
-    return [
-        name
-        for name, value in batch.items()
-        if not isinstance(value, Tensor)
-        and any(isinstance(v, Tensor) and v.is_floating_point() for v in pytree.tree_leaves(value))
-    ]
+    return any(value.is_floating_point() for value in named_tensors(batch).values())

@@ -110,11 +110,11 @@ def _stages(
     if lacking:
         said = f"stages at {sorted(lacking)} of `{staged.axis}` use parameters that they lack"
         yield Diagnostic("S711", said, label)
-    for place in sorted(used - lacking):
+    for sums in mine.values():
         axes = set(plan.mesh.fold(staged.axis))
-        along = [one for one in mine[place] if axes & set(one.axes)]
-        if len(used) > 1 and not any(used <= one.places for one in along):
-            said = f"gradients come from {len(used)} stages, and nothing sums them over them"
+        along = [one for one in sums if axes & set(one.axes)]
+        if len(mine) > 1 and not any(mine.keys() <= one.places for one in along):
+            said = f"{len(mine)} stages hold a copy, and nothing sums its gradients over them"
             yield Diagnostic("S711", said, label)
             return
         if len(along) > 1:

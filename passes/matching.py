@@ -8,6 +8,7 @@ two operations that differ; messages are paired in order on each channel, as tor
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from schedlang.diagnostic import Diagnostic
@@ -17,6 +18,7 @@ from schedlang.passes.roles import Role
 from schedlang.plan import Action, Plan
 
 if TYPE_CHECKING:
+    from schedlang.runtime.played import Letter
     from schedlang.runtime.tap import Lane, Sent
 
 Logs = Mapping[int, Sequence["Sent"]]
@@ -26,7 +28,10 @@ def matching(plan: Plan, prepared: Prepared, played: Sequence[Role]) -> Claim:
     """Compare the logs of played ranks (S714), and pair the messages of all microbatches."""
     logs = {role.rank: role.log for role in played}
     problems = [("all ranks", d) for d in (*_groups(plan, logs), *_met(plan, logs))]
-    problems += [("messages", d) for d in (*_messages(plan, logs), *_timeline(plan, prepared))]
+    problems += [
+        ("messages", d)
+        for d in (*_messages(plan, logs), *_letters(plan, played), *_timeline(plan, prepared))
+    ]
     sent = [one for log in logs.values() for one in log if one.lane is not None]
     groups = {one.lane for one in sent if one.ends is None}
     channels = {(one.lane, one.ends) for one in sent if one.ends is not None}
@@ -73,7 +78,7 @@ def _met(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
         rank: [one for one in reversed(log) if one.lane is not None and one.ends is None]
         for rank, log in logs.items()
     }
-    ready = list(left)
+    ready = list(left)[::-1]
     while ready:
         rank = ready.pop()
         while left[rank]:
@@ -143,9 +148,35 @@ def _messages(plan: Plan, logs: Logs) -> Iterator[Diagnostic]:
                 yield Diagnostic("S714", said, label, notes=(f"{one}, {other}",))
                 return
         if len(sent) != len(got):
-            said = f"rank {source} sends {len(sent)} messages to rank {target}, which expects {len(got)}"
+            counts = f"{len(sent)} messages to rank {target}, which expects {len(got)}"
+            said = f"rank {source} sends {counts}"
             yield Diagnostic("S714", said, label)
             return
+
+
+def _letters(plan: Plan, played: Sequence[Role]) -> Iterator[Diagnostic]:
+    """What one end sends is what the other expects next: the same value of the same microbatch."""
+    ranks = {role.rank for role in played}
+    channels: dict[tuple[int, int], dict[bool, list[Letter]]] = {}
+    for role in played:
+        for one in role.letters:
+            if set(one.ends) <= ranks:
+                channels.setdefault(one.ends, {True: [], False: []})[one.sends].append(one)
+    for (source, target), both in channels.items():
+        for sent, due in zip_longest(both[True], both[False]):
+            if sent is None or due is None or (sent.name, sent.tensors) != (due.name, due.tensors):
+                said = f"rank {target} takes a message of rank {source} for another one"
+                notes = (f"{_called(sent)} is sent, {_called(due)} is expected",)
+                yield Diagnostic("S714", said, placed(facet_row(plan, "stage")), notes=notes)
+                return
+
+
+def _called(letter: Letter | None) -> str:
+    if letter is None:
+        return "nothing"
+    back, source, target, microbatch = letter.name
+    what = "the gradient" if back else "the output"
+    return f"{what} of microbatch {microbatch} from stage {source} to stage {target}"
 
 
 def _timeline(plan: Plan, prepared: Prepared) -> Iterator[Diagnostic]:

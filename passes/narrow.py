@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostic import Refusal
 from schedlang.passes.depth import Deep, counterpart, deep_sizes, shows_all
 from schedlang.passes.minimise import Rules, Search, Split, keeps
-from schedlang.passes.quantities import Key, counted, learned, limits
-from schedlang.passes.recipe import Recipe
+from schedlang.passes.quantities import Key, Quantity, counted, learned, limits
+from schedlang.passes.recipe import Recipe, refused
 from schedlang.passes.small_batch import Batch, Cutting, small
-from schedlang.passes.whole import Whole, parts, refused, stage_mesh, trace
+from schedlang.passes.whole import Whole, parts, stage_mesh, trace
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
@@ -33,49 +33,74 @@ class Data:
     seed: int
 
 
-def narrowed(
-    whole: Whole, recipe: Recipe, mesh: Mapping[str, int], requires: bool, data: Data
-) -> tuple[Plan, tuple[Batch, ...], Mapping[str, int]]:
-    """The plan of the smallest model that keeps everything, its batches and its sizes.
+class Narrowing:
+    """Tries to make a model smaller, for one mesh after the other."""
 
-    Refuses what the whole model refuses when it is traced in full width, S752 and S753.
-    """
-    sizes = stage_mesh(whole.plan, mesh)
-    fixed = _shallow(whole, recipe, sizes)
-    shallow = recipe.meta(fixed)
-    assert shallow is not None
-    trace(whole.at(shallow, sizes, requires=False), data.batches[0], data.loss)
-    known = learned(recipe, fixed)
-    fixed |= {name: min(recipe.sizes[name], LIMIT) for name in limits(known)}
-    known = [q for q in known if not set(q.depends) & set(fixed)]
-    rules = _rules(whole.plan, shallow, mesh)
-    reasons: list[Refusal] = []
-    for tried, chosen in enumerate(Search(recipe.sizes, known, rules)):
-        if tried == MADE or len(reasons) == PLANNED:
-            break
-        made = recipe.meta({**fixed, **chosen})
-        if made is None or not keeps(known, counted(made), rules):
-            continue
-        try:
-            return *_filled(
-                whole, recipe, {**fixed, **chosen}, mesh, requires, data
-            ), fixed | chosen
-        except Refusal as refusal:
-            reasons.append(refusal)
-    raise reasons[0] if reasons else refused(
-        "S752", f"on a mesh of {_shown(mesh)} no sizes keep what divides what")  # fmt: skip
+    def __init__(self, whole: Whole, recipe: Recipe, data: Data) -> None:
+        self.whole, self.recipe, self.data = whole, recipe, data
+        self._layers: dict[tuple[tuple[str, int], ...], dict[str, int]] = {}
+        self._known: dict[tuple[tuple[str, int], ...], list[Quantity]] = {}
 
+    def full_width(self, mesh: Mapping[str, int]) -> None:
+        """Refuse what the ranks would meet at full size: fewer layers, traced in full width.
 
-def _shown(mesh: Mapping[str, int]) -> str:
-    return ", ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one rank"
+        Layers that are alike are traced alike.
+        """
+        sizes = stage_mesh(self.whole.plan, mesh)
+        shallow = self._shallow(self._fewest(mesh))
+        _flags(self.whole.plan.model, shallow)
+        plan = self.whole.at(shallow, sizes, requires=False)
+        trace(plan, self.data.batches[0], self.data.loss)
 
+    def at(
+        self, mesh: Mapping[str, int], requires: bool
+    ) -> tuple[Plan, tuple[Batch, ...], Mapping[str, int]]:
+        """The plan of the smallest model that keeps everything, its batches and its sizes.
 
-def _shallow(whole: Whole, recipe: Recipe, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The numbers of layers, each as small as it can be."""
-    fixed: dict[str, int] = {}
-    for deep in deep_sizes(recipe, whole.plan.model):
-        fixed[deep.name] = _layers(whole, recipe, deep, fixed, sizes)
-    return fixed
+        Refuses S752 and S753, and whatever the rows refuse on each choice of sizes.
+        """
+        fixed = self._fewest(mesh)
+        known = self._learned(fixed)
+        fixed = fixed | {name: min(self.recipe.sizes[name], LIMIT) for name in limits(known)}
+        known = [q for q in known if not set(q.depends) & set(fixed)]
+        rules = _rules(self.whole.plan, self._shallow(fixed), mesh)
+        reasons: list[Refusal] = []
+        for tried, chosen in enumerate(Search(self.recipe.sizes, known, rules)):
+            if tried == MADE or len(reasons) == PLANNED:
+                break
+            sizes = fixed | chosen
+            made = self.recipe.meta(sizes)
+            if made is None or not keeps(known, counted(made), rules):
+                continue
+            try:
+                return *_filled(self.whole, self.recipe, sizes, mesh, requires, self.data), sizes
+            except Refusal as refusal:
+                reasons.append(refusal)
+        said = ", ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one rank"
+        raise reasons[0] if reasons else refused(
+            "S752", f"on a mesh of {said} no sizes keep what divides what")  # fmt: skip
+
+    def _shallow(self, fixed: Mapping[str, int]) -> nn.Module:
+        made = self.recipe.meta(fixed)
+        assert made is not None, "the sizes chosen so far make a model"
+        return made
+
+    def _learned(self, fixed: Mapping[str, int]) -> list[Quantity]:
+        key = tuple(fixed.items())
+        if key not in self._known:
+            self._known[key] = learned(self.recipe, fixed)
+        return self._known[key]
+
+    def _fewest(self, mesh: Mapping[str, int]) -> dict[str, int]:
+        """The numbers of layers, each as small as it can be."""
+        sizes = stage_mesh(self.whole.plan, mesh)
+        key = tuple(sizes.items())
+        if key not in self._layers:
+            fixed: dict[str, int] = {}
+            for deep in deep_sizes(self.recipe, self.whole.plan.model):
+                fixed[deep.name] = _layers(self.whole, self.recipe, deep, fixed, sizes)
+            self._layers[key] = fixed
+        return self._layers[key]
 
 
 def _layers(
@@ -147,13 +172,13 @@ def _filled(
     plan = whole.at(made, mesh, requires)
     cutting = _cutting(whole.plan, plan, recipe, chosen)
     fewer = tuple(small(batch, cutting) for batch in data.batches)
-    runs(made, fewer[0])
+    runs(made, fewer, data.loss)
     trace(plan, fewer[0], data.loss)
     return plan, fewer
 
 
 def _flags(old: ModelFacts, made: nn.Module) -> None:
-    """What is frozen and of which dtype, as in the whole model."""
+    """What is frozen, of which dtype and in training, as in the whole model."""
     sites = _facts(made).sites
     lists = {
         fqn: (len(site.children), len(old.children(fqn)))
@@ -164,7 +189,8 @@ def _flags(old: ModelFacts, made: nn.Module) -> None:
         like = old.model.get_parameter(counterpart(name, lists))
         tensor.requires_grad_(like.requires_grad)
         tensor.data = tensor.data.to(like.dtype)
-    made.train(old.model.training)
+    for fqn, module in made.named_modules():
+        module.training = old.model.get_submodule(counterpart(fqn, lists)).training
 
 
 def _cutting(old: Plan, new: Plan, recipe: Recipe, chosen: Mapping[str, int]) -> Cutting:
@@ -173,19 +199,25 @@ def _cutting(old: Plan, new: Plan, recipe: Recipe, chosen: Mapping[str, int]) ->
         for name, dim in _tables(site):
             before = old.model.sites[fqn].parameters[name].shape[dim]
             tables[before] = site.parameters[name].shape[dim]
-    sizes = {recipe.sizes[name]: size for name, size in chosen.items() if size < recipe.sizes[name]}
-    return Cutting(sizes, tables, recipe.specials, (parts(old), parts(new)))
+    sizes: dict[int, set[int]] = {}
+    for name, size in chosen.items():
+        sizes.setdefault(recipe.sizes[name], set()).add(size)
+    dims = {old: new.pop() for old, new in sizes.items() if len(new) == 1}
+    return Cutting(dims, tables, recipe.specials, (parts(old), parts(new)))
 
 
-def runs(model: nn.Module, batch: Batch) -> None:
-    """The reduced model takes the reduced batch, or it is refused here (S753)."""
+def runs(model: nn.Module, batches: Sequence[Batch], loss: Any) -> None:
+    """The reduced model and the loss take the reduced batches, or it is refused here (S753)."""
     import copy
 
     import torch
 
     try:
         with torch.no_grad():
-            copy.deepcopy(model)(**batch)
+            for batch in batches:
+                output = copy.deepcopy(model)(**batch)
+                if loss is not None:
+                    loss(output, batch)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".split("\n")[0]
         raise refused("S753", reason, "and `small_batch(seed)`: batches for it") from error

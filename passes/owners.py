@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from schedlang.diagnostic import Diagnostic
 from schedlang.passes.claim import Claim, facet_row, folded, placed
 from schedlang.passes.gradients import Gradients
+from schedlang.passes.kept import kept
 from schedlang.passes.prepare import Prepared
 from schedlang.passes.roles import Role
 from schedlang.passes.staging import buffer_stages
@@ -30,9 +31,9 @@ def owners(
         f" {stages} stage{'s' * (stages != 1)}"
     )
     label = placed(facet_row(plan, "stage"))
-    return Claim(
-        "ownership", said, folded((name, Diagnostic("S715", why, label)) for name, why in problems)
-    )
+    found = [(name, Diagnostic("S715", why, label)) for name, why in problems]
+    found += [(fqn, Diagnostic("S715", why, placed(row))) for fqn, why, row in kept(plan)]
+    return Claim("ownership", said, folded(found))
 
 
 def _units(prepared: Prepared, names: tuple[str, ...]) -> frozenset[int]:
@@ -64,9 +65,6 @@ def _parameters(
         reads = frozenset(staged.ranks[s] for s in used.stages) if used is not None else inside
         if reads - holders:
             yield name, f"stages at {sorted(reads - holders)} use it and do not hold it"
-        if len(holders) > 1 and len(fact.names) == 1 and len(inside) == 1 and holders != inside:
-            if reads <= inside:
-                yield name, f"it is held at {sorted(holders)} and used at {sorted(inside)} only"
 
 
 def _buffers(plan: Plan, prepared: Prepared) -> Iterator[tuple[str, str]]:

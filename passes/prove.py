@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.again import Failure
+from schedlang.passes.asked import STEPS, Asked, asked
+from schedlang.passes.curves import curve_rows
+from schedlang.passes.exact import baseline, exact_rows, given_up
 from schedlang.passes.observe import Condition, Observation, observe
 from schedlang.passes.runs import Runs, check_parts, runs
+from schedlang.passes.saved import archive_rows, loaded, saved
 from schedlang.passes.sides import (
     Case,
     as_worked,
     observed,
     original,
     prepared,
-    twin,
+    sequential,
+    tried,
     widened,
 )
 from schedlang.passes.suspect import suspected
@@ -26,6 +31,7 @@ from schedlang.plan import Plan
 from schedlang.report import Report, Row
 
 if TYPE_CHECKING:
+    from schedlang.passes.original import Sequential
     from schedlang.runtime.launch import Pool
     from schedlang.runtime.program import Program
 
@@ -47,23 +53,24 @@ def prove(
     start = time.perf_counter()
     check_world(case.plan)
     pool = pool or launch.shared()
-    case = prepared(case)
+    wanted = asked(case.plan)
+    case = prepared(_lengthened(case, wanted.steps))
     working, case = as_worked(case), widened(case)
     progress("the original")
-    check_parts(case)
-    ran = runs(case)
+    case = check_parts(case)
+    working = working and replace(working, parted=case.parted)
+    ran = runs(case, wanted.evaluate)
     told = ran.told
     expected, drawn = original(case, told)
     progress(f"{case.plan.mesh.world} ranks")
     seen = _ranks(case, working, told, pool)
-    actual, exact = seen[0], not case.plan.gives_up
+    actual = seen[0]
     rows = _compared(case, working, told, expected, seen)
-    tried_rows, untried = (
-        trials(working.plan, working.batches[0]) if working is not None else ([], [])
-    )
+    bits, unchecked = _baseline_rows(case, told, actual, pool)
+    extra, more = _in_working_dtype(working, wanted, pool)
     report = Report(
-        (*rows, *tried_rows), title=title, facts=_facts(case, ran), command=command,
-        equivalence="exact" if exact else "algebraic", unchecked=tuple(untried),
+        (*rows, *bits, *extra), title=title, facts=_facts(case, ran), command=command,
+        equivalence=_class(case), unchecked=(*unchecked, *more),
         gaps=_gaps(case, ran, expected, actual, drawn),
     )  # fmt: skip
     if not report.ok and any(not row.ok for row in rows):
@@ -76,19 +83,42 @@ def prove(
     return replace(report, seconds=time.perf_counter() - start)
 
 
+def _lengthened(case: Case, steps: int) -> Case:
+    """The case with at least so many batches, the given ones again where they are too few."""
+    given = case.batches
+    more = max(0, steps - len(given)) if steps > STEPS else 0
+    return replace(case, batches=(*given, *(given[k % len(given)] for k in range(more))))
+
+
+def _class(case: Case) -> str:
+    """The equivalence class of a schedule, in a word."""
+    if case.parted:
+        return "relaxed (batch_stats)"
+    return "algebraic" if given_up(case.plan) else "exact"
+
+
+def _in_working_dtype(
+    working: Case | None, wanted: Asked, pool: Pool
+) -> tuple[list[Row], list[str]]:
+    """Kernels by themselves and loss curves; and what of it could not be run."""
+    if working is None:
+        lost = ["the `rtol` of `verify`"] if wanted.rtol else []
+        lost += [f"the loss curve of {curve.place}" for curve in wanted.curves]
+        return [], [f"{what}: nothing was run in a working dtype" for what in lost]
+    rows, untried = trials(working.plan, working.batches[0])
+    return [*rows, *curve_rows(working, wanted.curves, pool)], untried
+
+
 def _working_rows(
     working: Case, told: Sequence[Condition], exact: Observation, program: Observation
 ) -> list[Row]:
     """The program in the working dtype, as near to float64 as the original's own rounding."""
-    from schedlang.passes.original import Sequential
     from schedlang.passes.rounding import within_rounding
     from schedlang.runtime.modes import ambient
     from schedlang.runtime.random import LogicalDropout
 
     def make(condition: Condition) -> Sequential:
-        return Sequential(
-            twin(working), condition.optimizer, loss=working.loss, clip=condition.clip
-        )
+        return sequential(working, condition)
 
     first = [replace(condition, batches=working.batches) for condition in told[:1]]
     with ambient(LogicalDropout(working.seed)):
@@ -97,7 +127,8 @@ def _working_rows(
     wanted = replace(
         exact, tensors={k: v for k, v in exact.tensors.items() if k.condition in names}
     )
-    return list(within_rounding(wanted, plain, program))
+    rtol = asked(working.plan).rtol
+    return list(within_rounding(wanted, plain, program, rtol=rtol))
 
 
 def check_world(plan: Plan, verb: str = "verify") -> None:
@@ -137,7 +168,7 @@ def _ranks(case: Case, working: Case | None, told: Sequence[Condition], pool: Po
     with tempfile.TemporaryDirectory(prefix="schedlang-") as folder:
         world = case.plan.mesh.world
         seen, rounded = pool.run(_rank, world, case, working, tuple(told), folder)[0]
-        return seen, rounded, _loaded(case, told, folder)
+        return seen, rounded, loaded(case, told, folder)
 
 
 def _compared(
@@ -147,9 +178,27 @@ def _compared(
     from schedlang.passes.compare import compare
 
     actual, rounded, archive = ran
-    rows = [*compare(expected, actual, exact=not case.plan.gives_up)]
-    rows += _archive_rows(case, archive, actual)
+    exact = not given_up(case.plan) and not case.parted
+    rows = [*compare(expected, actual, exact=exact)]
+    rows += archive_rows(told[saved(told)].name, archive, actual)
     return rows if working is None else rows + _working_rows(working, told, expected, rounded)
+
+
+def _baseline_rows(
+    case: Case, told: Sequence[Condition], actual: Observation, pool: Pool
+) -> tuple[list[Row], list[str]]:
+    """The first step against that of the plan without its exact rows; or why it was not run."""
+    found = baseline(case.plan)
+    if found is None or (not given_up(case.plan) and not case.parted):
+        return [], []  # no such rows, or the original itself is compared bit by bit
+    plan, words = found
+    first = [replace(told[0], batches=told[0].batches[:1])]
+    try:
+        plain = prepared(replace(case, plan=plan))
+        without = pool.run(tried, plan.mesh.world, plain, first)[0]
+    except Refusal as refusal:
+        return [], [f"bits {words}: {refusal.diagnostics[0].title}"]
+    return list(exact_rows(without, actual, words)), []
 
 
 def _rank(
@@ -162,61 +211,11 @@ def _rank(
     made: list[Program] = []
     with ambient(Float64()):
         seen = observed(case, told, made)
-        made[-1].save(f"{folder}/state")
+        made[saved(told)].save(f"{folder}/state")
     if working is None:
         return seen, Observation()
     first = [replace(condition, batches=working.batches) for condition in told[:1]]
     return seen, observed(working, first, [])
-
-
-def _loaded(case: Case, told: Sequence[Condition], folder: str) -> dict[str, Any]:
-    """The saved state, loaded by a program of one rank with no rows."""
-    from schedlang.mesh import Mesh
-    from schedlang.passes.build import build
-    from schedlang.runtime.float64 import Float64
-    from schedlang.runtime.modes import ambient
-
-    case = told[-1].case or case  # what was saved last
-    plain = Plan.empty(case.plan.model, Mesh())
-    with ambient(Float64()):
-        program = build(plain, case.batches[0], loss=case.loss, optimizer=told[-1].optimizer)
-        program.load(f"{folder}/state")
-        return {"state": program.state_dict(), "optimizer": program.optimizer_state()}
-
-
-def _archive_rows(case: Case, archive: Mapping[str, Any], actual: Observation) -> list[Row]:
-    """Saved under this layout and loaded by one rank: equal to the last bit."""
-    import torch
-
-    last = max(key.step for key in actual.tensors if key.kind == "parameters")
-    condition = list(actual.tensors)[-1].condition
-    rows = []
-    for key, value in actual.tensors.items():
-        if key.condition != condition or key.step != last or value is None:
-            continue
-        if key.kind in ("parameters", "other state"):
-            got = archive["state"].get(key.name)
-        elif key.kind.startswith("optimizer "):
-            got = archive["optimizer"].get(key.name, {}).get(key.kind.removeprefix("optimizer "))
-        else:
-            continue
-        same = got is not None and torch.equal(torch.as_tensor(got).to(value.dtype), value)
-        note = "" if same else "lost" if got is None else "not what was saved"
-        shape = tuple(value.shape)
-        rows.append(
-            Row(
-                condition,
-                "saved state",
-                key.name,
-                0.0 if same else 1.0,
-                0.0,
-                same,
-                last,
-                note,
-                shape,
-            )
-        )
-    return rows
 
 
 # -- what is said about it ---------------------------------------------------------------------

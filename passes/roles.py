@@ -13,6 +13,7 @@ from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     from schedlang.passes.dryrun import Loss
+    from schedlang.runtime.played import Letter
     from schedlang.runtime.tap import Sent, Tap
 
 ALL = 8  # up to so many ranks each one is played
@@ -24,6 +25,7 @@ class Role:
 
     log      what it would send, in order
     sums     sums of gradients in it
+    letters  its messages by name: which microbatch, from which stage to which
     weights  what its microbatches weigh in the loss of the step
     trained  the parameters that its optimizer was given; `held` those that it holds
     """
@@ -31,6 +33,7 @@ class Role:
     rank: int
     place: int
     log: tuple[Sent, ...]
+    letters: tuple[Letter, ...]
     sums: tuple[Booked, ...]
     weights: tuple[float, ...]
     trained: tuple[str, ...]
@@ -179,7 +182,10 @@ def _role(step: Step, batch: Mapping[str, Any], rank: int) -> Role:
     place = plan.mesh.index(rank, axis) if axis is not None else 0
     sums = tuple(_sums(step, program, played.answers, tap))
     held = frozenset(program.assembly.parameters)
-    return Role(rank, place, tuple(tap.log), sums, tuple(played.weights), tuple(trained), held)
+    return Role(
+        rank, place, tuple(tap.log), tuple(played.letters), sums, tuple(played.weights),
+        tuple(trained), held,
+    )  # fmt: skip
 
 
 def _sums(step: Step, program: Any, answers: Any, tap: Tap) -> Any:

@@ -15,6 +15,7 @@ from schedlang.report import Gap, Row
 if TYPE_CHECKING:
     from torch import nn
 
+EVALUATED = "SGD, eval mode"
 SCALE = 3.0  # of the loss: a backward that takes its gradient for 1 is found out
 
 
@@ -28,10 +29,11 @@ class Runs:
     gaps: tuple[Gap, ...] = ()
 
 
-def runs(case: Case) -> Runs:
+def runs(case: Case, evaluate: bool = False) -> Runs:
     """SGD on the batches as given; AdamW, clipped, on variants of them, some weights frozen.
 
     To AdamW the scale of the loss does not matter, so there the loss is multiplied.
+    With `evaluate` there is one more, in eval mode.
     The case is prepared and in float64. Clipping is set by the gradient norm of the original.
     """
     from schedlang.passes.original import Sequential
@@ -50,18 +52,35 @@ def runs(case: Case) -> Runs:
             made[place] = seen.all[place]
     plain, clipped = conditions(case.batches, norm, made)
     still, gaps = _frozen(case)
-    told = (plain, replace(clipped, case=still, scale=SCALE))
+    told = [plain, replace(clipped, case=still, scale=SCALE)]
+    limit, more = _limit(case, plain)
+    told += limit
+    if evaluate:
+        told.append(replace(plain, name=EVALUATED, batches=case.batches[:2], evaluate=True))
     both = replace(seen, all=(*case.batches, *made))
-    return Runs(told, both, tuple(derived), gaps)
+    return Runs(tuple(told), both, tuple(derived), (*gaps, *more))
+
+
+def _limit(case: Case, plain: Condition) -> tuple[list[Condition], tuple[Gap, ...]]:
+    """Where statistics of parts are relaxed: a run in which they make no difference.
+
+    In eval mode they stand still, and the program has to equal the original itself.
+    """
+    if not case.parted:
+        return [], ()
+    if _parts(case, case.batches[0], evaluate=True)[1] is not None:
+        said = "no limit of `batch_stats`: parts differ in eval mode too"
+        return [], (Gap(said, "what is not due to the statistics of parts"),)
+    whole = replace(case, parted=False)
+    name = "eval mode, where `batch_stats` vanishes"
+    return [replace(plain, name=name, batches=case.batches[:2], evaluate=True, case=whole)], ()
 
 
 def batches_of(case: Case) -> Batches:
     """The batches of a case, how they are cut, and what in them is known to be labels."""
     from schedlang.runtime.parts import shares
 
-    plan = case.plan
-    micro = plan.order.micro if plan.order is not None else 1
-    replicas = plan.mesh.size(plan.data_axes)
+    replicas, micro = case.cuts
 
     def cut(count: int) -> list[range]:
         return [
@@ -78,16 +97,24 @@ def batches_of(case: Case) -> Batches:
 # -- what the original says of a batch ---------------------------------------------------------
 
 
-def check_parts(case: Case) -> None:
-    """Refuse a model whose loss over the parts, weighed, is not the loss of the whole."""
+def check_parts(case: Case) -> Case:
+    """The case; refuse a model whose loss over the parts, weighed, is not that of the whole.
+
+    Where the schedule relaxes batch statistics such a model is compared with itself, by parts.
+    """
     count, bad = _parts(case, case.batches[0])
     relaxed = {name for _, names in case.plan.relaxed for name in names}
-    if "batch_stats" in relaxed:
-        return
     if bad is None:
-        if count > 1:
-            _buffers(case, case.batches[0])
-        return
+        try:
+            if count > 1:
+                _buffers(case, case.batches[0])
+            return case
+        except Refusal:
+            if "batch_stats" not in relaxed:
+                raise
+    if "batch_stats" in relaxed:
+        return replace(case, parted=True)
+    assert bad is not None
     raise Refusal(
         Diagnostic(
             "S703", "the loss of this model is not the weighed mean of the losses of parts",
@@ -114,7 +141,7 @@ def _buffers(case: Case, batch: Batch) -> None:
         check_buffers(subject, batch, split(batch, plan.mesh.size(plan.data_axes), micro))
 
 
-def _parts(case: Case, batch: Batch) -> tuple[int, Row | None]:
+def _parts(case: Case, batch: Batch, evaluate: bool = False) -> tuple[int, Row | None]:
     """Into how many parts a batch is cut, and what of their loss and gradients is not the whole."""
     from schedlang.passes.compare import parts_agree
     from schedlang.passes.original import Sequential
@@ -131,7 +158,7 @@ def _parts(case: Case, batch: Batch) -> tuple[int, Row | None]:
     modes, _ = modes_of(case.seed)
     with ambient(*modes):
         rows = parts_agree(
-            Sequential(twin(case), loss=case.loss), batch,
+            Sequential(twin(case), loss=case.loss, evaluate=evaluate), batch,
             [(part.inputs, part.rows) for part in parts], [weigh(part.inputs) for part in parts],
         )  # fmt: skip
     return len(parts), next((row for row in rows if not row.ok), None)
@@ -148,7 +175,7 @@ def _sound(case: Case, batch: Batch) -> bool:
     try:
         with ambient(*modes):
             norm = Sequential(twin(case), loss=case.loss).norm(batch)
-        return math.isfinite(norm) and (_parts(case, batch)[1] is None)
+        return math.isfinite(norm) and (case.parted or _parts(case, batch)[1] is None)
     except Exception:  # whatever the model raises for what its user never gave it
         return False
 

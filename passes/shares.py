@@ -60,12 +60,13 @@ def _counted(step: Step, weigh: Any) -> Iterator[Diagnostic]:
 def counted(step: Step) -> float | None:
     """How many labels the model's own call of cross-entropy counts in the sample; None: no one."""
     from schedlang.passes.dryrun import call
+    from schedlang.runtime.constants import OnMeta
     from schedlang.runtime.labels import Counting
     from schedlang.runtime.meta import hollow_batch, hollow_model
 
     model, inputs = hollow_model(step.plan.model.model, {}), hollow_batch(dict(step.sample))
     model.train()
-    with Counting(dict(step.sample), inputs) as counting:
+    with OnMeta(dict(step.sample), inputs) as values, Counting(values) as counting:
         call(model, inputs, step.loss)
     return counting.found[0] if len(counting.found) == 1 else None
 

@@ -202,14 +202,18 @@ CODES: Mapping[str, tuple[str, str]] = {
         "A forward writes it, once for each microbatch and on each rank for its own rows.\n"
         "Measured on the original, like S703.",
     ),
+    "S709": (
+        "equal bits of rows that round",
+        "`verify(exact)` is about the rows of its step.  Sums over ranks come in another order.",
+    ),
     "S706": (
         "the model returns no loss",
         "Define `loss(output, batch)`, or give labels in the batch.",
     ),
     "S711": (
         "a gradient is not summed",
-        "`check --model` follows on every axis whether a gradient is whole or a part of a sum.  This\n"
-        "one is a part when it is used, so its ranks would train on different gradients.",
+        "`check --model` follows on every axis whether a gradient is whole or a part of a sum.\n"
+        "This one is still a part when it is used: ranks would train on different gradients.",
     ),
     "S712": (
         "a gradient is summed too often",

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 if TYPE_CHECKING:
-    from schedlang.verbs.examine import Outcome, Ranks, Wish
+    from schedlang.verbs.answers import Outcome, Wish
+    from schedlang.verbs.examine import Ranks
 
 LEVELS = ("static", "step3")
 RANKS = pytest.StashKey["Ranks"]()
@@ -28,10 +29,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add = group.addoption
     add("--schedlang", action="store_true", help="collect *.sched files")
     add("--schedlang-level", choices=LEVELS, default="step3",
-        help="static: run nothing; step3: compare three training steps (default)")  # fmt: skip
+        help="static: prove without a run; step3: compare three steps too (default)")  # fmt: skip
     add("--schedlang-dtype", metavar="DTYPE", help="working dtype that is checked beside float64")
     add("--schedlang-world", type=int, default=8, metavar="N",
         help="most ranks to start; a schedule with more is skipped (default 8)")  # fmt: skip
+    add("--schedlang-shrink", action="store_true",
+        help="reduce model and mesh of a schedule with more, instead")  # fmt: skip
     add("--schedlang-seed", type=int, default=0, metavar="N",
         help="of weights, batches and dropout")  # fmt: skip
     add("--schedlang-locked", action="store_true", help="every schedule with rows needs its lock")
@@ -57,34 +60,36 @@ class SchedFile(pytest.File):
     """A schedule: what is to be asked about it."""
 
     def collect(self) -> Iterator[pytest.Item]:
-        """`check` for every file; `lock` and `verify` for what has rows."""
+        """`check` for every file; `lock`, `static` and `verify` for what has rows."""
         from schedlang.diagnostic import Refusal
-        from schedlang.verbs import examine
+        from schedlang.verbs import answers, examine
         from schedlang.verbs.lockfile import lock_path
 
         wish = self._wish()
-        questions = [examine.CHECK]
+        questions = [answers.CHECK]
         try:
             line = examine.first_row(self.path)
         except Refusal:
             line = 0  # `check` says what is wrong with it
         if line and not wish.refused:
             asked = self.config.getoption("schedlang_locked") or lock_path(self.path).exists()
-            questions += [examine.LOCK] if asked else []
+            questions += [answers.LOCK] if asked else []
+        questions += [answers.STATIC] if line else []
         if line and self.config.getoption("schedlang_level") != "static":
-            questions.append(examine.VERIFY)
+            questions.append(answers.VERIFY)
         for question in questions:
-            at = line if question == examine.VERIFY else 1
+            at = line if question in (answers.STATIC, answers.VERIFY) else 1
             yield SchedItem.from_parent(self, name=question, wish=wish, line=at)
 
     def _wish(self) -> Wish:
-        from schedlang.verbs.examine import Wish
+        from schedlang.verbs.answers import Wish
 
         option = self.config.getoption
         return Wish(
             model=self._model(), mesh=self._said("schedlang_mesh") or None,
             seed=option("schedlang_seed"), dtype=option("schedlang_dtype"),
-            world=option("schedlang_world"), refused=self._said("schedlang_refused"),
+            world=option("schedlang_world"), shrink=option("schedlang_shrink"),
+            refused=self._said("schedlang_refused"),
         )  # fmt: skip
 
     def _model(self) -> str | None:
@@ -137,13 +142,12 @@ class SchedItem(pytest.Item):
             self.add_report_section("call", "schedlang", self.outcome.text)
 
     def _asked(self) -> Outcome:
-        from schedlang.verbs import examine
+        from schedlang.verbs import answers, examine
 
         file = Path(_shown(self.path))
-        if self.name == examine.CHECK:
-            return examine.check(file, self.wish)
-        if self.name == examine.LOCK:
-            return examine.lock(file, self.wish)
+        if self.name != answers.VERIFY:
+            asked = {answers.CHECK: examine.check, answers.LOCK: examine.lock}
+            return asked.get(self.name, examine.static)(file, self.wish)
         with _ranks(self.config) as ranks:
             return examine.verify(file, self.wish, ranks)
 
@@ -211,7 +215,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if not found:
         return
     from schedlang.annotate import Note, annotation, on_github, summarize
-    from schedlang.verbs.examine import summary
+    from schedlang.verbs.answers import summary
 
     if not on_github():
         return

@@ -10,15 +10,22 @@ from schedlang.diagnostic import Refusal
 from schedlang.runtime.fuse import unavailable
 from schedlang.runtime.launch import Pool
 from tests.engine import Threads
+from tests.properties.profiles import register
 
-settings.register_profile("busy", deadline=None)  # several ranks may share a core with the tests
-settings.load_profile("busy")
+register()
 
 # imported once, before the ranks are forked
 PRELOAD = (
     *("torch", "torch.distributed", "cloudpickle", "schedlang.passes.prove"),
     *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """`-m deep` takes the profile of that name, unless another was asked for."""
+    asked = config.getoption("--hypothesis-profile", None)
+    if config.option.markexpr == "deep" and not asked:
+        settings.load_profile("deep")
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 from schedlang.annotate import Note, annotation, summarize, table
 from schedlang.cli import app
 from schedlang.verbs import examine
-from schedlang.verbs.examine import Outcome
+from schedlang.verbs.answers import Outcome
 from tests.test_plugin import DEADLY, GOOD, LIBRARY, SOUND, write
 
 ROOT = Path(__file__).parent.parent
@@ -101,13 +101,14 @@ def test_a_table_keeps_its_cells(tmp_path: Path) -> None:
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
-    """`verify` that answers by file name and runs nothing."""
+    """`verify` that answers by file name and runs nothing; `static` holds."""
     said: dict[str, dict[str, Any]] = {}
 
     def verify(file: Path, wish: Any, ranks: Any) -> Outcome:
         return Outcome(file, "verify", **said.get(file.stem, {}))
 
     monkeypatch.setattr(examine, "verify", verify)
+    monkeypatch.setattr(examine, "static", lambda file, wish: Outcome(file, "static"))
     return said
 
 
@@ -127,8 +128,9 @@ def test_the_exit_code_of_many(
     value = json.loads(found.stdout)
     assert value["exit"] == whole
     asked = [(Path(one["file"]).stem, one["question"]) for one in value["outcomes"]]
-    assert asked[:3] == [("good", "check"), ("good", "verify"), ("library", "check")]
-    assert len(asked) == 3 + 2 * len(codes)
+    good = [("good", question) for question in ("check", "static", "verify")]
+    assert asked[:4] == [*good, ("library", "check")]
+    assert len(asked) == 4 + 3 * len(codes)
 
 
 def test_ci_tells_github(
@@ -149,7 +151,7 @@ def test_ci_tells_github(
         "different\nhere",
     )
     summary = (tmp_path / "summary.md").read_text()
-    assert "| `bad.sched` | verify | ❌ fails |" in summary and summary.count("\n| `") == 4
+    assert "| `bad.sched` | verify | ❌ fails |" in summary and summary.count("\n| `") == 6
 
 
 def test_ci_meets_refusals_that_are_meant(tmp_path: Path) -> None:
@@ -161,7 +163,8 @@ def test_ci_meets_refusals_that_are_meant(tmp_path: Path) -> None:
     assert run("ci", odd, "--refused", f"{odd}:S402").exit_code == 0
     assert run("ci", odd, "--refused", f"{odd}:S403").exit_code == 2
     assert run("ci", odd, "--refused", f"{tmp_path / 'none.sched'}:S402").exit_code == 2
-    assert run("ci", odd, "--static").exit_code == 0  # nothing was asked that needs the model
+    assert run("ci", odd, "--static").exit_code == 2
+    assert run("ci", odd, "--static", "--refused", f"{odd}:S402").exit_code == 0
     left = run("ci", odd, "--refused", f"{odd}:S402", "--svg", tmp_path / "svg")
     assert left.exit_code == 0 and not (tmp_path / "svg").exists()
 
@@ -194,7 +197,7 @@ def test_ci_compares_locks_and_draws(tmp_path: Path, answers: dict[str, Any]) ->
     found = run("ci", file, "--locked", "--svg", tmp_path / "svg", "--json")
     assert found.exit_code == 0, found.output
     questions = [one["question"] for one in json.loads(found.stdout)["outcomes"]]
-    assert questions == ["check", "lock", "verify"]
+    assert questions == ["check", "lock", "static", "verify"]
     (drawn,) = (tmp_path / "svg").iterdir()
     assert drawn.name.endswith("good.sched.svg") and drawn.read_text().startswith("<svg")
     write(tmp_path, model=SOUND.replace("(6, 8)", "(6, 4)").replace("(8, 6)", "(4, 6)"))
@@ -334,7 +337,7 @@ def test_the_action_checks_and_verifies(action: dict[str, Any], tmp_path: Path) 
     done = step(action, "schedlang ci", tmp_path, files="**/*.sched", model="models/model.py",
                 args="--static --locked --json")  # fmt: skip
     assert done.returncode == 2, done.stderr
-    assert done.stderr.count("::error file=a b/c/") == 2
+    assert done.stderr.count("::error file=a b/c/") == 3
     questions = [(one["file"], one["question"]) for one in json.loads(done.stdout)["outcomes"]]
     assert questions[:2] == [("a b/c/good.sched", "check"), ("a b/c/good.sched", "lock")]
     done = step(action, "schedlang ci", tmp_path, files="**/good.sched", model="models/model.py")

@@ -53,7 +53,6 @@ def test_each_gap_is_named() -> None:
     """One even batch without anything special leaves everything open."""
     batches = [_batch(4, ragged=False)] * 3
     batches[0]["input_ids"] += 100  # no row of low numbers only
-    batches[0]["nest"] = [torch.ones(2)]
     found = gaps(_seen(batches), sizes={"a": 2, "b": 2}, drawn=0, parameters={"w": 8})
     for words in (
         "one batch only",
@@ -64,7 +63,6 @@ def test_each_gap_is_named() -> None:
         "no padding",
         "all kinds of tokens",
         "no float inputs",
-        "inputs inside `nest`",
         "no dropout",
         "all axes have size 2",
         "divides every parameter",

@@ -307,6 +307,21 @@ def test_a_lock_is_written_whole_or_not_at_all(
     assert lock.read_text() == before and sorted(schedule.parent.iterdir()) == there
 
 
+def test_check_compares_locks(schedule: Path) -> None:
+    """`check --locked` asks every schedule with rows for its lock: 0, 1, or 2 without one."""
+    library = schedule.with_name("library.sched")
+    library.write_text("schedule 1\n\ndef pair(over: axis) {\n  up  shard(col, over=over)\n}\n")
+    assert run("check", schedule, library, "--locked").exit_code == 2
+    locked(schedule)
+    assert run("check", schedule, library, "--locked").exit_code == 0
+    schedule.with_name("model.py").write_text(MODEL.replace("Block(8)", "Block(16)"))
+    found = run("check", schedule, library, "--locked")
+    assert found.exit_code == 1 and "~ parameters  h.0..11.up.weight" in found.stdout
+    value = json.loads(run("check", schedule, "--locked", "--json").stdout)
+    assert value["exit"] == 1 and value["locks"][0]["changes"]
+    assert run("check", schedule).exit_code == 0
+
+
 # ---- the examples -------------------------------------------------------------------------------
 
 

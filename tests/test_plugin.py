@@ -28,6 +28,9 @@ import torch
 from torch import nn
 import torch.distributed as dist
 
+def ranks():
+    return dist.is_initialized() and dist.get_backend() == "gloo"  # real ones, not played
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -57,8 +60,8 @@ step "halves" {
 }
 """
 LIBRARY = "schedule 1\n\ndef pair(over: axis) {\n  up  shard(col, over=over)\n}\n"
-WRONG = MODEL.replace("FAULT", "h = h * (1 + 1e-3 * (h.shape[-1] < 8 and dist.is_initialized()))")
-DEADLY = MODEL.replace("FAULT", "os._exit(7) if dist.is_initialized() else None")
+WRONG = MODEL.replace("FAULT", "h = h * (1 + 1e-3 * (h.shape[-1] < 8 and ranks()))")
+DEADLY = MODEL.replace("FAULT", "os._exit(7) if ranks() else None")
 SOUND = MODEL.replace("FAULT", "pass")
 
 
@@ -103,9 +106,10 @@ def test_schedules_are_collected_when_asked_for(pytester: pytest.Pytester) -> No
     write(pytester.path / "a", good=GOOD, library=LIBRARY, model=SOUND)
     assert not names(pytester.runpytest(*PLUGIN, "--collect-only", "-q"))
     found = names(pytester.runpytest(*PLUGIN, "--collect-only", "-q", "a/good.sched"))
-    assert found == ["a/good.sched::check", "a/good.sched::verify"]
+    good = [f"a/good.sched::{question}" for question in ("check", "static", "verify")]
+    assert found == good
     found = names(pytester.runpytest(*PLUGIN, "--collect-only", "-q", "--schedlang"))
-    assert found == ["a/good.sched::check", "a/good.sched::verify", "a/library.sched::check"]
+    assert found == [*good, "a/library.sched::check"]
 
 
 def test_the_static_level_has_no_item_that_could_pass_unrun(pytester: pytest.Pytester) -> None:
@@ -113,7 +117,8 @@ def test_the_static_level_has_no_item_that_could_pass_unrun(pytester: pytest.Pyt
     write(pytester.path, good=GOOD, model=SOUND)
     static = ("--schedlang-level", "static", "good.sched")
     assert names(pytester.runpytest(*PLUGIN, "--collect-only", "-q", *static)) == [
-        "good.sched::check"
+        "good.sched::check",
+        "good.sched::static",
     ]
     assert pytester.runpytest(*PLUGIN, "--schedlang-level", "fwd").ret == 4
 
@@ -122,8 +127,8 @@ def test_a_refused_schedule_fails_on_its_line(pytester: pytest.Pytester) -> None
     """A mistake in the text fails `check` with file, line and diagnostic; nothing else is asked."""
     write(pytester.path, bad=GOOD.replace("shard(row", "shard(rows"), model=SOUND)
     write(pytester.path, torn=GOOD.replace("halves", 'halves" "'))
-    found = pytester.runpytest(*PLUGIN, "--schedlang", "--schedlang-level", "static")
-    found.assert_outcomes(failed=2)
+    found = pytester.runpytest(*PLUGIN, "--schedlang", "-k", "check")
+    found.assert_outcomes(failed=2, deselected=2)
     found.stdout.fnmatch_lines(["bad.sched:7: check refused", "error[[]S303[]]: *"])
     found.stdout.fnmatch_lines(["torn.sched:5: check refused"])
 
@@ -136,23 +141,23 @@ def test_locks_are_items(pytester: pytest.Pytester) -> None:
     write(pytester.path, good=GOOD, library=LIBRARY, model=SOUND)
     static = ("--schedlang", "--schedlang-level", "static")
     missing = pytester.runpytest(*PLUGIN, *static, "--schedlang-locked", "-v")
-    missing.assert_outcomes(passed=2, failed=1)
+    missing.assert_outcomes(passed=3, failed=1)
     missing.stdout.fnmatch_lines(
         ["*good.sched::lock FAILED*", "*`schedlang plan good.sched --lock`"]
     )
     found = planned(pytester.path / "good.sched", None, None, None)
     write_lock(found, accounted(found), None, None)
-    pytester.runpytest(*PLUGIN, *static).assert_outcomes(passed=3)
+    pytester.runpytest(*PLUGIN, *static).assert_outcomes(passed=4)
     path = lock_path(pytester.path / "good.sched")
     write(pytester.path, model=SOUND.replace("(6, 8)", "(6, 10)").replace("(8, 6)", "(10, 6)"))
     changed = pytester.runpytest(*PLUGIN, *static)
-    changed.assert_outcomes(passed=2, failed=1)
+    changed.assert_outcomes(passed=3, failed=1)
     changed.stdout.fnmatch_lines(
         ["*~ parameters  up.weight  float32[[]8, 6[]] -> float32[[]10, 6[]]"]
     )
     path.write_text("")
     torn = pytester.runpytest(*PLUGIN, *static)
-    torn.assert_outcomes(passed=2, failed=1)
+    torn.assert_outcomes(passed=3, failed=1)
     torn.stdout.fnmatch_lines(["good.sched:1: lock refused"])
 
 
@@ -210,7 +215,7 @@ def test_each_ends_as_it_should(ended: dict[str, Any]) -> None:
     left = r"SKIPPED \[1\] sound/big\.sched:5: .*mesh tp=4 has 4 ranks, at most 3 are started"
     assert re.search(left, ended["out"]), ended["out"]
     assert ended["ret"] == 1
-    assert "1 failed, 7 passed, 1 skipped, 1 error" in ended["out"], ended["out"]
+    assert "1 failed, 12 passed, 1 skipped, 1 error" in ended["out"], ended["out"]
 
 
 def test_a_failure_names_the_guilty_row(ended: dict[str, Any]) -> None:
@@ -252,7 +257,7 @@ def test_github_is_told(ended: dict[str, Any]) -> None:
     assert all("%0A" in text for _, text in notes)
     rows = ended["summary"].split("\n")
     assert "| `wrong/bad.sched` | verify | ❌ fails |" in ended["summary"]
-    assert sum(row.startswith("| `") for row in rows) == 10
+    assert sum(row.startswith("| `") for row in rows) == 15
     assert "left out" in ended["summary"] and "⚠️ could not be checked" in ended["summary"]
 
 
@@ -262,6 +267,7 @@ FAKE = """
 import os, time
 from pathlib import Path
 import schedlang.verbs.examine as examine
+from schedlang.verbs.answers import Outcome
 
 def verify(file, wish, ranks):
     def say(word):
@@ -271,9 +277,10 @@ def verify(file, wish, ranks):
     time.sleep(0.4)
     say("out")
     fails = file.name == "b1.sched"
-    return examine.Outcome(file, "verify", code=int(fails), line=3, text="two\\nlines")
+    return Outcome(file, "verify", code=int(fails), line=3, text="two\\nlines")
 
 examine.verify = verify
+examine.static = lambda file, wish: Outcome(file, "static")
 """
 
 
@@ -285,9 +292,9 @@ def test_workers_take_turns(pytester: pytest.Pytester, monkeypatch: pytest.Monke
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(pytester.path / "summary.md"))
     found = pytester.runpytest_subprocess(*PLUGIN, "-p", "xdist", "-n", "2", "--schedlang")
-    found.assert_outcomes(passed=11, failed=1)
+    found.assert_outcomes(passed=17, failed=1)
     found.stdout.fnmatch_lines(["::error file=b1.sched,line=3,title=*::two%0Alines"])
-    assert (pytester.path / "summary.md").read_text().count("\n| `b") == 12
+    assert (pytester.path / "summary.md").read_text().count("\n| `b") == 18
     said = [line.split() for line in (pytester.path / "said.txt").read_text().splitlines()]
     assert [word for word, *_ in said] == ["in", "out"] * 6
     assert all(a[1:] == b[1:] for a, b in zip(said[::2], said[1::2]))

@@ -1,4 +1,4 @@
-"""What torch's fully_shard will do with the gradients of a built program: which, and by what factor.
+"""What torch's fully_shard will do with the gradients of a built program: sum, and divide by what.
 
 Private parts of torch stand here and nowhere else.
 """

@@ -13,24 +13,15 @@ from schedlang.runtime.constants import OnMeta
 
 
 class Counting(TorchFunctionMode):
-    """Runs beside a forward on the meta device, with the batch's real integers beside it.
+    """Runs beside a forward on the meta device, beside what `values` knows.
 
     `found` are the labels that count, of each mean of cross-entropies whose labels are known.
     """
 
-    def __init__(self, real: Any, meta: Any) -> None:
+    def __init__(self, values: OnMeta) -> None:
         super().__init__()
-        self.values = OnMeta(real, meta)
+        self.values = values
         self.found: list[float] = []
-
-    def __enter__(self) -> Counting:
-        self.values.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self.values.__exit__(*error)
 
     def __torch_function__(
         self,

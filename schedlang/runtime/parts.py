@@ -142,16 +142,22 @@ def _stacked(values: Sequence[Any], rows: Sequence[int], weights: Sequence[float
             return torch.cat(list(values))
         alike = all(v.shape == first.shape for v in values)
         if alike and first.is_floating_point():
-            return sum(value * (weight / sum(weights)) for value, weight in zip(values, weights))
+            return _mean(values, weights)
         if alike and all(torch.equal(v, first) for v in values):
             return first
         return Absent("no rule makes a whole of its parts")
     if all(isinstance(v, float) for v in values):
-        return sum(value * (weight / sum(weights)) for value, weight in zip(values, weights))
+        return _mean(values, weights)
     plain = isinstance(first, (bool, int, str, type(None)))
     if plain and all(type(v) is type(first) and v == first for v in values):
         return first
     return Absent(f"parts of a `{type(first).__name__}` make no whole")
+
+
+def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """The mean by weight; a part that weighs nothing may have no number (the mean of no label)."""
+    total = sum(weights)
+    return sum(value * (weight / total) for value, weight in zip(values, weights) if weight)
 
 
 def _by_rows(values: Sequence[Tensor], rows: Sequence[int]) -> bool:

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from schedlang.runtime.constants import OnMeta
 from schedlang.runtime.graph import Cut
+from schedlang.runtime.mail import Mail
 from schedlang.runtime.meta import hollow_batch
 from schedlang.runtime.parts import Batch, Part
 from schedlang.runtime.pipeline import Result
@@ -54,6 +55,19 @@ class Answers(TorchFunctionMode):
         return out
 
 
+@dataclass(frozen=True)
+class Letter:
+    """A message between stages as the pipeline means it: between which ranks, and what it is.
+
+    `name` tells backward or forward, from which stage to which, and the microbatch.
+    """
+
+    ends: tuple[int, int]
+    sends: bool
+    name: tuple[bool, int, int, int]
+    tensors: int
+
+
 def storage(tensor: Tensor) -> int:
     """Equal for tensors in the same memory, or in the same that is not there."""
     return int(tensor.untyped_storage()._cdata)
@@ -63,10 +77,12 @@ def storage(tensor: Tensor) -> int:
 class Played(Program):
     """A program whose microbatches lose their values on the way in.
 
-    `weights` are those that the last step gave its microbatches.
+    `weights` are those that the last step gave its microbatches; `letters` what it sent to other
+    stages and expected of them.
     """
 
     weights: list[float] = field(default_factory=list)
+    letters: list[Letter] = field(default_factory=list)
     answers: Answers = field(default_factory=Answers)
 
     def _run(
@@ -80,7 +96,7 @@ class Played(Program):
             return plain(batches, scale, **options)
 
         bare = [Part(hollow_batch(part.inputs), part.rows) for part in parts]
-        pipeline.run = run  # type: ignore[method-assign]
+        vars(pipeline)["run"] = run
         self.answers.outside = False
         try:
             with torch._C.DisableTorchFunction():  # what is known is real, not on the meta device
@@ -88,7 +104,7 @@ class Played(Program):
             with known:
                 return super()._run(bare, scale, train=train)
         finally:
-            del pipeline.run
+            del vars(pipeline)["run"]
             self.answers.outside = True
 
 
@@ -100,6 +116,7 @@ def play(program: Program, cut: Cut, batch: Batch) -> Played:
     played = Played(assembly)
     pipeline = assembly.pipeline
     pipeline.mail.device = torch.device("meta")
+    _overhear(pipeline.mail, played.letters)
     parts, _, _ = played._parts(batch, local=False)
     for edge, tokens in cut.routes.items():  # as after the first step: nobody asks for sizes
         leaves = [cut.graph.leaves[token] for token in tokens]
@@ -110,3 +127,18 @@ def play(program: Program, cut: Cut, batch: Batch) -> Played:
     with torch.device("meta"), played.answers:
         played.train_step(batch)
     return played
+
+
+def _overhear(mail: Mail, letters: list[Letter]) -> None:
+    """Note every letter where the pipeline hands it over, in the order in which it does."""
+    send, post = mail.send, mail.post
+
+    def sending(to: int, key: Any, tensors: Sequence[Tensor], *, header: bool) -> None:
+        letters.append(Letter((mail.rank, to), True, key, len(tensors)))
+        send(to, key, tensors, header=header)
+
+    def posting(source: int, key: Any, count: int, *rest: Any) -> None:
+        letters.append(Letter((source, mail.rank), False, key, count))
+        post(source, key, count, *rest)
+
+    vars(mail).update(send=sending, post=posting)

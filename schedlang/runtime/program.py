@@ -231,6 +231,14 @@ class Program:
         """For each parameter the greatest relative difference between copies of one part."""
         return whole.replica_errors(self.assembly)
 
+    def buffers(self) -> dict[str, Tensor]:
+        """All buffers by original name, also those that a state dict leaves out."""
+        return whole.buffers(self.assembly)
+
+    def buffer_errors(self) -> dict[str, float]:
+        """For each buffer 0 if its copies on all ranks are equal, else 1."""
+        return whole.buffer_errors(self.assembly)
+
     def state_dict(self) -> dict[str, Tensor]:
         """The original's state dict: its keys, in its order, whole values on every rank's CPU."""
         return whole.state_dict(self.assembly)

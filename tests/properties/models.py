@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from schedlang.passes.original import randomised
 from tests.properties import blocks as kinds
 
 Batch = dict[str, Any]
@@ -91,9 +92,9 @@ class Config(Short):
     seed: int = 0
 
     def model(self) -> nn.Module:
-        """The module, in float64."""
+        """The module, in float64, with no unit gain and no zero bias."""
         torch.manual_seed(self.seed)
-        made = Drawn(self).double()
+        made = randomised(Drawn(self).double(), self.seed)
         for name, parameter in made.named_parameters():
             frozen = self.frozen and name.startswith(f"{self.frozen}.")
             parameter.requires_grad_(not frozen)

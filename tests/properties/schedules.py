@@ -46,7 +46,7 @@ class Drawn(Short):
     config: Config
     axes: Axes
     steps: tuple[Step, ...] = ()
-    spare: int = 0
+    spare: int = 0  # rows above one for each part
     length: int = 3
     illegal: str = ""  # a row that must be refused
 

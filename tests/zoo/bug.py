@@ -89,15 +89,18 @@ def bug(
     def enter(mutation: Mutation) -> Bug:
         what = " ".join((mutation.__doc__ or "").split())
         return _entered(
-            Bug(name, what, credit, primitive, operator, scenes, row or _row(primitive), mutation,
+            Bug(name, what, credit, primitive, operator, scenes, _row(row, primitive), mutation,
                 site, here, planning)
         )  # fmt: skip
 
     return enter
 
 
-def _row(primitive: str) -> str:
-    return f"{primitive}(" if primitive else ""
+def _row(row: str, primitive: str) -> str:
+    """What the guilty row holds: its primitive unless told otherwise; "none": no row is guilty."""
+    if row == "none" or not (row or primitive):
+        return ""
+    return row or f"{primitive}("
 
 
 def absent(name: str, primitive: str, operator: Operator, what: str, credit: str = "") -> Bug:

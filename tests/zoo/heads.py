@@ -166,7 +166,8 @@ def partial_sums_skipped(patch: Patch, site: Site) -> None:
 
 
 @bug("T26", "shard", Operator.CONSTANT, "tp", row="attn.c_attn",
-     credit="Megatron-LM#848", here="`shape_up` divides the numbers that modules count by")  # fmt: skip
+     credit="Megatron-LM#848",
+     here="`shape_up` divides the numbers that modules count by")  # fmt: skip
 def scale_of_part_of_the_width(patch: Patch, site: Site) -> None:
     """The softmax's scale is computed from the width that this rank holds."""
     plain = numbers.set_number

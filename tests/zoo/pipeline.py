@@ -25,7 +25,8 @@ def ties_not_summed(patch: Patch, site: Site) -> None:
 
 
 @bug("P02", "zero", Operator.REDUCTION, "pp, dp", row="zero(", credit="Megatron-LM#844",
-     here="ties stay whole on all replicas here; their sum over replicas reaches one slice only")  # fmt: skip
+     here="ties stay whole on all replicas here; their sum over replicas reaches one"
+     " slice only")  # fmt: skip
 def ties_summed_slice_by_slice(patch: Patch, site: Site) -> None:
     """Each replica reduces its own slice of a tied gradient, and then slices are mixed."""
     plain = gradient.sum_gradients

@@ -65,7 +65,8 @@ def ignored_labels_counted(patch: Patch, site: Site) -> None:
 
 
 @bug("D04", "zero", Operator.SKIP, "experts", row="zero(", credit="pytorch#69031",
-     site="blocks.0.experts.1", here="sums know all parameters; one module's are left out")  # fmt: skip
+     site="blocks.0.experts.1",
+     here="sums know all parameters; one module's are left out")  # fmt: skip
 def unused_at_last_not_summed(patch: Patch, site: Site) -> None:
     """A parameter that the last microbatch did not use is not summed over replicas."""
     without(patch, "replicas", site.covers)
@@ -199,7 +200,8 @@ def everyone_reads_the_same(patch: Patch, site: Site) -> None:
 
 @bug("D29", "zero", Operator.SLICE, "dp", row="zero(",
      credit="torchtitan#3106; OLMo-core#307, #319",
-     here="the model comes with its values; replicas get them perturbed, as from seeds of their own")  # fmt: skip
+     here="the model comes with its values; replicas get them perturbed, as from seeds of"
+     " their own")  # fmt: skip
 def replicas_start_differently(patch: Patch, site: Site) -> None:
     """Replicas of a parameter are not initialised alike."""
     plain = build._local_copy
