@@ -116,7 +116,8 @@ def _left(edge: Edge, wanted: Wanted, out: Any, follower: Follower) -> Edge:
     if isinstance(leaves, S) and main is not None:
         leaves = S(dim_of(leaves) % main.ndim, leaves.blocks)
         if isinstance(computes, S) and computes != leaves:
-            raise _refuse(f"it computes {computes} and cannot hand on {leaves}", wanted.axis)
+            reason = f"it computes {computes} and cannot hand on {leaves}"
+            raise _refuse(reason, wanted.axis, edge.group.label)
     return replace(edge, computes=computes, leaves=leaves)
 
 
@@ -129,7 +130,9 @@ def _enter(edge: Edge, follower: Follower, x: Tensor) -> Tensor:
     kept = {axis: tag for axis, tag in note.tags.items() if axis != edge.group.axes[0]}
     if isinstance(edge.wants, S):
         dim = dim_of(edge.wants) % x.ndim
-        kept[edge.group.axes[0]] = Tag(dim, (crossed.shape[dim] * edge.group.size,))
+        kept[edge.group.axes[0]] = Tag(
+            dim, (crossed.shape[dim] * edge.group.size,), edge.group.label
+        )
     axis = edge.group.axes[0]
     entered = note.entered | {axis} if edge.hoisted else note.entered
     follower.put(crossed, Note(kept, frozenset(), True, entered))
@@ -147,7 +150,7 @@ def _exit(edge: Edge, follower: Follower, x: Tensor) -> Tensor:
     kept = {other: tag for other, tag in note.tags.items() if other != axis}
     if isinstance(edge.leaves, S):
         dim = dim_of(edge.leaves)
-        kept[axis] = Tag(dim, (crossed.shape[dim] * edge.group.size,))
+        kept[axis] = Tag(dim, (crossed.shape[dim] * edge.group.size,), edge.group.label)
     follower.put(crossed, Note(kept, frozenset(), True, note.entered))
     return crossed
 
@@ -160,12 +163,12 @@ def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) ->
         wants = S(dim_of(wants) % main.ndim, wants.blocks)
         if isinstance(arrives, S) and arrives != wants:
             reason = f"`{leaf.fqn}` wants its input as {wanted.input}, but it arrives as {arrives}"
-            raise _refuse(reason, wanted.axis)
+            raise _refuse(reason, wanted.axis, leaf.fqn)
     computes = wants if wanted.computes is None else wanted.computes
     leaves = computes if wanted.output is None else wanted.output
     if isinstance(leaves, P):  # the follower knows no such tensor: it would take it for whole
         reason = f"`{leaf.fqn}` would hand on a sum that is pending, and nothing adds it up"
-        raise Mismatch(("", 0), reason, wanted.axis, (), 0, ("use `output=R`, or split the sum",))
+        raise _refuse(reason, wanted.axis, leaf.fqn, "use `output=R`, or split the sum")
     if isinstance(computes, S):
         ndim = main.ndim if is_main(main) else main.ndim + 1  # an embedding adds a dim to its ids
         computes = S(dim_of(computes) % ndim, computes.blocks)
@@ -199,11 +202,13 @@ def _check_whole(
         reason = f"`{leaf.fqn}` splits its inputs along their last dim, and is given {wants}"
     if reason:
         helps = ("leave out `input=`, `output=` and `blocks=`: a style says what fits",)
-        raise Mismatch(("", 0), reason, None, (), 0, helps)
+        raise _refuse(reason, None, leaf.fqn, *helps)
 
 
-def _refuse(reason: str, axis: str) -> Mismatch:
-    return Mismatch(("", 0), reason, axis, (), 0)
+def _refuse(reason: str, axis: str | None, by: str, *helps: str) -> Mismatch:
+    failure = Mismatch(("", 0), reason, axis, (), 0, helps)
+    failure.by = by
+    return failure
 
 
 def _compact(blocks: Sequence[int]) -> int | tuple[int, ...]:
@@ -225,7 +230,7 @@ def _note_leaf(leaf: Leaf, edges: Sequence[Edge], note: Note, out: Any, follower
     for axis, edge in own.items():
         if isinstance(edge.leaves, S):
             dim = dim_of(edge.leaves) % out.ndim
-            kept[axis] = Tag(dim, _sizes(edge, out.shape[dim] * edge.group.size))
+            kept[axis] = Tag(dim, _sizes(edge, out.shape[dim] * edge.group.size), edge.group.label)
     follower.put(out, Note(kept, frozenset(), True, note.entered - own.keys()))
 
 

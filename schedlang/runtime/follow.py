@@ -102,7 +102,11 @@ class Follower(TorchFunctionMode):
         if not outputs:
             return out
         step = Step(self, frame, func, expected, inputs, args, kwargs)
-        step.finish(outputs)
+        try:
+            step.finish(outputs)
+        except Mismatch as failure:
+            failure.by = _by(inputs, failure.axis)
+            raise
         self.places[frame] = self.places.get(frame, 0) + 1
         self.agreed += 1
         return out
@@ -131,6 +135,7 @@ class Follower(TorchFunctionMode):
         axis = next((a for t in inputs for a in self.note(t).tags), None)
         integers = expected.integers if expected is not None and axis is not None else ()
         failure = Mismatch(frame, str(error).split("\n")[0], axis, integers, self.agreed)
+        failure.by = _by(inputs, axis)
         if expected is not None and axis is not None and expected.name in RESHAPES:
             failure.counted = _leading_factor(expected, self.note(inputs[0]).tags.get(axis))
         return failure
@@ -139,6 +144,12 @@ class Follower(TorchFunctionMode):
         """Note that these parameters' gradients are parts, to be summed over an axis."""
         for name in parameters:
             self.partial.setdefault(name, set()).add(axis)
+
+
+def _by(inputs: list[Tensor], axis: str | None) -> str:
+    """The sharded module that split the first of some tensors over an axis, or over any."""
+    tags = (Follower.note(tensor).tags for tensor in inputs)
+    return next((t.by for by in tags for a, t in by.items() if axis in (None, a) and t.by), "")
 
 
 def _leading_factor(expected: Call, tag: Tag | None) -> int | None:
@@ -220,7 +231,7 @@ class Step:
         tags = {}
         for dim in differ:
             axis = self._axis_of(dim, local, shape, split_axes)
-            tags[axis] = Tag(dim, self._blocks(axis, dim, shape, place))
+            tags[axis] = Tag(dim, self._blocks(axis, dim, shape, place), _by(self.inputs, axis))
         return tags
 
     def _axes_for(self, differ: list[int], local: Any, shape: Any) -> list[str]:
