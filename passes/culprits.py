@@ -31,15 +31,21 @@ def _near(rows: Sequence[Action], hints: Sequence[str]) -> Iterator[tuple[Action
     """Rows that change what a module computes: each alone, all of them, with those around it."""
     told: set[tuple[int, ...]] = set()
     for hint in hints:
-        around = hint
-        while around:
+        for around in _outwards(hint):
             at = [row for row in rows if _shapes(row) and _acts(row, around)]
             for near in (*((row,) for row in at if around == hint), tuple(at)):
                 numbers = tuple(row.row for row in near)
                 if near and len(near) < len(rows) and numbers not in told:
                     told.add(numbers)
                     yield near
-            around = around.rpartition(".")[0] if around.count(".") > hint.count(".") - 2 else ""
+
+
+def _outwards(fqn: str) -> Iterator[str]:
+    """A module, and the two around it."""
+    for _ in range(3):
+        if fqn:
+            yield fqn
+        fqn = fqn.rpartition(".")[0]
 
 
 def _shapes(row: Action) -> bool:
@@ -64,10 +70,12 @@ def fewest_sites(rows: Sequence[Action], again: Again, hints: Sequence[str]) -> 
     if len(single) == len(rows):
         return ()
     fails = _at_most(MOST_RUNS, again)
+    wanted = {row.row for row in rows}
     for hint in hints:
-        near = [one for one in single if any(_touches(site, hint) for site in one.sites)]
-        if near and {one.row for one in near} == {row.row for row in rows} and fails(near):
-            return tuple(_joined(near))
+        for around in _outwards(hint):
+            near = [one for one in single if _acts(one, around)]
+            if len(near) < len(single) and {one.row for one in near} == wanted and fails(near):
+                return tuple(_joined(near))
     places = {name: k for k, name in enumerate(again.failure.case.plan.model.sites)}
     single.sort(key=lambda one: (places[one.sites[0]], one.row))
     return tuple(_joined(blame(single, fails).rows))

@@ -11,8 +11,8 @@ from schedlang.passes.quantities import Form, Key, Quantity
 KEPT = 4  # numbers up to this say what kind of thing it is (top-k, channels), not how large
 RATIO = 16  # ratios of sizes up to this are kept exactly: query heads per key-value head
 ROWS = 16  # of an embedding: positions for a few tokens, and a choice of ids
-WIDTH = 512  # values tried for one size
-NODES = 200_000  # of the search
+WIDTH = 4096  # values tried for one size
+NODES = 50_000  # of the search
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,9 @@ class Rules:
         dividing = [s for s in self.splits if s.before > 1 and old % s.before == 0]
         if old <= KEPT and all(s.before == s.after for s in dividing):
             return new == old
-        for split in dividing:
-            if new % split.after or new < min(old // split.before, 2) * split.after:
+        for split in dividing:  # two different parts on each rank show their order
+            each = min(old // split.before, 2) if q.key.is_dim else 1
+            if new % split.after or new < each * split.after:
                 return False
         if any(old % s.after and not new % s.after for s in self.splits if s not in dividing):
             return False
@@ -73,52 +74,69 @@ class Search:
     def __init__(
         self, sizes: Mapping[str, int], quantities: Sequence[Quantity], rules: Rules
     ) -> None:
-        self.sizes, self.rules, self.quantities = sizes, rules, quantities
+        self.sizes, self.rules = sizes, rules
         # small ones first: what counts heads decides widths, and not the other way round
-        self.names = sorted({name for q in quantities for name in q.depends}, key=sizes.__getitem__)
+        names = {name for q in quantities for name in q.depends}
+        self.names = sorted(names, key=sizes.__getitem__)
         self.visited = 0
-
-    @cached_property
-    def known(self) -> list[tuple[Form, list[Quantity]]]:
-        """Quantities of one form together: they have one value."""
-        found: dict[tuple[Form, bool, bool], list[Quantity]] = {}
-        for q in self.quantities:
-            if q.form is not None:
-                table = q.key in self.rules.tables
-                found.setdefault((q.form, q.key.is_dim, table), []).append(q)
-        return [(form, same[:1]) for (form, _, _), same in found.items()]
+        self.decided: list[list[tuple[Form, Quantity]]] = [[] for _ in self.names]
+        alike: set[tuple[Form, bool, bool]] = set()  # quantities of one form have one value
+        for q in quantities:
+            if q.form is None:
+                continue
+            kind = (q.form, q.key.is_dim, q.key in rules.tables)
+            if kind not in alike:
+                alike.add(kind)
+                last = max(self.names.index(name) for name, _ in q.form.powers)
+                self.decided[last].append((q.form, q))
 
     def __iter__(self) -> Iterator[dict[str, int]]:
         self.visited = 0
-        yield from self._below({})
+        yield from self._below({}, {})
 
-    def _below(self, chosen: dict[str, int]) -> Iterator[dict[str, int]]:
+    def _below(self, chosen: dict[str, int], dims: dict[int, int]) -> Iterator[dict[str, int]]:
         if len(chosen) == len(self.names):
             yield dict(chosen)
             return
         name = self.names[len(chosen)]
-        size = self.sizes[name]
-        for value in (*range(1, min(size, WIDTH)), size):
+        for value in self.values[name]:
             self.visited += 1
             if self.visited > NODES:
                 return
             tried = {**chosen, name: value}
-            if self._fits(tried, name):
-                yield from self._below(tried)
+            found = self._fitting(tried, dims)
+            if found is not None:
+                yield from self._below(tried, found)
 
-    def _fits(self, chosen: Mapping[str, int], newest: str) -> bool:
-        """Is everything that is decided by now as it should be?"""
-        dims: dict[int, int] = {}
-        for form, same in self.known:
-            names = [name for name, _ in form.powers]
-            if any(name not in chosen for name in names):
-                continue
+    @cached_property
+    def values(self) -> dict[str, list[int]]:
+        """What each size may be for its own sake."""
+        out = {}
+        for place, name in enumerate(self.names):
+            alone = [(f, q) for f, q in self.decided[place] if len(f.powers) == 1]
+            size = self.sizes[name]
+            wanted = (*range(1, min(size, WIDTH)), size)
+            out[name] = [v for v in wanted if self._allowed(alone, {name: v})]
+        return out
+
+    def _allowed(self, known: Sequence[tuple[Form, Quantity]], chosen: Mapping[str, int]) -> bool:
+        for form, q in known:
             new = form.at(chosen)
-            if new is None or (newest in names and not self.rules.allow(same[0], new)):
+            if new is None or not self.rules.allow(q, new):
                 return False
-            if same[0].key.is_dim and dims.setdefault(same[0].value, new) != new:
-                return False
-        return in_order(dims)
+        return True
+
+    def _fitting(self, chosen: Mapping[str, int], dims: dict[int, int]) -> dict[int, int] | None:
+        """What dims become, by their old size, if all that is decided now is as it should be."""
+        known = self.decided[len(chosen) - 1]
+        if not self._allowed(known, chosen):
+            return None
+        dims = dict(dims)
+        for form, q in known:
+            new = form.at(chosen)
+            if q.key.is_dim and new is not None and dims.setdefault(q.value, new) != new:
+                return None
+        return dims if in_order(dims) else None
 
 
 def in_order(dims: Mapping[int, int]) -> bool:

@@ -10,9 +10,9 @@ from schedlang.diagnostic import Refusal
 from schedlang.passes.depth import Deep, counterpart, deep_sizes, shows_all
 from schedlang.passes.minimise import Rules, Search, Split, keeps
 from schedlang.passes.quantities import Key, Quantity, counted, learned, limits
-from schedlang.passes.recipe import Recipe
+from schedlang.passes.recipe import Recipe, refused
 from schedlang.passes.small_batch import Batch, Cutting, small
-from schedlang.passes.whole import Whole, parts, refused, stage_mesh, trace
+from schedlang.passes.whole import Whole, parts, stage_mesh, trace
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
@@ -172,13 +172,13 @@ def _filled(
     plan = whole.at(made, mesh, requires)
     cutting = _cutting(whole.plan, plan, recipe, chosen)
     fewer = tuple(small(batch, cutting) for batch in data.batches)
-    runs(made, fewer[0])
+    runs(made, fewer, data.loss)
     trace(plan, fewer[0], data.loss)
     return plan, fewer
 
 
 def _flags(old: ModelFacts, made: nn.Module) -> None:
-    """What is frozen and of which dtype, as in the whole model."""
+    """What is frozen, of which dtype and in training, as in the whole model."""
     sites = _facts(made).sites
     lists = {
         fqn: (len(site.children), len(old.children(fqn)))
@@ -189,7 +189,8 @@ def _flags(old: ModelFacts, made: nn.Module) -> None:
         like = old.model.get_parameter(counterpart(name, lists))
         tensor.requires_grad_(like.requires_grad)
         tensor.data = tensor.data.to(like.dtype)
-    made.train(old.model.training)
+    for fqn, module in made.named_modules():
+        module.training = old.model.get_submodule(counterpart(fqn, lists)).training
 
 
 def _cutting(old: Plan, new: Plan, recipe: Recipe, chosen: Mapping[str, int]) -> Cutting:
@@ -198,19 +199,25 @@ def _cutting(old: Plan, new: Plan, recipe: Recipe, chosen: Mapping[str, int]) ->
         for name, dim in _tables(site):
             before = old.model.sites[fqn].parameters[name].shape[dim]
             tables[before] = site.parameters[name].shape[dim]
-    sizes = {recipe.sizes[name]: size for name, size in chosen.items() if size < recipe.sizes[name]}
-    return Cutting(sizes, tables, recipe.specials, (parts(old), parts(new)))
+    sizes: dict[int, set[int]] = {}
+    for name, size in chosen.items():
+        sizes.setdefault(recipe.sizes[name], set()).add(size)
+    dims = {old: new.pop() for old, new in sizes.items() if len(new) == 1}
+    return Cutting(dims, tables, recipe.specials, (parts(old), parts(new)))
 
 
-def runs(model: nn.Module, batch: Batch) -> None:
-    """The reduced model takes the reduced batch, or it is refused here (S753)."""
+def runs(model: nn.Module, batches: Sequence[Batch], loss: Any) -> None:
+    """The reduced model and the loss take the reduced batches, or it is refused here (S753)."""
     import copy
 
     import torch
 
     try:
         with torch.no_grad():
-            copy.deepcopy(model)(**batch)
+            for batch in batches:
+                output = copy.deepcopy(model)(**batch)
+                if loss is not None:
+                    loss(output, batch)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".split("\n")[0]
         raise refused("S753", reason, "and `small_batch(seed)`: batches for it") from error

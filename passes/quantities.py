@@ -81,6 +81,19 @@ def counted(model: nn.Module) -> dict[Key, int]:
     return found
 
 
+def written_in(model: nn.Module) -> list[tuple[object, ...]]:
+    """Plain attributes of every module, its hooks, and whether it has a forward of its own."""
+    plain = (bool, int, float, str, type(None))
+    found: list[tuple[object, ...]] = []
+    for fqn, module in model.named_modules():
+        for name, value in sorted(vars(module).items()):
+            if type(value) in plain and not name.startswith("_") and name != "training":
+                found.append((fqn, name, value))
+        hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
+        found.append((fqn, hooks, "forward" in vars(module)))
+    return found
+
+
 def learned(recipe: Recipe, fixed: Mapping[str, int]) -> list[Quantity]:
     """Every quantity that depends on a size which is not in `fixed`, found by trying other sizes.
 

@@ -8,12 +8,26 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from schedlang.diagnostic import Diagnostic, Refusal
+
 if TYPE_CHECKING:
     from torch import nn
 
 TOKENS = ("token_id", "token_index")  # how transformers names numbers that are ids, not sizes
 
 LAYERS = "layer"  # in the names of their numbers of layers: n_layer, num_hidden_layers
+
+TITLES = {
+    "S751": "this model cannot be made smaller",
+    "S752": "no smaller model shows all that the schedule does",
+    "S753": "the batch does not fit the reduced model",
+}
+
+
+def refused(code: str, reason: str, *helps: str) -> Refusal:
+    """Why a model is not reduced, and what to offer instead."""
+    offer = "define `small()` in the model file: the model as it is to be verified"
+    return Refusal(Diagnostic(code, TITLES[code], notes=(reason,), helps=(offer, *helps)))
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from schedlang import nodes as n
 from schedlang.diagnostic import Refusal
 from schedlang.passes.narrow import Data, Narrowing, runs
-from schedlang.passes.quantities import counted
-from schedlang.passes.recipe import Recipe, recipes
+from schedlang.passes.quantities import written_in
+from schedlang.passes.recipe import Recipe, recipes, refused
 from schedlang.passes.small_batch import Batch
 from schedlang.passes.state import Settings
-from schedlang.passes.whole import Whole, codes, refused, whole
+from schedlang.passes.whole import Whole, codes, whole
 from schedlang.plan import Plan
 from schedlang.report import Gap, Report
 
@@ -61,11 +61,12 @@ def shrink(
 
 
 def given(
-    tree: n.File, settings: Settings, model: nn.Module, smaller: nn.Module, batches: Sequence[Batch]
-) -> Shrunk:
+    tree: n.File, settings: Settings, model: nn.Module, smaller: nn.Module,
+    batches: Sequence[Batch], loss: Callable[..., Any] | None = None,
+) -> Shrunk:  # fmt: skip
     """The same with a reduced model that somebody made: the model file's `small()`."""
     full = whole(tree, settings, model)
-    runs(smaller, batches[0])
+    runs(smaller, batches, loss)
 
     def at(mesh: Mapping[str, int], requires: bool) -> Shrunk:
         plan = full.at(smaller, mesh, requires)
@@ -103,8 +104,13 @@ def _recipe(model: nn.Module, make: Callable[..., nn.Module] | None) -> Recipe:
             return recipe
         except Refusal as refusal:
             wrong.append(refusal)
-    raise wrong[0] if wrong else refused(
-        "S751", "it has no `config` as transformers' models do, and `model()` takes no sizes",
+    if wrong:
+        raise wrong[0]
+    also = (
+        "; it lies on the meta device, so that it cannot run itself" if lies_on_meta(model) else ""
+    )
+    raise refused(
+        "S751", f"it has no `config` of transformers' kind, and `model()` takes no sizes{also}",
         "or let `model()` take sizes: `def model(width: int = 8192)`")  # fmt: skip
 
 
@@ -121,8 +127,8 @@ def _same_model(recipe: Recipe, model: nn.Module) -> None:
     shapes = {name: fact.shape for name, fact in old.parameters.items()}
     if shapes != {name: fact.shape for name, fact in new.parameters.items()}:
         raise refused("S751", "its shapes are not those that its class makes: they were changed")
-    if old.ties != new.ties or counted(model) != counted(again):
-        raise refused("S751", "ties or numbers of its modules were changed after it was made")
+    if old.ties != new.ties or written_in(model) != written_in(again):
+        raise refused("S751", "ties, hooks or attributes were changed after it was made")
 
 
 # -- what is said about it ---------------------------------------------------------------------
@@ -175,6 +181,6 @@ def shrunk(
     smaller = file.small(seed)
     if smaller is not None:
         own = [file.small_batch(seed + step) for step in range(len(batches))]
-        return given(tree, settings, model, smaller, own)
+        return given(tree, settings, model, smaller, own, file.loss)
     make = file.module.model
     return shrink(tree, settings, model, batches, loss=file.loss, make=make, seed=seed)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from schedlang.passes.recipe import special_ids
+from schedlang.passes.recipe import refused, special_ids
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,8 @@ def small(batch: Batch, how: Cutting) -> dict[str, Any]:
 
     Of a long sequence places spread over all of it are kept, alike in all tensors, so that padding
     stays padding and labels stay beside their tokens.  Ids go round in the smaller vocabulary;
-    special ids and negative labels stay what they are.  Everything else is passed on as it is.
+    special ids and negative labels stay what they are.  Everything else is passed on as it is,
+    but for a number for each row that may be its length: it is refused (S753).
     """
     from torch import Tensor
 
@@ -45,6 +46,8 @@ def small(batch: Batch, how: Cutting) -> dict[str, Any]:
     for key, value in batch.items():
         if isinstance(value, Tensor):
             value = value[:kept] if value.dim() and value.shape[0] == rows else value
+            if value.dim() == 1 and key != "labels" and _counts_tokens(value, lengths):
+                raise refused("S753", f"`{key}` may count tokens, and sequences were cut short")
             value = _shorter(value, lengths, how.dims)
             if _are_ids(value):
                 value = _folded(value, int(batch[key].max()), how)
@@ -68,6 +71,12 @@ def _lengths(batch: Batch) -> list[int]:
     from torch import Tensor
 
     return [v.shape[1] for v in batch.values() if isinstance(v, Tensor) and _are_ids(v)]
+
+
+def _counts_tokens(value: Tensor, lengths: Sequence[int]) -> bool:
+    """A number for each row, too large for what is left of a row and right for all of it."""
+    whole = not value.is_floating_point() and value.numel() > 0
+    return whole and any(LENGTH < int(value.max()) <= length for length in lengths)
 
 
 def _are_ids(value: Tensor) -> bool:

@@ -40,7 +40,10 @@ def suspected(report: Report, failure: Failure, pool: Pool) -> Report:
         hints = _hints(failure, [n for n, _ in where.guilty] if where is not None else [], bad)
         found = culprits(rows, again, hints)
         least = fewest_sites(found.rows, again, hints)
-    lines = [*_first_bad(bad, failure.expected), *(_told(where, bad[0]) if where is not None else ())]
+    lines = [
+        *_first_bad(bad, failure.expected),
+        *(_told(where, bad[0]) if where is not None else ()),
+    ]
     lines += _minimal(rows, found, least, report.command)
     return replace(
         report, blamed=tuple(shown(action) for action in found.rows),

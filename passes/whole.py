@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang import nodes as n
-from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostic import Refusal
 from schedlang.passes.expand import expand
 from schedlang.passes.small_batch import Batch
 from schedlang.passes.small_mesh import MOST, small_meshes
@@ -16,18 +16,6 @@ from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     from torch import nn
-
-TITLES = {
-    "S751": "this model cannot be made smaller",
-    "S752": "no smaller model shows all that the schedule does",
-    "S753": "the batch does not fit the reduced model",
-}
-
-
-def refused(code: str, reason: str, *helps: str) -> Refusal:
-    """Why a model is not reduced, and what to offer instead."""
-    offer = "define `small()` in the model file: the model as it is to be verified"
-    return Refusal(Diagnostic(code, TITLES[code], notes=(reason,), helps=(offer, *helps)))
 
 
 @dataclass(frozen=True)
@@ -115,7 +103,10 @@ def trace(plan: Plan, batch: Batch, loss: Any) -> None:
     from schedlang.runtime.parts import split
 
     micro = plan.order.micro if plan.order is not None else 1
-    sample = split(dict(batch), plan.mesh.size(plan.data_axes), micro)[0][0].inputs
+    try:
+        sample = split(dict(batch), plan.mesh.size(plan.data_axes), micro)[0][0].inputs
+    except Refusal:  # fewer rows than parts: shapes can be followed all the same
+        sample = dict(batch)
     prepare(plan, sample, loss)
 
 

@@ -162,7 +162,7 @@ def _sent(
     assert flat.numel() == sum(sizes), "a part is not of the shape that its holding says"
     if flat.numel():
         dist.broadcast(flat, src=source)
-    return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes)]
+    return [part.view(shape) for part, shape in zip(torch.split(flat, sizes), shapes)]
 
 
 def _alone(holding: Holding, part: Tensor, mesh: Mesh) -> Tensor:

@@ -245,6 +245,30 @@ class TwoResults(nn.Module):
         return ((self.head(h)[..., 0] - y) ** 2).mean() + 0.1 * extra
 
 
+class Spare(Residual):
+    """A block with a parameter that nothing reads."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width)
+        self.spare = nn.Parameter(torch.rand(width))
+
+
+class Predicting(nn.Module):
+    """A network that gives predictions and no loss."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.block, self.head = Residual(width), nn.Linear(width, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.head(self.block(x))[..., 0]
+
+
+def squared(output: Tensor, batch: Any) -> Tensor:
+    """The loss of Predicting."""
+    return ((output - batch["y"]) ** 2).mean()
+
+
 class Frozen(Residual):
     """A block of which one layer is frozen."""
 

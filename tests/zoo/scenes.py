@@ -47,6 +47,7 @@ HEADS = """
   }
 """
 BLOCK = "blocks.*.up shard(col, over=tp)\nblocks.*.down shard(row, over=tp)"
+BOTH = f"{BLOCK}\nzero(stage=0, over=dp)"
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,17 @@ SCENES: dict[str, Scene] = {
     ),
     "whole updates": replace(
         _block(networks.Residual, BLOCK), optimizer=networks.adafactor, holds=False
+    ),
+    "spare": Scene(
+        networks.made(lambda: networks.Points(networks.Residual(), networks.Spare())),
+        "zero(stage=0, over=dp)", "dp=2", points,
+    ),
+    "three by two": replace(_block(networks.Residual, BOTH), mesh="dp=3, tp=2"),
+    "two by two": replace(_block(networks.Residual, BOTH), mesh="dp=2, tp=2"),
+    "predicting": Scene(
+        networks.made(networks.Predicting),
+        'head pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)', "pp=2", points,
+        loss=networks.squared,
     ),
     "odd": Scene(
         networks.made(lambda: networks.Points(networks.Residual(7), width=7)),
