@@ -64,6 +64,7 @@ def build(
     seed: int | None = None,
     prepared: Prepared | None = None,
     local: bool = False,
+    hollow: bool = False,
 ) -> Program:
     """This rank's program.
 
@@ -74,6 +75,7 @@ def build(
     weight     weight(part) of a part of the batch in the mean; default: the labels that count
     seed       draw dropout logically from this seed; on several ranks it always is (0)
     prepared   what `prepare` found for this plan and a microbatch of this batch, if it ran before
+    hollow     everything lies on the meta device: for a step that only shows what would be sent
     Raises Refusal before any collective where the plan cannot be built.
     """
     from schedlang.runtime import parts
@@ -88,7 +90,7 @@ def build(
         sample = parts.split(batch, 1 if local else count, micro)[0][0].inputs
         prepared = prepare(plan, sample, loss)
     traced, staged, holdings = prepared.traced, prepared.staged, prepared.holdings
-    module = _local_copy(plan, holdings, ranks)
+    module = _local_copy(plan, holdings, ranks, hollow)
     builder = Builder(plan, module, traced, ranks)
     _apply(builder)
     sliced = slice_state(plan, module, ranks, staged, holdings)
@@ -99,7 +101,7 @@ def build(
     pipeline = _pipeline(builder, staged, loss)
     assembly = Assembly(
         module=module, pipeline=pipeline, ranks=ranks, replicas=replicas, micro=micro,
-        parameters=found, holdings=holdings, buffers=dict(module.named_buffers()),
+        parameters=found, holdings=holdings,
         buffer_stages=buffer_stages(staged), ties=(*plan.model.ties, *plan.model.shared_buffers),
         keys=tuple(plan.model.model.state_dict()), sums=tuple(sums), sliced=sliced,
         weight=weight or weight_of(traced, count * micro),
@@ -133,7 +135,9 @@ def check_job(plan: Plan) -> Ranks:
 # -- what lies where ---------------------------------------------------------------------------
 
 
-def _local_copy(plan: Plan, holdings: Mapping[str, Holding], ranks: Ranks) -> nn.Module:
+def _local_copy(
+    plan: Plan, holdings: Mapping[str, Holding], ranks: Ranks, hollow: bool = False
+) -> nn.Module:
     """The model with this rank's part of every parameter before slicing; others have no values."""
     from torch import nn
 
@@ -141,7 +145,7 @@ def _local_copy(plan: Plan, holdings: Mapping[str, Holding], ranks: Ranks) -> nn
     from schedlang.runtime.meta import copy_with, hollow_parameter
 
     _check_state(plan)
-    if any(p.is_meta for p in plan.model.model.parameters()):
+    if not hollow and any(p.is_meta for p in plan.model.model.parameters()):
         raise Refusal(
             Diagnostic(
                 "S623", "the model has no values: it lies on the meta device",
@@ -153,10 +157,15 @@ def _local_copy(plan: Plan, holdings: Mapping[str, Holding], ranks: Ranks) -> nn
         holding = replace(holdings[name], sliced=())
         if not holding.held(plan.mesh, ranks.rank):
             return hollow_parameter(parameter)
+        if hollow:
+            return hollow_parameter(parameter, holding.local_shape(plan.mesh, ranks.rank))
         part = take(parameter.detach(), holding, plan.mesh, ranks.rank)
         return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
-    return copy_with(plan.model.model, local, lambda tensor: tensor.detach().clone())
+    def other(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to("meta") if hollow else tensor.detach().clone()
+
+    return copy_with(plan.model.model, local, other)
 
 
 def _check_state(plan: Plan) -> None:
@@ -182,7 +191,8 @@ def _apply(builder: Builder) -> None:
     plan, ranks = builder.plan, builder.ranks
 
     def at_home(edge: Edge) -> Edge:
-        return replace(edge, group=ranks.group(edge.group.axes[0]))
+        group = ranks.group(edge.group.axes[0])
+        return replace(edge, group=replace(group, label=edge.group.label))
 
     shaped = False
     for action in sorted(plan.actions, key=lambda a: _phase(a.primitive.writes)):

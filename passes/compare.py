@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from schedlang.passes.observe import Batch, Key, Observation
+from schedlang.passes.observe import HIDDEN, Batch, Key, Observation
 from schedlang.report import Row
 
 if TYPE_CHECKING:
@@ -25,11 +25,13 @@ FLOOR = 1e-12  # of the largest norm among tensors of the kind
 ELEMENT = 100.0  # how much wider the gate of a single element is
 
 OUTPUTS = ("outputs", "training outputs")
+DRAWS = "dropout draws"
 
 # in this order a difference is found first where it arose
 _ORDER: tuple[str, ...] = (
     *("trainable set", "state_dict keys", "outputs", "training outputs", "loss", "gradients"),
-    *("input gradients", "gradient norm", "parameters", "other state"),
+    *("input gradients", "gradient norm", "parameters", "other state", HIDDEN),
+    DRAWS,
 )
 
 
@@ -41,8 +43,11 @@ def compare(
     With `exact` everything has to be equal to the last bit. What the actual side does not offer
     (`actual.missing`, `actual.left_out`) is not compared: report it.
     """
-    rows = [*_sets(expected, actual), *_tensors(expected, actual, rtol, exact)]
+    sets = list(_sets(expected, actual))
+    rows = [row for row in sets if row.kind != DRAWS]
+    rows += _tensors(expected, actual, rtol, exact)
     rows += _ties(expected, actual)
+    rows += [row for row in sets if row.kind == DRAWS]
     for key, error in actual.replicas.items():
         gate = 0.0 if exact else rtol
         ok = error <= gate
@@ -52,8 +57,11 @@ def compare(
 
 
 def _sets(expected: Observation, actual: Observation) -> Iterator[Row]:
-    for key in sorted(expected.sets, key=lambda k: _ORDER.index(k.kind)):
-        want, got = expected.sets[key], actual.sets.get(key, frozenset())
+    keys = dict.fromkeys((*expected.sets, *actual.sets))
+    for key in sorted(keys, key=lambda k: _ORDER.index(k.kind)):
+        if key.kind in actual.missing:
+            continue
+        want, got = expected.sets.get(key, frozenset()), actual.sets.get(key, frozenset())
         lost, extra = sorted(want - got), sorted(got - want)
         note = "; ".join(
             f"{word}: {', '.join(names[:8])}"
@@ -117,6 +125,8 @@ def _difference(
 
     # not to name a tensor is to have none: an unused parameter has no gradient on either side
     x, r = actual.tensors.get(key), expected.tensors.get(key)
+    if r is None and x is not None and key.kind == "input gradients" and not x.any():
+        return 0.0, True, "zero, as of an input that nothing reads"  # slicing passes all inputs on
     if x is None or r is None:
         note = "missing in the program" if x is None else "the original has none"
         return (0.0, True, "none on both sides") if x is r else (math.inf, False, note)

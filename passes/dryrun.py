@@ -24,7 +24,8 @@ def _opaque(leaves: Mapping[str, Leaf]) -> Callable[[str], bool]:
     return lambda fqn: fqn in leaves and bool(leaves[fqn].kind)
 
 
-def _call(model: nn.Module, inputs: Mapping[str, Any], loss: Loss | None) -> Any:
+def call(model: nn.Module, inputs: Mapping[str, Any], loss: Loss | None) -> Any:
+    """The output of a model on the meta device, and its loss where a function gives it."""
     import torch
 
     with torch.device("meta"):  # a forward that makes tensors of its own makes them there
@@ -44,7 +45,7 @@ def record(
     stack.watch(model, _opaque(leaves))
     with Recorder(stack, inputs) as recorder:
         try:
-            _call(model, inputs, loss)
+            call(model, inputs, loss)
         except Exception as error:
             raise _rejected(error) from error
     recorder.recording.entries.update(stack.turns)
@@ -104,10 +105,15 @@ class Run:
         model = self._copy()
         try:
             with self.follower:
-                output, _ = _call(model, self.inputs, self.loss)
+                output, _ = call(model, self.inputs, self.loss)
             self._check_outputs(output)
         except Mismatch as failure:
             return failure
+        except Exception as error:
+            if not self.divided:
+                raise
+            # a number that counts something else was divided: this try leads nowhere
+            return Mismatch(("", 0), str(error), None, (), -1)
         return None
 
     def _copy(self) -> nn.Module:
@@ -115,6 +121,7 @@ class Run:
         from schedlang.runtime.meta import hollow_model
         from schedlang.runtime.notes import Note, Tag
         from schedlang.runtime.numbers import set_number
+        from schedlang.runtime.trace import tensors_in
 
         plan = self.plan
         shapes = {name: plan.held(name).local_shape(plan.mesh) for name in plan.layouts}
@@ -123,9 +130,8 @@ class Run:
         for name, tensor in model.named_parameters():
             tags = {s.axis: Tag(s.dim, s.blocks) for s in plan.held(name).splits}
             self.follower.put(tensor, Note(tags, frozenset() if tags else frozenset([name])))
-        for value in self.inputs.values():
-            if hasattr(value, "device"):
-                self.follower.put(value, Note({}, frozenset(), True))
+        for given in tensors_in(dict(self.inputs)):
+            self.follower.put(given, Note({}, frozenset(), True))
         for fqn, attribute, value in self._places(model):
             set_number(model.get_submodule(fqn), attribute, value)
             self.numbers.append((fqn, attribute, value))

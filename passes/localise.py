@@ -8,14 +8,17 @@ so that one that merely receives something wrong is not blamed.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from schedlang.passes.observe import Batch
 from schedlang.passes.sides import Case, modes_of, prepared, twin
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from schedlang.passes.prepare import Prepared
     from schedlang.runtime.alone import Calls, Frame
     from schedlang.runtime.judge import Finding, View
@@ -33,15 +36,19 @@ class Location:
     first    the first module, in the order in which they return, whose output differs in a run
     before   the last one before it whose output agrees
     guilty   modules that are wrong though they are given what is right, and what they make wrong
+    values   what the first of them makes, and what it should
     judged   how many modules were tried alone; unknown: those whose layout could not be told
+    locals   the gradient of one parameter as each rank has it after a step
     """
 
     first: str = ""
     before: str = ""
     error: float = 0.0
     guilty: tuple[tuple[str, str], ...] = ()
+    values: tuple[Tensor, Tensor] | None = None
     judged: int = 0
     unknown: tuple[str, ...] = ()
+    locals: tuple[Tensor | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,14 +59,18 @@ class _Sight:
     findings: tuple[Finding, ...]
     judged: frozenset[str]
     unknown: frozenset[str]
+    local: Tensor | None
 
 
-def localise(case: Case, step: int, pool: Pool) -> Location:
-    """Find the module that is wrong on the batch of a step, under the initial parameters."""
+def localise(case: Case, batch: Batch, pool: Pool, parameter: str = "") -> Location:
+    """Find the module that is wrong on a batch, under the initial parameters.
+
+    Each rank also tells what it has of the gradient of `parameter`.
+    """
     plain = prepared(replace(case, plan=_plain(case.plan)))
     with tempfile.TemporaryDirectory(prefix="schedlang-") as folder:
-        order = _record(case, step, folder)
-        sights = pool.run(_rank, case.plan.mesh.world, case, plain, step, folder, order)
+        order = _record(case, batch, folder)
+        sights = pool.run(_rank, case.plan.mesh.world, case, plain, batch, folder, order, parameter)
     return _told(order, sights)
 
 
@@ -86,7 +97,7 @@ def _opaque(plan: Plan) -> tuple[str, ...]:
     )
 
 
-def _parts(case: Case, step: int) -> list[list[Part]]:
+def _parts(case: Case, batch: Batch) -> list[list[Part]]:
     """The microbatches of each data-parallel rank; one without labels gets some, as in a run."""
     from schedlang.runtime.parts import Part, split
 
@@ -101,14 +112,14 @@ def _parts(case: Case, step: int) -> list[list[Part]]:
 
     return [
         [filled(part) for part in share]
-        for share in split(case.batches[step], plan.mesh.size(plan.data_axes), micro)
+        for share in split(batch, plan.mesh.size(plan.data_axes), micro)
     ]
 
 
 # -- the original ------------------------------------------------------------------------------
 
 
-def _record(case: Case, step: int, folder: str) -> tuple[Frame, ...]:
+def _record(case: Case, batch: Batch, folder: str) -> tuple[Frame, ...]:
     """Write down every call of the original for every part; the calls as they return."""
     import torch
 
@@ -118,7 +129,7 @@ def _record(case: Case, step: int, folder: str) -> tuple[Frame, ...]:
 
     modes, _ = modes_of(case.seed)
     order: tuple[Frame, ...] = ()
-    for replica, share in enumerate(_parts(case, step)):
+    for replica, share in enumerate(_parts(case, batch)):
         for micro, part in enumerate(share):
             module = twin(case).train()
             named_sites(module)
@@ -134,13 +145,14 @@ def _record(case: Case, step: int, folder: str) -> tuple[Frame, ...]:
 
 
 def _rank(
-    case: Case, plain: Case, step: int, folder: str, order: Sequence[Frame]
+    case: Case, plain: Case, batch: Batch, folder: str, order: Sequence[Frame], parameter: str
 ) -> _Sight:
     """One rank's part in both runs."""
     import torch
 
     from schedlang.passes.build import build
     from schedlang.runtime.float64 import Float64
+    from schedlang.runtime.gradient import local_gradient
     from schedlang.runtime.judge import Judge, Watch, worst_of
     from schedlang.runtime.modes import ambient
 
@@ -154,7 +166,7 @@ def _rank(
         program = made(case)
         view = _view(case, program, order)
         mesh = case.plan.mesh
-        parts = _parts(case, step)[mesh.index(view.rank, case.plan.data_axes)]
+        parts = _parts(case, batch)[mesh.index(view.rank, case.plan.data_axes)]
         replica = mesh.index(view.rank, case.plan.data_axes)
         calls: list[Calls] = [
             torch.load(f"{folder}/{replica}-{k}", weights_only=False, mmap=True)
@@ -163,14 +175,16 @@ def _rank(
         watch = Watch(view, calls)
         watch.follow(program.assembly.module, _opaque(case.plan))
         _telling_stages(program, watch, grad=False)
-        program.train_step(case.batches[step])
+        program.train_step(batch)
+        held = program.assembly.parameters.get(parameter)
+        local = None if held is None else local_gradient(held)
         program = made(plain)
         view = _view(plain, program, order)
         judge = Judge(program.assembly.module, view, calls, _opaque(case.plan))
         _telling_stages(program, judge, grad=True)
         _forward(program, parts)
     found = tuple(worst_of(judge.findings))
-    return _Sight(watch.seen, found, frozenset(judge.judged), frozenset(judge.unknown))
+    return _Sight(watch.seen, found, frozenset(judge.judged), frozenset(judge.unknown), local)
 
 
 def _telling_stages(program: Program, told: Any, *, grad: bool) -> None:
@@ -184,7 +198,7 @@ def _telling_stages(program: Program, told: Any, *, grad: bool) -> None:
             with torch.set_grad_enabled(grad or torch.is_grad_enabled()):
                 return _plain(*args)
 
-        setattr(stage, "forward", forward)
+        vars(stage)["forward"] = forward
 
 
 def _forward(program: Program, parts: Sequence[Part]) -> None:
@@ -259,28 +273,36 @@ def _told(order: Sequence[Frame], sights: Sequence[_Sight]) -> Location:
             worst[frame] = max(known[0], error), known[1] and ok
     first = next((frame for frame in order if not worst.get(frame, (0.0, True))[1]), None)
     good = [f for f in order[: order.index(first)] if f in worst] if first is not None else []
-    found = [finding for sight in sights for finding in sight.findings]
+    found = _forward_first([one for sight in sights for one in sight.findings], order)
+    values = next(
+        ((f.got, f.want) for f in found if f.got is not None and f.want is not None), None
+    )
     return Location(
         "" if first is None else _named(first), _named(good[-1]) if good else "",
         0.0 if first is None else worst[first][0],
-        tuple(_guilty(found, order)),
+        _guilty(found), values,
         len({name for sight in sights for name in sight.judged}),
         tuple(sorted({name for sight in sights for name in sight.unknown})),
+        tuple(sight.local for sight in sights),
     )  # fmt: skip
 
 
-def _guilty(found: Sequence[Finding], order: Sequence[Frame]) -> Iterable[tuple[str, str]]:
-    """Each guilty module once, with the worst that it makes wrong; forward comes first."""
+def _forward_first(found: Sequence[Finding], order: Sequence[Frame]) -> list[Finding]:
+    """Findings in forward if there are any, else those in backward, as the modules return."""
     place = {frame: k for k, frame in enumerate(order)}
-    forward = [one for one in found if not one.back] or list(found)
+    told = [one for one in found if not one.back] or list(found)
+    return sorted(told, key=lambda one: place.get(one.frame, -1))
+
+
+def _guilty(found: Sequence[Finding]) -> tuple[tuple[str, str], ...]:
+    """Each guilty module once, with the first thing that it makes wrong."""
     told: dict[str, str] = {}
-    for one in sorted(forward, key=lambda f: place.get(f.frame, -1)):
-        told.setdefault(one.frame[0], f"{one.what} is off by {one.error:.1e}")
-    return told.items()
+    for one in found:
+        size = "" if one.error == float("inf") else f" is off by {one.error:.1e}"
+        told.setdefault(one.frame[0], f"{one.what}{size}")
+    return tuple(told.items())
 
 
 def _named(frame: Frame) -> str:
     name, turn = frame
     return (name or "the model") + (f" (call {turn + 1})" if turn else "")
-
-

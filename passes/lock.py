@@ -120,7 +120,7 @@ def _tensor(dtype: object, shape: object) -> str:
 def _parameters(plan: Plan) -> Iterator[tuple[str, tuple[str, ...]]]:
     for fact in plan.model.unique.values():
         said = _tensor(fact.dtype, fact.shape) + ("" if fact.requires_grad else ", frozen")
-        yield fact.name, (said, *(f"also {name}" for name in fact.names[1:]))
+        yield fact.name, (said, *(f"tied to {name}" for name in fact.names[1:]))
 
 
 def _rows(plan: Plan) -> Section:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+HIDDEN = "hidden buffers"  # those that a state dict leaves out
 Batch = Mapping[str, Any]
 Loss = Callable[[Any, Batch], "Tensor"]
 MakeOptimizer = Callable[[Sequence[tuple[str, "nn.Parameter"]]], "Optimizer"]
@@ -57,22 +58,33 @@ class Subject(Protocol):
 
 @dataclass(frozen=True)
 class Condition:
-    """One training run: fresh parameters, an optimizer, a clip, and a batch per step."""
+    """One training run: fresh parameters, an optimizer, a clip, and a batch per step.
+
+    scale     by what the loss is multiplied
+    evaluate  train in eval mode: no dropout, statistics as they stand
+    case      what is run, where it is not the case of the proof itself (some parameters frozen)
+    """
 
     name: str
     optimizer: MakeOptimizer
     batches: tuple[Batch, ...]
     clip: float | None = None
+    scale: float = 1.0
+    evaluate: bool = False
+    case: Any = None
 
 
-def conditions(batches: Sequence[Batch], norm: float) -> tuple[Condition, ...]:
+def conditions(
+    batches: Sequence[Batch], norm: float, others: Sequence[Batch] = ()
+) -> tuple[Condition, ...]:
     """SGD, never clipped, shows scales of gradients; AdamW, always clipped, counts and the norm.
 
-    `norm` is the gradient norm of the original at the first batch.
+    `norm` is the gradient norm of the original at the first batch. AdamW runs on the batches
+    `others` if there are any.
     """
     return (
         Condition("SGD", _sgd, tuple(batches), 1e6 * norm),
-        Condition("AdamW, clipped", _adamw, tuple(batches), norm / 4),
+        Condition("AdamW, clipped", _adamw, tuple(others or batches), norm / 4),
     )
 
 
@@ -132,6 +144,8 @@ def observe(
 
     The function modes of the comparison (float64, logical dropout) are for the caller to enter.
     """
+    import torch
+
     seen = Observation()
     order: tuple[str, ...] = ()
     ties: tuple[tuple[str, ...], ...] = ()
@@ -139,12 +153,14 @@ def observe(
     unread: set[str] = set()
     left: dict[str, str] = {}
     for condition in conditions:
-        subject = make(condition)
-        sight = _Sight(seen, condition.name, keep, gone, unread, left)
-        for step, batch in enumerate(condition.batches):
-            sight.step(subject, step, batch)
-            progress({"condition": condition.name, "step": step})
-        sight.end(subject, len(condition.batches) - 1, condition.batches[0])
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # a side that draws from torch's generator leaves another state
+            subject = make(condition)
+            sight = _Sight(seen, condition.name, keep, gone, unread, left)
+            for step, batch in enumerate(condition.batches):
+                sight.step(subject, step, batch)
+                progress({"condition": condition.name, "step": step})
+            sight.end(subject, len(condition.batches) - 1, condition.batches[0])
         order = order or tuple(getattr(subject, "order", ()))
         ties = ties or tuple(getattr(subject, "ties", ()))
     return Observation(
@@ -170,7 +186,7 @@ class _Sight:
             self.names("state_dict keys", subject.state_dict())
             self.outputs("outputs", step, subject, subject.eval_step(batch))
         self.tensor("loss", step, "loss", subject.train_step(batch))
-        self.outputs("training outputs", step, subject, subject.output)
+        self.outputs("training outputs", step, subject, getattr(subject, "output", None))
         norm = subject.grad_norm
         if norm is None:
             self.missing.add("gradient norm")
@@ -192,17 +208,30 @@ class _Sight:
             for slot, value in slots.items():
                 self.tensor(f"optimizer {slot}", step, name, value)
         self.outputs("outputs", step + 1, subject, subject.eval_step(batch))
+        self.tensors("generator state", step, self.asked(subject, "generators", "generator state"))
+        if draws := self.asked(subject, "draws", "dropout draws"):
+            self.names("dropout draws", draws)
 
     def state(self, subject: Subject, step: int) -> None:
         trainable = set(subject.trainable())
-        for name, value in subject.state_dict().items():
+        state = subject.state_dict()
+        for name, value in state.items():
             self.tensor("parameters" if name in trainable else "other state", step, name, value)
+        hidden = self.asked(subject, "buffers", HIDDEN)
+        self.tensors(HIDDEN, step, {k: v for k, v in hidden.items() if k not in state})
         copies = subject.replicas()
         if copies is None:
             self.missing.add("replicas")
         elif self.keep:
             for name, error in copies.items():
                 self.seen.replicas[Key(self.condition, "replicas", step, name)] = error
+
+    def asked(self, subject: Any, question: str, kind: str) -> Any:
+        """What a subject says that need not be able to; if it is not, the kind is missing."""
+        if hasattr(subject, question):
+            return getattr(subject, question)()
+        self.missing.add(kind)
+        return {}
 
     def outputs(self, kind: str, step: int, subject: Subject, output: Any) -> None:
         self.tensors(kind, step, dict(flattened(output, self.unread)))

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from schedlang.diagnostic import Diagnostic
 from schedlang.passes.claim import Claim, facet_row, folded, placed
 from schedlang.passes.gradients import Gradients
+from schedlang.passes.kept import kept
 from schedlang.passes.prepare import Prepared
+from schedlang.passes.roles import Role
 from schedlang.passes.staging import buffer_stages
 from schedlang.plan import Plan
 
 
-def owners(plan: Plan, prepared: Prepared, gradients: Gradients | None) -> Claim:
-    """Parameters in one stage or shared by ties or code between units; buffers assigned (S715)."""
+def owners(
+    plan: Plan, prepared: Prepared, gradients: Gradients | None, played: Sequence[Role]
+) -> Claim:
+    """Parameters in one stage or shared by ties or code between units; buffers assigned (S715).
+
+    Ranks that were played told their optimizer of each trained parameter that they hold, once.
+    """
     problems = [*_parameters(plan, prepared, gradients), *_buffers(plan, prepared)]
+    problems += _optimizers(plan, played)
     stages = prepared.staged.cut.stages
     buffers = dict(plan.model.model.named_buffers())
     said = (
@@ -22,9 +31,9 @@ def owners(plan: Plan, prepared: Prepared, gradients: Gradients | None) -> Claim
         f" {stages} stage{'s' * (stages != 1)}"
     )
     label = placed(facet_row(plan, "stage"))
-    return Claim(
-        "ownership", said, folded((name, Diagnostic("S715", why, label)) for name, why in problems)
-    )
+    found = [(name, Diagnostic("S715", why, label)) for name, why in problems]
+    found += [(fqn, Diagnostic("S715", why, placed(row))) for fqn, why, row in kept(plan)]
+    return Claim("ownership", said, folded(found))
 
 
 def _units(prepared: Prepared, names: tuple[str, ...]) -> frozenset[int]:
@@ -56,9 +65,6 @@ def _parameters(
         reads = frozenset(staged.ranks[s] for s in used.stages) if used is not None else inside
         if reads - holders:
             yield name, f"stages at {sorted(reads - holders)} use it and do not hold it"
-        if len(holders) > 1 and len(fact.names) == 1 and len(inside) == 1 and holders != inside:
-            if reads <= inside:
-                yield name, f"it is held at {sorted(holders)} and used at {sorted(inside)} only"
 
 
 def _buffers(plan: Plan, prepared: Prepared) -> Iterator[tuple[str, str]]:
@@ -75,3 +81,15 @@ def _buffers(plan: Plan, prepared: Prepared) -> Iterator[tuple[str, str]]:
             yield name, "a buffer is held by no stage"
         elif holders is None and inside:
             yield name, f"a buffer of units at {sorted(inside)} is assigned to no stage"
+
+
+def _optimizers(plan: Plan, played: Sequence[Role]) -> Iterator[tuple[str, str]]:
+    """Every trained parameter that a rank holds is given to its optimizer once, and no other."""
+    for role in played:
+        given = Counter(role.trained)
+        for name, fact in plan.model.unique.items():
+            due = int(fact.requires_grad and name in role.held)
+            if given.pop(name, 0) != due:
+                yield name, f"the optimizer of rank {role.rank} does not train it exactly once"
+        for name in given:
+            yield name, f"the optimizer of rank {role.rank} trains what the model does not have"

@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from schedlang.passes.book import executed
 from schedlang.passes.claim import Claim
 from schedlang.passes.gradients import gradients
-from schedlang.passes.ledger import booked, ledger
+from schedlang.passes.ledger import ledger
+from schedlang.passes.matching import matching
 from schedlang.passes.owners import owners
 from schedlang.passes.prepare import prepare
+from schedlang.passes.roles import Step, roles, slices
+from schedlang.passes.shares import weights
 from schedlang.passes.types import types
 from schedlang.plan import Plan
 
@@ -41,12 +45,15 @@ class Static:
         return {"proofs": [c.to_json() for c in self.claims], "unseen": list(self.unseen)}
 
 
-def static(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) -> Static:
+def static(
+    plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None, weight: Any = None
+) -> Static:
     """Prove what can be proven from shapes and types alone, with one microbatch of a batch.
 
     Raises Refusal where the plan cannot be built for this batch.
     """
     from schedlang.runtime import parts
+    from schedlang.runtime.tap import free
 
     micro = plan.order.micro if plan.order is not None else 1
     sample = parts.split(batch, plan.mesh.size(plan.data_axes), micro)[0][0].inputs
@@ -54,9 +61,22 @@ def static(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) -> St
     found = gradients(plan, prepared, sample, loss)
     if found is None:
         why = "the model returns no loss"
-        first = (Claim("reductions", why, checked=False),
-                 Claim("placement types", why, checked=False))  # fmt: skip
-    else:
-        first = (ledger(plan, prepared, found, booked(plan, prepared)), types(plan, found))
-    claims = (*first, owners(plan, prepared, found))
-    return Static(claims, (*(u for c in claims for u in c.unseen), *UNSEEN))
+        names = ("reductions", "placement types", "loss weights", "matching")
+        claims = tuple(Claim(name, why, checked=False) for name in names)
+        return _all(*claims, owners(plan, prepared, None, ()))
+    step = Step(plan, prepared, sample, loss, weight)
+    played = tuple(roles(step)) if free() else ()
+    first = {role.place: role.rank for role in reversed(played)}
+    book = executed(plan, prepared, played, {p: slices(step, rank) for p, rank in first.items()})
+    why = "this process is a rank of a job, and cannot play others"
+    return _all(
+        ledger(plan, prepared, found, book),
+        types(plan, found),
+        weights(step, batch, played),
+        matching(plan, prepared, played) if played else Claim("matching", why, checked=False),
+        owners(plan, prepared, found, played),
+    )
+
+
+def _all(*claims: Claim) -> Static:
+    return Static(claims, (*(u for claim in claims for u in claim.unseen), *UNSEEN))

@@ -197,14 +197,23 @@ CODES: Mapping[str, tuple[str, str]] = {
         "Checked on the original, before anything else: the parts of a batch, weighed, must give\n"
         "its loss.  Say what a part weighs, `weight(batch)`, or `relax(batch_stats)`.",
     ),
+    "S708": (
+        "a buffer depends on how the batch is split",
+        "A forward writes it, once for each microbatch and on each rank for its own rows.\n"
+        "Measured on the original, like S703.",
+    ),
+    "S709": (
+        "equal bits of rows that round",
+        "`verify(exact)` is about the rows of its step.  Sums over ranks come in another order.",
+    ),
     "S706": (
         "the model returns no loss",
         "Define `loss(output, batch)`, or give labels in the batch.",
     ),
     "S711": (
         "a gradient is not summed",
-        "`check --model` follows on every axis whether a gradient is whole or a part of a sum.  This\n"
-        "one is a part when it is used, so its ranks would train on different gradients.",
+        "`check --model` follows on every axis whether a gradient is whole or a part of a sum.\n"
+        "This one is still a part when it is used: ranks would train on different gradients.",
     ),
     "S712": (
         "a gradient is summed too often",
@@ -214,6 +223,17 @@ CODES: Mapping[str, tuple[str, str]] = {
         "what is summed is no pending sum",
         "Ranks hold parts that add up to the whole only after a product over a split dim.  From\n"
         "there to the sum only linear calls may stand, and nothing that every rank adds alike.",
+    ),
+    "S714": (
+        "ranks do not agree",
+        "`check --model` plays a step of several ranks without values and writes down what each\n"
+        "sends.  Members of a group must ask for the same collectives in the same order, and the\n"
+        "two ends of a channel for the same messages; these would wait for ever, or mix values up.",
+    ),
+    "S716": (
+        "parts do not weigh one together",
+        "The loss of each part of the batch is weighed so that all together are the mean of the\n"
+        "whole.  These weights are not: gradients would be too large or too small.",
     ),
     "S715": (
         "state without an owner",

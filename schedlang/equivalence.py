@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from schedlang.schedule import Schedule
 
 Batches = Mapping[str, Any] | Callable[..., Mapping[str, Any]]
-STEPS = 3
 
 
 def verify(
@@ -39,13 +38,14 @@ def verify(
     Models, losses and batches may be defined anywhere: a notebook, `__main__`, a closure.  Raises
     Refusal for what cannot be run, RankDied or Hang for a run that failed.
     """
+    from schedlang.passes.asked import steps_of
     from schedlang.passes.prove import prove
     from schedlang.passes.shrink import lies_on_meta, remarked
     from schedlang.passes.shrink import shrink as reduce
     from schedlang.passes.sides import Case
 
     plan, small = sch.plan(), None
-    batches: tuple[Mapping[str, Any], ...] = _batches(batch, seed)
+    batches: tuple[Mapping[str, Any], ...] = _batches(batch, seed, steps_of(plan))
     model = plan.model.model
     if shrink or (shrink is None and lies_on_meta(model)):
         make = shrink if callable(shrink) else None
@@ -65,14 +65,14 @@ def assert_equivalent(sch: Schedule, **options: Any) -> None:
         raise AssertionError(f"the schedule differs from its model\n{report}")
 
 
-def _batches(batch: Any, seed: int) -> tuple[dict[str, Any], ...]:
+def _batches(batch: Any, seed: int, steps: int) -> tuple[dict[str, Any], ...]:
     """One batch, or one for each step where a function of the seed makes them."""
     if isinstance(batch, Mapping):
-        return (dict(batch),) * STEPS
+        return (dict(batch),) * steps
     if not callable(batch):
         raise _refusal(f"`batch` is a {type(batch).__name__}, not a dict")
     takes_seed = bool(inspect.signature(batch).parameters)
-    made = [batch(seed + step) if takes_seed else batch() for step in range(STEPS)]
+    made = [batch(seed + step) if takes_seed else batch() for step in range(steps)]
     wrong = next((one for one in made if not isinstance(one, Mapping)), None)
     if wrong is not None:
         raise _refusal(f"`batch` returns {type(wrong).__name__}, not a dict")

@@ -11,12 +11,13 @@ import os
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
 if TYPE_CHECKING:
-    from schedlang.verbs.examine import Outcome, Ranks, Wish
+    from schedlang.verbs.answers import Outcome, Wish
+    from schedlang.verbs.examine import Ranks
 
 LEVELS = ("static", "step3")
 RANKS = pytest.StashKey["Ranks"]()
@@ -28,10 +29,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add = group.addoption
     add("--schedlang", action="store_true", help="collect *.sched files")
     add("--schedlang-level", choices=LEVELS, default="step3",
-        help="static: run nothing; step3: compare three training steps (default)")  # fmt: skip
+        help="static: prove without a run; step3: compare three steps too (default)")  # fmt: skip
     add("--schedlang-dtype", metavar="DTYPE", help="working dtype that is checked beside float64")
     add("--schedlang-world", type=int, default=8, metavar="N",
         help="most ranks to start; a schedule with more is skipped (default 8)")  # fmt: skip
+    add("--schedlang-shrink", action="store_true",
+        help="reduce model and mesh of a schedule with more, instead")  # fmt: skip
     add("--schedlang-seed", type=int, default=0, metavar="N",
         help="of weights, batches and dropout")  # fmt: skip
     add("--schedlang-locked", action="store_true", help="every schedule with rows needs its lock")
@@ -57,34 +60,36 @@ class SchedFile(pytest.File):
     """A schedule: what is to be asked about it."""
 
     def collect(self) -> Iterator[pytest.Item]:
-        """`check` for every file; `lock` and `verify` for what has rows."""
+        """`check` for every file; `lock`, `static` and `verify` for what has rows."""
         from schedlang.diagnostic import Refusal
-        from schedlang.verbs import examine
+        from schedlang.verbs import answers, examine
         from schedlang.verbs.lockfile import lock_path
 
         wish = self._wish()
-        questions = [examine.CHECK]
+        questions = [answers.CHECK]
         try:
             line = examine.first_row(self.path)
         except Refusal:
             line = 0  # `check` says what is wrong with it
         if line and not wish.refused:
             asked = self.config.getoption("schedlang_locked") or lock_path(self.path).exists()
-            questions += [examine.LOCK] if asked else []
+            questions += [answers.LOCK] if asked else []
+        questions += [answers.STATIC] if line else []
         if line and self.config.getoption("schedlang_level") != "static":
-            questions.append(examine.VERIFY)
+            questions.append(answers.VERIFY)
         for question in questions:
-            at = line if question == examine.VERIFY else 1
+            at = line if question in (answers.STATIC, answers.VERIFY) else 1
             yield SchedItem.from_parent(self, name=question, wish=wish, line=at)
 
     def _wish(self) -> Wish:
-        from schedlang.verbs.examine import Wish
+        from schedlang.verbs.answers import Wish
 
         option = self.config.getoption
         return Wish(
             model=self._model(), mesh=self._said("schedlang_mesh") or None,
             seed=option("schedlang_seed"), dtype=option("schedlang_dtype"),
-            world=option("schedlang_world"), refused=self._said("schedlang_refused"),
+            world=option("schedlang_world"), shrink=option("schedlang_shrink"),
+            refused=self._said("schedlang_refused"),
         )  # fmt: skip
 
     def _model(self) -> str | None:
@@ -109,10 +114,6 @@ class SchedFile(pytest.File):
         return ""
 
 
-class Told(Exception):
-    """A schedule that does not hold, or could not be checked."""
-
-
 class SchedItem(pytest.Item):
     """One question about one schedule."""
 
@@ -130,32 +131,32 @@ class SchedItem(pytest.Item):
         if self.outcome.skipped:
             pytest.skip(self.outcome.skipped)
         if self.outcome.code == UNCHECKED:
-            raise Told
+            self._fail()
 
     def runtest(self) -> None:
         """Judge."""
         assert self.outcome is not None
         if self.outcome.code:
-            raise Told
+            self._fail()
         if self.outcome.text:
             self.add_report_section("call", "schedlang", self.outcome.text)
 
     def _asked(self) -> Outcome:
-        from schedlang.verbs import examine
+        from schedlang.verbs import answers, examine
 
         file = Path(_shown(self.path))
-        if self.name == examine.CHECK:
-            return examine.check(file, self.wish)
-        if self.name == examine.LOCK:
-            return examine.lock(file, self.wish)
+        if self.name != answers.VERIFY:
+            asked = {answers.CHECK: examine.check, answers.LOCK: examine.lock}
+            return asked.get(self.name, examine.static)(file, self.wish)
         with _ranks(self.config) as ranks:
             return examine.verify(file, self.wish, ranks)
 
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The place as an editor finds it, and all there is to say."""
-        if not isinstance(excinfo.value, Told) or self.outcome is None:
-            return super().repr_failure(excinfo, style)
-        return f"{self.outcome.where}: {self.name} {self.outcome.word}\n{self.outcome.text}"
+    def _fail(self) -> NoReturn:
+        """The place as an editor finds it, and all there is to say; no line of this file."""
+        outcome = self.outcome
+        assert outcome is not None
+        text = f"{outcome.where}: {self.name} {outcome.word}\n{outcome.text}"
+        pytest.fail(text, pytrace=False)
 
     def reportinfo(self) -> tuple[Path, int, str]:
         """The schedule, and the line where what is asked about begins."""
@@ -200,17 +201,21 @@ def pytest_runtest_makereport(
     decides = call.when == "call" or (call.when == "setup" and not report.passed)
     if decides and isinstance(item, SchedItem) and item.outcome is not None:
         report.schedlang = item.outcome.to_json()  # type: ignore[attr-defined]
+        if item.outcome.skipped:  # what is left out is the schedule, not a line of this file
+            report.longrepr = (str(item.path), item.line, f"Skipped: {item.outcome.skipped}")
     return report
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """On GitHub, annotations on the lines to blame and a table in the job's summary."""
+    if hasattr(config, "workerinput"):
+        return  # a worker of pytest-xdist has a terminal of its own, which nobody sees
     reports = [report for some in terminalreporter.stats.values() for report in some]
     found = [report.schedlang for report in reports if hasattr(report, "schedlang")]
     if not found:
         return
     from schedlang.annotate import Note, annotation, on_github, summarize
-    from schedlang.verbs.examine import summary
+    from schedlang.verbs.answers import summary
 
     if not on_github():
         return

@@ -50,6 +50,18 @@ def phi3(layers: int = 2) -> nn.Module:
     return transformers.Phi3ForCausalLM(config).double()
 
 
+def gemma2(layers: int = 1) -> nn.Module:
+    """Gemma-2: norms before and after each part, which multiply by 1 + w."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(
+        hidden_size=16, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=24, max_position_embeddings=16, head_dim=4, sliding_window=4, **SIZES,
+    )  # fmt: skip
+    return transformers.Gemma2ForCausalLM(config).double()
+
+
 def qwen3(layers: int = 2) -> nn.Module:
     """Qwen-3: a norm over each head of queries and keys, with one weight for all heads."""
     import transformers

@@ -62,8 +62,10 @@ class Alone:
         """Inside `opaque` modules nothing is seen."""
         self.running: list[Running] = []
         self.turns: dict[str, int] = {}
-        self.handles = []
+        self.handles: list[Any] = []
+        self.names: list[str] = []
         for name, module in outside(model, opaque):
+            self.names.append(name)
             before = module.register_forward_pre_hook(self._before(name), with_kwargs=True)
             after = module.register_forward_hook(self._after, with_kwargs=True)
             self.handles += [before, after]
@@ -180,7 +182,8 @@ def parts_of(tree: Any) -> tuple[list[Tensor], Starts, tuple[list[Any], Any]]:
 
 def rebuilt(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
     """The leaves with other tensors; each may be written into, as what a module returns may."""
-    out, rest = [], iter(tensors)
+    out: list[Any] = []
+    rest = iter(tensors)
     for leaf in leaves:
         if isinstance(leaf, ShardedLogits):
             mine = enter(next(rest))

@@ -39,7 +39,7 @@ class Constants:
     ) -> Any:
         """The operator's result; what a value that is not known becomes is for `unknown(func)`."""
         if func._schema.name == "aten::_local_scalar_dense" and args[0].is_meta:
-            value = self._real(args[0])
+            value = self.real(args[0])
             return unknown(func) if value is None else value.item()
         try:
             output = func(*args, **kwargs)
@@ -83,7 +83,7 @@ class Constants:
         real = []
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.is_meta:
-                leaf = self._real(leaf)
+                leaf = self.real(leaf)
                 if leaf is None:
                     return None
             elif isinstance(leaf, torch.device) and leaf.type == "meta":
@@ -95,7 +95,8 @@ class Constants:
         except (RuntimeError, NotImplementedError):
             return None
 
-    def _real(self, bare: torch.Tensor) -> torch.Tensor | None:
+    def real(self, bare: torch.Tensor) -> torch.Tensor | None:
+        """The values of a tensor on the meta device, where they are known."""
         flat = self.values.get(_storage(bare))
         if flat is None:
             return None

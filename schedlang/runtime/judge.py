@@ -81,12 +81,14 @@ class View:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a call makes wrong: `what` in words, `back` if in backward."""
+    """Something that a call makes wrong: `what` in words, `back` if in backward; its values."""
 
     frame: Frame
     what: str
     error: float
     back: bool = False
+    got: Tensor | None = None
+    want: Tensor | None = None
 
 
 @dataclass
@@ -98,9 +100,11 @@ class Watch:
     stage: int = 0
     seen: dict[tuple[int, Frame], tuple[float, bool]] = field(default_factory=dict)
     turns: dict[str, int] = field(default_factory=dict)
+    opaque: frozenset[str] = frozenset()
 
     def follow(self, model: nn.Module, opaque: Collection[str]) -> None:
         """Put hooks on all modules but those inside opaque ones."""
+        self.opaque = frozenset(opaque)
         for name, module in outside(model, opaque):
             module.register_forward_pre_hook(self._before(name))
             module.register_forward_hook(self._after(name))
@@ -132,7 +136,7 @@ class Watch:
         self, frame: Frame, call: Call, tensors: list[Tensor], starts: Starts
     ) -> tuple[float, bool]:
         worst = 0.0
-        if len(tensors) != len(call.outputs):
+        if len(tensors) != len(call.outputs) and frame[0] not in self.opaque:
             return math.inf, False
         scale = largest(call.outputs)
         for k, (got, want, start) in enumerate(zip(tensors, call.outputs, starts)):
@@ -173,6 +177,7 @@ class Judge(Alone):
         self, model: nn.Module, view: View, calls: Sequence[Calls], opaque: Collection[str]
     ) -> None:
         super().__init__(model, opaque)
+        self.opaque = frozenset(opaque)
         self.view, self.references, self.stage = view, calls, 0
         self.findings: list[Finding] = []
         self.judged: set[str] = set()
@@ -185,9 +190,14 @@ class Judge(Alone):
         elsewhere = self.view.stages.get(frame, self.stage) != self.stage
         return None if elsewhere else call
 
-    def _find(self, frame: Frame, what: str, error: float, back: bool = False) -> None:
+    def _compare(
+        self, frame: Frame, what: str, got: Tensor, want: Tensor, scale: float, back: bool = False
+    ) -> None:
+        error = difference(got.detach(), want, scale)
         if not error <= RTOL:
-            self.findings.append(Finding(frame, what, error, back))
+            known = any(one.back == back for one in self.findings)  # the first of each is looked at
+            values = (None, None) if known else (got.detach().clone(), want.clone())
+            self.findings.append(Finding(frame, what, error, back, *values))
 
     # -- forward -----------------------------------------------------------------------------------
 
@@ -205,16 +215,17 @@ class Judge(Alone):
         known = self._reference(call.frame)
         if known is None:
             return tensors
-        if len(known.outputs) != len(tensors):
-            self._find(call.frame, "its outputs are others", math.inf)
+        same = len(known.outputs) == len(tensors)
+        if not same and call.frame[0] not in self.opaque:
+            self.findings.append(Finding(call.frame, "its outputs are others", math.inf))
             return tensors
         self.judged.add(call.frame[0])
         forced = self._forced(
             call.frame, call.frame, "its output", known.outputs, tensors, starts, False
         )
-        if call.frame not in self.view.spanning:
+        if same and call.frame not in self.view.spanning:
             self._backward(call, known)
-        return forced
+        return [*forced, *tensors[len(forced) :]]
 
     def _forced(
         self, guilty: Frame | None, frame: Frame, what: str, wanted: Sequence[Tensor],
@@ -229,10 +240,10 @@ class Judge(Alone):
                 continue
             want = self.view.local(whole, note or Note(), start, got)
             if guilty is not None:
-                self._find(guilty, what, difference(got.detach(), want, scale))
+                self._compare(guilty, what, got, want, scale)
                 flows = whole.requires_grad and torch.is_grad_enabled()
                 if flows and not got.requires_grad and guilty not in self.view.spanning:
-                    self._find(guilty, f"{what} is detached", math.inf, True)
+                    self.findings.append(Finding(guilty, f"{what} is detached", math.inf, True))
             same = want.shape == got.shape
             out.append(fresh(want if same else got, whole.requires_grad))
         return out
@@ -271,15 +282,18 @@ class Judge(Alone):
             got = self.view.summed(back.get(place, torch.zeros_like(leaf)), note.entered)
             what = f"the gradient of {_named(place, call.frame)}"
             want = self.view.local(whole, note, start, got)
-            self._find(call.frame, what, difference(got, want, scale), True)
+            self._compare(call.frame, what, got, want, scale, True)
+        held = dict(call.module.named_parameters(recurse=False))
         for name, whole in known.parameters.items():
+            if name not in held:
+                continue  # another module stands here
             first = self.view.names[call.frame[0], name]
             holding = replace(self.view.holdings[first], sliced=())
             part = take(whole, holding, self.view.mesh, self.view.rank)
             mine = own.get(name)
             mine = torch.zeros_like(part) if mine is None else mine
             got = self.view.summed(mine, self.view.partial.get(first, frozenset()))
-            self._find(call.frame, f"the gradient of {name}", difference(got, part, scale), True)
+            self._compare(call.frame, f"the gradient of {name}", got, part, scale, True)
 
 
 def _named(place: Place, own: Frame) -> str:
@@ -288,10 +302,9 @@ def _named(place: Place, own: Frame) -> str:
 
 
 def worst_of(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """For each module and thing the worst finding, in the order in which they were made."""
+    """One finding for each module and thing, with the largest error, in the order made."""
     found: dict[tuple[str, str], Finding] = {}
     for one in findings:
-        key = one.frame[0], one.what
-        if key not in found or one.error > found[key].error:
-            found[key] = one
+        first = found.setdefault((one.frame[0], one.what), one)
+        found[one.frame[0], one.what] = replace(first, error=max(first.error, one.error))
     yield from found.values()

@@ -56,7 +56,7 @@ def trouble(tensor: Tensor, axis: str, varies: Varies) -> str | None:
 
 
 def _step(made: Made, axis: str, varies: Varies) -> list[Tensor] | str:
-    """The inputs that have to be pending sums for this call's result to be one, or why it is not."""
+    """The inputs that have to be pending sums for the result to be one, or why it is not."""
     parts = [t for t in made.inputs if axis in varies(t)]
     alike = [t for t in made.inputs if axis not in varies(t)]
     if made.name in PRODUCTS:

@@ -23,7 +23,7 @@ from schedlang.runtime.gradient import (
 )
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.outputs import whole_output
-from schedlang.runtime.parts import Batch, Part, rows_of, split
+from schedlang.runtime.parts import Batch, Part, followed, rows_of, split
 from schedlang.runtime.pipeline import BACKWARD, Event, Result
 from schedlang.runtime.replicas import reshard
 from schedlang.runtime.scope import Scope, entered
@@ -45,6 +45,7 @@ class Program:
     step: int = 0
     grad_norm: float | None = None
     follow_inputs: bool = False  # also keep the gradients of the batch's float tensors
+    evaluate: bool = False  # train in eval mode: no dropout, statistics as they stand
     keep_output: bool = False  # also keep the output of a training step, in `output`
     output: Any = None
     left_out: dict[str, str] = field(default_factory=dict)  # of the last output: place -> why
@@ -71,12 +72,11 @@ class Program:
         stay for the caller's own.  Submodules that were in eval while the model trained stay so.
         """
         self._check_names(batch)
-        self._training.on()
+        self._training.off() if self.evaluate else self._training.on()
         self._zero()
         parts, weights, total = self._parts(batch, local)
-        parts = [self._defined(part, weight) for part, weight in zip(parts, weights)]
         if self.follow_inputs:
-            parts = self._inputs = [Part(_followed(part.inputs), part.rows) for part in parts]
+            parts = self._inputs = [Part(followed(part.inputs), part.rows) for part in parts]
         results = self._run(parts, [w / total for w in weights], train=True)
         sum_gradients(self.assembly.parameters, self.assembly.sums)
         loss = self._finish(results, weights, total)
@@ -130,6 +130,11 @@ class Program:
 
     def _parts(self, batch: Batch, local: bool) -> tuple[list[Part], list[float], float]:
         """This rank's microbatches, their weights, and the weight of the whole batch."""
+        parts, weights, total = self._shares(batch, local)
+        return list(map(self._defined, parts, weights)), weights, total
+
+    def _shares(self, batch: Batch, local: bool) -> tuple[list[Part], list[float], float]:
+        """The same, of parts as the batch gives them."""
         a = self.assembly
         mesh = a.ranks.mesh
         count = mesh.size(a.replicas)
@@ -226,6 +231,14 @@ class Program:
         """For each parameter the greatest relative difference between copies of one part."""
         return whole.replica_errors(self.assembly)
 
+    def buffers(self) -> dict[str, Tensor]:
+        """All buffers by original name, also those that a state dict leaves out."""
+        return whole.buffers(self.assembly)
+
+    def buffer_errors(self) -> dict[str, float]:
+        """For each buffer 0 if its copies on all ranks are equal, else 1."""
+        return whole.buffer_errors(self.assembly)
+
     def state_dict(self) -> dict[str, Tensor]:
         """The original's state dict: its keys, in its order, whole values on every rank's CPU."""
         return whole.state_dict(self.assembly)
@@ -249,15 +262,6 @@ class Program:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take over what a program of any layout saved; see `archive.load`."""
         archive.load(self, path)
-
-
-def _followed(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs with float tensors as leaves of their own."""
-    out = dict(inputs)
-    for name, value in inputs.items():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            out[name] = value.detach().clone().requires_grad_()
-    return out
 
 
 def _positive(total: float) -> float:

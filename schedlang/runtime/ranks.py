@@ -53,12 +53,16 @@ class Ranks:
         self.rank = dist.get_rank() if world > 1 else 0
         self.at = mesh.coordinates(self.rank)
         self._groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+        self._along: dict[tuple[str, ...], Group] = {}  # asked for by every sharded module
 
     def group(self, over: str | Sequence[str]) -> Group:
         """This rank's group along axes; a group of one has no process group."""
-        axes = self.mesh.fold(over)
         name = (over,) if isinstance(over, str) else tuple(over)
-        return self._made(name, self.mesh.groups(axes), self.mesh.index(self.rank, axes))
+        if name not in self._along:
+            axes = self.mesh.fold(over)
+            place = self.mesh.index(self.rank, axes)
+            self._along[name] = self._made(name, self.mesh.groups(axes), place)
+        return self._along[name]
 
     def again(self, over: str) -> dist.ProcessGroup | None:
         """A second process group over the same ranks, for traffic the other way."""

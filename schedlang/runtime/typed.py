@@ -135,7 +135,7 @@ class Typed(TorchFunctionMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch every function of the runtime that communicates, forward and backward."""
-        found = [
+        found: list[tuple[Any, bool]] = [
             (kind, module is collective)
             for module in (collective, vocab)
             for kind in vars(module).values()
@@ -201,9 +201,9 @@ class Typed(TorchFunctionMode):
             reason = f"its {one.kind} sums what is alike on all ranks of `{axis}`"
             self.faults.append(Fault("sum", fqn, axis, reason))
         elif plain:
-            reason = trouble(x, axis, self.varies)
-            if reason is not None:
-                self.faults.append(Fault("type", fqn, axis, reason))
+            wrong = trouble(x, axis, self.varies)
+            if wrong is not None:
+                self.faults.append(Fault("type", fqn, axis, wrong))
 
     def _backward(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def backward(ctx: Any, *grads: Any) -> Any:

@@ -9,10 +9,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from schedlang.verbs.outcome import HOLDS, REFUSED, AsJson, Knobs, MeshSizes, Model, show_json, verb
+from schedlang.verbs.outcome import (
+    FAILS,
+    HOLDS,
+    REFUSED,
+    UNCHECKED,
+    AsJson,
+    Knobs,
+    MeshSizes,
+    Model,
+    show_json,
+    verb,
+)
 
 if TYPE_CHECKING:
     from schedlang.passes.static import Static
+    from schedlang.verbs.lockfile import Compared
 
 
 @verb
@@ -21,6 +33,9 @@ def check(
     model: Model = None,
     knob: Knobs = None,
     mesh: MeshSizes = None,
+    locked: Annotated[
+        bool, typer.Option("--locked", help="Also compare with each FILE.lock; needs the model.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check syntax, names, domains and arguments; needs neither torch nor the model.
@@ -48,19 +63,25 @@ def check(
         raise Refusal(*problems, *warnings)
     proven = _proven(files, model, knob, mesh) if model is not None else {}
     wrong = [one for static in proven.values() for one in static.problems]
+    unchecked = any(not claim.checked for one in proven.values() for claim in one.claims)
+    changed = _changed(files, model) if locked else []
+    code = REFUSED if wrong else FAILS if changed else UNCHECKED if unchecked else HOLDS
     if as_json:
         show_json({
-            "exit": REFUSED if wrong else HOLDS,
+            "exit": code,
             "diagnostics": [d.to_json() for d in (*wrong, *warnings)],
             **({"static": {str(f): p.to_json() for f, p in proven.items()}} if proven else {}),
+            **({"locks": [one.to_json() for one in changed]} if locked else {}),
         })  # fmt: skip
     else:
         for one in (*wrong, *warnings):
             print(one.render() + "\n", file=sys.stderr)
         for file in files:
             _show(file, proven.get(file))
-    if wrong:
-        raise typer.Exit(REFUSED)
+        for compared in changed:
+            print(compared)
+    if code:
+        raise typer.Exit(code)
 
 
 def _proven(
@@ -73,15 +94,28 @@ def _proven(
     proven = {}
     for file in files:
         found = planned(file, model, knob, mesh)
-        proven[file] = static(found.plan, found.model.batch(0), found.model.loss)
+        proven[file] = static(
+            found.plan, found.model.batch(0), found.model.loss, found.model.weight
+        )
     return proven
+
+
+def _changed(files: Sequence[Path], model: str | None) -> list[Compared]:
+    """Of the schedules that have rows, those whose locks do not hold; Refusal without a lock."""
+    from schedlang.verbs.examine import is_library
+    from schedlang.verbs.lockfile import compare_lock
+
+    compared = [compare_lock(file, model) for file in files if not is_library(file)]
+    return [one for one in compared if one.changes]
 
 
 def _show(file: Path, static: Static | None) -> None:
     if static is None:
         print(f"{file}: holds")
         return
-    print(f"{file}: {'DOES NOT HOLD' if static.problems else 'holds'}")
+    holds = all(claim.holds for claim in static.claims)
+    said = "holds" if holds else "DOES NOT HOLD" if static.problems else "not all of it was checked"
+    print(f"{file}: {said}")
     for claim in static.claims:
         print(f"  {claim.name:<16} {claim.said}: {claim.verdict}")
     for one in static.unseen:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -24,7 +24,7 @@ from schedlang.verbs.outcome import (
 )
 
 if TYPE_CHECKING:
-    from schedlang.verbs.examine import Outcome, Wish
+    from schedlang.verbs.answers import Outcome, Wish
 
 
 @verb
@@ -45,6 +45,9 @@ def ci(
         typer.Option(metavar="FILE:CODE", help="Meant to be refused, with this code; repeatable."),
     ] = None,
     static: Annotated[bool, typer.Option("--static", help="Run nothing: no `verify`.")] = False,
+    shrink: Annotated[
+        bool, typer.Option("--shrink", help="Reduce model and mesh where the mesh is larger.")
+    ] = False,
     locked: Annotated[
         bool, typer.Option("--locked", help="Every schedule with rows must have a lock that holds.")
     ] = False,
@@ -53,16 +56,17 @@ def ci(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check schedules, compare their locks where there are any, and verify them.
+    """Check schedules, compare locks where there are any, prove what needs no run, and verify.
 
     As a step of a GitHub workflow it puts annotations on the lines to blame and a table into the
     job's summary.  A mesh larger than `--world` is left out, which counts as not checked.
     """
-    from schedlang.verbs.examine import Ranks, Wish
+    from schedlang.verbs.answers import Wish
+    from schedlang.verbs.examine import Ranks
 
     files = list(_schedules(paths))
     meant = _meant(refused or (), files)
-    wish = Wish(model, tuple(knob or ()), mesh, seed, dtype, world)
+    wish = Wish(model, tuple(knob or ()), mesh, seed, dtype, world, shrink)
     found: list[Outcome] = []
     with Ranks() as ranks:
         for file in files:
@@ -73,7 +77,7 @@ def ci(
                     _say(outcome)
             if svg is not None and found[-1].code == HOLDS and not mine.refused:
                 _draw(file, mine, svg)
-    _tell_github(found)
+    _tell_github(found, sys.stderr if as_json else sys.stdout)
     code = _exit(found)
     if as_json:
         show_json({"exit": code, "outcomes": [outcome.to_json() for outcome in found]})
@@ -92,7 +96,9 @@ def _asked(file: Path, wish: Wish, static: bool, locked: bool, ranks: object) ->
         return
     if not wish.refused and (locked or lock_path(file).exists()):
         yield examine.lock(file, wish)
-    if not static:
+    second = examine.static(file, wish)
+    yield second
+    if second.code == HOLDS and not static:
         yield examine.verify(file, wish, ranks)
 
 
@@ -136,15 +142,16 @@ def _say(outcome: Outcome) -> None:
         print(outcome.text, file=sys.stderr)
 
 
-def _tell_github(found: Sequence[Outcome]) -> None:
+def _tell_github(found: Sequence[Outcome], out: TextIO) -> None:
+    """The runner reads commands from both streams; JSON stays alone on its own."""
     from schedlang.annotate import annotation, on_github, summarize
-    from schedlang.verbs.examine import summary
+    from schedlang.verbs.answers import summary
 
     if not on_github():
         return
     for outcome in found:
         if outcome.note is not None:
-            print(annotation(outcome.note))
+            print(annotation(outcome.note), file=out)
     summarize(summary([outcome.to_json() for outcome in found]))
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from schedlang.annotate import Note, table
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.verbs.answers import CHECK, LOCK, STATIC, VERIFY, Outcome, Wish
 from schedlang.verbs.outcome import FAILS, HOLDS, REFUSED, UNCHECKED
 
 if TYPE_CHECKING:
@@ -21,89 +22,7 @@ if TYPE_CHECKING:
     from schedlang.runtime.launch import Pool
     from schedlang.verbs.lockfile import Compared
 
-CHECK, LOCK, VERIFY = "check", "lock", "verify"
-WORDS = {HOLDS: "holds", FAILS: "fails", REFUSED: "refused", UNCHECKED: "could not be checked"}
-_MARKS = {HOLDS: "", FAILS: "❌ ", REFUSED: "❌ ", UNCHECKED: "⚠️ "}
 _PLACE = re.compile(r"(.+?):(\d+): ")
-
-
-@dataclass(frozen=True)
-class Wish:
-    """With what a schedule is examined; see the options of `verify`.
-
-    world    the most ranks that may be started; a larger mesh is left out, and says so
-    refused  the code with which the schedule is meant to be refused; empty if it is not
-    """
-
-    model: str | None = None
-    knobs: tuple[str, ...] = ()
-    mesh: str | None = None
-    seed: int = 0
-    dtype: str | None = None
-    world: int = 8
-    refused: str = ""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The answer to one question about one schedule.
-
-    code     an exit code: 0 holds, 1 does not hold, 2 refused, 3 could not be checked
-    skipped  why it was left out, if it was; then `code` means nothing
-    """
-
-    file: Path
-    question: str
-    code: int = HOLDS
-    text: str = ""
-    line: int = 0  # of `place`
-    place: str = ""  # the file that the line is in, where it is not the schedule itself
-    skipped: str = ""
-    report: Report | None = field(default=None, repr=False)
-    facts: tuple[tuple[str, str], ...] = ()
-    seconds: float = 0.0
-
-    @property
-    def word(self) -> str:
-        """How it ended."""
-        return "left out" if self.skipped else WORDS[self.code]
-
-    @property
-    def where(self) -> str:
-        """file:line"""
-        return f"{self.place or self.file}:{self.line or 1}"
-
-    @property
-    def note(self) -> Note | None:
-        """What to say on the schedule's line; None where it holds."""
-        if self.skipped or self.code == HOLDS:
-            return None
-        title = "schedlang equivalence" if self.question == VERIFY else f"schedlang {self.question}"
-        return Note(self.place or str(self.file), self.line or 1, title, self.text)
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return {
-            "file": str(self.file), "question": self.question, "outcome": self.word,
-            "exit": UNCHECKED if self.skipped else self.code, "where": self.where,
-            "text": self.skipped or self.text, "seconds": round(self.seconds, 2),
-            "note": None if self.note is None else asdict(self.note),
-            **dict(self.facts),
-        }  # fmt: skip
-
-
-def summary(found: Sequence[Mapping[str, Any]]) -> str:
-    """Outcomes, as JSON has them, as a Markdown table."""
-    head = ("schedule", "", "outcome", "largest relative error", "mesh", "where", "seconds")
-    rows = [
-        (
-            f"`{one['file']}`", one["question"], _MARKS[one["exit"]] + one["outcome"],
-            one.get("max_rel_err", ""), one.get("mesh", ""),
-            "" if one["exit"] == HOLDS else f"`{one['where']}`", f"{one['seconds']:.1f}",
-        )
-        for one in found
-    ]  # fmt: skip
-    return f"### schedlang\n\n{table(head, rows)}\n"
 
 
 class Ranks:
@@ -123,6 +42,7 @@ class Ranks:
             self.close()
             self._found = load_model_file(named, beside)
             self._key = key
+        sys.modules[self._found.name] = self._found.module  # another may have come in between
         return self._found
 
     def pool(self) -> Pool:
@@ -198,6 +118,26 @@ def lock(file: Path, wish: Wish) -> Outcome:
     return _asked(Outcome(file, LOCK), ask)
 
 
+def static(file: Path, wish: Wish) -> Outcome:
+    """Whether the plan can be built for the model, and what is proven of it without running."""
+
+    def ask(outcome: Outcome) -> Outcome:
+        from schedlang.passes.static import static as proofs
+        from schedlang.verbs.files import planned
+
+        found = planned(file, wish.model, wish.knobs, wish.mesh)
+        batch = found.model.batch(wish.seed)
+        proven = proofs(found.plan, batch, found.model.loss, found.model.weight)
+        said = [f"{one.name}: {one.said}: {one.verdict}" for one in proven.claims]
+        if proven.problems:
+            return _refused(outcome, proven.problems, Refusal(*proven.problems).render())
+        code = HOLDS if all(one.checked for one in proven.claims) else UNCHECKED
+        return replace(outcome, code=code, text="\n".join(said))
+
+    outcome = _asked(Outcome(file, STATIC), ask)
+    return _as_meant(outcome, wish.refused) if wish.refused and outcome.code else outcome
+
+
 def verify(file: Path, wish: Wish, ranks: Ranks) -> Outcome:
     """Whether the schedule computes what its model computes, or is refused as it is meant to be."""
 
@@ -215,27 +155,27 @@ def verify(file: Path, wish: Wish, ranks: Ranks) -> Outcome:
 
 def _verified(outcome: Outcome, wish: Wish, ranks: Ranks) -> Outcome:
     from schedlang.passes.prove import prove
-    from schedlang.passes.rows import repeated
-    from schedlang.passes.sides import Case
-    from schedlang.schedule import Schedule
-    from schedlang.syntax import parse, read
+    from schedlang.passes.shrink import remarked
+    from schedlang.verbs.posed import posed
     from schedlang.verbs.settings import settings
 
-    file = outcome.file
-    tree = parse(read(file))
+    file, given = outcome.file, settings(wish.knobs, wish.mesh)
     found = ranks.model_file(wish.model, file)
-    plan = Schedule(found.model(seed=wish.seed), tree, settings(wish.knobs, wish.mesh)).plan()
-    if plan.mesh.world > wish.world:
-        few = f"the mesh {plan.mesh} has {plan.mesh.world} ranks, at most {wish.world} are started"
+    options: dict[str, Any] = {"model": wish.model, "seed": wish.seed, "dtype": wish.dtype}
+    one = posed(file, found, given, **options)
+    if one.case.plan.mesh.world > wish.world and wish.shrink:
+        one = posed(file, found, given, **options, shrink=True)
+    mesh = one.case.plan.mesh
+    if mesh.world > wish.world:
+        few = f"the mesh {mesh} has {mesh.world} ranks, at most {wish.world} are started"
         return replace(outcome, skipped=few)
-    batches = tuple(found.batch(wish.seed + step) for step in range(3))
-    case = Case(plan, batches, found.loss, found.weight, wish.seed, wish.dtype)
-    command = repeated(file, plan, wish.seed, wish.model, None)
-    report = prove(case, pool=ranks.pool(), title=file.name, command=command)
+    made = prove(one.case, pool=ranks.pool(), title=file.name, command=one.command)
+    report = remarked(made, one.small)
     place, line = _blamed(report)
+    reduced = (("reduced", one.small.said),) if one.small is not None else ()
     return replace(
         outcome, code=report.exit_code, text=str(report), report=report, line=line, place=place,
-        facts=tuple(_facts(report, wish, str(plan.mesh))),
+        facts=(*_facts(report, wish, str(mesh)), *reduced),
     )  # fmt: skip
 
 

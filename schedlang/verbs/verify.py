@@ -53,35 +53,21 @@ def verify(
     """
     from schedlang.modelfile import load_model_file
     from schedlang.passes.prove import prove
-    from schedlang.passes.rows import only_lines, repeated
-    from schedlang.passes.shrink import lies_on_meta, remarked, shrunk
-    from schedlang.passes.sides import Case
+    from schedlang.passes.shrink import remarked
     from schedlang.runtime.launch import Hang, Pool, RankDied
-    from schedlang.schedule import Schedule
-    from schedlang.syntax import parse, read
     from schedlang.verbs.lockfile import demand_lock
+    from schedlang.verbs.posed import posed
     from schedlang.verbs.settings import settings
 
     if locked:
         demand_lock(file, model, as_json)
     given = settings(knob, mesh)
     found = load_model_file(model, file)
-    tree, module = parse(read(file)), found.model(seed=seed, meta=bool(shrink))
-    batches: tuple[Any, ...] = tuple(found.batch(seed + step) for step in range(3))
-    small = None
-    if shrink or (shrink is None and lies_on_meta(module)):
-        small = shrunk(tree, given, found, module, batches, seed)
-        plan, batches = small.plan, small.batches
-    else:
-        plan = Schedule(module, tree, given).plan()
-    if only is not None:
-        plan = only_lines(plan, only)
-    case = Case(plan, batches, found.loss, found.weight, seed, dtype)
+    one = posed(file, found, given, model=model, seed=seed, only=only, dtype=dtype, shrink=shrink)
     said = _Said(quiet=as_json or not sys.stderr.isatty())
-    command = repeated(file, plan, seed, model, only) + (" --shrink" if small else "")
     with Pool(files=found.files) as pool:
         try:
-            report = prove(case, pool=pool, title=file.name, command=command, progress=said)
+            report = prove(one.case, pool=pool, title=file.name, command=one.command, progress=said)
         except (RankDied, Hang) as failure:
             said.done()
             if as_json:
@@ -89,7 +75,7 @@ def verify(
             print(failure, file=sys.stderr)
             raise typer.Exit(UNCHECKED) from None
     said.done()
-    _show(remarked(report, small), as_json)
+    _show(remarked(report, one.small), as_json)
     raise typer.Exit(report.exit_code if report.exit_code in (HOLDS, FAILS) else UNCHECKED)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import re
 import sys
 import time
 import traceback
@@ -21,6 +22,13 @@ PRELOAD = ("torch", "torch.distributed", "cloudpickle", "schedlang.passes.prove"
 
 def main(count: int, seed: int, form: str) -> None:
     """Draw, run, count; every failure is printed with what reproduces it."""
+    known: set[str] = set()
+
+    def seen(outcome: str) -> bool:
+        short = re.sub("[0-9]", "", outcome[:220])
+        known.add(short) if (new := short not in known) else None
+        return not new
+
     counts: collections.Counter[str] = collections.Counter()
     start = time.perf_counter()
     with Pool(preload=PRELOAD) as pool:
@@ -34,9 +42,8 @@ def main(count: int, seed: int, form: str) -> None:
         def one(drawn: Drawn) -> None:
             outcome = attempt(drawn, pool, form)
             counts[outcome.split(":")[0]] += 1
-            if outcome != "equal":
-                print(f"---- {outcome}\n{drawn.config}\nspare={drawn.spare} length={drawn.length}")
-                print(drawn.text, flush=True)
+            if outcome not in ("equal", "refused as it must be") and not seen(outcome):
+                print(f"---- {outcome}\n{drawn!r}\n{drawn.text}", flush=True)
 
         one()
     spent = time.perf_counter() - start
@@ -48,12 +55,14 @@ def attempt(drawn: Drawn, pool: Pool, form: str) -> str:
     try:
         engine.check(drawn, pool, getattr(engine, form))
     except Refusal as refusal:
+        if drawn.refused and refusal.diagnostic.code == drawn.refused:
+            return "refused as it must be"
         return f"refused {refusal.diagnostic.code}: {refusal.render()}"
     except engine.Differs as differs:
         return f"DIFFERS: {differs}"
     except Exception as error:
         return f"{type(error).__name__}: {traceback.format_exc(limit=-6)} {error}"
-    return "equal"
+    return f"NOT REFUSED: {drawn.refused}" if drawn.refused else "equal"
 
 
 if __name__ == "__main__":

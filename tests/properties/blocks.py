@@ -17,8 +17,9 @@ class Scaled(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(width)), 1e-6
 
     def forward(self, x: Tensor) -> Tensor:
-        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * (x * scale)
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
 
 
 def norm_of(kind: str, width: int) -> nn.Module:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from schedlang.diagnostic import Refusal
 from schedlang.passes.compare import compare
 from schedlang.passes.prove import _conditions, check_parts, prepared, prove
 from schedlang.passes.sides import Case, original, tried, widened
@@ -15,7 +16,11 @@ from schedlang.report import Row
 from schedlang.schedule import Schedule
 from schedlang.source import Source
 from schedlang.syntax import parse
+from tests.proofs import Seen, sgd, trained
+from tests.properties.models import Batch
 from tests.properties.schedules import Drawn
+
+SEED = 5  # of dropout
 
 
 class Engine(Protocol):
@@ -51,12 +56,7 @@ def plan_of(drawn: Drawn) -> Plan:
 
 def case_of(drawn: Drawn, steps: int = 2) -> Case:
     """The case: a ragged batch, an equal-sized one of other shape, and a third."""
-    sizes = ((drawn.rows, drawn.length, True), (drawn.rows + 1, drawn.length + 1, False),
-             (drawn.rows + 2, drawn.length, True))  # fmt: skip
-    batches = tuple(
-        drawn.config.batch(rows, length, seed, ragged)
-        for seed, (rows, length, ragged) in enumerate(sizes[:steps])
-    )
+    batches = tuple(batches_of(drawn, steps))
     return Case(plan_of(drawn), batches, drawn.config.loss, seed=drawn.config.seed, dtype="none")
 
 
@@ -86,6 +86,31 @@ def check(drawn: Drawn, engine: Any, form: Callable[..., Sequence[Row]] = cheap)
         raise Differs(bad)
 
 
-def fewer(case: Case, count: int) -> Case:
-    """The case on its first batches."""
-    return replace(case, batches=case.batches[:count])
+def holds(drawn: Drawn, engine: Any, form: Callable[..., Sequence[Row]] = cheap) -> None:
+    """The drawn schedule is equal to its original, or refused where it has to be."""
+    try:
+        check(drawn, engine, form)
+    except Refusal as refusal:
+        if refusal.diagnostic.code != drawn.refused:
+            raise
+    else:
+        assert not drawn.refused, f"not refused with {drawn.refused}"
+
+
+def batches_of(drawn: Drawn, count: int = 1, rows: int | None = None) -> list[Batch]:
+    """A ragged batch, an equal-sized one of other shape, and so on in turn."""
+    rows = drawn.rows if rows is None else rows
+    return [
+        drawn.config.batch(rows + k, drawn.length + k % 2, k, ragged=k % 2 == 0)
+        for k in range(count)
+    ]
+
+
+def seen(
+    drawn: Drawn, engine: Any, batches: Sequence[Batch] | None = None, optimizer: Any = sgd,
+    loss: Any = None, **options: Any,
+) -> Seen:  # fmt: skip
+    """What the program of a drawn schedule leaves after a step for each batch."""
+    given = batches_of(drawn) if batches is None else batches
+    loss = loss or drawn.config.loss
+    return trained(engine, plan_of(drawn), given, optimizer, loss=loss, seed=SEED, **options)

@@ -1,4 +1,4 @@
-"""Drawn schedules: meshes of unequal axes, and small steps from one generator for each primitive."""
+"""Drawn schedules: meshes of unequal axes, and small steps from a generator for each primitive."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import strategies as st
 
 from schedlang.orders import ORDERS
-from tests.properties.models import Config, configs
+from tests.properties.models import Config, Short, configs
 
 # verbs in the order in which their rows may stand
 PHASES = (
@@ -36,8 +36,8 @@ def step(verb: str, rows: Sequence[str], claims: Sequence[str], axes: Sequence[s
     return Step(verb, tuple(rows), frozenset(claims), frozenset(axes))
 
 
-@dataclass(frozen=True)
-class Drawn:
+@dataclass(frozen=True, repr=False)
+class Drawn(Short):
     """A model and a schedule for it.
 
     `rows` and `length` are of the first batch; the second, equal-sized, has one row more.
@@ -46,7 +46,7 @@ class Drawn:
     config: Config
     axes: Axes
     steps: tuple[Step, ...] = ()
-    spare: int = 0
+    spare: int = 0  # rows above one for each part
     length: int = 3
     illegal: str = ""  # a row that must be refused
 
@@ -64,6 +64,15 @@ class Drawn:
         for axis, size in self.axes:
             count *= size if axis in used else 1
         return count
+
+    @property
+    def refused(self) -> str:
+        """The code of the refusal that this must end in, or "": statistics over the batch need
+        one part, averages over forwards one microbatch."""
+        kinds = [(b.kind, b.norm == "batch", b.average) for b in self.config.blocks]
+        whole = any(kind == "conv" and batch for kind, batch, _ in kinds) and self.parts > 1
+        once = any(kind == "counting" and average for kind, _, average in kinds) and self.micro > 1
+        return "S703" if whole else "S708" if once else ""
 
     @property
     def rows(self) -> int:
@@ -113,10 +122,11 @@ def _at(place: int) -> str:
 
 def _pair(name: str, ups: Sequence[str], down: str, axis: str) -> list[Step]:
     """Both halves split together, the first gathered at once, the second alone."""
-    col = [f"{name}.{up}  shard(col, over={axis})" for up in ups]
-    gathered = [f"{name}.{up}  shard(col, output=R, over={axis})" for up in ups]
-    row = f"{name}.{down}  shard(row, over={axis})"
-    claim = [f"shard {name}"]
+    name = f"{name}." if name else ""
+    col = [f"{name}{up}  shard(col, over={axis})" for up in ups]
+    gathered = [f"{name}{up}  shard(col, output=R, over={axis})" for up in ups]
+    row = f"{name}{down}  shard(row, over={axis})"
+    claim = [f"shard {name.rstrip('.')}"] if name else ["shard embed"]
     return [
         step("shard", [*col, row], claim, [axis]),
         step("shard", gathered, claim, [axis]),
@@ -237,7 +247,7 @@ def pipeline_split(config: Config, sizes: dict[str, int], length: int) -> list[S
     if not stages or count < stages:
         return []
     rows = ["blocks  pipeline_split(over=pp)", "blocks  pipeline_split(over=pp, balance=params)"]
-    if 1 < stages:
+    if stages > 1:
         last = ", ".join(str(k) for k in range(count - stages + 1, count))
         rows.append(f"blocks[{last}]  pipeline_split(over=pp)")
     return [step("pipeline_split", [row], ["cut"], ["pp"]) for row in rows]

@@ -1,6 +1,17 @@
 """The bug zoo: mistakes that such systems have made, made on purpose in this runtime."""
 
-from tests.zoo import heads, pipeline, tensor  # noqa: F401  (entering a bug is all that a module does)
+# entering its bugs is all that such a module does
+from tests.zoo import (  # noqa: F401
+    heads,
+    kernels,
+    memory,
+    pipeline,
+    replicas,
+    saved,
+    steps,
+    tensor,
+    unwritten,
+)
 from tests.zoo.bug import ZOO, Bug, Operator, Site, mutate
 from tests.zoo.pool import Mutated
 

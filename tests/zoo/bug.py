@@ -1,4 +1,4 @@
-"""What a bug of the zoo is: a value that says what is wrong, where, and on what it must be found."""
+"""A bug of the zoo as a value: what is wrong, where, and on which programs it must be found."""
 
 from __future__ import annotations
 
@@ -89,11 +89,18 @@ def bug(
     def enter(mutation: Mutation) -> Bug:
         what = " ".join((mutation.__doc__ or "").split())
         return _entered(
-            Bug(name, what, credit, primitive, operator, scenes, row, mutation, site, here,
-                planning)
+            Bug(name, what, credit, primitive, operator, scenes, _row(row, primitive), mutation,
+                site, here, planning)
         )  # fmt: skip
 
     return enter
+
+
+def _row(row: str, primitive: str) -> str:
+    """What the guilty row holds: its primitive unless told otherwise; "none": no row is guilty."""
+    if row == "none" or not (row or primitive):
+        return ""
+    return row or f"{primitive}("
 
 
 def absent(name: str, primitive: str, operator: Operator, what: str, credit: str = "") -> Bug:

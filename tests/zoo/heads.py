@@ -166,7 +166,8 @@ def partial_sums_skipped(patch: Patch, site: Site) -> None:
 
 
 @bug("T26", "shard", Operator.CONSTANT, "tp", row="attn.c_attn",
-     credit="Megatron-LM#848", here="`shape_up` divides the numbers that modules count by")  # fmt: skip
+     credit="Megatron-LM#848",
+     here="`shape_up` divides the numbers that modules count by")  # fmt: skip
 def scale_of_part_of_the_width(patch: Patch, site: Site) -> None:
     """The softmax's scale is computed from the width that this rank holds."""
     plain = numbers.set_number
@@ -213,4 +214,3 @@ def local_view_allowed(patch: Patch, site: Site) -> None:
 def statistics_of_a_part(patch: Patch, site: Site) -> None:
     """A norm over a split dim takes the mean and the variance of the rank's own part."""
     patch.setattr(following.Step, "_check_along", lambda self, axis, tag, whole: None)
-

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -14,7 +14,7 @@ from schedlang.report import Report
 from schedlang.runtime.launch import Hang, Pool, RankDied
 from tests.zoo.bug import Bug, found, mutate
 from tests.zoo.pool import Mutated
-from tests.zoo.scenes import case
+from tests.zoo.scenes import SCENES, case
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,12 @@ def hunt(spec: str, scene: str, pool: Pool, *, blame: bool = True) -> Verdict:
     try:
         report = _proof(spec, bug, scene, pool, blame)
     except Refusal as refusal:
+        if any(d.code == "S831" for d in refusal.diagnostics):
+            raise  # no compiler here: nothing was hunted
         return verdict(True, f"refused {refusal.diagnostics[0].code}", refusal.diagnostics[0].title)
     except (RankDied, Hang) as error:
+        frames = [line for line in str(error).splitlines() if line.strip().startswith("File ")]
+        assert not frames or "tests/zoo" not in frames[-1], f"the mutation itself fails: {error}"
         return verdict(True, "died", str(error).strip().splitlines()[-1])
     first = report.first
     if first is None:
@@ -65,6 +69,25 @@ def _proof(spec: str, bug: Bug, scene: str, pool: Any, blame: bool) -> Report:
     with ExitStack() as stack:
         if bug.planning:
             stack.enter_context(mutate(spec))
+        if SCENES[scene].optimizer is not None:
+            stack.enter_context(_second(SCENES[scene].optimizer))
         if not blame:
-            stack.enter_context(mock.patch("schedlang.passes.prove._blamed", lambda *_: []))
+            stack.enter_context(mock.patch("schedlang.passes.prove.suspected", _unasked))
         return prove(case(scene), pool=Mutated(pool, spec))  # type: ignore[arg-type]
+
+
+def _unasked(report: Report, *_: Any) -> Report:
+    return report
+
+
+def _second(optimizer: Any) -> Any:
+    """The second condition of the proof with another optimizer."""
+    from schedlang.passes import prove as proving
+
+    plain = proving.conditions
+
+    def told(batches: Any, norm: float) -> Any:
+        first, second = plain(batches, norm)
+        return first, replace(second, optimizer=optimizer)
+
+    return mock.patch.object(proving, "conditions", told)

@@ -140,6 +140,174 @@ class NormedMiddle(nn.Module):
         return x + self.down(torch.softmax(self.up(x), -1))
 
 
+class Counting(Residual):
+    """A block that counts its calls, and shrinks by the count."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        return super().forward(x)
+
+
+class Inner(nn.Module):
+    """Saves nothing of its input; writes into it first, if told so."""
+
+    def __init__(self, width: int = WIDTH, writes: bool = False) -> None:
+        super().__init__()
+        self.mix, self.writes = nn.Linear(width, width), writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.add_(0.1) if self.writes else x + 0.1
+        return self.mix(torch.tanh(x))
+
+
+class WrittenAfter(nn.Module):
+    """A block that writes into what it has given to another module before."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(width, width), Inner(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = self.first(x)
+        h = self.inner(base)
+        return h + base.mul_(0.5)
+
+
+class Writing(nn.Module):
+    """A block whose inner module writes into its input, which is read again."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(width, width), Inner(width, writes=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = self.first(x)
+        h = self.inner(base)
+        return h + base
+
+
+class Pair(nn.Sequential):
+    """Two residual blocks one after the other, to be recomputed together."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(Residual(width), Residual(width))
+
+
+class NormedBlock(nn.Module):
+    """A residual block with an RMS norm on what a tanh has saved."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm = nn.RMSNorm(2 * width, eps=1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.norm(torch.tanh(self.up(x))))
+
+
+class Crossed(nn.Module):
+    """Causal attention with dropout of the first two places to all five."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rate = 0.2 if self.training else 0.0
+        q, k = self.q(x[:, None, :2]), self.k(x[:, None])
+        seen = F.scaled_dot_product_attention(q, k, x[:, None], dropout_p=rate, is_causal=True)
+        return x + seen[:, 0].mean(1, keepdim=True)
+
+
+class Balanced(Residual):
+    """A residual block that also gives an auxiliary loss."""
+
+    def forward(self, x: Tensor) -> Any:
+        out = super().forward(x)
+        return out, (out**2).mean()
+
+
+class TwoResults(nn.Module):
+    """A loss with an auxiliary part that a block computes beside its result."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embed, self.block = nn.Linear(width, width), Balanced(width)
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h, extra = self.block(self.embed(x))
+        return ((self.head(h)[..., 0] - y) ** 2).mean() + 0.1 * extra
+
+
+class Spare(Residual):
+    """A block with a parameter that nothing reads."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width)
+        self.spare = nn.Parameter(torch.rand(width))
+
+
+class Predicting(nn.Module):
+    """A network that gives predictions and no loss."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.block, self.head = Residual(width), nn.Linear(width, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.head(self.block(x))[..., 0]
+
+
+def squared(output: Tensor, batch: Any) -> Tensor:
+    """The loss of Predicting."""
+    return ((output - batch["y"]) ** 2).mean()
+
+
+class Frozen(Residual):
+    """A block of which one layer is frozen."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width)
+        self.up.requires_grad_(False)
+
+
+class Experts(nn.Module):
+    """Two experts of which a router mixes the results."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, 2)
+        self.experts = nn.ModuleList(Residual(width) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = torch.softmax(self.router(x), -1)
+        found = [expert(x) * shares[..., k : k + 1] for k, expert in enumerate(self.experts)]
+        return x + sum(found)
+
+
+class _Relative(torch.optim.SGD):
+    """SGD whose step of a parameter is as long as the parameter, as Adafactor's."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(p.norm() / (p.grad.norm() + 1e-9))
+        super().step(closure)
+
+
+def adafactor(named: Any) -> torch.optim.Optimizer:
+    """An optimizer that needs whole parameters."""
+    return _Relative([p for _, p in named], lr=0.01)
+
+
 def made(build: Any, seed: int = 0) -> Any:
     """A function that makes the same module each time."""
 

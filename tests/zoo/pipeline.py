@@ -25,7 +25,8 @@ def ties_not_summed(patch: Patch, site: Site) -> None:
 
 
 @bug("P02", "zero", Operator.REDUCTION, "pp, dp", row="zero(", credit="Megatron-LM#844",
-     here="ties stay whole on all replicas here; their sum over replicas reaches one slice only")  # fmt: skip
+     here="ties stay whole on all replicas here; their sum over replicas reaches one"
+     " slice only")  # fmt: skip
 def ties_summed_slice_by_slice(patch: Patch, site: Site) -> None:
     """Each replica reduces its own slice of a tied gradient, and then slices are mixed."""
     plain = gradient.sum_gradients
@@ -170,7 +171,14 @@ def gradient_of_another_microbatch(patch: Patch, site: Site) -> None:
     _sent_back(patch, cached)
 
 
-@bug("P15", "pipeline_split", Operator.ALIAS, "pp", row="pipeline", credit="DeepSpeed#4708")
+@bug(
+    "P15",
+    "pipeline_split",
+    Operator.ALIAS,
+    "pp, all forward",
+    row="pipeline",
+    credit="DeepSpeed#4708",
+)
 def received_into_one_buffer(patch: Patch, site: Site) -> None:
     """What is received overwrites what an earlier microbatch still needs for its backward."""
     plain, buffers = mail.Mail.take, dict[Any, Tensor]()
@@ -207,22 +215,14 @@ def boundary_in_bfloat16(patch: Patch, site: Site) -> None:
      credit="NeMo#14152, #6449")  # fmt: skip
 def later_stages_stay_in_eval(patch: Patch, site: Site) -> None:
     """After an evaluation only the first stage is put back into training mode."""
-    plain, now = torch.nn.Module.train, running_program(patch)
-    at_work: list[Any] = []
+    plain, at_work = torch.nn.Module.train, running_program(patch)
 
     def train(self: Any, mode: bool = True) -> Any:
-        ours = bool(at_work) and self is at_work[0].assembly.module
-        return self if ours and mode and stage_of(at_work[0].assembly) else plain(self, mode)
-
-    inner = Program.train_step
-
-    def step(self: Any, batch: Any, **options: Any) -> Any:
-        at_work[:] = [self]
-        return inner(self, batch, **options)
+        now = at_work()
+        ours = now is not None and self is now.assembly.module and stage_of(now.assembly) > 0
+        return self if ours and mode else plain(self, mode)
 
     patch.setattr(torch.nn.Module, "train", train)
-    patch.setattr(Program, "train_step", step)
-    del now
 
 
 @bug("P19", "pipeline", Operator.FREEZE, "pp", row="", credit="PipeDream, weight versions",
@@ -308,10 +308,9 @@ def chunks_in_the_order_of_ranks(patch: Patch, site: Site) -> None:
         if switch is None or switch.whole or len(made.stages) < 2:
             return made
         others = dict(zip(mine, [*mine[len(mine) // 2 :], *mine[: len(mine) // 2]]))
-        routes = [m._compiled_call_impl for m in switch.switch.modules]
+        modules = switch.switch.modules
         for one in made.stages.values():
-            _rerouted(one, others, switch.switch.modules)
-        del routes
+            _rerouted(one, others, modules)
         return made
 
     patch.setattr(build, "_pipeline", swapped)

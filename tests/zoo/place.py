@@ -36,8 +36,8 @@ def sharded_module(patch: Patch) -> Callable[[], str]:
     return lambda: here.__dict__.get("stack", [""])[-1]
 
 
-def running_program(patch: Patch, *methods: str) -> Callable[[], program.Program]:
-    """A function that gives the program whose step runs; `methods` are those of a step."""
+def running_program(patch: Patch, *methods: str) -> Callable[[], program.Program | None]:
+    """A function that gives the program that was last called by one of these methods."""
     here: list[program.Program] = []
     for name in methods or ("train_step",):
         plain = getattr(program.Program, name)
@@ -47,7 +47,7 @@ def running_program(patch: Patch, *methods: str) -> Callable[[], program.Program
             return _plain(self, *args, **kwargs)
 
         patch.setattr(program.Program, name, noting)
-    return lambda: here[0]
+    return lambda: here[0] if here else None
 
 
 def stage_of(assembly: Any) -> int:

@@ -21,6 +21,10 @@ class Mutated:
 
     def run(self, fn: Callable[..., Any], world: int, *args: Any, **options: Any) -> list[Any]:
         """As Pool.run."""
+        if getattr(self.pool, "one_process", False):  # patched once, for all ranks
+            return _mutated(
+                self.mutant, lambda *given: self.pool.run(fn, world, *given, **options), args
+            )
         return self.pool.run(_mutated, world, self.mutant, fn, args, **options)
 
 

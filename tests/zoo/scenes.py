@@ -47,6 +47,7 @@ HEADS = """
   }
 """
 BLOCK = "blocks.*.up shard(col, over=tp)\nblocks.*.down shard(row, over=tp)"
+BOTH = f"{BLOCK}\nzero(stage=0, over=dp)"
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Scene:
     batches: Callable[[int], Any]
     steps: tuple[int, ...] = (5, 2)
     loss: Any = None
+    optimizer: Any = None  # instead of AdamW in the second condition
     holds: bool = True  # False: the faithful runtime refuses it
 
     def case(self) -> Case:
@@ -79,6 +81,14 @@ def _block(kind: Callable[[], nn.Module], rows: str) -> Scene:
     return Scene(networks.made(lambda: networks.Points(kind())), rows, "tp=2", points)
 
 
+def _alone(
+    kind: Callable[[], nn.Module], rows: str, shape: tuple[int, ...] = (networks.WIDTH,),
+    holds: bool = True,
+) -> Scene:  # fmt: skip
+    batches = lambda seed: points(seed, 6, shape)  # noqa: E731
+    return Scene(networks.made(lambda: networks.Points(kind())), rows, "", batches, holds=holds)
+
+
 SCENES: dict[str, Scene] = {
     "tp": _gpt2(GPT2, "tp=2"),
     "tp, recomputed": _gpt2(GPT2 + "transformer.h.* checkpoint()", "tp=2"),
@@ -88,19 +98,72 @@ SCENES: dict[str, Scene] = {
     "pp": _gpt2(f"transformer.h {PIPELINE}", "pp=2"),
     "pp, ragged": _gpt2(f"transformer.h {PIPELINE}", "pp=2", count=7),
     "pp, dp": _gpt2(f"transformer.h {PIPELINE}\nzero(stage=1, over=dp)", "dp=2, pp=2"),
+    "pp, all forward": _gpt2(f"transformer.h {PIPELINE}".replace("1F1B", "GPipe"), "pp=2"),
     "pp, by layer": Scene(
         lambda: models.gpt2(2, 0.1, by_layer=True), f"transformer.h {PIPELINE}", "pp=2", _tokens()
     ),
     "pp, rotary": Scene(lambda: models.llama(2), f"model.layers {PIPELINE}", "pp=2", _tokens()),
-    "chunks": _gpt2(
-        f"transformer.h {PIPELINE}".replace('1F1B", micro=2', 'Interleaved1F1B", micro=2, chunks=2'),
-        "pp=2", layers=4,
+    "chunks": Scene(
+        networks.made(lambda: networks.Points(*(networks.Residual() for _ in range(4)))),
+        'blocks pipeline_split(over=pp)\npipeline(order="Interleaved1F1B", micro=2, chunks=2)',
+        "pp=2", points,
     ),
+    "recomputed": _gpt2("transformer.h.* checkpoint()", ""),
+    "counting": _alone(networks.Counting, "blocks.* checkpoint()", holds=False),
+    "written after": _alone(networks.WrittenAfter, "blocks.*.inner checkpoint()", holds=False),
+    "recomputed pairs": replace(
+        _block(networks.Pair, BLOCK.replace("blocks.*", "blocks.*.*") + """
+            blocks.* checkpoint()
+            zero(stage=0, over=dp)"""), mesh="dp=2, tp=2",
+    ),
+    "offloaded": Scene(
+        networks.made(lambda: networks.Points(networks.Residual(64), width=64)),
+        'blocks.* offload(activations, to=cpu)\npipeline(order="GPipe", micro=2)', "",
+        lambda seed: points(seed, 8, (40, 64)),  # tensors below 64 KiB stay where they are
+    ),
+    "fused": _gpt2("transformer.h.*.mlp fuse()", ""),
+    "fused, recomputed": _gpt2("transformer.h.*.mlp fuse()\ntransformer.h.* checkpoint()", ""),
+    "writing": _alone(networks.Writing, "blocks.*.inner fuse()"),
+    "two results": Scene(
+        networks.made(networks.TwoResults), "block fuse()", "", points
+    ),
+    "normed by kernel": Scene(
+        lambda: models.llama(1), "model.**.*norm replace_kernel(rms_norm)", "", _tokens()
+    ),
+    "normed beside": Scene(
+        models.gemma2, "model.**.*norm replace_kernel(rms_norm)", "", _tokens()
+    ),
+    "normed middle": _alone(networks.NormedBlock, "blocks.*.norm replace_kernel(rms_norm)"),
+    "crossing": _alone(networks.Crossed, 'pipeline(order="GPipe", micro=2)', (5, networks.WIDTH)),
     "skipping": Scene(
         models.Skipping, "blocks[1, 2] pipeline_split(over=pp)\n" + PIPELINE.split("\n")[1],
         "pp=3", lambda seed: models.points(rows=6, seed=seed),
     ),
     "micro": _gpt2('pipeline(order="GPipe", micro=3)', ""),
+    "mesh of one": _gpt2("zero(stage=0, over=(dp, x))", "dp=2, x=1"),
+    "accumulated": _gpt2('zero(stage=0, over=dp)\npipeline(order="GPipe", micro=2)', "dp=2"),
+    "frozen": Scene(
+        networks.made(lambda: networks.Points(networks.Residual(), networks.Frozen())),
+        "zero(stage=1, over=dp)", "dp=2", points,
+    ),
+    "experts": Scene(
+        networks.made(lambda: networks.Points(networks.Experts())),
+        "zero(stage=0, over=dp)", "dp=2", lambda seed: points(seed, 6, (5, networks.WIDTH)),
+    ),
+    "whole updates": replace(
+        _block(networks.Residual, BLOCK), optimizer=networks.adafactor, holds=False
+    ),
+    "spare": Scene(
+        networks.made(lambda: networks.Points(networks.Residual(), networks.Spare())),
+        "zero(stage=0, over=dp)", "dp=2", points,
+    ),
+    "three by two": replace(_block(networks.Residual, BOTH), mesh="dp=3, tp=2"),
+    "two by two": replace(_block(networks.Residual, BOTH), mesh="dp=2, tp=2"),
+    "predicting": Scene(
+        networks.made(networks.Predicting),
+        'head pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)', "pp=2", points,
+        loss=networks.squared,
+    ),
     "odd": Scene(
         networks.made(lambda: networks.Points(networks.Residual(7), width=7)),
         "zero(stage=1, over=dp)", "dp=2", lambda seed: points(seed, 7, (7,)),
@@ -132,7 +195,9 @@ SCENES: dict[str, Scene] = {
     ),
     "sp, biases": Scene(lambda: models.llama(1, bias=True), LLAMA, "tp=2", _tokens()),
     "attending": Scene(
-        lambda: models.llama(1, attend="eager"), "model.layers.*.self_attn replace_kernel(sdpa)", "",
+        lambda: models.llama(1, attend="eager"),
+        "model.layers.*.self_attn replace_kernel(sdpa)",
+        "",
         lambda seed: models.left(models.tokens(rows=6, seed=seed)),
     ),
     "smoothed": Scene(
@@ -145,4 +210,3 @@ SCENES: dict[str, Scene] = {
 def case(name: str) -> Case:
     """The case of a scene, made once."""
     return SCENES[name].case()
-

@@ -72,9 +72,7 @@ def gather_turns_the_other_way(patch: Patch, site: Site) -> None:
     _gather_back(patch, site, True)
 
 
-@bug(
-    "T05", "shard", Operator.ADJOINT, "gathered", row="output=R", credit="Megatron-LM PR#6839"
-)
+@bug("T05", "shard", Operator.ADJOINT, "gathered", row="output=R", credit="Megatron-LM PR#6839")
 def gather_sums_what_is_whole(patch: Patch, site: Site) -> None:
     """A gather before a computation that all ranks do alike sums their gradients."""
     _gather_back(patch, site, False)
@@ -218,4 +216,3 @@ def padding_counts(patch: Patch, site: Site) -> None:
     """Rows that only pad the vocabulary are classes of the softmax, too."""
 
     patch.setattr(shard, "_head", lambda y, edge: shard.ShardedLogits(y, edge.group, edge.cut))
-

@@ -1,0 +1,82 @@
+"""Proof that the parts of a step weigh one together, and each as much as its labels say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from schedlang.diagnostic import Diagnostic
+from schedlang.passes.claim import Claim, facet_row, placed
+from schedlang.passes.roles import Role, Step
+from schedlang.passes.weigh import weight_of
+
+NEAR = 1e-9
+
+
+def weights(step: Step, batch: Mapping[str, Any], played: Sequence[Role]) -> Claim:
+    """Weights add up: over parts to the whole batch, and over a step to one (S716)."""
+    from schedlang.runtime import parts
+
+    plan = step.plan
+    micro = plan.order.micro if plan.order is not None else 1
+    split = parts.split(batch, plan.mesh.size(plan.data_axes), micro)
+    found = [part.inputs for row in split for part in row]
+    if len(found) == 1:
+        return Claim("loss weights", "one part, which is the whole")
+    weigh = step.weight or weight_of(step.prepared.traced, len(found))
+    each, whole = [float(weigh(part)) for part in found], float(weigh(batch))
+    problems = [*_whole(step, each, whole), *_counted(step, weigh), *_step(step, played)]
+    said = f"{len(each)} parts of {whole:g}, {len(played)} ranks"
+    unseen = () if _labels(step) else ("that the loss is a mean over rows; `verify` measures it",)
+    return Claim("loss weights", said, tuple(problems), unseen=unseen)
+
+
+def _labels(step: Step) -> bool:
+    return step.weight is None and len(step.prepared.traced.labels) == 1
+
+
+def _row(step: Step) -> Any:
+    plan = step.plan
+    return placed(facet_row(plan, "state" if plan.data_axes else "order"))
+
+
+def _whole(step: Step, each: list[float], whole: float) -> Iterator[Diagnostic]:
+    if not math.isclose(sum(each), whole, rel_tol=NEAR):
+        said = f"the parts of the batch weigh {sum(each):g} together, and the whole {whole:g}"
+        yield Diagnostic("S716", said, _row(step))
+
+
+def _counted(step: Step, weigh: Any) -> Iterator[Diagnostic]:
+    """The labels that the loss itself counts in a part, where it averages over labels."""
+    if not _labels(step):
+        return
+    seen, said = counted(step), float(weigh(step.sample))
+    if seen is not None and seen != said:
+        title = f"the loss averages over {seen:g} labels of a part that weighs {said:g}"
+        yield Diagnostic("S716", title, _row(step))
+
+
+def counted(step: Step) -> float | None:
+    """How many labels the model's own call of cross-entropy counts in the sample; None: no one."""
+    from schedlang.passes.dryrun import call
+    from schedlang.runtime.constants import OnMeta
+    from schedlang.runtime.labels import Counting
+    from schedlang.runtime.meta import hollow_batch, hollow_model
+
+    model, inputs = hollow_model(step.plan.model.model, {}), hollow_batch(dict(step.sample))
+    model.train()
+    with OnMeta(dict(step.sample), inputs) as values, Counting(values) as counting:
+        call(model, inputs, step.loss)
+    return counting.found[0] if len(counting.found) == 1 else None
+
+
+def _step(step: Step, played: Sequence[Role]) -> Iterator[Diagnostic]:
+    """Of a batch whose parts are alike, those of all replicas weigh one."""
+    count = step.plan.mesh.size(step.plan.data_axes)
+    for role in played:
+        total = sum(role.weights) * count
+        if not math.isclose(total, 1.0, rel_tol=NEAR):
+            said = f"the microbatches of rank {role.rank} weigh {total:g} of their share"
+            yield Diagnostic("S716", said, _row(step))
+            return

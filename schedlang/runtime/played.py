@@ -1,0 +1,144 @@
+"""A step of a built program without values: its parameters and batch lie on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from schedlang.runtime.constants import OnMeta
+from schedlang.runtime.graph import Cut
+from schedlang.runtime.mail import Mail
+from schedlang.runtime.meta import hollow_batch
+from schedlang.runtime.parts import Batch, Part
+from schedlang.runtime.pipeline import Result
+from schedlang.runtime.program import Program
+from schedlang.runtime.trace import tensors_in
+
+
+class Answers(TorchFunctionMode):
+    """Answers for values that a meta tensor does not have, and remembers what was put side by side.
+
+    `together` tells for each result of `torch.cat` the storages that it was made of.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.together: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
+        self.outside = True  # of the model: nobody knows any value there
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the call, or make up its answer."""
+        kwargs = dict(kwargs or {})
+        given = args[0] if args else None
+        if isinstance(given, Tensor) and given.is_meta:
+            if func is Tensor.cpu:
+                return given
+            if func is Tensor.tolist:
+                return torch.ones(given.shape, device="cpu").tolist()
+            if func is Tensor.__float__ and self.outside:
+                return 1.0
+        out = func(*args, **kwargs)
+        if func is torch.cat and out.is_meta:
+            made_of = tuple(storage(t) for t in tensors_in(args[0]))
+            self.together[id(out)] = (out, made_of)
+        return out
+
+
+@dataclass(frozen=True)
+class Letter:
+    """A message between stages as the pipeline means it: between which ranks, and what it is.
+
+    `name` tells backward or forward, from which stage to which, and the microbatch.
+    """
+
+    ends: tuple[int, int]
+    sends: bool
+    name: tuple[bool, int, int, int]
+    tensors: int
+
+
+def storage(tensor: Tensor) -> int:
+    """Equal for tensors in the same memory, or in the same that is not there."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+@dataclass
+class Played(Program):
+    """A program whose microbatches lose their values on the way in.
+
+    `weights` are those that the last step gave its microbatches; `letters` what it sent to other
+    stages and expected of them.
+    """
+
+    weights: list[float] = field(default_factory=list)
+    letters: list[Letter] = field(default_factory=list)
+    answers: Answers = field(default_factory=Answers)
+
+    def _run(
+        self, parts: Sequence[Part], scale: Sequence[float] | None, *, train: bool
+    ) -> list[Result] | None:
+        pipeline = self.assembly.pipeline
+        plain = pipeline.run
+
+        def run(batches: Any, scale: Any = None, **options: Any) -> Any:
+            self.weights = list(scale or ())
+            return plain(batches, scale, **options)
+
+        bare = [Part(hollow_batch(part.inputs), part.rows) for part in parts]
+        vars(pipeline)["run"] = run
+        self.answers.outside = False
+        try:
+            with torch._C.DisableTorchFunction():  # what is known is real, not on the meta device
+                known = OnMeta([p.inputs for p in parts], [p.inputs for p in bare])
+            with known:
+                return super()._run(bare, scale, train=train)
+        finally:
+            del vars(pipeline)["run"]
+            self.answers.outside = True
+
+
+def play(program: Program, cut: Cut, batch: Batch) -> Played:
+    """One training step, with nothing in it; `batch` is whole, and its values are real."""
+    from schedlang.runtime.stage import signature
+
+    assembly = replace(program.assembly, dropout=None)
+    played = Played(assembly)
+    pipeline = assembly.pipeline
+    pipeline.mail.device = torch.device("meta")
+    _overhear(pipeline.mail, played.letters)
+    parts, _, _ = played._parts(batch, local=False)
+    for edge, tokens in cut.routes.items():  # as after the first step: nobody asks for sizes
+        leaves = [cut.graph.leaves[token] for token in tokens]
+        layout = tuple((getattr(torch, leaf.dtype), leaf.shape) for leaf in leaves)
+        for part in parts:
+            shape = (True, signature(hollow_batch(part.inputs)))
+            pipeline._layouts[edge, shape] = layout
+    with torch.device("meta"), played.answers:
+        played.train_step(batch)
+    return played
+
+
+def _overhear(mail: Mail, letters: list[Letter]) -> None:
+    """Note every letter where the pipeline hands it over, in the order in which it does."""
+    send, post = mail.send, mail.post
+
+    def sending(to: int, key: Any, tensors: Sequence[Tensor], *, header: bool) -> None:
+        letters.append(Letter((mail.rank, to), True, key, len(tensors)))
+        send(to, key, tensors, header=header)
+
+    def posting(source: int, key: Any, count: int, *rest: Any) -> None:
+        letters.append(Letter((source, mail.rank), False, key, count))
+        post(source, key, count, *rest)
+
+    vars(mail).update(send=sending, post=posting)
