@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -35,7 +36,22 @@ def blame(rows: Sequence[T], fails: Callable[[tuple[T, ...]], bool]) -> Blame[T]
         low, high = (low, middle) if asked(everything[:middle]) else (middle, high)
     culprit = high - 1
     found = (culprit,) if asked((culprit,)) else _minimal(everything[:high], culprit, asked)
+    found = _without_pairs(found, asked)
     return Blame(tuple(rows[i] for i in found), high, asked.runs)
+
+
+def _without_pairs(
+    failing: tuple[int, ...], asked: Callable[[tuple[int, ...]], bool]
+) -> tuple[int, ...]:
+    """Leave out what can be, one or two at a time: two rows may be legal only together."""
+    if len(failing) < 2:
+        return failing
+    for count in (1, 2):
+        for out in itertools.combinations(failing, count):
+            rest = tuple(i for i in failing if i not in out)
+            if rest and asked(rest):
+                return _without_pairs(rest, asked)
+    return failing
 
 
 class _Asked(Generic[T]):

@@ -6,7 +6,7 @@ The order is fixed, whatever the order of rows: the local copy with this rank's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +99,6 @@ def build(
     assembly = Assembly(
         module=module, pipeline=_pipeline(builder, staged, loss), ranks=ranks,
         replicas=plan.data_axes, micro=micro, parameters=found, holdings=holdings,
-        buffers=dict(module.named_buffers()),
         buffer_stages=buffer_stages(staged), ties=(*plan.model.ties, *plan.model.shared_buffers),
         keys=tuple(plan.model.model.state_dict()), sums=tuple(sums), sliced=sliced,
         weight=weight or weight_of(traced, count * micro),
@@ -241,22 +240,10 @@ def _dropout(plan: Plan, traced: Traced, ranks: Ranks, seed: int | None, module:
             dim, parts = tag.dim - 1, plan.mesh.size(axis)  # dim 0 holds the samples
             logical[dim] = shape[dim] * parts
             place = plan.mesh.index(ranks.rank, axis)
-            index[dim] = _positions(tag.blocks, logical[dim], parts, place)
+            index[dim] = tag.positions(logical[dim], parts, place)
         return Window(tuple(logical), tuple(index))
 
     return LogicalDropout(seed or 0, slices)
-
-
-def _positions(blocks: Sequence[int], size: int, parts: int, place: int) -> list[int]:
-    """The logical positions that a rank holds along a dim of blocks split one by one."""
-    scale = size / sum(blocks)
-    found: list[int] = []
-    start = 0
-    for block in blocks:
-        length = int(block * scale) // parts
-        found += range(start + place * length, start + (place + 1) * length)
-        start += int(block * scale)
-    return found
 
 
 def _pipeline(builder: Builder, staged: Staged, loss: Loss | None) -> Any:

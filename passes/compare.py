@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from schedlang.passes.observe import Batch, Key, Observation
+from schedlang.passes.observe import HIDDEN, Batch, Key, Observation
 from schedlang.report import Row
 
 if TYPE_CHECKING:
@@ -24,10 +24,14 @@ RTOL = 1e-9
 FLOOR = 1e-12  # of the largest norm among tensors of the kind
 ELEMENT = 100.0  # how much wider the gate of a single element is
 
+OUTPUTS = ("outputs", "training outputs")
+DRAWS = "dropout draws"
+
 # in this order a difference is found first where it arose
 _ORDER: tuple[str, ...] = (
-    *("trainable set", "state_dict keys", "outputs", "loss", "gradients", "input gradients"),
-    *("gradient norm", "parameters", "other state"),
+    *("trainable set", "state_dict keys", "outputs", "training outputs", "loss", "gradients"),
+    *("input gradients", "gradient norm", "parameters", "other state", HIDDEN),
+    DRAWS,
 )
 
 
@@ -36,11 +40,14 @@ def compare(
 ) -> tuple[Row, ...]:
     """All comparisons, in the order in which a difference arises: forward, backward, updates.
 
-    With `exact` everything has to be equal to the last bit. Kinds that the actual side does not
-    offer (`actual.missing`) are left out: report them.
+    With `exact` everything has to be equal to the last bit. What the actual side does not offer
+    (`actual.missing`, `actual.left_out`) is not compared: report it.
     """
-    rows = [*_sets(expected, actual), *_tensors(expected, actual, rtol, exact)]
+    sets = list(_sets(expected, actual))
+    rows = [row for row in sets if row.kind != DRAWS]
+    rows += _tensors(expected, actual, rtol, exact)
     rows += _ties(expected, actual)
+    rows += [row for row in sets if row.kind == DRAWS]
     for key, error in actual.replicas.items():
         gate = 0.0 if exact else rtol
         ok = error <= gate
@@ -50,8 +57,11 @@ def compare(
 
 
 def _sets(expected: Observation, actual: Observation) -> Iterator[Row]:
-    for key in sorted(expected.sets, key=lambda k: _ORDER.index(k.kind)):
-        want, got = expected.sets[key], actual.sets.get(key, frozenset())
+    keys = dict.fromkeys((*expected.sets, *actual.sets))
+    for key in sorted(keys, key=lambda k: _ORDER.index(k.kind)):
+        if key.kind in actual.missing:
+            continue
+        want, got = expected.sets.get(key, frozenset()), actual.sets.get(key, frozenset())
         lost, extra = sorted(want - got), sorted(got - want)
         note = "; ".join(
             f"{word}: {', '.join(names[:8])}"
@@ -76,13 +86,20 @@ def _tensors(expected: Observation, actual: Observation, rtol: float, exact: boo
     keys = {**dict.fromkeys(expected.tensors), **dict.fromkeys(actual.tensors)}
     conditions = {key.condition: i for i, key in enumerate(keys)}
     for key in sorted(keys, key=lambda k: (conditions[k.condition], when(k))):
-        if key.kind in actual.missing:
+        if key.kind in actual.missing or is_left_out(key, actual.left_out):
             continue
         error, ok, note = _difference(expected, actual, key, scales, rtol, exact)
         found = expected.tensors.get(key)
         shape = None if found is None else tuple(found.shape)
         gate = 0.0 if exact or found is None or not found.is_floating_point() else rtol
         yield Row(key.condition, key.kind, key.name, error, gate, ok, key.step, note, shape)
+
+
+def is_left_out(key: Key, left_out: Mapping[str, str]) -> bool:
+    """Whether a tensor stands in a part of the output that the program does not give."""
+    return key.kind in OUTPUTS and any(
+        key.name == name or key.name.startswith(f"{name}.") for name in left_out
+    )
 
 
 def _scales(expected: Observation) -> dict[tuple[str, str, int], tuple[float, float]]:
@@ -108,6 +125,8 @@ def _difference(
 
     # not to name a tensor is to have none: an unused parameter has no gradient on either side
     x, r = actual.tensors.get(key), expected.tensors.get(key)
+    if r is None and x is not None and key.kind == "input gradients" and not x.any():
+        return 0.0, True, "zero, as of an input that nothing reads"  # slicing passes all inputs on
     if x is None or r is None:
         note = "missing in the program" if x is None else "the original has none"
         return (0.0, True, "none on both sides") if x is r else (math.inf, False, note)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from schedlang.mesh import Mesh
 from schedlang.passes.observe import Key, Observation
 from schedlang.report import Row
 
@@ -41,9 +42,11 @@ def diagnose(
         return "it is zero: detached, or never received" if r.any() else ""
     return (
         _ratio(x, r, sizes)
+        or _again_and_again(x, r, others or {})
         or _taken(x, r, others or {})
         or _blocks(x, r, sizes)
         or _permuted(x, r)
+        or _few(x, r)
         or _rounded(x, r)
         or "no simple pattern fits"
     )
@@ -84,7 +87,7 @@ def _ratio(x: Tensor, r: Tensor, sizes: Mapping[str, int]) -> str:
     for words, value in _numbers(sizes):
         if math.isclose(factor, value, rel_tol=_FITS):
             return f"{words} times the right value everywhere"
-    return f"{factor:.6g} times the right value everywhere"
+    return f"{factor:.6g} times the right value everywhere" if r.numel() > 1 else ""
 
 
 def _numbers(sizes: Mapping[str, int]) -> Iterator[tuple[str, float]]:
@@ -101,6 +104,71 @@ def _numbers(sizes: Mapping[str, int]) -> Iterator[tuple[str, float]]:
     yield "-1", -1.0
     for n in range(2, 17):
         yield from ((str(n), float(n)), (f"1/{n}", 1 / n))
+
+
+def _again_and_again(x: Tensor, r: Tensor, others: Mapping[str, Tensor | None]) -> str:
+    """A vector, as a bias is, is in every row a few times too often."""
+    gap = x - r
+    for name, other in others.items():
+        if other is None or other.dim() != 1 or x.dim() < 2 or other.shape[0] != x.shape[-1]:
+            continue
+        row = other.double()
+        times = float((gap * row).sum() / (row.expand_as(gap) ** 2).sum()) if row.any() else 0.0
+        if round(times) and _fits(gap, round(times) * row.expand_as(gap)):
+            often = (
+                f"{round(times)} times too often" if times > 0 else f"{-round(times)} times less"
+            )
+            return f"it holds {name} {often} in every row: once per rank"
+    return ""
+
+
+def of_ranks(locals_: Sequence[Tensor | None], right: Sequence[Tensor], mesh: Mesh) -> str:
+    """How the ranks' own values make the right ones, where each is wrong by itself; "" if no way.
+
+    `right` is what each rank should hold.
+    """
+    for axis in (name for name, size in mesh.axes if size > 1):
+        ways = {_over(group, locals_, right) for group in mesh.groups(axis)}
+        if len(ways) == 1 and (way := ways.pop()):
+            return way.replace("AXIS", axis)
+    return ""
+
+
+def _over(group: Sequence[int], locals_: Sequence[Tensor | None], right: Sequence[Tensor]) -> str:
+    import torch
+
+    wanted = [right[rank].double() for rank in group]
+    if any(w.shape != wanted[0].shape or not _fits(w, wanted[0]) for w in wanted):
+        return ""  # each holds a part of its own
+    found = [locals_[rank] for rank in group]
+    ours = [torch.zeros_like(w) if x is None else x.double() for x, w in zip(found, wanted)]
+    if any(x.shape != wanted[0].shape for x in ours):
+        return ""
+    good = [place for place, x in enumerate(ours) if _fits(x, wanted[0])]
+    if 0 < len(good) < len(ours):
+        which = ", ".join(map(str, good))
+        return f"only place {which} along AXIS has the right value: not sent to the others"
+    total = torch.stack(ours).sum(0)
+    if good or not bool(total.isfinite().all()):
+        return ""
+    if _fits(total, wanted[0]):
+        return "the sum over AXIS of the ranks' values is right: a missing all-reduce over AXIS"
+    if _fits(total / len(ours), wanted[0]):
+        return "the mean over AXIS of the ranks' values is right"
+    return ""
+
+
+def of_parts(x: Tensor, r: Tensor, parts: Mapping[str, Tensor | None]) -> str:
+    """Whether a part of a sum (a microbatch) is missing or counted twice, in words; or ""."""
+    if x.shape != r.shape:
+        return ""
+    for name, part in parts.items():
+        if part is None or not float(part.norm()):
+            continue
+        for times, words in ((-1, "is missing"), (1, "is counted twice")):
+            if _fits(x.double() - r.double(), times * part.double()):
+                return f"the share of {name} {words}"
+    return ""
 
 
 def _taken(x: Tensor, r: Tensor, others: Mapping[str, Tensor | None]) -> str:
@@ -151,8 +219,21 @@ def _permuted(x: Tensor, r: Tensor) -> str:
     return ""
 
 
+def _few(x: Tensor, r: Tensor) -> str:
+    """Most elements are right: how many are not, and whether they are the last ones."""
+    wrong = ((x - r).abs() > _FITS * float(r.norm())).flatten()
+    count = int(wrong.sum())
+    if not 0 < count <= max(1, x.numel() // 4):
+        return ""
+    last = bool(wrong[-count:].all())
+    zero = " and zero" if not x.flatten()[wrong].any() else ""
+    return f"only {'the last ' if last else ''}{count} of {x.numel()} elements are wrong{zero}"
+
+
 def _rounded(x: Tensor, r: Tensor) -> str:
-    """An error of the size of a lower precision's rounding."""
+    """An error of the size of a lower precision's rounding; of a single number it says nothing."""
+    if x.numel() < 2:
+        return ""
     size = float((x - r).norm() / r.norm()) if float(r.norm()) else math.inf
     for name, low, high in (("float32", 1e-9, 3e-7), ("bfloat16 or float16", 2e-5, 1e-2)):
         if low <= size <= high:

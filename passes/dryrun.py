@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.runtime.dry import Leaf
-    from schedlang.runtime.notes import Mismatch
+    from schedlang.runtime.notes import Mismatch, Note
     from schedlang.runtime.shard import Edge
     from schedlang.runtime.trace import Recording
 
@@ -88,6 +88,15 @@ class Run:
         self.follower = Follower(recording, self.stack, sizes)
         self.edges: dict[str, tuple[Edge, ...]] = {}
         self.numbers: list[tuple[str, str, int]] = []
+        self.layouts: dict[tuple[str, int], list[tuple[Note, ...] | None]] = {}
+        self.stack.seen = self._see
+
+    def _see(self, frame: tuple[str, int], tree: Any) -> None:
+        """Note how the tensors that a call is given, or gives, lie on the ranks."""
+        from schedlang.runtime.trace import tensors_in
+
+        notes = None if self.follower.loose else tuple(map(self.follower.note, tensors_in(tree)))
+        self.layouts.setdefault(frame, []).append(notes)
 
     def attempt(self) -> Mismatch | None:
         """Run; what disagreed first, or None."""
@@ -100,6 +109,11 @@ class Run:
             self._check_outputs(output)
         except Mismatch as failure:
             return failure
+        except Exception as error:
+            if not self.divided:
+                raise
+            # a number that counts something else was divided: this try leads nowhere
+            return Mismatch(("", 0), str(error), None, (), -1)
         return None
 
     def _copy(self) -> nn.Module:
@@ -107,6 +121,7 @@ class Run:
         from schedlang.runtime.meta import hollow_model
         from schedlang.runtime.notes import Note, Tag
         from schedlang.runtime.numbers import set_number
+        from schedlang.runtime.trace import tensors_in
 
         plan = self.plan
         shapes = {name: plan.held(name).local_shape(plan.mesh) for name in plan.layouts}
@@ -115,9 +130,8 @@ class Run:
         for name, tensor in model.named_parameters():
             tags = {s.axis: Tag(s.dim, s.blocks) for s in plan.held(name).splits}
             self.follower.put(tensor, Note(tags, frozenset() if tags else frozenset([name])))
-        for value in self.inputs.values():
-            if hasattr(value, "device"):
-                self.follower.put(value, Note({}, frozenset(), True))
+        for given in tensors_in(dict(self.inputs)):
+            self.follower.put(given, Note({}, frozenset(), True))
         for fqn, attribute, value in self._places(model):
             set_number(model.get_submodule(fqn), attribute, value)
             self.numbers.append((fqn, attribute, value))

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+HIDDEN = "hidden buffers"  # those that a state dict leaves out
 Batch = Mapping[str, Any]
 Loss = Callable[[Any, Batch], "Tensor"]
 MakeOptimizer = Callable[[Sequence[tuple[str, "nn.Parameter"]]], "Optimizer"]
@@ -25,6 +26,10 @@ class Subject(Protocol):
     """
 
     grad_norm: Tensor | float | None  # of the last step, before clipping
+
+    @property
+    def output(self) -> Any:
+        """Of the last training step, structured as the model's own."""
 
     def train_step(self, batch: Batch) -> Tensor:
         """One optimizer step in training mode; the loss of the whole batch."""
@@ -53,22 +58,33 @@ class Subject(Protocol):
 
 @dataclass(frozen=True)
 class Condition:
-    """One training run: fresh parameters, an optimizer, a clip, and a batch per step."""
+    """One training run: fresh parameters, an optimizer, a clip, and a batch per step.
+
+    scale     by what the loss is multiplied
+    evaluate  train in eval mode: no dropout, statistics as they stand
+    case      what is run, where it is not the case of the proof itself (some parameters frozen)
+    """
 
     name: str
     optimizer: MakeOptimizer
     batches: tuple[Batch, ...]
     clip: float | None = None
+    scale: float = 1.0
+    evaluate: bool = False
+    case: Any = None
 
 
-def conditions(batches: Sequence[Batch], norm: float) -> tuple[Condition, ...]:
+def conditions(
+    batches: Sequence[Batch], norm: float, others: Sequence[Batch] = ()
+) -> tuple[Condition, ...]:
     """SGD, never clipped, shows scales of gradients; AdamW, always clipped, counts and the norm.
 
-    `norm` is the gradient norm of the original at the first batch.
+    `norm` is the gradient norm of the original at the first batch. AdamW runs on the batches
+    `others` if there are any.
     """
     return (
         Condition("SGD", _sgd, tuple(batches), 1e6 * norm),
-        Condition("AdamW, clipped", _adamw, tuple(batches), norm / 4),
+        Condition("AdamW, clipped", _adamw, tuple(others or batches), norm / 4),
     )
 
 
@@ -118,6 +134,7 @@ class Observation:
     ties: tuple[tuple[str, ...], ...] = ()
     missing: frozenset[str] = frozenset()  # kinds that the subject does not offer
     unread: frozenset[str] = frozenset()  # types in the output that are no tensors
+    left_out: Mapping[str, str] = field(default_factory=dict)  # place in the output -> why
 
 
 def observe(
@@ -127,23 +144,29 @@ def observe(
 
     The function modes of the comparison (float64, logical dropout) are for the caller to enter.
     """
+    import torch
+
     seen = Observation()
     order: tuple[str, ...] = ()
     ties: tuple[tuple[str, ...], ...] = ()
     gone: set[str] = set()
     unread: set[str] = set()
+    left: dict[str, str] = {}
     for condition in conditions:
-        subject = make(condition)
-        sight = _Sight(seen, condition.name, keep, gone, unread)
-        for step, batch in enumerate(condition.batches):
-            sight.step(subject, step, batch)
-            progress({"condition": condition.name, "step": step})
-        sight.end(subject, len(condition.batches) - 1, condition.batches[0])
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # a side that draws from torch's generator leaves another state
+            subject = make(condition)
+            sight = _Sight(seen, condition.name, keep, gone, unread, left)
+            for step, batch in enumerate(condition.batches):
+                sight.step(subject, step, batch)
+                progress({"condition": condition.name, "step": step})
+            sight.end(subject, len(condition.batches) - 1, condition.batches[0])
         order = order or tuple(getattr(subject, "order", ()))
         ties = ties or tuple(getattr(subject, "ties", ()))
     return Observation(
-        seen.tensors, seen.sets, seen.replicas, order, ties, frozenset(gone), frozenset(unread)
-    )
+        seen.tensors, seen.sets, seen.replicas, order, ties, frozenset(gone), frozenset(unread),
+        left,
+    )  # fmt: skip
 
 
 @dataclass
@@ -155,13 +178,15 @@ class _Sight:
     keep: bool
     missing: set[str]
     unread: set[str]
+    left_out: dict[str, str]
 
     def step(self, subject: Subject, step: int, batch: Batch) -> None:
         if step == 0:
             self.names("trainable set", subject.trainable())
             self.names("state_dict keys", subject.state_dict())
-            self.outputs(step, subject.eval_step(batch))
+            self.outputs("outputs", step, subject, subject.eval_step(batch))
         self.tensor("loss", step, "loss", subject.train_step(batch))
+        self.outputs("training outputs", step, subject, getattr(subject, "output", None))
         norm = subject.grad_norm
         if norm is None:
             self.missing.add("gradient norm")
@@ -182,12 +207,18 @@ class _Sight:
         for name, slots in subject.optimizer_state().items():
             for slot, value in slots.items():
                 self.tensor(f"optimizer {slot}", step, name, value)
-        self.outputs(step + 1, subject.eval_step(batch))
+        self.outputs("outputs", step + 1, subject, subject.eval_step(batch))
+        self.tensors("generator state", step, self.asked(subject, "generators", "generator state"))
+        if draws := self.asked(subject, "draws", "dropout draws"):
+            self.names("dropout draws", draws)
 
     def state(self, subject: Subject, step: int) -> None:
         trainable = set(subject.trainable())
-        for name, value in subject.state_dict().items():
+        state = subject.state_dict()
+        for name, value in state.items():
             self.tensor("parameters" if name in trainable else "other state", step, name, value)
+        hidden = self.asked(subject, "buffers", HIDDEN)
+        self.tensors(HIDDEN, step, {k: v for k, v in hidden.items() if k not in state})
         copies = subject.replicas()
         if copies is None:
             self.missing.add("replicas")
@@ -195,8 +226,16 @@ class _Sight:
             for name, error in copies.items():
                 self.seen.replicas[Key(self.condition, "replicas", step, name)] = error
 
-    def outputs(self, step: int, output: Any) -> None:
-        self.tensors("outputs", step, dict(flattened(output, self.unread)))
+    def asked(self, subject: Any, question: str, kind: str) -> Any:
+        """What a subject says that need not be able to; if it is not, the kind is missing."""
+        if hasattr(subject, question):
+            return getattr(subject, question)()
+        self.missing.add(kind)
+        return {}
+
+    def outputs(self, kind: str, step: int, subject: Subject, output: Any) -> None:
+        self.tensors(kind, step, dict(flattened(output, self.unread)))
+        self.left_out.update(getattr(subject, "left_out", {}))
 
     def tensors(self, kind: str, step: int, values: Mapping[str, Tensor | None]) -> None:
         for name, value in values.items():

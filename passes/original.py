@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from schedlang.passes.chance import draws_in_words, generators
 from schedlang.passes.observe import Batch, Loss, MakeOptimizer
 
 if TYPE_CHECKING:
@@ -16,12 +17,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from schedlang.runtime.random import LogicalDropout
+
 
 class Sequential:
     """A module with the plainest loop: forward, loss, backward, clip, step.
 
     `module` is trained in place: give a copy. `loss(output, batch)` may be left out if the model
-    returns one.
+    returns one. `scale` multiplies the loss; with `evaluate` it trains in eval mode.
+    `dropout`, under which it runs, is asked for its draws.
     """
 
     def __init__(
@@ -31,15 +35,24 @@ class Sequential:
         *,
         loss: Loss | None = None,
         clip: float | None = None,
+        scale: float = 1.0,
+        evaluate: bool = False,
+        dropout: LogicalDropout | None = None,
     ) -> None:
         from schedlang.runtime.scope import named_sites
+        from schedlang.runtime.training import Training
 
         self.module, self.loss, self.clip = module, loss or loss_of, clip
+        self.scale, self.evaluate, self.dropout = scale, evaluate, dropout
+        if dropout is not None:
+            dropout.noted = {}
         self._named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         self._optimizer = optimizer(self._named) if optimizer else None
         self.grad_norm: Tensor | float | None = None
         self.order: tuple[str, ...] = ()
         self.ties = tied(module)
+        self.output: Any = None  # of the last training step
+        self._training = Training(module)
         self._inputs: dict[str, Any] = {}
         self._steps = 0
         named_sites(module)
@@ -59,22 +72,27 @@ class Sequential:
 
     def derive(self, batch: Batch, samples: Sequence[int]) -> Tensor:
         """Loss of a part of a batch in training mode, its gradients in `gradients()`; no step."""
-        from torch import Tensor
-
         from schedlang.runtime.scope import Scope, entered
 
-        self.module.train()
+        self._switch()
         self.module.zero_grad(set_to_none=True)
-        self._inputs = {
-            k: v.detach().clone().requires_grad_()
-            for k, v in batch.items()
-            if isinstance(v, Tensor) and v.is_floating_point()
-        }
-        given = {**batch, **self._inputs}
+        given = self._given(batch)
         with entered(Scope(self._steps, 0, tuple(samples))), self._noting_order():
-            loss = self.loss(self.module(**given), given)
+            self.output = self.module(**given)
+            loss = self.loss(self.output, given) * self.scale
             loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
+
+    def _switch(self) -> None:
+        self._training.off() if self.evaluate else self._training.on()
+
+    def _given(self, batch: Batch) -> dict[str, Any]:
+        """The batch with float tensors whose gradients are kept."""
+        from schedlang.runtime.parts import followed, named_tensors
+
+        given: dict[str, Any] = followed(batch)
+        self._inputs = {k: v for k, v in named_tensors(given).items() if v.requires_grad}
+        return given
 
     def norm(self, batch: Batch) -> float:
         """The norm of all gradients of a batch; buffers are changed as by a forward."""
@@ -89,7 +107,7 @@ class Sequential:
 
         from schedlang.runtime.scope import Scope, entered
 
-        self.module.eval()
+        self._training.off()
         with torch.no_grad(), entered(Scope(self._steps, 0, tuple(range(rows(batch))))):
             return self.module(**batch)
 
@@ -105,6 +123,18 @@ class Sequential:
         """The module's own."""
         state: Mapping[str, Tensor] = self.module.state_dict()
         return state
+
+    def buffers(self) -> Mapping[str, Tensor]:
+        """All of them, also those that the state dict leaves out."""
+        return dict(self.module.named_buffers())
+
+    def generators(self) -> Mapping[str, Tensor]:
+        """Torch's own, and those of the module."""
+        return generators(self.module)
+
+    def draws(self) -> list[str]:
+        """The masks drawn, in words."""
+        return draws_in_words(self.dropout.noted or {}) if self.dropout is not None else []
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
         """By parameter name."""
@@ -160,9 +190,9 @@ def loss_of(output: Any, batch: Batch) -> Tensor:
 
 def rows(batch: Batch) -> int:
     """The number of samples of a batch: the common size of dim 0 of its tensors."""
-    from torch import Tensor
+    from schedlang.runtime.parts import named_tensors
 
-    sizes = [v.shape[0] for v in batch.values() if isinstance(v, Tensor) and v.dim()]
+    sizes = [v.shape[0] for v in named_tensors(batch).values() if v.dim()]
     assert sizes, "a batch holds at least one tensor with rows"
     return max(set(sizes), key=sizes.count)
 

@@ -8,7 +8,7 @@ all later calls proves the choice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from schedlang.passes.leaves import alike, hoisted, leaves_of, touches
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
-    from schedlang.runtime.notes import Mismatch, Tag
+    from schedlang.runtime.notes import Mismatch, Note, Tag
     from schedlang.runtime.shard import Edge
     from schedlang.runtime.trace import LabelRule, Recording
 
@@ -34,6 +34,8 @@ class Traced:
     numbers   attributes to be divided: (module, attribute, local value)
     partial   parameter -> axes over which its gradient must still be summed
     masks     (module, turn) of a random draw -> whole shape and split dims by axis
+    layouts   (module, turn) -> notes on the tensors that it is given and on those that it gives,
+              None where they are not known; empty where nothing is sharded
     order     modules in the order of their first call; entries: how often each is called
     """
 
@@ -42,6 +44,9 @@ class Traced:
     numbers: tuple[tuple[str, str, int], ...] = ()
     partial: Mapping[str, frozenset[str]] = field(default_factory=dict)
     masks: Mapping[tuple[str, int], tuple[tuple[int, ...], Mapping[str, Tag]]] = field(
+        default_factory=dict
+    )
+    layouts: Mapping[tuple[str, int], Sequence[tuple[Note, ...] | None]] = field(
         default_factory=dict
     )
     labels: tuple[LabelRule, ...] = ()
@@ -116,6 +121,7 @@ def _traced(plan: Plan, recording: Recording, run: Run | None = None) -> Traced:
         numbers=tuple(run.numbers),
         partial=partial,
         masks=run.follower.masks,
+        layouts=run.layouts,
         **shared,  # type: ignore[arg-type]
     )
 

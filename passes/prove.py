@@ -3,34 +3,41 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.passes.blame import blame
-from schedlang.passes.observe import Condition, Observation, conditions, observe
-from schedlang.passes.rows import only, shown
+from schedlang.passes.again import Failure
+from schedlang.passes.asked import STEPS, Asked, asked
+from schedlang.passes.curves import curve_rows
+from schedlang.passes.exact import baseline, exact_rows, given_up
+from schedlang.passes.observe import Condition, Observation, observe
+from schedlang.passes.runs import Runs, check_parts, runs
+from schedlang.passes.saved import archive_rows, loaded, saved
 from schedlang.passes.sides import (
     Case,
     as_worked,
-    modes_of,
     observed,
     original,
+    prepared,
+    sequential,
     tried,
-    twin,
     widened,
 )
+from schedlang.passes.suspect import suspected
 from schedlang.passes.trials import trials
-from schedlang.plan import Action, Plan
+from schedlang.plan import Plan
 from schedlang.report import Report, Row
 
 if TYPE_CHECKING:
+    from schedlang.passes.original import Sequential
     from schedlang.runtime.launch import Pool
     from schedlang.runtime.program import Program
 
 MOST_RANKS = 8
 Progress = Callable[[str], None]
+_Ran = tuple[Observation, Observation, dict[str, Any]]  # in float64, in the working dtype, saved
 
 
 def prove(
@@ -41,66 +48,77 @@ def prove(
 
     Raises Refusal for a plan or batch that cannot be run, RankDied or Hang for a run that failed.
     """
-    from schedlang.passes.compare import compare
     from schedlang.runtime import launch
 
     start = time.perf_counter()
     check_world(case.plan)
     pool = pool or launch.shared()
-    case = prepared(case)
+    wanted = asked(case.plan)
+    case = prepared(_lengthened(case, wanted.steps))
     working, case = as_worked(case), widened(case)
     progress("the original")
-    told = _conditions(case)
-    check_parts(case)
+    case = check_parts(case)
+    working = working and replace(working, parted=case.parted)
+    ran = runs(case, wanted.evaluate)
+    told = ran.told
     expected, drawn = original(case, told)
     progress(f"{case.plan.mesh.world} ranks")
-    actual, rounded, archive = _ranks(case, working, told, pool)
-    exact = not case.plan.gives_up
-    rows = [*compare(expected, actual, exact=exact), *_archive_rows(case, archive, actual)]
-    if working is not None:
-        rows += _working_rows(working, told, expected, rounded)
-    tried_rows, untried = (
-        trials(working.plan, working.batches[0]) if working is not None else ([], [])
-    )
+    seen = _ranks(case, working, told, pool)
+    actual = seen[0]
+    rows = _compared(case, working, told, expected, seen)
+    bits, unchecked = _baseline_rows(case, told, actual, pool)
+    extra, more = _in_working_dtype(working, wanted, pool)
     report = Report(
-        (*rows, *tried_rows), title=title, facts=_facts(case), command=command,
-        equivalence="exact" if exact else "algebraic", gaps=_gaps(case, actual, drawn),
-        unchecked=tuple(untried),
+        (*rows, *bits, *extra), title=title, facts=_facts(case, ran), command=command,
+        equivalence=_class(case), unchecked=(*unchecked, *more),
+        gaps=_gaps(case, ran, expected, actual, drawn),
     )  # fmt: skip
     if not report.ok and any(not row.ok for row in rows):
         progress("the row to blame")
-        report = replace(
-            report,
-            blamed=tuple(_blamed(case, pool)),
-            diagnosis=_diagnosis(case, report, expected, actual),
-        )
+        failure = Failure(
+            case, working, told, expected, actual,
+            lambda c, w, t, right: _compared(c, w, t, right, _ranks(c, w, t, pool)),
+        )  # fmt: skip
+        report = suspected(report, failure, pool)
     return replace(report, seconds=time.perf_counter() - start)
 
 
-def prepared(case: Case) -> Case:
-    """The case with its plan traced once, here, for all ranks: here it is refused, if it is."""
-    from schedlang.passes.prepare import prepare
-    from schedlang.runtime.parts import split
+def _lengthened(case: Case, steps: int) -> Case:
+    """The case with at least so many batches, the given ones again where they are too few."""
+    given = case.batches
+    more = max(0, steps - len(given)) if steps > STEPS else 0
+    return replace(case, batches=(*given, *(given[k % len(given)] for k in range(more))))
 
-    plan = case.plan
-    micro = plan.order.micro if plan.order is not None else 1
-    sample = split(case.batches[0], plan.mesh.size(plan.data_axes), micro)[0][0].inputs
-    return replace(case, prepared=prepare(plan, sample, case.loss))
+
+def _class(case: Case) -> str:
+    """The equivalence class of a schedule, in a word."""
+    if case.parted:
+        return "relaxed (batch_stats)"
+    return "algebraic" if given_up(case.plan) else "exact"
+
+
+def _in_working_dtype(
+    working: Case | None, wanted: Asked, pool: Pool
+) -> tuple[list[Row], list[str]]:
+    """Kernels by themselves and loss curves; and what of it could not be run."""
+    if working is None:
+        lost = ["the `rtol` of `verify`"] if wanted.rtol else []
+        lost += [f"the loss curve of {curve.place}" for curve in wanted.curves]
+        return [], [f"{what}: nothing was run in a working dtype" for what in lost]
+    rows, untried = trials(working.plan, working.batches[0])
+    return [*rows, *curve_rows(working, wanted.curves, pool)], untried
 
 
 def _working_rows(
     working: Case, told: Sequence[Condition], exact: Observation, program: Observation
 ) -> list[Row]:
     """The program in the working dtype, as near to float64 as the original's own rounding."""
-    from schedlang.passes.original import Sequential
     from schedlang.passes.rounding import within_rounding
     from schedlang.runtime.modes import ambient
     from schedlang.runtime.random import LogicalDropout
 
     def make(condition: Condition) -> Sequential:
-        return Sequential(
-            twin(working), condition.optimizer, loss=working.loss, clip=condition.clip
-        )
+        return sequential(working, condition)
 
     first = [replace(condition, batches=working.batches) for condition in told[:1]]
     with ambient(LogicalDropout(working.seed)):
@@ -109,7 +127,8 @@ def _working_rows(
     wanted = replace(
         exact, tensors={k: v for k, v in exact.tensors.items() if k.condition in names}
     )
-    return list(within_rounding(wanted, plain, program))
+    rtol = asked(working.plan).rtol
+    return list(within_rounding(wanted, plain, program, rtol=rtol))
 
 
 def check_world(plan: Plan, verb: str = "verify") -> None:
@@ -142,63 +161,44 @@ def _product(values: Iterable[int]) -> int:
 # -- the two sides -----------------------------------------------------------------------------
 
 
-def _conditions(case: Case) -> tuple[Condition, ...]:
-    """The training runs; clipping is set by the gradient norm of the original."""
-    from schedlang.passes.original import Sequential
-    from schedlang.runtime.modes import ambient
-
-    modes, _ = modes_of(case.seed)
-    with ambient(*modes):
-        norm = Sequential(twin(case), loss=case.loss).norm(case.batches[0])
-    return conditions(case.batches, norm)
-
-
-def check_parts(case: Case) -> None:
-    """Refuse a model whose loss over the parts, weighed, is not the loss of the whole."""
-    from schedlang.passes.compare import parts_agree
-    from schedlang.passes.original import Sequential
-    from schedlang.passes.weigh import part_weight
-    from schedlang.runtime.modes import ambient
-    from schedlang.runtime.parts import split
-
-    plan = case.plan
-    micro = plan.order.micro if plan.order is not None else 1
-    batch = case.batches[0]
-    parts = [p for share in split(batch, plan.mesh.size(plan.data_axes), micro) for p in share]
-    if len(parts) == 1:
-        return
-    weigh = part_weight(plan, parts[0].inputs, case.loss, case.weight, len(parts))
-    modes, _ = modes_of(case.seed)
-    with ambient(*modes):
-        rows = parts_agree(
-            Sequential(twin(case), loss=case.loss), batch,
-            [(part.inputs, part.rows) for part in parts], [weigh(part.inputs) for part in parts],
-        )  # fmt: skip
-    bad = next((row for row in rows if not row.ok), None)
-    relaxed = {name for _, names in plan.relaxed for name in names}
-    if bad is None or "batch_stats" in relaxed:
-        return
-    raise Refusal(
-        Diagnostic(
-            "S703", "the loss of this model is not the weighed mean of the losses of parts",
-            notes=(f"on the original in {len(parts)} parts {bad.place} differs by {bad.error:.1e}",
-                   "statistics over the batch (batch norm, router losses) would differ by rank"),
-            helps=("say what a part weighs: `weight(batch)` in the model file",
-                   "or allow it: `step \"...\" relax(batch_stats) {`"),
-        )
-    )  # fmt: skip
-
-
-def _ranks(
-    case: Case, working: Case | None, told: Sequence[Condition], pool: Pool
-) -> tuple[Observation, Observation, dict[str, Any]]:
+def _ranks(case: Case, working: Case | None, told: Sequence[Condition], pool: Pool) -> _Ran:
     """What the ranks saw in float64 and in the working dtype, and their saved state, loaded."""
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="schedlang-") as folder:
         world = case.plan.mesh.world
         seen, rounded = pool.run(_rank, world, case, working, tuple(told), folder)[0]
-        return seen, rounded, _loaded(case, told, folder)
+        return seen, rounded, loaded(case, told, folder)
+
+
+def _compared(
+    case: Case, working: Case | None, told: Sequence[Condition], expected: Observation, ran: _Ran
+) -> list[Row]:
+    """The rows of one run of the ranks."""
+    from schedlang.passes.compare import compare
+
+    actual, rounded, archive = ran
+    exact = not given_up(case.plan) and not case.parted
+    rows = [*compare(expected, actual, exact=exact)]
+    rows += archive_rows(told[saved(told)].name, archive, actual)
+    return rows if working is None else rows + _working_rows(working, told, expected, rounded)
+
+
+def _baseline_rows(
+    case: Case, told: Sequence[Condition], actual: Observation, pool: Pool
+) -> tuple[list[Row], list[str]]:
+    """The first step against that of the plan without its exact rows; or why it was not run."""
+    found = baseline(case.plan)
+    if found is None or (not given_up(case.plan) and not case.parted):
+        return [], []  # no such rows, or the original itself is compared bit by bit
+    plan, words = found
+    first = [replace(told[0], batches=told[0].batches[:1])]
+    try:
+        plain = prepared(replace(case, plan=plan))
+        without = pool.run(tried, plan.mesh.world, plain, first)[0]
+    except Refusal as refusal:
+        return [], [f"bits {words}: {refusal.diagnostics[0].title}"]
+    return list(exact_rows(without, actual, words)), []
 
 
 def _rank(
@@ -211,114 +211,36 @@ def _rank(
     made: list[Program] = []
     with ambient(Float64()):
         seen = observed(case, told, made)
-        made[-1].save(f"{folder}/state")
+        made[saved(told)].save(f"{folder}/state")
     if working is None:
         return seen, Observation()
     first = [replace(condition, batches=working.batches) for condition in told[:1]]
     return seen, observed(working, first, [])
 
 
-def _loaded(case: Case, told: Sequence[Condition], folder: str) -> dict[str, Any]:
-    """The saved state, loaded by a program of one rank with no rows."""
-    from schedlang.mesh import Mesh
-    from schedlang.passes.build import build
-    from schedlang.runtime.float64 import Float64
-    from schedlang.runtime.modes import ambient
-
-    plain = Plan.empty(case.plan.model, Mesh())
-    with ambient(Float64()):
-        program = build(plain, case.batches[0], loss=case.loss, optimizer=told[-1].optimizer)
-        program.load(f"{folder}/state")
-        return {"state": program.state_dict(), "optimizer": program.optimizer_state()}
-
-
-def _archive_rows(case: Case, archive: Mapping[str, Any], actual: Observation) -> list[Row]:
-    """Saved under this layout and loaded by one rank: equal to the last bit."""
-    import torch
-
-    last = max(key.step for key in actual.tensors if key.kind == "parameters")
-    condition = list(actual.tensors)[-1].condition
-    rows = []
-    for key, value in actual.tensors.items():
-        if key.condition != condition or key.step != last or value is None:
-            continue
-        if key.kind in ("parameters", "other state"):
-            got = archive["state"].get(key.name)
-        elif key.kind.startswith("optimizer "):
-            got = archive["optimizer"].get(key.name, {}).get(key.kind.removeprefix("optimizer "))
-        else:
-            continue
-        same = got is not None and torch.equal(torch.as_tensor(got).to(value.dtype), value)
-        note = "" if same else "lost" if got is None else "not what was saved"
-        shape = tuple(value.shape)
-        rows.append(
-            Row(
-                condition,
-                "saved state",
-                key.name,
-                0.0 if same else 1.0,
-                0.0,
-                same,
-                last,
-                note,
-                shape,
-            )
-        )
-    return rows
-
-
 # -- what is said about it ---------------------------------------------------------------------
 
 
-def _facts(case: Case) -> tuple[tuple[str, str], ...]:
+def _facts(case: Case, ran: Runs) -> tuple[tuple[str, str], ...]:
     import torch
 
     mesh = case.plan.mesh
+    derived = (("derived", ", ".join(ran.derived)),) if ran.derived else ()
     return (
         ("mesh", f"{mesh} ({mesh.world} ranks)" if mesh.axes else "one rank"),
         ("seed", str(case.seed)),
         ("dtype", "float64"),
         ("torch", torch.__version__),
+        *derived,
     )
 
 
-def _gaps(case: Case, actual: Observation, drawn: int) -> tuple[Any, ...]:
-    from schedlang.passes.coverage import gaps, unoffered
+def _gaps(
+    case: Case, ran: Runs, expected: Observation, actual: Observation, drawn: int
+) -> tuple[Any, ...]:
+    from schedlang.passes.coverage import gaps, idle, repeating, unoffered
 
     plan = case.plan
-    micro = plan.order.micro if plan.order is not None else 1
     names = {name: fact.numel for name, fact in plan.model.unique.items()}
-    found = gaps(
-        case.batches, sizes=dict(plan.mesh.axes), parts=plan.mesh.size(plan.data_axes) * micro,
-        drawn=drawn, parameters=names,
-    )  # fmt: skip
-    return (*found, *unoffered(actual))
-
-
-def _diagnosis(case: Case, report: Report, expected: Observation, actual: Observation) -> str:
-    from schedlang.passes.diagnose import explain
-
-    bad = next(row for row in report.rows if not row.ok)
-    return explain(bad, expected, actual, dict(case.plan.mesh.axes))
-
-
-def _blamed(case: Case, pool: Pool) -> list[str]:
-    """The rows that fail together, as lines of the schedule."""
-    rows = [action for action in case.plan.actions if action.name != "verify"]
-    quick = replace(case, batches=case.batches[:1])
-
-    def fails(subset: tuple[Action, ...]) -> bool:
-        from schedlang.passes.compare import compare
-
-        try:
-            plan = only(case.plan, subset)
-            told = _conditions(quick)[:1]
-            small = prepared(replace(quick, plan=plan))
-            expected, _ = original(small, told)
-            actual = pool.run(tried, plan.mesh.world, small, told)[0]
-        except Refusal:
-            return False
-        return any(not row.ok for row in compare(expected, actual))
-
-    found = blame(rows, fails)
-    return [shown(action) for action in found.rows]
+    found = gaps(ran.batches, sizes=dict(plan.mesh.axes), drawn=drawn, parameters=names)
+    return (*found, *ran.gaps, *repeating(plan), *idle(expected), *unoffered(actual))

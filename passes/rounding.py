@@ -7,9 +7,10 @@ unit roundoff. What a fixed tolerance cannot know, the condition of a sum, is in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from schedlang.passes.compare import is_left_out
 from schedlang.passes.observe import Key, Observation
 from schedlang.report import Row
 
@@ -17,36 +18,81 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # how much larger than the original's an error may be: above all that was measured on random models
-_TIMES = {"outputs": 4.0, "gradients": 8.0, "input gradients": 8.0, "parameters": 16.0}
+_TIMES = {
+    "outputs": 4.0,
+    "training outputs": 4.0,
+    "gradients": 8.0,
+    "input gradients": 8.0,
+    "parameters": 16.0,
+}
+
+
+# a single number: its error may vanish by luck, so it has a gate by its own size, in roundings
+_SCALARS = {"loss": 16.0, "gradient norm": 16.0}
+IN_DTYPE = " in working dtype"
 
 
 def within_rounding(
-    exact: Observation, original: Observation, program: Observation, *, times: float = 1.0
-) -> tuple[Row, ...]:
-    """Rows for outputs, gradients and parameter updates; an error of 1 is the gate.
+    exact: Observation, original: Observation, program: Observation, *, times: float = 1.0,
+    rtol: Mapping[str, float] | None = None,
+) -> tuple[Row, ...]:  # fmt: skip
+    """Rows for outputs, loss, gradients, norm and parameter updates; an error of 1 is the gate.
 
     `exact` is the original in float64 started from the weights of the other two. `times` widens all
-    gates. Single numbers, whose error may vanish by luck, are not judged so.
+    gates. For kinds in `rtol` the schedule has given a bound of its own for the relative error.
     """
-    return tuple(_rows(exact, original, program, times))
+    return tuple(_rows(exact, original, program, times, rtol or {}))
 
 
 def _rows(
-    exact: Observation, original: Observation, program: Observation, times: float
-) -> Iterator[Row]:
+    exact: Observation, original: Observation, program: Observation, times: float,
+    rtol: Mapping[str, float],
+) -> Iterator[Row]:  # fmt: skip
+    unit = _unit(original)
     last = {key[:2]: key.step for key in exact.tensors}
     for key in exact.tensors:
-        if key.kind not in _TIMES or (key.kind == "parameters" and key.step != last[key[:2]]):
+        if key.kind in _SCALARS:
+            pass
+        elif key.kind not in _TIMES or (key.kind == "parameters" and key.step != last[key[:2]]):
             continue
         r, s, x = (_value(seen, key) for seen in (exact, original, program))
-        if r is None or not r.is_floating_point() or r.dim() == 0:
+        if r is None or not r.is_floating_point() or (r.dim() == 0 and key.kind not in _SCALARS):
             continue
-        kind = f"{key.kind} in working dtype"
+        if is_left_out(key, program.left_out):
+            continue
+        kind, gate = key.kind + IN_DTYPE, rtol.get(key.kind, 1.0)
         if x is None or s is None or x.shape != r.shape:
-            yield Row(key.condition, kind, key.name, float("inf"), 1.0, False, key.step, "missing")
+            yield Row(key.condition, kind, key.name, float("inf"), gate, False, key.step, "missing")
             continue
-        error = _error(x, s, r, _TIMES[key.kind] * times)
-        yield Row(key.condition, kind, key.name, error, 1.0, error <= 1.0, key.step)
+        if key.kind in rtol:
+            error, note = _relative(x, r), "the bound of the schedule"
+        elif key.kind in _SCALARS:
+            error, note = _number(x, s, r, unit * _SCALARS[key.kind] * times), ""
+        else:
+            error, note = _error(x, s, r, _TIMES[key.kind] * times), ""
+        yield Row(key.condition, kind, key.name, error, gate, error <= gate, key.step, note)
+
+
+def _unit(original: Observation) -> float:
+    """The unit roundoff of the coarsest dtype that the original worked in."""
+    import torch
+
+    floats = {v.dtype for v in original.tensors.values() if v is not None and v.is_floating_point()}
+    return max((torch.finfo(dtype).eps / 2 for dtype in floats), default=0.0)
+
+
+def _relative(x: Tensor, r: Tensor) -> float:
+    x, r = x.double(), r.double()
+    size = float(r.norm())
+    error = float((x - r).norm())
+    return error / size if size else (0.0 if error == 0 else float("inf"))
+
+
+def _number(x: Tensor, s: Tensor, r: Tensor, share: float) -> float:
+    """A mean or a norm is a sum of terms of one sign, so its own size is that of its terms."""
+    gate = 4.0 * abs(float(s) - float(r)) + share * abs(float(r))
+    error = abs(float(x) - float(r))
+    return error / gate if gate else (0.0 if error == 0 else float("inf"))
 
 
 def _value(seen: Observation, key: Key) -> Tensor | None:

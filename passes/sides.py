@@ -8,14 +8,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.chance import draws_in_words, generators, generators_agree, together
 from schedlang.passes.observe import Batch, Condition, Loss, Observation, observe
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from schedlang.passes.original import Sequential
     from schedlang.passes.prepare import Prepared
     from schedlang.runtime.program import Program
+    from schedlang.runtime.random import LogicalDropout
 
 DTYPES = ("float32", "bfloat16", "float16", "none")
 Weight = Callable[[Batch], float]
@@ -37,12 +40,30 @@ class Case:
     seed: int = 0
     dtype: str | None = None
     prepared: Prepared | None = None
+    parted: bool = False  # compare with the original trained by parts: statistics are relaxed
+
+    @property
+    def cuts(self) -> tuple[int, int]:
+        """How many replicas share a batch, and how many microbatches each makes of its share."""
+        order = self.plan.order
+        return self.plan.mesh.size(self.plan.data_axes), 1 if order is None else order.micro
 
     def with_model(self, module: nn.Module) -> Case:
         """The same for another module of the same names and shapes."""
         from schedlang.model import ModelFacts
 
         return replace(self, plan=replace(self.plan, model=ModelFacts(module)))
+
+
+def prepared(case: Case) -> Case:
+    """The case with its plan traced once, here, for all ranks: here it is refused, if it is."""
+    from schedlang.passes.prepare import prepare
+    from schedlang.runtime.parts import split
+
+    plan = case.plan
+    micro = plan.order.micro if plan.order is not None else 1
+    sample = split(case.batches[0], plan.mesh.size(plan.data_axes), micro)[0][0].inputs
+    return replace(case, prepared=prepare(plan, sample, case.loss))
 
 
 def widened(case: Case) -> Case:
@@ -52,7 +73,8 @@ def widened(case: Case) -> Case:
     from schedlang.runtime.float64 import widened as wide
 
     module = as_float64(randomised(_typed(case), case.seed))
-    return replace(case.with_model(module), batches=tuple(wide(dict(b)) for b in case.batches))
+    batches = tuple(wide(_cast(case, batch)) for batch in case.batches)
+    return replace(case.with_model(module), batches=batches)
 
 
 def as_worked(case: Case) -> Case | None:
@@ -74,7 +96,8 @@ def as_worked(case: Case) -> Case | None:
     kinds = {p.dtype for p in module.parameters() if p.is_floating_point()}
     if kinds == {torch.float64}:
         return None
-    return case.with_model(randomised(module, case.seed))
+    batches = tuple(_cast(case, batch) for batch in case.batches)
+    return replace(case.with_model(randomised(module, case.seed)), batches=batches)
 
 
 def _typed(case: Case) -> nn.Module:
@@ -86,6 +109,19 @@ def _typed(case: Case) -> nn.Module:
     if case.dtype in (None, "none"):
         return module
     return copy.deepcopy(module).to(getattr(torch, str(case.dtype)))
+
+
+def _cast(case: Case, batch: Batch) -> dict[str, Any]:
+    """The batch with its floats in the dtype asked for: a model takes what it computes in."""
+    import torch
+
+    if case.dtype in (None, "none"):
+        return dict(batch)
+    dtype = getattr(torch, str(case.dtype))
+    return {
+        k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        for k, v in batch.items()
+    }
 
 
 def modes_of(seed: int) -> Any:
@@ -104,25 +140,61 @@ def twin(case: Case) -> nn.Module:
 
 def original(case: Case, told: Sequence[Condition]) -> tuple[Observation, int]:
     """What the original shows under each condition, and how many dropout masks it drew."""
-    from schedlang.passes.original import Sequential
     from schedlang.runtime.modes import ambient
 
     modes, dropout = modes_of(case.seed)
 
     def make(condition: Condition) -> Sequential:
-        return Sequential(twin(case), condition.optimizer, loss=case.loss, clip=condition.clip)
+        return sequential(condition.case or case, condition, dropout)
 
     with ambient(*modes):
         return observe(make, told), dropout.drawn
 
 
+def sequential(
+    case: Case, condition: Condition, dropout: LogicalDropout | None = None
+) -> Sequential:
+    """The loop around a copy of the model, under a condition: plain, or by parts if relaxed."""
+    from schedlang.passes.original import Sequential
+    from schedlang.passes.parted import Parted
+    from schedlang.passes.weigh import weight_of
+    from schedlang.runtime.parts import split
+
+    options: dict[str, Any] = {
+        "loss": case.loss, "clip": condition.clip, "scale": condition.scale,
+        "evaluate": condition.evaluate, "dropout": dropout,
+    }  # fmt: skip
+    if not case.parted:
+        return Sequential(twin(case), condition.optimizer, **options)
+    assert case.prepared is not None
+    replicas, micro = case.cuts
+    weigh = case.weight or weight_of(case.prepared.traced, replicas * micro)
+    return Parted(
+        twin(case), condition.optimizer, **options,
+        split=lambda batch: split(batch, replicas, micro), weigh=weigh,
+    )  # fmt: skip
+
+
 class Distributed:
     """A program as a subject of observation; all ranks call alike."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        program.follow_inputs = True
+    def __init__(self, program: Program, evaluate: bool = False, *, apart: bool = False) -> None:
+        self.program, self.apart = program, apart  # apart: each replica has buffers of its own
+        program.evaluate = evaluate
+        if program.assembly.dropout is not None:
+            program.assembly.dropout.noted = {}
+        program.follow_inputs = program.keep_output = True
         self.grad_norm: Tensor | float | None = None  # of the last step, before clipping
+
+    @property
+    def output(self) -> Any:
+        """Of the last training step."""
+        return self.program.output
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """What the last output does not hold, and why."""
+        return self.program.left_out
 
     def train_step(self, batch: Batch) -> Tensor:
         """One step of the program."""
@@ -155,9 +227,32 @@ class Distributed:
         """Names of updated parameters."""
         return self.program.trained()
 
+    def buffers(self) -> Mapping[str, Tensor]:
+        """Whole, also those that the state dict leaves out."""
+        return self.program.buffers()
+
+    def generators(self) -> Mapping[str, Tensor]:
+        """Of this rank; those of others are compared as copies."""
+        return generators(self.program.assembly.module)
+
+    def draws(self) -> list[str]:
+        """The masks drawn by all ranks, in words."""
+        dropout = self.program.assembly.dropout
+        return draws_in_words(together(self._gathered(dropout.noted if dropout else None)))
+
     def replicas(self) -> Mapping[str, float]:
-        """Differences between copies."""
-        return self.program.replica_errors()
+        """Differences between copies on different ranks."""
+        everyone = self._gathered(self.generators())
+        return {
+            **self.program.replica_errors(),
+            **({} if self.apart else self.program.buffer_errors()),
+            **generators_agree(everyone),
+        }
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        from schedlang.runtime.folder import gathered
+
+        return list(gathered(mine, self.program.assembly.ranks.mesh.world))
 
 
 def observed(case: Case, told: Sequence[Condition], made: list[Program]) -> Observation:
@@ -165,14 +260,20 @@ def observed(case: Case, told: Sequence[Condition], made: list[Program]) -> Obse
     import torch.distributed as dist
 
     from schedlang.passes.build import build
+    from schedlang.runtime.registered import register
+    from schedlang.runtime.scaled import Scaled
+
+    register(case.plan.model.model)
 
     def make(condition: Condition) -> Distributed:
+        run = condition.case or case
+        loss = run.loss if condition.scale == 1 else Scaled(run.loss, condition.scale)
         program = build(
-            case.plan, case.batches[0], loss=case.loss, optimizer=condition.optimizer,
-            clip=condition.clip, weight=case.weight, seed=case.seed, prepared=case.prepared,
+            run.plan, run.batches[0], loss=loss, optimizer=condition.optimizer,
+            clip=condition.clip, weight=run.weight, seed=run.seed, prepared=run.prepared,
         )  # fmt: skip
         made.append(program)
-        return Distributed(program)
+        return Distributed(program, condition.evaluate, apart=run.parted)
 
     rank = dist.get_rank() if dist.is_initialized() else 0
     return observe(make, told, keep=rank == 0)

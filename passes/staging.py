@@ -59,6 +59,7 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
     from schedlang.orders import OrderError, order
     from schedlang.runtime.graph import cut
     from schedlang.runtime.record import record
+    from schedlang.runtime.training import Training
     from schedlang.runtime.units import units_of
 
     micro = plan.order.micro if plan.order is not None else 1
@@ -72,7 +73,7 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
         whole = StageGraph(("",), (Reads(),), Reads(), {}, (Reads(), Reads()), {})
         return Staged(Cut(whole, (0,)), order("GPipe", 1, micro), (0,), None, _trunk(plan))
     skeleton = local_skeleton(plan, traced)
-    skeleton.train()
+    Training(skeleton).on()
     try:
         at = [fqn for c in plan.cuts for fqn in c.before]
         names = units_of(skeleton, batch, at)

@@ -135,9 +135,11 @@ def _everyones(program: Any) -> tuple[Memory, ...]:
 def _home(plan: Plan) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """Puts batches where the model's parameters are."""
     from torch import Tensor
+    from torch.utils import _pytree as pytree
 
     where = next((p.device for p in plan.model.model.parameters()), None)
-    return lambda batch: {k: v.to(where) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    home = lambda value: value.to(where) if isinstance(value, Tensor) else value  # noqa: E731
+    return lambda batch: pytree.tree_map(home, dict(batch))
 
 
 def optimizer(name: str, rate: float) -> Callable[..., Any]:

@@ -53,12 +53,13 @@ def _calls(model: nn.Module, batch: Mapping[str, Any], wanted: set[str]) -> dict
         model.get_submodule(fqn).register_forward_pre_hook(noting(fqn), with_kwargs=True)
         for fqn in sorted(wanted)
     ]
-    training = model.training
+    flags = [(module, module.training) for module in model.modules()]
     try:
         with torch.no_grad():
             model.eval()(**batch)
     finally:
-        model.train(training)
+        for module, flag in flags:
+            module.training = flag
         for handle in handles:
             handle.remove()
     return calls

@@ -24,13 +24,13 @@ def part_weight(
 
 def weight_of(traced: Traced, parts: int) -> Weight:
     """What a part of a batch weighs: its labels that count, else its rows."""
-    from schedlang.runtime.parts import rows_of
+    from schedlang.runtime.parts import named_tensors, rows_of
 
     if len(traced.labels) == 1:
         rule = traced.labels[0]
         # a batch without labels can be evaluated, not trained on: only its rows count
         return lambda batch: float(
-            rows_of(batch) if batch.get(rule.source) is None else rule.count(batch)
+            rule.count(batch) if rule.source in named_tensors(batch) else rows_of(batch)
         )
     if len(traced.labels) > 1 and parts > 1:
         raise Refusal(

@@ -37,6 +37,7 @@ class pipeline_split(Primitive):  # noqa: N801
     example = "layers  pipeline_split(over=pp)"
     reads = frozenset({"structure", "placement", "recompute", "residence"})
     writes = frozenset({"stage"})
+    gives_up = frozenset({"rounding"})  # sums over stages: of a tied weight, of the norm
     takes = "selection"
 
     def check(self, sites: tuple[Site, ...], plan: Plan) -> None:

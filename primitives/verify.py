@@ -16,11 +16,18 @@ What = Literal["forward", "backward", "train", "loss", "exact"]
 
 
 class verify(Primitive):
-    """Ask for a comparison with the original; it changes nothing and runs under `verify` only.
+    """Ask for more than every comparison checks; it changes nothing, and `verify` alone acts on it.
 
-    `forward` compares outputs and loss, `backward` all gradients, `train` parameters after `steps`
-    optimizer steps, `loss` the loss curve within a share of the original's; `exact` asks for equal
-    bits.  `rtol` is for the working dtype; the comparison in float64 has its own bound.
+    `forward` (outputs, loss), `backward` (gradients) and `train` (parameters) are always compared,
+    and say what the other arguments are about; without any they are about all.
+
+    rtol    the bound of relative errors in the working dtype, in place of the rule of rounding;
+            the comparison in float64 has its own bound, which nothing widens
+    steps   compare so many optimizer steps, if more than three
+    within  with `loss`: over `steps` steps of AdamW in the working dtype the loss stays within this
+            share of the original's
+    exact   the rows of this step must be equal bit by bit; refused if they cannot be
+    mode    `eval`: also train in eval mode, without dropout, statistics as they stand
     """
 
     what: Many[What] = ()
@@ -37,6 +44,13 @@ class verify(Primitive):
         for name, value in (("rtol", self.rtol), ("within", self.within), ("steps", self.steps)):
             if value is not None and value <= 0:
                 refuse("S304", f"`{name}` of `verify` is above zero", f"this is {value}")
+        if self.rtol is not None and self.rtol >= 1:
+            refuse("S304", "an `rtol` of 1 or more bounds nothing", f"this is {self.rtol}")
+        if self.rtol is not None and "exact" in self.what:
+            refuse("S304", "`exact` asks for equal bits, and `rtol` allows a difference")
+        if self.steps is not None and self.what and not {"train", "loss"} & set(self.what):
+            refuse("S305", "`steps` counts optimizer steps",
+                   helps=["write `verify(train, steps=5)`"])  # fmt: skip
         if self.within is not None and "loss" not in self.what:
             refuse("S305", "`within` bounds a loss", helps=["write `verify(loss, within=0.01)`"])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from schedlang.verbs.check import check
+from schedlang.verbs.ci import ci
 from schedlang.verbs.diff import diff
 from schedlang.verbs.explain import explain
 from schedlang.verbs.fmt import fmt
@@ -24,7 +25,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for verb in (fmt, check, tree, plan, diff, verify, run, simulate, explain):
+for verb in (fmt, check, tree, plan, diff, verify, ci, run, simulate, explain):
     app.command(verb.__name__)(verb)
 
 

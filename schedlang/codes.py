@@ -197,6 +197,15 @@ CODES: Mapping[str, tuple[str, str]] = {
         "Checked on the original, before anything else: the parts of a batch, weighed, must give\n"
         "its loss.  Say what a part weighs, `weight(batch)`, or `relax(batch_stats)`.",
     ),
+    "S708": (
+        "a buffer depends on how the batch is split",
+        "A forward writes it, once for each microbatch and on each rank for its own rows.\n"
+        "Measured on the original, like S703.",
+    ),
+    "S709": (
+        "equal bits of rows that round",
+        "`verify(exact)` is about the rows of its step.  Sums over ranks come in another order.",
+    ),
     "S706": (
         "the model returns no loss",
         "Define `loss(output, batch)`, or give labels in the batch.",
@@ -232,6 +241,24 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S704": ("no working dtype", "Float64 is always checked; this names the dtype checked beside."),
     "S705": ("no row on these lines", "`--only 11,14-17` names lines of the schedule file."),
+    "S721": (
+        "no readable lock",
+        "`schedlang plan FILE --lock` writes `FILE.lock`, and `--locked` compares it.",
+    ),
+    "S751": (
+        "a model that cannot be made smaller",
+        "`--shrink` makes the class from smaller numbers: those of its `config`, or those that\n"
+        "`model()` has as defaults.  Else `small()` of the model file makes the reduced model.",
+    ),
+    "S752": (
+        "no smaller model shows all that the schedule does",
+        "Divisibility, order of sizes, kinds of layers and cut points must stay as they are.",
+    ),
+    "S753": (
+        "the batch does not fit the reduced model",
+        "It was derived from the batch of the whole: ids, lengths and sizes.  Define `small()`\n"
+        "and `small_batch(seed)` in the model file.",
+    ),
     "S811": ("no float64 for this operation", "It reads the bits of a float."),
     "S813": ("a checkpointed module changes its buffers", "Recomputation would change them twice."),
     "S812": ("randomness of its own", "It cannot be drawn logically, alike under every layout."),

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from schedlang.schedule import Schedule
 
 Batches = Mapping[str, Any] | Callable[..., Mapping[str, Any]]
-STEPS = 3
 
 
 def verify(
@@ -25,6 +24,7 @@ def verify(
     weight: Callable[..., float] | None = None,
     seed: int = 0,
     dtype: str | None = None,
+    shrink: bool | Callable[..., Any] | None = None,
 ) -> Report:
     """Compare a schedule with its model on local ranks, in float64; see `schedlang verify`.
 
@@ -33,18 +33,29 @@ def verify(
     loss    loss(output, batch), where the model returns none
     weight  weight(part) of a part of the batch in the mean; default: the labels that count
     dtype   the working dtype that is checked beside float64; default: that of the model
+    shrink  verify a reduced model of the same class on at most 8 ranks; by itself if the model lies
+            on the meta device.  A function that makes the model from sizes, where it has no config
     Models, losses and batches may be defined anywhere: a notebook, `__main__`, a closure.  Raises
     Refusal for what cannot be run, RankDied or Hang for a run that failed.
     """
+    from schedlang.passes.asked import steps_of
     from schedlang.passes.prove import prove
+    from schedlang.passes.shrink import lies_on_meta, remarked
+    from schedlang.passes.shrink import shrink as reduce
     from schedlang.passes.sides import Case
 
-    plan = sch.plan()
-    if any(p.is_meta for p in plan.model.model.parameters()):
+    plan, small = sch.plan(), None
+    batches: tuple[Mapping[str, Any], ...] = _batches(batch, seed, steps_of(plan))
+    model = plan.model.model
+    if shrink or (shrink is None and lies_on_meta(model)):
+        make = shrink if callable(shrink) else None
+        small = reduce(sch.tree, sch._settings, model, batches, loss=loss, make=make, seed=seed)
+        plan, batches = small.plan, small.batches
+    elif lies_on_meta(model):
         title = "the model has no values: it lies on the meta device"
-        raise Refusal(Diagnostic("S623", title, helps=("verify it on a real device",)))
-    case = Case(plan, _batches(batch, seed), loss, weight, seed, dtype)
-    return prove(case, title=type(plan.model.model).__name__)
+        raise Refusal(Diagnostic("S623", title, helps=("verify a reduced one: `shrink=True`",)))
+    case = Case(plan, batches, loss, weight, seed, dtype)
+    return remarked(prove(case, title=type(model).__name__), small)
 
 
 def assert_equivalent(sch: Schedule, **options: Any) -> None:
@@ -54,14 +65,14 @@ def assert_equivalent(sch: Schedule, **options: Any) -> None:
         raise AssertionError(f"the schedule differs from its model\n{report}")
 
 
-def _batches(batch: Any, seed: int) -> tuple[dict[str, Any], ...]:
+def _batches(batch: Any, seed: int, steps: int) -> tuple[dict[str, Any], ...]:
     """One batch, or one for each step where a function of the seed makes them."""
     if isinstance(batch, Mapping):
-        return (dict(batch),) * STEPS
+        return (dict(batch),) * steps
     if not callable(batch):
         raise _refusal(f"`batch` is a {type(batch).__name__}, not a dict")
     takes_seed = bool(inspect.signature(batch).parameters)
-    made = [batch(seed + step) if takes_seed else batch() for step in range(STEPS)]
+    made = [batch(seed + step) if takes_seed else batch() for step in range(steps)]
     wrong = next((one for one in made if not isinstance(one, Mapping)), None)
     if wrong is not None:
         raise _refusal(f"`batch` returns {type(wrong).__name__}, not a dict")

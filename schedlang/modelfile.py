@@ -1,7 +1,8 @@
 """A model file: where a model, its batches and its loss come from.
 
 By convention it is `model.py` beside the schedule and defines `model()`, `batch(seed)` and, where
-needed, `loss(output, batch)` and `weight(batch)`.
+needed, `loss(output, batch)` and `weight(batch)`; for `verify --shrink` it may define `small()`
+and `small_batch(seed)`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from schedlang.diagnostic import Diagnostic, Refusal, guess
 if TYPE_CHECKING:
     from torch import nn
 
-KNOWN = ("model", "batch", "loss", "weight")
+KNOWN = ("model", "batch", "loss", "weight", "small", "small_batch")
 IMPORT_NAME = "schedlang_model_file"
 
 
@@ -85,6 +86,19 @@ class ModelFile:
     def weight(self) -> Callable[..., Any] | None:
         """`weight(batch)`: what a part of a batch weighs in the mean."""
         return getattr(self.module, "weight", None)
+
+    def small(self, seed: int = 0) -> nn.Module | None:
+        """The reduced model that `small()` makes, where the file defines it."""
+        import torch
+
+        torch.manual_seed(seed)
+        made = getattr(self.module, "small", None)
+        return self._checked(made()) if made is not None else None
+
+    def small_batch(self, seed: int = 0) -> dict[str, Any]:
+        """A batch for the reduced model: `small_batch(seed)`, or else that of the whole one."""
+        made = getattr(self.module, "small_batch", None)
+        return dict(made(seed)) if made is not None else self.batch(seed)
 
     @property
     def files(self) -> dict[str, Path]:

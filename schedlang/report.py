@@ -58,6 +58,7 @@ class Report:
     command: str = ""  # repeats this verification
     seconds: float = 0.0
     more: dict[str, Any] = field(default_factory=dict, hash=False)
+    localised: tuple[tuple[str, str], ...] = ()  # where a difference arose: words and their heads
 
     @property
     def ok(self) -> bool:
@@ -171,6 +172,7 @@ def _failure(report: Report) -> list[Any]:
         lines.append(f" what               {report.first.note}")
     if report.diagnosis:
         lines.append(f" pattern            {report.diagnosis}")
+    lines += [f" {head:17}  {text}" for head, text in report.localised]
     lines += [f" to blame           {row}" for row in report.blamed]
     if report.command:
         lines.append(f" repeat             {report.command}")

@@ -1,4 +1,4 @@
-"""What all tests share: one warm pool of ranks, and what is skipped without a C++ compiler."""
+"""What all tests share: warm ranks of both engines, and what is skipped without a C++ compiler."""
 
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -9,9 +9,10 @@ from hypothesis import settings
 from schedlang.diagnostic import Refusal
 from schedlang.runtime.fuse import unavailable
 from schedlang.runtime.launch import Pool
+from tests.engine import Threads
+from tests.properties.profiles import register
 
-settings.register_profile("busy", deadline=None)  # several ranks may share a core with the tests
-settings.load_profile("busy")
+register()
 
 # imported once, before the ranks are forked
 PRELOAD = (
@@ -20,11 +21,25 @@ PRELOAD = (
 )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """`-m deep` takes the profile of that name, unless another was asked for."""
+    asked = config.getoption("--hypothesis-profile", None)
+    if config.option.markexpr == "deep" and not asked:
+        settings.load_profile("deep")
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Local ranks, started by the first test that runs some; a job that dies leaves new ones."""
     with Pool(preload=PRELOAD) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def threads() -> Iterator[Threads]:
+    """The same ranks as threads of this process: where many small programs are run."""
+    with Threads() as threads:
+        yield threads
 
 
 @pytest.hookimpl(wrapper=True)

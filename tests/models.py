@@ -11,28 +11,67 @@ VOCAB = 61
 SIZES = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
 
-def gpt2(layers: int = 4, dropout: float = 0.0) -> nn.Module:
-    """GPT-2, embedding and head tied."""
+def gpt2(layers: int = 4, dropout: float = 0.0, by_layer: bool = False) -> nn.Module:
+    """GPT-2, embedding and head tied; `by_layer`: each layer scales its scores by its number."""
     import transformers
 
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         n_embd=16, n_layer=layers, n_head=2, n_positions=16,
-        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, **SIZES,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+        scale_attn_by_inverse_layer_idx=by_layer, **SIZES,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config).double()
 
 
-def llama(layers: int = 4) -> nn.Module:
+def llama(layers: int = 4, keys: int = 2, bias: bool = False, attend: str = "sdpa") -> nn.Module:
     """Llama with grouped key-value heads, cache on as its config says."""
     import transformers
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=16, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=24, max_position_embeddings=16, **SIZES,
+        hidden_size=16, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=keys,
+        intermediate_size=24, max_position_embeddings=16, attention_bias=bias, mlp_bias=bias,
+        attn_implementation=attend, **SIZES,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).double()
+
+
+def phi3(layers: int = 2) -> nn.Module:
+    """Phi-3: gate and up projection side by side in one weight, and q, k, v in another."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Phi3Config(
+        hidden_size=16, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=24, max_position_embeddings=16, original_max_position_embeddings=16,
+        **SIZES,
+    )  # fmt: skip
+    return transformers.Phi3ForCausalLM(config).double()
+
+
+def gemma2(layers: int = 1) -> nn.Module:
+    """Gemma-2: norms before and after each part, which multiply by 1 + w."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(
+        hidden_size=16, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=24, max_position_embeddings=16, head_dim=4, sliding_window=4, **SIZES,
+    )  # fmt: skip
+    return transformers.Gemma2ForCausalLM(config).double()
+
+
+def qwen3(layers: int = 2) -> nn.Module:
+    """Qwen-3: a norm over each head of queries and keys, with one weight for all heads."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        hidden_size=16, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=24, max_position_embeddings=16, head_dim=4, **SIZES,
+    )  # fmt: skip
+    return transformers.Qwen3ForCausalLM(config).double()
 
 
 def bert() -> nn.Module:
@@ -108,6 +147,11 @@ def tokens(rows: int = 7, length: int = 8, mask: bool = True, seed: int = 1) -> 
         labels[batch["attention_mask"] == 0] = -100
     labels[0, 2:4] = -100
     return batch
+
+
+def left(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same rows padded on the left: their first queries see no key."""
+    return {name: value.flip(1) for name, value in batch.items()}
 
 
 def points(rows: int = 7, seed: int = 1) -> dict[str, Tensor]:

@@ -29,6 +29,10 @@ class Mutated:
 
     def run(self, fn: Callable[..., Any], world: int, *args: Any, **options: Any) -> list[Any]:
         """As Pool.run."""
+        if getattr(self.pool, "one_process", False):  # patched once, for all ranks
+            with pytest.MonkeyPatch.context() as patch:
+                self.mutant(patch)
+                return self.pool.run(fn, world, *args, **options)
         return self.pool.run(_mutated, world, self.mutant, fn, args, **options)
 
 
@@ -175,11 +179,11 @@ def tail_lost(patch: Patch) -> None:
 
 
 def saved_wrong(patch: Patch) -> None:
-    """What is saved is not what the program holds."""
+    """What is saved of slices is not what the program holds."""
     plain = program.Program.save
 
     def save(self: Any, path: Any) -> None:
-        held = [local(p) for p in self.assembly.parameters.values()]
+        held = [local(p) for p in self.assembly.parameters.values() if self.assembly.sliced]
         with torch.no_grad():
             for tensor in held:
                 tensor.mul_(2)

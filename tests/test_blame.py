@@ -38,6 +38,21 @@ def test_illegal_subsets_count_as_holding(count: int, data: st.DataObject) -> No
     assert blame(range(count), fails).rows == tuple(range(bad + 1))
 
 
+@given(st.integers(4, 12), st.data())
+def test_rows_that_are_legal_only_together_are_left_out_together(
+    count: int, data: st.DataObject
+) -> None:
+    """Two rows that need each other, and are not to blame, do not stand beside the guilty one."""
+    bad, one, other = data.draw(
+        st.lists(st.integers(0, count - 1), min_size=3, max_size=3, unique=True)
+    )
+
+    def fails(rows: tuple[int, ...]) -> bool:
+        return bad in rows and (one in rows) == (other in rows)
+
+    assert blame(range(count), fails).rows == (bad,)
+
+
 @given(st.integers(1, 12), st.randoms(use_true_random=False))
 def test_whatever_fails_the_answer_fails(count: int, random) -> None:
     """For any predicate, the rows named do fail, and leaving out one but the last does not."""

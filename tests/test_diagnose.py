@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from schedlang.mesh import Mesh
 from schedlang.passes.compare import compare
-from schedlang.passes.diagnose import diagnose, explain
+from schedlang.passes.diagnose import diagnose, explain, of_parts, of_ranks
 from schedlang.passes.observe import Key, Observation
 from schedlang.report import Report
 
@@ -49,6 +50,59 @@ def _one_block(value: float) -> torch.Tensor:
 def test_the_pattern_is_named(actual, words: str) -> None:
     """The words name the number, block, order or tensor that explains the difference."""
     assert words in diagnose(actual, RIGHT, SIZES, {"other": OTHER})
+
+
+BIAS = torch.randn(12, generator=GEN, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("actual", "words"),
+    [
+        (RIGHT + BIAS, "it holds its bias 1 times too often in every row: once per rank"),
+        (RIGHT + 3 * BIAS, "it holds its bias 3 times too often in every row: once per rank"),
+        (RIGHT - BIAS, "it holds its bias 1 times less in every row: once per rank"),
+        (RIGHT + 0.5 * BIAS, "no simple pattern fits"),
+    ],
+)
+def test_a_vector_in_every_row(actual, words: str) -> None:
+    """A bias that is added on every rank is told from any other multiple of it."""
+    assert diagnose(actual, RIGHT, SIZES, {"its bias": BIAS}) == words
+
+
+def test_few_wrong_elements_are_counted() -> None:
+    """A tail that was lost is called the last elements; scattered ones are only counted."""
+    tail, holes = RIGHT.clone(), RIGHT.clone()
+    tail[-1, -2:] = 0
+    holes[3, 1] = holes[9, 5] = 7.0
+    assert diagnose(tail, RIGHT, {}) == "only the last 2 of 144 elements are wrong and zero"
+    assert diagnose(holes, RIGHT, {}) == "only 2 of 144 elements are wrong"
+
+
+MESH = Mesh((("dp", 2), ("tp", 2)))
+
+
+@pytest.mark.parametrize(
+    ("held", "words"),
+    [
+        ([RIGHT - OTHER, OTHER, RIGHT - OTHER, OTHER], "sum over tp of the ranks' values is right"),
+        ([OTHER, OTHER, RIGHT - OTHER, RIGHT - OTHER], "sum over dp of the ranks' values is right"),
+        ([OTHER, 2 * RIGHT - OTHER] * 2, "mean over tp of the ranks' values is right"),
+        ([RIGHT, None, RIGHT, None], "only place 0 along tp has the right value"),
+        ([OTHER] * 4, ""),
+    ],
+)
+def test_the_ranks_own_values_tell_the_missing_reduction(held, words: str) -> None:
+    """Which reduction over which axis would have made the right value of theirs."""
+    found = of_ranks(held, [RIGHT] * 4, MESH)
+    assert words in found and bool(found) == bool(words)
+
+
+def test_the_share_of_a_microbatch() -> None:
+    """One that is missing, one that counts twice, and neither."""
+    shares = {"part 0 of 2": OTHER, "part 1 of 2": RIGHT - OTHER}
+    assert of_parts(OTHER, RIGHT, shares) == "the share of part 1 of 2 is missing"
+    assert of_parts(RIGHT + OTHER, RIGHT, shares) == "the share of part 0 of 2 is counted twice"
+    assert of_parts(2 * RIGHT, RIGHT, shares) == ""
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -48,6 +50,14 @@ def test_outputs_come_together() -> None:
     whole = stack(outputs, [2, 1], [1.0, 3.0])
     assert whole["y"].sum(1).tolist() == [3, 3, 0] and whole["name"] == "a"
     assert whole["loss"].item() == pytest.approx(3.25)
+
+
+def test_a_part_without_labels_has_no_loss_and_does_not_spoil_the_others() -> None:
+    """The mean over no label is not a number; it weighs nothing."""
+    losses = [torch.tensor(2.0), torch.tensor(math.nan), torch.tensor(4.0)]
+    assert stack(losses, [1, 1, 1], [1.0, 0.0, 3.0]).item() == pytest.approx(3.5)
+    nothing = stack(losses[1:2] * 2, [1, 1], [0.0, 0.0])
+    assert math.isnan(nothing) and stack([nothing, losses[0]], [2, 1], [0.0, 1.0]) == 2.0
 
 
 def test_too_few_rows_and_none() -> None:

@@ -211,6 +211,12 @@ def test_reducing_a_split_dim() -> None:
     )
 
 
+def test_a_pending_sum_is_not_handed_on() -> None:
+    """A sum that nobody would add up is refused: what follows would take it for the whole."""
+    said = _pair(lambda m, y, x: y, BOTH.replace("(row,", "(row, output=P(sum),"))
+    assert "`down` would hand on a sum that is pending" in said and "output=R" in said
+
+
 def test_a_whole_tensor_among_split_ones() -> None:
     """An activation that every rank has whole, mixed with a split one, would lose its gradient."""
     said = _pair(lambda m, y, x: y * m.side(x))

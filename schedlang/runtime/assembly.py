@@ -36,7 +36,6 @@ class Assembly:
     micro: int
     parameters: Mapping[str, nn.Parameter]
     holdings: Mapping[str, Holding]
-    buffers: Mapping[str, Tensor]
     buffer_stages: Mapping[str, frozenset[int] | None]
     ties: tuple[tuple[str, ...], ...]
     keys: tuple[str, ...]  # of the original's state_dict, in order
@@ -50,6 +49,11 @@ class Assembly:
     loss_dtype: torch.dtype = torch.float32  # the same on every rank
     without_labels: Callable[[Batch], dict[str, Any]] | None = None
     inputs: frozenset[str] = frozenset()  # names in the batch that it was built from
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers as they are now: a model may put another tensor in the place of one."""
+        return dict(self.module.named_buffers())
 
     def speaks(self, rank: int) -> bool:
         """Is this rank the first of those that see the same rows in the same stage?"""

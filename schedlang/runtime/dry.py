@@ -160,6 +160,9 @@ def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) ->
             raise _refuse(reason, wanted.axis)
     computes = wants if wanted.computes is None else wanted.computes
     leaves = computes if wanted.output is None else wanted.output
+    if isinstance(leaves, P):  # the follower knows no such tensor: it would take it for whole
+        reason = f"`{leaf.fqn}` would hand on a sum that is pending, and nothing adds it up"
+        raise Mismatch(("", 0), reason, wanted.axis, (), 0, ("use `output=R`, or split the sum",))
     if isinstance(computes, S):
         ndim = main.ndim if is_main(main) else main.ndim + 1  # an embedding adds a dim to its ids
         computes = S(dim_of(computes) % ndim, computes.blocks)

@@ -39,6 +39,10 @@ _CASTS = {
 _LIKE = {Tensor.to, Tensor.type_as}  # take their dtype from another tensor
 
 
+# a third of all calls: reading or setting an attribute of a tensor makes no new float
+_ATTRIBUTE = type(Tensor.shape.__get__)  # type: ignore[attr-defined]
+
+
 class Float64(Ambient):
     """Turn casts to a lower float into float64, and compute what has no float64 from what has.
 
@@ -64,6 +68,8 @@ class Float64(Ambient):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if type(func) is _ATTRIBUTE:
+            return func(*args, **kwargs)
         if func in _CASTS:
             wanted = _CASTS[func]
             return args[0].to(
@@ -92,7 +98,7 @@ def _wide(value: Any) -> Any:
     if isinstance(value, str):
         return _LEGACY.get(value, value)
     if type(value) in (tuple, list):
-        return type(value)(_wide(v) for v in value)
+        return type(value)([_wide(v) for v in value])
     if type(value) is dict:
         return {k: _wide(v) for k, v in value.items()}
     if isinstance(value, type) and (name := _LEGACY.get(f"{value.__module__}.{value.__name__}")):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from schedlang.diagnostic import Diagnostic, Refusal
@@ -22,7 +23,8 @@ def agreed(value: T, world: int) -> T:
     """Rank 0's value, on all ranks."""
     sent: list[Any] = [value]
     if world > 1:
-        dist.broadcast_object_list(sent, src=0)
+        with torch._C.DisableTorchFunction():
+            dist.broadcast_object_list(sent, src=0)
     mine: T = sent[0]
     return mine
 
@@ -32,7 +34,8 @@ def gathered(value: T, world: int) -> list[T]:
     found: list[Any] = [value]
     if world > 1:
         found = [None] * world
-        dist.all_gather_object(found, value)
+        with torch._C.DisableTorchFunction():  # pickled bytes are no part of any arithmetic
+            dist.all_gather_object(found, value)
     return found
 
 

@@ -24,7 +24,7 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 HEADER = struct.Struct("<Q")
@@ -150,16 +150,16 @@ def _kill(alive: Mapping[int, int]) -> None:
 # ---- a rank --------------------------------------------------------------------------------------
 
 
-class _Outbox:
+class Outbox:
     """Where `progress` of this process goes; nowhere outside a rank."""
 
-    sock: socket.socket | None = None
+    tell: Callable[[object], None] | None = None
 
 
 def progress(message: object = None) -> None:
     """Tell the parent of this rank that it got on, and what it did; nothing outside a rank."""
-    if _Outbox.sock is not None:
-        send(_Outbox.sock, ("progress", message))
+    if Outbox.tell is not None:
+        Outbox.tell(message)
 
 
 def load_files(files: Mapping[str, str]) -> None:
@@ -185,14 +185,15 @@ def _become_rank(rank: int, log: str, fd: int, close: Sequence[int]) -> None:
         os.dup2(stderr, 2)
         faulthandler.enable(2)
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
-        _Outbox.sock = socket.socket(fileno=fd)
+        sock = socket.socket(fileno=fd)
+        Outbox.tell = lambda message: send(sock, ("progress", message))
         while True:
             try:
-                job, _ = receive(_Outbox.sock)
+                job, _ = receive(sock)
             except (EOFError, OSError):
                 code = 0
                 break
-            _work(_Outbox.sock, rank, *job)
+            _work(sock, rank, *job)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -221,7 +222,7 @@ def _work(sock: socket.socket, rank: int, world: int, setup: dict[str, Any], blo
         sys.path[:] = setup["path"]
         os.environ.update(setup["environ"])
         load_files(setup["files"])
-        _join(rank, world, setup["store"])
+        _join(rank, world, setup["store"], setup["threads"])
         fn, args = pickle.loads(blob)
         send(sock, ("progress", None))
         result = fn(*args)
@@ -238,7 +239,7 @@ def _work(sock: socket.socket, rank: int, world: int, setup: dict[str, Any], blo
         _leave()
 
 
-def _join(rank: int, world: int, store: str) -> None:
+def _join(rank: int, world: int, store: str, threads: int) -> None:
     """A process group of gloo over a file, without a port to agree on."""
     import datetime
 
@@ -250,7 +251,7 @@ def _join(rank: int, world: int, store: str) -> None:
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     # all ranks are local: names of the machine need not resolve
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+    torch.set_num_threads(max(1, threads // world))
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
     dist.init_process_group(

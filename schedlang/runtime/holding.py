@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from schedlang.mesh import Mesh
 from schedlang.placement import Layout, Segment
+from schedlang.runtime.folder import gathered
+from schedlang.runtime.gradient import buckets
 
 
 @dataclass(frozen=True)
@@ -127,32 +130,39 @@ def assemble(
     """Whole tensors, on the CPU of every rank, from the parts that each rank has.
 
     A tensor of which no part exists anywhere is left out.  Every rank that speaks for parts sends
-    them as one flat buffer per dtype; the others know its order and shapes from the holdings.
+    them as flat buffers; the others know their order and shapes from the holdings.
     """
     if mesh.world == 1:
         return {n: _alone(h, t, mesh) for n, h in holdings.items() if (t := local(n)) is not None}
+    speaks = [name for name, holding in holdings.items() if holding.primary(mesh, rank)]
+    own = {name: part.detach() for name in speaks if (part := local(name)) is not None}
     whole: dict[str, Tensor] = {}
-    for source in range(mesh.world):
-        names = [name for name, holding in holdings.items() if holding.primary(mesh, source)]
-        sent: list[list[tuple[str, str]] | None] = [None]
-        if source == rank:
-            found = ((name, local(name)) for name in names)
-            sent = [[(n, str(t.dtype).removeprefix("torch.")) for n, t in found if t is not None]]
-        dist.broadcast_object_list(sent, src=source)
-        for name, dtype in sent[0] or ():
-            holding = holdings[name]
-            kind = getattr(torch, dtype)
-            part = torch.empty(holding.local_shape(mesh, source), dtype=kind)
-            if source == rank:
-                own = local(name)
-                assert own is not None
-                part.copy_(own.detach())
-            if part.numel():
-                dist.broadcast(part, src=source)
-            if name not in whole:
-                whole[name] = torch.zeros(holding.layout.shape, dtype=kind)
-            put(part, whole[name], holding, mesh, source)
+    told = gathered([(name, part.dtype) for name, part in own.items()], mesh.world)
+    with torch._C.DisableTorchFunction():  # what is passed on is no part of any arithmetic
+        for source, parts in enumerate(told):
+            shapes = [holdings[name].local_shape(mesh, source) for name, _ in parts]
+            sizes = [(math.prod(s) * kind.itemsize, kind) for s, (_, kind) in zip(shapes, parts)]
+            for bucket in buckets(sizes):
+                names = [parts[k][0] for k in bucket]
+                sent = [own[name].reshape(-1).cpu() for name in names] if source == rank else None
+                values = _sent(sent, [shapes[k] for k in bucket], parts[bucket[0]][1], source)
+                for name, value in zip(names, values):
+                    if name not in whole:
+                        whole[name] = value.new_zeros(holdings[name].layout.shape)
+                    put(value, whole[name], holdings[name], mesh, source)
     return {name: whole[name] for name in holdings if name in whole}
+
+
+def _sent(
+    parts: list[Tensor] | None, shapes: list[tuple[int, ...]], dtype: torch.dtype, source: int
+) -> list[Tensor]:
+    """What one rank sends in one message, on all ranks."""
+    sizes = [math.prod(shape) for shape in shapes]
+    flat = torch.cat(parts) if parts is not None else torch.empty(sum(sizes), dtype=dtype)
+    assert flat.numel() == sum(sizes), "a part is not of the shape that its holding says"
+    if flat.numel():
+        dist.broadcast(flat, src=source)
+    return [part.view(shape) for part, shape in zip(torch.split(flat, sizes), shapes)]
 
 
 def _alone(holding: Holding, part: Tensor, mesh: Mesh) -> Tensor:

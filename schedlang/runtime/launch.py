@@ -120,8 +120,8 @@ class Pool:
             job = Job(world, on_progress)
             self._jobs += 1
             store = self._scratch / f"store{self._jobs}"
-            setup = {"path": sys.path, "files": self.files, "store": str(store)}
-            setup["environ"] = dict(environ or {})
+            setup: dict[str, Any] = {"path": sys.path, "files": self.files, "store": str(store)}
+            setup |= {"environ": dict(environ or {}), "threads": _threads()}
             try:
                 self._grow(world, job, blob)
                 for rank in self._ranks[:world]:
@@ -260,6 +260,16 @@ class Pool:
         for rank in self._ranks:
             rank.sock.close()
         self._ranks = []
+
+
+def _threads() -> int:
+    """The threads that all ranks share: as many as torch takes here.
+
+    A world of one then takes just as many, and sums in the same order: the gradient of a norm
+    differs in its last bit between numbers of threads.
+    """
+    torch = sys.modules.get("torch")
+    return int(torch.get_num_threads()) if torch else os.cpu_count() or 1
 
 
 def modules_of(blob: bytes) -> tuple[str, ...]:

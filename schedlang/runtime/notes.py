@@ -15,6 +15,17 @@ class Tag:
     dim: int
     blocks: tuple[int, ...]  # of the whole dim
 
+    def positions(self, size: int, parts: int, place: int) -> list[int]:
+        """The positions that a rank holds along a dim of `size`, cut block by block in `parts`."""
+        scale = size / sum(self.blocks)
+        found: list[int] = []
+        start = 0
+        for block in self.blocks:
+            length = int(block * scale) // parts
+            found += range(start + place * length, start + (place + 1) * length)
+            start += int(block * scale)
+        return found
+
 
 @dataclass
 class Note:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from schedlang.diagnostic import Diagnostic, Refusal
 
@@ -22,13 +23,38 @@ class Part:
     rows: tuple[int, ...]
 
 
+def named_tensors(batch: Batch) -> dict[str, Tensor]:
+    """The tensors of a batch by name; those inside of dicts and lists by path: `side.scale.0`."""
+    leaves, _ = pytree.tree_flatten_with_path(dict(batch))
+    return {_path(keys): value for keys, value in leaves if isinstance(value, Tensor)}
+
+
+def _path(keys: Sequence[Any]) -> str:
+    words = (
+        [getattr(k, word) for word in ("key", "idx", "name") if hasattr(k, word)] for k in keys
+    )
+    return ".".join(str(word[0]) for word in words)
+
+
+def followed(batch: Batch) -> dict[str, Any]:
+    """The batch with its float tensors as leaves of their own, which get gradients."""
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        return value.detach().clone().requires_grad_()
+
+    out: dict[str, Any] = pytree.tree_map(leaf, dict(batch))
+    return out
+
+
 def rows_of(batch: Batch) -> int:
     """How many rows (samples) a batch has: the size of dim 0 of its first tensor with dims.
 
     Raises Refusal S605 for a batch that has none.
     """
-    for value in batch.values():
-        if isinstance(value, Tensor) and value.ndim:
+    for value in named_tensors(batch).values():
+        if value.ndim:
             return value.shape[0]
     raise Refusal(
         Diagnostic(
@@ -40,14 +66,18 @@ def rows_of(batch: Batch) -> int:
 
 
 def cut(batch: Batch, rows: Sequence[int], count: int) -> dict[str, Any]:
-    """Consecutive rows of each tensor that has as many rows as the batch; the rest as it is."""
+    """Consecutive rows of each tensor that has as many rows as the batch; the rest as it is.
+
+    Tensors inside of dicts and lists are cut, too.
+    """
     first, last = rows[0], rows[-1] + 1
 
     def part(value: Any) -> Any:
         whole = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == count
         return value[first:last] if whole else value
 
-    return {name: part(value) for name, value in batch.items()}
+    whole: dict[str, Any] = pytree.tree_map(part, dict(batch))
+    return whole
 
 
 def shares(count: int, parts: int) -> list[range]:
@@ -80,14 +110,21 @@ def split(batch: Batch, replicas: int, micro: int) -> list[list[Part]]:
     return out
 
 
+@dataclass(frozen=True)
+class Absent:
+    """Stands in an output for what the whole batch has and its parts do not give."""
+
+    reason: str
+    place: str = ""  # if more than this leaf is lost: what, by path
+
+
 def stack(outputs: Sequence[Any], rows: Sequence[int], weights: Sequence[float]) -> Any:
     """The output for the whole batch from the outputs of its parts.
 
-    Tensors with one row per sample are put one after the other, other floating-point numbers
-    (losses) are averaged by weight; of anything else the first stands for all.
+    Tensors with one row per sample, or the same number of rows, are put one after the other, other
+    floating-point numbers (losses) are averaged by weight.  Of anything else one stands for all if
+    they are equal; if not it is Absent.
     """
-    from torch.utils import _pytree as pytree
-
     flat = [pytree.tree_flatten(output) for output in outputs]
     leaves = zip(*(leaves for leaves, _ in flat))
     weights = weights if sum(weights) > 0 else [1.0] * len(rows)
@@ -97,12 +134,35 @@ def stack(outputs: Sequence[Any], rows: Sequence[int], weights: Sequence[float])
 
 def _stacked(values: Sequence[Any], rows: Sequence[int], weights: Sequence[float]) -> Any:
     first = values[0]
-    if not isinstance(first, Tensor):
+    absent = next((v for v in values if isinstance(v, Absent)), None)
+    if absent is not None or len(values) == 1:
+        return absent or first
+    if all(isinstance(v, Tensor) for v in values):
+        if _by_rows(values, rows):
+            return torch.cat(list(values))
+        alike = all(v.shape == first.shape for v in values)
+        if alike and first.is_floating_point():
+            return _mean(values, weights)
+        if alike and all(torch.equal(v, first) for v in values):
+            return first
+        return Absent("no rule makes a whole of its parts")
+    if all(isinstance(v, float) for v in values):
+        return _mean(values, weights)
+    plain = isinstance(first, (bool, int, str, type(None)))
+    if plain and all(type(v) is type(first) and v == first for v in values):
         return first
-    if all(v.ndim and v.shape[0] == count for v, count in zip(values, rows)):
-        return torch.cat(list(values)) if len(values) > 1 else first
-    if first.is_floating_point():
-        mean = sum(value * (weight / sum(weights)) for value, weight in zip(values, weights))
-        assert isinstance(mean, Tensor)
-        return mean
-    return first
+    return Absent(f"parts of a `{type(first).__name__}` make no whole")
+
+
+def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """The mean by weight; a part that weighs nothing may have no number (the mean of no label)."""
+    total = sum(weights)
+    return sum(value * (weight / total) for value, weight in zip(values, weights) if weight)
+
+
+def _by_rows(values: Sequence[Tensor], rows: Sequence[int]) -> bool:
+    """Whether dim 0 holds the same number of rows for each sample, in all parts."""
+    if any(not v.ndim or v.shape[0] % count for v, count in zip(values, rows)):
+        return False
+    each = {v.shape[0] // count for v, count in zip(values, rows)}
+    return len(each) == 1 and each != {0} and len({v.shape[1:] for v in values}) == 1

@@ -22,11 +22,12 @@ from schedlang.runtime.gradient import (
     sum_gradients,
 )
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.parts import Batch, Part, rows_of, split, stack
+from schedlang.runtime.outputs import whole_output
+from schedlang.runtime.parts import Batch, Part, followed, rows_of, split
 from schedlang.runtime.pipeline import BACKWARD, Event, Result
 from schedlang.runtime.replicas import reshard
 from schedlang.runtime.scope import Scope, entered
-from schedlang.runtime.vocab import ShardedLogits
+from schedlang.runtime.training import Training
 
 
 @dataclass
@@ -44,7 +45,14 @@ class Program:
     step: int = 0
     grad_norm: float | None = None
     follow_inputs: bool = False  # also keep the gradients of the batch's float tensors
+    evaluate: bool = False  # train in eval mode: no dropout, statistics as they stand
+    keep_output: bool = False  # also keep the output of a training step, in `output`
+    output: Any = None
+    left_out: dict[str, str] = field(default_factory=dict)  # of the last output: place -> why
     _inputs: list[Part] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._training = Training(self.assembly.module)
 
     @property
     def module(self) -> nn.Module:
@@ -61,39 +69,47 @@ class Program:
         """Forward, backward, reduction, clipping and optimizer step; the loss of the whole batch.
 
         `clip` bounds the true global norm of the gradients.  Without an optimizer the gradients
-        stay for the caller's own.
+        stay for the caller's own.  Submodules that were in eval while the model trained stay so.
         """
         self._check_names(batch)
-        self.assembly.module.train()
+        self._training.off() if self.evaluate else self._training.on()
         self._zero()
         parts, weights, total = self._parts(batch, local)
-        parts = [self._defined(part, weight) for part, weight in zip(parts, weights)]
         if self.follow_inputs:
-            parts = self._inputs = [Part(_followed(part.inputs), part.rows) for part in parts]
+            parts = self._inputs = [Part(followed(part.inputs), part.rows) for part in parts]
         results = self._run(parts, [w / total for w in weights], train=True)
         sum_gradients(self.assembly.parameters, self.assembly.sums)
         loss = self._finish(results, weights, total)
+        if self.keep_output:
+            self.output = self._whole(results, parts, weights)
         if self.optimizer is not None:
             self.optimizer.step()
         self.step += 1
         return loss
 
     def eval_step(self, batch: Batch, *, local: bool = False) -> Any:
-        """The output of the whole batch, structured as the model's own, on every rank."""
-        a = self.assembly
-        a.module.eval()
+        """The output of the whole batch, structured as the model's own, on every rank.
+
+        Rows stand one after the other, numbers are means of the parts', by weight.  None stands for
+        what no rank has whole (`left_out` says what and why): a cache of keys and values of other
+        stages, a count that differs between parts.
+        """
+        self._training.off()
         parts, weights, _ = self._parts(batch, local)
         with torch.no_grad():
             results = self._run(parts, None, train=False)
-        reshard(a.sliced)
-        output = None
+        reshard(self.assembly.sliced)
+        return self._whole(results, parts, weights)
+
+    def _whole(
+        self, results: list[Result] | None, parts: Sequence[Part], weights: Sequence[float]
+    ) -> Any:
+        made = None
         if results is not None:
-            outputs = [_gathered(result.output) for result in results]
-            output = stack(outputs, [len(part.rows) for part in parts], weights)
-            output = self._across_replicas(
-                output, sum(len(part.rows) for part in parts), sum(weights)
-            )
-        return self._from_last(output)
+            rows = [len(part.rows) for part in parts]
+            made = list(zip([result.output for result in results], rows, weights))
+        output, self.left_out = whole_output(self.assembly, made)
+        return output
 
     def _check_names(self, batch: Batch) -> None:
         """Refuse names that building has not seen: what a part weighs may hang on them."""
@@ -114,6 +130,11 @@ class Program:
 
     def _parts(self, batch: Batch, local: bool) -> tuple[list[Part], list[float], float]:
         """This rank's microbatches, their weights, and the weight of the whole batch."""
+        parts, weights, total = self._shares(batch, local)
+        return list(map(self._defined, parts, weights)), weights, total
+
+    def _shares(self, batch: Batch, local: bool) -> tuple[list[Part], list[float], float]:
+        """The same, of parts as the batch gives them."""
         a = self.assembly
         mesh = a.ranks.mesh
         count = mesh.size(a.replicas)
@@ -159,7 +180,7 @@ class Program:
         with dropout:
             results = a.pipeline.run(
                 [part.inputs for part in parts], scale, train=train, around=around, on_op=on_op,
-                keep_outputs=not train,
+                keep_outputs=self.keep_output or not train,
             )  # fmt: skip
         crossing.forget()
         return results
@@ -192,24 +213,6 @@ class Program:
             scale_gradients(a.parameters, self.clip / (self.grad_norm + 1e-6))
         return both[1].to(a.loss_dtype)
 
-    # -- outputs of all ranks --------------------------------------------------------------------
-
-    def _across_replicas(self, output: Any, rows: int, weight: float) -> Any:
-        group = self.assembly.ranks.group(self.assembly.replicas)
-        if group.pg is None:
-            return output
-        found: list[Any] = [None] * group.size
-        dist.all_gather_object(found, (output, rows, weight), group=group.pg)
-        return stack([o for o, _, _ in found], [r for _, r, _ in found], [w for _, _, w in found])
-
-    def _from_last(self, output: Any) -> Any:
-        a = self.assembly
-        if a.stage_axis is None:
-            return output
-        sent = [output]
-        dist.broadcast_object_list(sent, src=a.last_rank)
-        return sent[0]
-
     # -- state -----------------------------------------------------------------------------------
 
     def gradients(self) -> dict[str, Tensor]:
@@ -227,6 +230,14 @@ class Program:
     def replica_errors(self) -> dict[str, float]:
         """For each parameter the greatest relative difference between copies of one part."""
         return whole.replica_errors(self.assembly)
+
+    def buffers(self) -> dict[str, Tensor]:
+        """All buffers by original name, also those that a state dict leaves out."""
+        return whole.buffers(self.assembly)
+
+    def buffer_errors(self) -> dict[str, float]:
+        """For each buffer 0 if its copies on all ranks are equal, else 1."""
+        return whole.buffer_errors(self.assembly)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The original's state dict: its keys, in its order, whole values on every rank's CPU."""
@@ -253,23 +264,5 @@ class Program:
         archive.load(self, path)
 
 
-def _followed(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs with float tensors as leaves of their own."""
-    out = dict(inputs)
-    for name, value in inputs.items():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            out[name] = value.detach().clone().requires_grad_()
-    return out
-
-
 def _positive(total: float) -> float:
     return total if total > 0 else 1.0
-
-
-def _gathered(output: Any) -> Any:
-    """The output with split logits made whole; all ranks of their group do this together."""
-    from torch.utils import _pytree as pytree
-
-    made = lambda v: v.gathered() if isinstance(v, ShardedLogits) else v  # noqa: E731
-    is_split = lambda value: isinstance(value, ShardedLogits)  # noqa: E731
-    return pytree.tree_map(made, output, is_leaf=is_split)

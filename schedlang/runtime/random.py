@@ -51,12 +51,14 @@ class LogicalDropout(Ambient):
     `slices(site, call, shape)` says which part of the logical tensor a local tensor with per-sample
     shape `shape` is, None: all of it. Rows (dim 0) are the samples of the current scope; a tensor
     with a multiple of as many rows holds them sample by sample. Outside any scope nothing is
-    changed. `drawn` counts the masks.
+    changed. `drawn` counts the masks; `noted`, where it is a dict, holds the samples of every draw
+    by (step, site, call).
     """
 
     def __init__(self, seed: int, slices: Slices | None = None) -> None:
         super().__init__()
         self.seed, self.slices, self.drawn = seed, slices, 0
+        self.noted: dict[tuple[int, str, int], set[int]] | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -81,6 +83,8 @@ class LogicalDropout(Ambient):
         per_sample = _per_sample(tuple(shape), len(where.samples), site)
         window = self.slices(site, call, per_sample) if self.slices else None
         self.drawn += 1
+        if self.noted is not None:
+            self.noted.setdefault((where.step, site, call), set()).update(where.samples)
         keys = [_key(self.seed, where.step, site, call, sample) for sample in where.samples]
         streams = torch.tensor(keys, device=device).reshape(-1, *[1] * len(per_sample))
         positions = _positions(per_sample, window, device, site)

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from schedlang.runtime.parts import named_tensors, rows_of
+
 Frame = tuple[str, int]  # a module and which of its calls
 
 
@@ -39,17 +41,19 @@ class LabelRule:
 
     def count(self, batch: Mapping[str, Any]) -> float:
         """How many labels count in this part of a batch; its rows if it has no labels."""
-        if self.source not in batch:
-            return float(next(t.shape[0] for t in tensors_in(dict(batch)) if t.ndim))
-        labels = batch[self.source]
+        labels = named_tensors(batch).get(self.source)
+        if labels is None:
+            return float(rows_of(batch))
         for step in self.steps:
             labels = step(labels)
         return float((labels != self.ignore_index).sum())
 
     def filled(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The same part with a label of 0 wherever none counts, so that its mean is defined."""
-        labels = batch[self.source]
-        return {**batch, self.source: labels.masked_fill(labels == self.ignore_index, 0)}
+        labels = named_tensors(batch)[self.source]
+        full = labels.masked_fill(labels == self.ignore_index, 0)
+        out: dict[str, Any] = pytree.tree_map(lambda v: full if v is labels else v, dict(batch))
+        return out
 
 
 @dataclass
@@ -93,6 +97,8 @@ class Stack:
         self.mains: list[Tensor | None] = [None]  # the main tensor that each frame was given
         self.turns: dict[str, int] = {}
         self.muted = 0
+        # told what each call is given, and what it gives
+        self.seen: Callable[[Frame, Any], None] = lambda frame, tree: None
 
     def watch(self, model: nn.Module, opaque: Callable[[str], bool]) -> None:
         """Wrap every forward of the copy; inside opaque modules nothing is recorded."""
@@ -109,13 +115,16 @@ class Stack:
             self.frames.append((fqn, turn))
             floats = (t for t in tensors_in((args, kwargs)) if t.is_floating_point())
             self.mains.append(next(floats, None))
+            self.seen(self.frames[-1], (args, kwargs))
             self.muted += opaque
             try:
-                return inner(*args, **kwargs)
+                out = inner(*args, **kwargs)
             finally:
                 self.muted -= opaque
-                self.frames.pop()
+                frame = self.frames.pop()
                 self.mains.pop()
+            self.seen(frame, out)
+            return out
 
         return forward
 
@@ -158,8 +167,8 @@ class Recorder(TorchFunctionMode):
         # a label is followed from an integer input to the loss: tensor id -> (tensor, input, steps)
         self.lineage: dict[int, tuple[Tensor, str, tuple[Any, ...]]] = {
             id(value): (value, name, ())
-            for name, value in inputs.items()
-            if isinstance(value, Tensor) and not value.is_floating_point()
+            for name, value in named_tensors(inputs).items()
+            if not value.is_floating_point()
         }
 
     def __torch_function__(

@@ -17,7 +17,7 @@ from schedlang.runtime.folder import gathered
 from schedlang.runtime.gradient import local_gradient
 from schedlang.runtime.holding import assemble, take
 from schedlang.runtime.moments import local
-from schedlang.runtime.parts import Part
+from schedlang.runtime.parts import Part, named_tensors
 from schedlang.runtime.replicas import reshard
 
 
@@ -45,13 +45,14 @@ def trained(a: Assembly) -> list[str]:
 def state_dict(a: Assembly) -> dict[str, Tensor]:
     """Parameters and buffers by the original's keys."""
     found = _parameters(a)
-    found.update(_buffers(a))
+    found.update(buffers(a))
     for names in a.ties:
         found.update({name: found[names[0]] for name in names if names[0] in found})
     return {key: found[key] for key in a.keys}
 
 
-def _buffers(a: Assembly) -> dict[str, Tensor]:
+def buffers(a: Assembly) -> dict[str, Tensor]:
+    """All buffers by name, those that a state dict leaves out too; of copies the first rank's."""
     own = {name: value.detach().cpu().clone() for name, value in a.buffers.items()}
     if a.stage_axis is None:
         return own
@@ -62,6 +63,23 @@ def _buffers(a: Assembly) -> dict[str, Tensor]:
     for values in reversed(gathered(mine, a.ranks.mesh.world)):
         merged.update(values)
     return merged
+
+
+def buffer_errors(a: Assembly) -> dict[str, float]:
+    """For each buffer whether its copies on all ranks that hold it are equal (0) or not (1)."""
+    place = a.ranks.mesh.index(a.ranks.rank, a.stage_axis) if a.stage_axis is not None else 0
+    stages = a.buffer_stages
+    mine = {
+        name: value.detach().cpu().clone()
+        for name, value in a.buffers.items()
+        if a.stage_axis is None or stages.get(name) is None or place in (stages[name] or ())
+    }
+    everyone = gathered(mine, a.ranks.mesh.world)
+    out = {}
+    for name in dict.fromkeys(name for found in everyone for name in found):
+        first, *others = [found[name] for found in everyone if name in found]
+        out[name] = float(any(not torch.equal(first, other) for other in others))
+    return out
 
 
 def load_state_dict(a: Assembly, state: Mapping[str, Tensor]) -> None:
@@ -137,7 +155,7 @@ def _slot(a: Assembly, own: Mapping[str, Mapping[str, Any]], key: str) -> dict[s
 def input_gradients(a: Assembly, parts: Sequence[Part]) -> dict[str, Tensor | None]:
     """Gradients of the batch's float tensors: the rows of all replicas, summed over stages."""
     mine = [
-        {k: v.grad for k, v in part.inputs.items() if isinstance(v, Tensor) and v.requires_grad}
+        {k: v.grad for k, v in named_tensors(part.inputs).items() if v.requires_grad}
         for part in parts
     ]
     everyone = gathered(mine, a.ranks.mesh.world)

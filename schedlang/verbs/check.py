@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from schedlang.verbs.outcome import (
+    FAILS,
     HOLDS,
     REFUSED,
     UNCHECKED,
@@ -23,6 +24,7 @@ from schedlang.verbs.outcome import (
 
 if TYPE_CHECKING:
     from schedlang.passes.static import Static
+    from schedlang.verbs.lockfile import Compared
 
 
 @verb
@@ -31,6 +33,9 @@ def check(
     model: Model = None,
     knob: Knobs = None,
     mesh: MeshSizes = None,
+    locked: Annotated[
+        bool, typer.Option("--locked", help="Also compare with each FILE.lock; needs the model.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check syntax, names, domains and arguments; needs neither torch nor the model.
@@ -59,18 +64,22 @@ def check(
     proven = _proven(files, model, knob, mesh) if model is not None else {}
     wrong = [one for static in proven.values() for one in static.problems]
     unchecked = any(not claim.checked for one in proven.values() for claim in one.claims)
-    code = REFUSED if wrong else UNCHECKED if unchecked else HOLDS
+    changed = _changed(files, model) if locked else []
+    code = REFUSED if wrong else FAILS if changed else UNCHECKED if unchecked else HOLDS
     if as_json:
         show_json({
             "exit": code,
             "diagnostics": [d.to_json() for d in (*wrong, *warnings)],
             **({"static": {str(f): p.to_json() for f, p in proven.items()}} if proven else {}),
+            **({"locks": [one.to_json() for one in changed]} if locked else {}),
         })  # fmt: skip
     else:
         for one in (*wrong, *warnings):
             print(one.render() + "\n", file=sys.stderr)
         for file in files:
             _show(file, proven.get(file))
+        for compared in changed:
+            print(compared)
     if code:
         raise typer.Exit(code)
 
@@ -89,6 +98,15 @@ def _proven(
             found.plan, found.model.batch(0), found.model.loss, found.model.weight
         )
     return proven
+
+
+def _changed(files: Sequence[Path], model: str | None) -> list[Compared]:
+    """Of the schedules that have rows, those whose locks do not hold; Refusal without a lock."""
+    from schedlang.verbs.examine import is_library
+    from schedlang.verbs.lockfile import compare_lock
+
+    compared = [compare_lock(file, model) for file in files if not is_library(file)]
+    return [one for one in compared if one.changes]
 
 
 def _show(file: Path, static: Static | None) -> None:

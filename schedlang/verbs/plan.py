@@ -33,6 +33,10 @@ def plan(
         Path | None, typer.Option("--trace", help="The timeline for Perfetto or Chrome.")
     ] = None,
     out: Out = None,
+    lock: Annotated[bool, typer.Option("--lock", help="Write FILE.lock anew.")] = False,
+    locked: Annotated[
+        bool, typer.Option("--locked", help="Only compare with FILE.lock; exit 1 if it differs.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what a schedule does to its model and what that costs, without running anything.
@@ -44,8 +48,12 @@ def plan(
     from schedlang.passes.show_text import text
     from schedlang.passes.why import why as why_of
     from schedlang.verbs.files import accounted, planned
+    from schedlang.verbs.lockfile import demand_lock, write_lock
 
     start = time.perf_counter()
+    if locked:
+        demand_lock(file, model, as_json, show=True)
+        return
     found = planned(file, model, knob, mesh)
     if why is not None:
         said = why_of(found.plan, found.tree, why)
@@ -56,6 +64,8 @@ def plan(
     value = shown.to_json()
     if out is not None:
         _save(out, value, found)
+    if lock:
+        write_lock(found, shown.account, knob, mesh)
     if as_json:
         show_json(value)
     else:

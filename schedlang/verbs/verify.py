@@ -35,6 +35,15 @@ def verify(
     dtype: Annotated[
         str | None, typer.Option(help="Also check in this working dtype: float32 or bfloat16.")
     ] = None,
+    locked: Annotated[
+        bool, typer.Option("--locked", help="First compare with FILE.lock; exit 1 if it differs.")
+    ] = False,
+    shrink: Annotated[
+        bool | None,
+        typer.Option(
+            "--shrink/--whole", help="A reduced model and mesh; by itself if the model is on meta."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Prove that a schedule computes what the model computes; a CPU is enough.
@@ -44,25 +53,21 @@ def verify(
     """
     from schedlang.modelfile import load_model_file
     from schedlang.passes.prove import prove
-    from schedlang.passes.rows import only_lines, repeated
-    from schedlang.passes.sides import Case
+    from schedlang.passes.shrink import remarked
     from schedlang.runtime.launch import Hang, Pool, RankDied
-    from schedlang.schedule import Schedule
-    from schedlang.syntax import parse, read
+    from schedlang.verbs.lockfile import demand_lock
+    from schedlang.verbs.posed import posed
     from schedlang.verbs.settings import settings
 
+    if locked:
+        demand_lock(file, model, as_json)
     given = settings(knob, mesh)
     found = load_model_file(model, file)
-    plan = Schedule(found.model(seed=seed), parse(read(file)), given).plan()
-    if only is not None:
-        plan = only_lines(plan, only)
-    batches = tuple(found.batch(seed + step) for step in range(3))
-    case = Case(plan, batches, found.loss, found.weight, seed, dtype)
+    one = posed(file, found, given, model=model, seed=seed, only=only, dtype=dtype, shrink=shrink)
     said = _Said(quiet=as_json or not sys.stderr.isatty())
-    command = repeated(file, plan, seed, model, only)
     with Pool(files=found.files) as pool:
         try:
-            report = prove(case, pool=pool, title=file.name, command=command, progress=said)
+            report = prove(one.case, pool=pool, title=file.name, command=one.command, progress=said)
         except (RankDied, Hang) as failure:
             said.done()
             if as_json:
@@ -70,7 +75,7 @@ def verify(
             print(failure, file=sys.stderr)
             raise typer.Exit(UNCHECKED) from None
     said.done()
-    _show(report, as_json)
+    _show(remarked(report, one.small), as_json)
     raise typer.Exit(report.exit_code if report.exit_code in (HOLDS, FAILS) else UNCHECKED)
 
 

@@ -1,0 +1,67 @@
+"""Chance: what can honestly be compared of randomness: the draws made, and the generators left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Draws = Mapping[tuple[int, str, int], Iterable[int]]  # (step, site, call) -> samples
+
+
+def generators(module: nn.Module) -> dict[str, Tensor]:
+    """The state of torch's own generator and of those that modules keep as attributes.
+
+    Dropout of a proof is drawn logically, so both sides have to leave them as they were.
+    """
+    import torch
+
+    found = {"torch": torch.get_rng_state()}
+    for path, child in module.named_modules():
+        for name, value in vars(child).items():
+            if isinstance(value, torch.Generator):
+                found[f"{path}.{name}".lstrip(".")] = value.get_state()
+    return found
+
+
+def draws_in_words(noted: Draws) -> list[str]:
+    """Each draw as a text: where, the how manyth, in which step, for which samples."""
+    return [
+        f"`{site or 'model'}` call {call}, step {step}, rows {_runs(sorted(samples))}"
+        for (step, site, call), samples in noted.items()
+    ]
+
+
+def together(everyone: Sequence[Draws | None]) -> dict[tuple[int, str, int], set[int]]:
+    """The draws of all ranks: each has some samples, some sites, or a slice of the same mask."""
+    out: dict[tuple[int, str, int], set[int]] = {}
+    for noted in everyone:
+        for key, samples in (noted or {}).items():
+            out.setdefault(key, set()).update(samples)
+    return out
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """Sorted numbers as "0-3,5"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1][-1:] = [parts[-1][-1], number] if len(parts[-1]) == 1 else [number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts)
+
+
+def generators_agree(everyone: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """By generator 0 if all ranks left it in one state, else 1."""
+    import torch
+
+    first = everyone[0]
+    return {
+        f"generator {name}": float(
+            any(name not in o or not torch.equal(o[name], state) for o in everyone[1:])
+        )
+        for name, state in first.items()
+    }

@@ -1,0 +1,214 @@
+"""Runs: under which conditions a proof trains, made so that mistakes show."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.observe import Batch, Condition, conditions
+from schedlang.passes.sides import Case, modes_of, prepared, twin
+from schedlang.passes.variants import Batches, Labels, varied
+from schedlang.report import Gap, Row
+
+if TYPE_CHECKING:
+    from torch import nn
+
+EVALUATED = "SGD, eval mode"
+SCALE = 3.0  # of the loss: a backward that takes its gradient for 1 is found out
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The training runs, what was derived from the user's batches, and what could not be had."""
+
+    told: tuple[Condition, ...]
+    batches: Batches
+    derived: tuple[str, ...] = ()
+    gaps: tuple[Gap, ...] = ()
+
+
+def runs(case: Case, evaluate: bool = False) -> Runs:
+    """SGD on the batches as given; AdamW, clipped, on variants of them, some weights frozen.
+
+    To AdamW the scale of the loss does not matter, so there the loss is multiplied.
+    With `evaluate` there is one more, in eval mode.
+    The case is prepared and in float64. Clipping is set by the gradient norm of the original.
+    """
+    from schedlang.passes.original import Sequential
+    from schedlang.runtime.modes import ambient
+
+    modes, _ = modes_of(case.seed)
+    with ambient(*modes):
+        norm = Sequential(twin(case), loss=case.loss).norm(case.batches[0])
+    seen = batches_of(case)
+    made, said = varied(seen)
+    derived = []
+    for place, words in said.items():
+        if _sound(case, made[place]):
+            derived += words
+        else:
+            made[place] = seen.all[place]
+    plain, clipped = conditions(case.batches, norm, made)
+    still, gaps = _frozen(case)
+    told = [plain, replace(clipped, case=still, scale=SCALE)]
+    limit, more = _limit(case, plain)
+    told += limit
+    if evaluate:
+        told.append(replace(plain, name=EVALUATED, batches=case.batches[:2], evaluate=True))
+    both = replace(seen, all=(*case.batches, *made))
+    return Runs(tuple(told), both, tuple(derived), (*gaps, *more))
+
+
+def _limit(case: Case, plain: Condition) -> tuple[list[Condition], tuple[Gap, ...]]:
+    """Where statistics of parts are relaxed: a run in which they make no difference.
+
+    In eval mode they stand still, and the program has to equal the original itself.
+    """
+    if not case.parted:
+        return [], ()
+    if _parts(case, case.batches[0], evaluate=True)[1] is not None:
+        said = "no limit of `batch_stats`: parts differ in eval mode too"
+        return [], (Gap(said, "what is not due to the statistics of parts"),)
+    whole = replace(case, parted=False)
+    name = "eval mode, where `batch_stats` vanishes"
+    return [replace(plain, name=name, batches=case.batches[:2], evaluate=True, case=whole)], ()
+
+
+def batches_of(case: Case) -> Batches:
+    """The batches of a case, how they are cut, and what in them is known to be labels."""
+    from schedlang.runtime.parts import shares
+
+    replicas, micro = case.cuts
+
+    def cut(count: int) -> list[range]:
+        return [
+            range(share.start + run.start, share.start + run.stop)
+            for share in shares(count, replicas)
+            for run in shares(len(share), micro)
+        ]
+
+    rules = case.prepared.traced.labels if case.prepared is not None else ()
+    labels = tuple(Labels(rule.source, rule.ignore_index) for rule in rules)
+    return Batches(case.batches, cut, labels)
+
+
+# -- what the original says of a batch ---------------------------------------------------------
+
+
+def check_parts(case: Case) -> Case:
+    """The case; refuse a model whose loss over the parts, weighed, is not that of the whole.
+
+    Where the schedule relaxes batch statistics such a model is compared with itself, by parts.
+    """
+    count, bad = _parts(case, case.batches[0])
+    relaxed = {name for _, names in case.plan.relaxed for name in names}
+    if bad is None:
+        try:
+            if count > 1:
+                _buffers(case, case.batches[0])
+            return case
+        except Refusal:
+            if "batch_stats" not in relaxed:
+                raise
+    if "batch_stats" in relaxed:
+        return replace(case, parted=True)
+    assert bad is not None
+    raise Refusal(
+        Diagnostic(
+            "S703", "the loss of this model is not the weighed mean of the losses of parts",
+            notes=(f"on the original in {count} parts {bad.place} differs by {bad.error:.1e}",
+                   "statistics over the batch (batch norm, router losses) would differ by rank"),
+            helps=("say what a part weighs: `weight(batch)` in the model file",
+                   "or allow it: `step \"...\" relax(batch_stats) {`"),
+        )
+    )  # fmt: skip
+
+
+def _buffers(case: Case, batch: Batch) -> None:
+    """Refuse a model in whose buffers the parts leave what the whole does not (S708)."""
+    from schedlang.passes.buffers import check_buffers
+    from schedlang.passes.original import Sequential
+    from schedlang.runtime.modes import ambient
+    from schedlang.runtime.parts import split
+
+    plan = case.plan
+    micro = plan.order.micro if plan.order is not None else 1
+    modes, _ = modes_of(case.seed)
+    with ambient(*modes):
+        subject = Sequential(twin(case), loss=case.loss)
+        check_buffers(subject, batch, split(batch, plan.mesh.size(plan.data_axes), micro))
+
+
+def _parts(case: Case, batch: Batch, evaluate: bool = False) -> tuple[int, Row | None]:
+    """Into how many parts a batch is cut, and what of their loss and gradients is not the whole."""
+    from schedlang.passes.compare import parts_agree
+    from schedlang.passes.original import Sequential
+    from schedlang.passes.weigh import part_weight
+    from schedlang.runtime.modes import ambient
+    from schedlang.runtime.parts import split
+
+    plan = case.plan
+    micro = plan.order.micro if plan.order is not None else 1
+    parts = [p for share in split(batch, plan.mesh.size(plan.data_axes), micro) for p in share]
+    if len(parts) == 1:
+        return 1, None
+    weigh = part_weight(plan, parts[0].inputs, case.loss, case.weight, len(parts))
+    modes, _ = modes_of(case.seed)
+    with ambient(*modes):
+        rows = parts_agree(
+            Sequential(twin(case), loss=case.loss, evaluate=evaluate), batch,
+            [(part.inputs, part.rows) for part in parts], [weigh(part.inputs) for part in parts],
+        )  # fmt: skip
+    return len(parts), next((row for row in rows if not row.ok), None)
+
+
+def _sound(case: Case, batch: Batch) -> bool:
+    """Whether the original takes a derived batch, and its parts make the whole."""
+    import math
+
+    from schedlang.passes.original import Sequential
+    from schedlang.runtime.modes import ambient
+
+    modes, _ = modes_of(case.seed)
+    try:
+        with ambient(*modes):
+            norm = Sequential(twin(case), loss=case.loss).norm(batch)
+        return math.isfinite(norm) and (case.parted or _parts(case, batch)[1] is None)
+    except Exception:  # whatever the model raises for what its user never gave it
+        return False
+
+
+# -- frozen parameters -------------------------------------------------------------------------
+
+
+def _frozen(case: Case) -> tuple[Case | None, tuple[Gap, ...]]:
+    """The case with a quarter of the parameters frozen, where the user froze none."""
+    module = case.plan.model.model
+    names = [name for name, p in module.named_parameters() if p.requires_grad]
+    if len(names) < len(list(module.parameters())):
+        return None, ()
+    still = {name for name in names if zlib.crc32(name.encode()) % 4 == 0} or {names[0]}
+    try:
+        if len(still) == len(names):
+            return None, (Gap("no frozen parameters", _FROZEN),)
+        return prepared(case.with_model(_freeze(module, still))), ()
+    except Refusal as refusal:
+        said = refusal.diagnostics[0].title
+        return None, (Gap(f"no frozen parameters ({said})", _FROZEN),)
+
+
+_FROZEN = "frozen weights that are updated, or stop the gradient of others"
+
+
+def _freeze(module: nn.Module, still: set[str]) -> nn.Module:
+    """A twin on the same values, of which some take no gradient."""
+    from torch import nn
+
+    from schedlang.runtime.meta import copy_with
+
+    def made(name: str, parameter: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(parameter.detach(), requires_grad=name not in still)
+
+    return copy_with(module, made, lambda tensor: tensor)

@@ -1,0 +1,66 @@
+"""GitHub's own forms: annotations on a line of a file, and the job's summary as Markdown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+_DATA = {"%": "%25", "\r": "%0D", "\n": "%0A"}
+_PROPERTY = {**_DATA, ":": "%3A", ",": "%2C"}
+
+
+@dataclass(frozen=True)
+class Note:
+    """What is said about a line of a file; without a line (0) about the file."""
+
+    file: str
+    line: int
+    title: str
+    text: str
+    level: str = "error"  # or "warning", "notice"
+
+
+def on_github(environ: Mapping[str, str] = os.environ) -> bool:
+    """Does this run as a step of a GitHub workflow?"""
+    return environ.get("GITHUB_ACTIONS") == "true"
+
+
+def annotation(note: Note, environ: Mapping[str, str] = os.environ) -> str:
+    """The workflow command that shows a note on its line; escaped as the runner unescapes it."""
+    pairs = {"file": _in_workspace(note.file, environ)} if note.file else {}
+    pairs |= {"line": str(note.line)} if note.file and note.line else {}
+    pairs |= {"title": note.title} if note.title else {}
+    said = ",".join(f"{key}={_escaped(value, _PROPERTY)}" for key, value in pairs.items())
+    return f"::{note.level} {said}::{_escaped(note.text, _DATA)}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in GitHub's Markdown; a cell may hold any text."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
+
+
+def summarize(text: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Append Markdown to the job's summary; False where there is none to append to."""
+    path = environ.get("GITHUB_STEP_SUMMARY")
+    if not path:
+        return False
+    with open(path, "a", encoding="utf-8") as summary:
+        summary.write(text)
+    return True
+
+
+def _in_workspace(file: str, environ: Mapping[str, str]) -> str:
+    """The path as the repository knows it: relative to the workspace where it lies there."""
+    root = environ.get("GITHUB_WORKSPACE") or os.getcwd()
+    relative = os.path.relpath(os.path.abspath(file), root)
+    return file if relative.startswith(os.pardir) else relative.replace(os.sep, "/")
+
+
+def _escaped(text: str, signs: Mapping[str, str]) -> str:
+    return "".join(signs.get(sign, sign) for sign in text)
+
+
+def _cell(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>")

@@ -1,0 +1,226 @@
+"""pytest plugin: schedule files are tests; each is checked, and proven to equal its model.
+
+`pytest --schedlang examples` collects every `*.sched` below; a file that is named is collected
+without the option.  Nothing else of schedlang is imported before a schedule is collected.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import pytest
+
+if TYPE_CHECKING:
+    from schedlang.verbs.answers import Outcome, Wish
+    from schedlang.verbs.examine import Ranks
+
+LEVELS = ("static", "step3")
+RANKS = pytest.StashKey["Ranks"]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options and ini values."""
+    group = parser.getgroup("schedlang", "schedules, proven equal to their models")
+    add = group.addoption
+    add("--schedlang", action="store_true", help="collect *.sched files")
+    add("--schedlang-level", choices=LEVELS, default="step3",
+        help="static: prove without a run; step3: compare three steps too (default)")  # fmt: skip
+    add("--schedlang-dtype", metavar="DTYPE", help="working dtype that is checked beside float64")
+    add("--schedlang-world", type=int, default=8, metavar="N",
+        help="most ranks to start; a schedule with more is skipped (default 8)")  # fmt: skip
+    add("--schedlang-shrink", action="store_true",
+        help="reduce model and mesh of a schedule with more, instead")  # fmt: skip
+    add("--schedlang-seed", type=int, default=0, metavar="N",
+        help="of weights, batches and dropout")  # fmt: skip
+    add("--schedlang-locked", action="store_true", help="every schedule with rows needs its lock")
+    parser.addini("schedlang_model_paths", "model files, or folders with a model.py, for schedules "
+                  "that have none beside them", type="paths")  # fmt: skip
+    parser.addini("schedlang_refused", "FILE: CODE, for schedules that are meant to be refused",
+                  type="linelist")  # fmt: skip
+    parser.addini("schedlang_mesh", "FILE: dp=2,tp=2, the mesh to verify a schedule on",
+                  type="linelist")  # fmt: skip
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """A schedule, if schedules are asked for or this one is named."""
+    if file_path.suffix != ".sched":
+        return None
+    if not parent.config.getoption("schedlang") and not parent.session.isinitpath(file_path):
+        return None
+    file: SchedFile = SchedFile.from_parent(parent, path=file_path)
+    return file
+
+
+class SchedFile(pytest.File):
+    """A schedule: what is to be asked about it."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        """`check` for every file; `lock`, `static` and `verify` for what has rows."""
+        from schedlang.diagnostic import Refusal
+        from schedlang.verbs import answers, examine
+        from schedlang.verbs.lockfile import lock_path
+
+        wish = self._wish()
+        questions = [answers.CHECK]
+        try:
+            line = examine.first_row(self.path)
+        except Refusal:
+            line = 0  # `check` says what is wrong with it
+        if line and not wish.refused:
+            asked = self.config.getoption("schedlang_locked") or lock_path(self.path).exists()
+            questions += [answers.LOCK] if asked else []
+        questions += [answers.STATIC] if line else []
+        if line and self.config.getoption("schedlang_level") != "static":
+            questions.append(answers.VERIFY)
+        for question in questions:
+            at = line if question in (answers.STATIC, answers.VERIFY) else 1
+            yield SchedItem.from_parent(self, name=question, wish=wish, line=at)
+
+    def _wish(self) -> Wish:
+        from schedlang.verbs.answers import Wish
+
+        option = self.config.getoption
+        return Wish(
+            model=self._model(), mesh=self._said("schedlang_mesh") or None,
+            seed=option("schedlang_seed"), dtype=option("schedlang_dtype"),
+            world=option("schedlang_world"), shrink=option("schedlang_shrink"),
+            refused=self._said("schedlang_refused"),
+        )  # fmt: skip
+
+    def _model(self) -> str | None:
+        """None where a model.py stands beside the schedule; else the first of the ini value."""
+        if (self.path.parent / "model.py").is_file():
+            return None
+        for path in self.config.getini("schedlang_model_paths"):
+            file = path if path.suffix == ".py" else path / "model.py"
+            if file.is_file():
+                return _shown(file)
+        return None
+
+    def _said(self, ini: str) -> str:
+        """What an ini value of lines says about this file; names are relative to the rootdir."""
+        own = Path(os.path.relpath(self.path, self.config.rootpath)).as_posix()
+        for line in self.config.getini(ini):
+            name, colon, said = (part.strip() for part in line.partition(":"))
+            if not colon or not said:
+                raise pytest.UsageError(f"{ini}: `{line}` is not FILE: VALUE")
+            if fnmatch.fnmatch(own, name):
+                return str(said)
+        return ""
+
+
+class SchedItem(pytest.Item):
+    """One question about one schedule."""
+
+    def __init__(self, *, wish: Wish, line: int, **given: Any) -> None:
+        super().__init__(**given)
+        self.wish, self.line = wish, line
+        self.outcome: Outcome | None = None
+
+    def setup(self) -> None:
+        """Ask.  What could not be checked is an error of the setup: neither passed nor failed."""
+        from schedlang.verbs.outcome import UNCHECKED
+
+        self.outcome = self._asked()
+        self.user_properties += self.outcome.facts
+        if self.outcome.skipped:
+            pytest.skip(self.outcome.skipped)
+        if self.outcome.code == UNCHECKED:
+            self._fail()
+
+    def runtest(self) -> None:
+        """Judge."""
+        assert self.outcome is not None
+        if self.outcome.code:
+            self._fail()
+        if self.outcome.text:
+            self.add_report_section("call", "schedlang", self.outcome.text)
+
+    def _asked(self) -> Outcome:
+        from schedlang.verbs import answers, examine
+
+        file = Path(_shown(self.path))
+        if self.name != answers.VERIFY:
+            asked = {answers.CHECK: examine.check, answers.LOCK: examine.lock}
+            return asked.get(self.name, examine.static)(file, self.wish)
+        with _ranks(self.config) as ranks:
+            return examine.verify(file, self.wish, ranks)
+
+    def _fail(self) -> NoReturn:
+        """The place as an editor finds it, and all there is to say; no line of this file."""
+        outcome = self.outcome
+        assert outcome is not None
+        text = f"{outcome.where}: {self.name} {outcome.word}\n{outcome.text}"
+        pytest.fail(text, pytrace=False)
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        """The schedule, and the line where what is asked about begins."""
+        return self.path, self.line - 1, f"{self.name} of {self.path.name}"
+
+
+def _shown(path: Path) -> str:
+    """A path below the working directory relative to it, as a user would type it."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith(os.pardir) else relative
+
+
+@contextmanager
+def _ranks(config: pytest.Config) -> Iterator[Ranks]:
+    """The ranks of this session; workers of pytest-xdist take turns, and leave none behind."""
+    from schedlang.verbs.examine import Ranks
+
+    ranks = config.stash.get(RANKS, None)
+    if ranks is None:
+        ranks = config.stash[RANKS] = Ranks()
+        config.add_cleanup(ranks.close)
+    if not hasattr(config, "workerinput"):
+        yield ranks
+        return
+    import fcntl
+
+    turn = os.open(config.rootpath, os.O_RDONLY)
+    try:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        yield ranks
+    finally:
+        ranks.rest()
+        os.close(turn)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """The report that decides carries the outcome as plain values, also out of a worker."""
+    report = yield
+    decides = call.when == "call" or (call.when == "setup" and not report.passed)
+    if decides and isinstance(item, SchedItem) and item.outcome is not None:
+        report.schedlang = item.outcome.to_json()  # type: ignore[attr-defined]
+        if item.outcome.skipped:  # what is left out is the schedule, not a line of this file
+            report.longrepr = (str(item.path), item.line, f"Skipped: {item.outcome.skipped}")
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """On GitHub, annotations on the lines to blame and a table in the job's summary."""
+    if hasattr(config, "workerinput"):
+        return  # a worker of pytest-xdist has a terminal of its own, which nobody sees
+    reports = [report for some in terminalreporter.stats.values() for report in some]
+    found = [report.schedlang for report in reports if hasattr(report, "schedlang")]
+    if not found:
+        return
+    from schedlang.annotate import Note, annotation, on_github, summarize
+    from schedlang.verbs.answers import summary
+
+    if not on_github():
+        return
+    terminalreporter.ensure_newline()
+    for one in found:
+        if one["note"] is not None:
+            terminalreporter.write_line(annotation(Note(**one["note"])))
+    summarize(summary(found))

@@ -1,0 +1,177 @@
+"""ci: check, compare and verify many schedules; on GitHub say it on their lines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TextIO
+
+import typer
+
+from schedlang.verbs.outcome import (
+    FAILS,
+    HOLDS,
+    REFUSED,
+    UNCHECKED,
+    AsJson,
+    Knobs,
+    MeshSizes,
+    Model,
+    show_json,
+    verb,
+)
+
+if TYPE_CHECKING:
+    from schedlang.verbs.answers import Outcome, Wish
+
+
+@verb
+def ci(
+    paths: Annotated[
+        list[Path], typer.Argument(help="Schedules, or folders of them.", metavar="PATH...")
+    ],
+    model: Model = None,
+    knob: Knobs = None,
+    mesh: MeshSizes = None,
+    seed: Annotated[int, typer.Option(help="Of weights, batches and dropout.")] = 0,
+    dtype: Annotated[
+        str | None, typer.Option(help="Also check in this working dtype: float32 or bfloat16.")
+    ] = None,
+    world: Annotated[int, typer.Option(metavar="N", help="The most ranks to start.")] = 8,
+    refused: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE:CODE", help="Meant to be refused, with this code; repeatable."),
+    ] = None,
+    static: Annotated[bool, typer.Option("--static", help="Run nothing: no `verify`.")] = False,
+    shrink: Annotated[
+        bool, typer.Option("--shrink", help="Reduce model and mesh where the mesh is larger.")
+    ] = False,
+    locked: Annotated[
+        bool, typer.Option("--locked", help="Every schedule with rows must have a lock that holds.")
+    ] = False,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Draw each plan into this folder.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check schedules, compare locks where there are any, prove what needs no run, and verify.
+
+    As a step of a GitHub workflow it puts annotations on the lines to blame and a table into the
+    job's summary.  A mesh larger than `--world` is left out, which counts as not checked.
+    """
+    from schedlang.verbs.answers import Wish
+    from schedlang.verbs.examine import Ranks
+
+    files = list(_schedules(paths))
+    meant = _meant(refused or (), files)
+    wish = Wish(model, tuple(knob or ()), mesh, seed, dtype, world, shrink)
+    found: list[Outcome] = []
+    with Ranks() as ranks:
+        for file in files:
+            mine = replace(wish, refused=meant.get(file.resolve(), ""))
+            for outcome in _asked(file, mine, static, locked, ranks):
+                found.append(outcome)
+                if not as_json:
+                    _say(outcome)
+            if svg is not None and found[-1].code == HOLDS and not mine.refused:
+                _draw(file, mine, svg)
+    _tell_github(found, sys.stderr if as_json else sys.stdout)
+    code = _exit(found)
+    if as_json:
+        show_json({"exit": code, "outcomes": [outcome.to_json() for outcome in found]})
+    raise typer.Exit(code)
+
+
+def _asked(file: Path, wish: Wish, static: bool, locked: bool, ranks: object) -> Iterator[Outcome]:
+    """The answers for one file; what is not sound is asked nothing more."""
+    from schedlang.verbs import examine
+    from schedlang.verbs.lockfile import lock_path
+
+    assert isinstance(ranks, examine.Ranks)
+    first = examine.check(file, wish)
+    yield first
+    if first.code != HOLDS or examine.is_library(file):
+        return
+    if not wish.refused and (locked or lock_path(file).exists()):
+        yield examine.lock(file, wish)
+    second = examine.static(file, wish)
+    yield second
+    if second.code == HOLDS and not static:
+        yield examine.verify(file, wish, ranks)
+
+
+def _schedules(paths: Sequence[Path]) -> Iterator[Path]:
+    """The files named, and those below the folders named, in order (S000)."""
+    from schedlang.diagnostic import Diagnostic, Refusal
+
+    for path in paths:
+        if not path.is_dir():
+            yield path
+            continue
+        every = sorted(path.rglob("*.sched"))
+        below = [p for p in every if not any(x[0] == "." for x in p.relative_to(path).parts)]
+        if not below:
+            title = f"there is no schedule below `{path}`"
+            raise Refusal(Diagnostic("S000", title, helps=("name the files: `x.sched`",)))
+        yield from below
+
+
+def _meant(said: Sequence[str], files: Sequence[Path]) -> dict[Path, str]:
+    """Which schedules are meant to be refused, and with which code (S109)."""
+    from schedlang.diagnostic import Diagnostic, Refusal
+
+    known, found = {file.resolve() for file in files}, {}
+    for text in said:
+        name, _, code = text.rpartition(":")
+        if Path(name).resolve() not in known or not code:
+            title = f"`--refused {text}` names none of the schedules"
+            helps = ("write the file, a colon and the code: `--refused x.sched:S403`",)
+            raise Refusal(Diagnostic("S109", title, helps=helps))
+        found[Path(name).resolve()] = code.strip()
+    return found
+
+
+def _say(outcome: Outcome) -> None:
+    """One line for what holds, all there is to say for what does not."""
+    print(f"{outcome.file}: {outcome.question} {outcome.word}  {outcome.seconds:.1f} s", flush=True)
+    if outcome.skipped or outcome.code != HOLDS:
+        print(outcome.skipped or outcome.text, flush=True)
+    elif outcome.text and outcome.question == "check":
+        print(outcome.text, file=sys.stderr)
+
+
+def _tell_github(found: Sequence[Outcome], out: TextIO) -> None:
+    """The runner reads commands from both streams; JSON stays alone on its own."""
+    from schedlang.annotate import annotation, on_github, summarize
+    from schedlang.verbs.answers import summary
+
+    if not on_github():
+        return
+    for outcome in found:
+        if outcome.note is not None:
+            print(annotation(outcome.note), file=out)
+    summarize(summary([outcome.to_json() for outcome in found]))
+
+
+def _exit(found: Sequence[Outcome]) -> int:
+    """1 if anything does not hold, else 2 if some was refused, else 3 if some was not checked."""
+    codes = {UNCHECKED if outcome.skipped else outcome.code for outcome in found}
+    return next((code for code in (FAILS, REFUSED, UNCHECKED) if code in codes), HOLDS)
+
+
+def _draw(file: Path, wish: Wish, folder: Path) -> None:
+    """The picture of a plan, named after the schedule's path."""
+    from schedlang.passes.picture import picture
+    from schedlang.passes.show import view
+    from schedlang.verbs.examine import is_library
+    from schedlang.verbs.files import accounted, planned, write_text
+
+    if is_library(file):
+        return
+    found = planned(file, wish.model, wish.knobs, wish.mesh)
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = [part for part in file.parts if part not in ("..", ".", file.anchor)]
+    drawn = picture(view(found.plan, accounted(found), file.name))
+    write_text(folder / f"{'.'.join(parts)}.svg", drawn)

@@ -1,0 +1,232 @@
+"""One schedule put to the questions that CI asks: is it sound, is its lock true, is it equal?"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.verbs.answers import CHECK, LOCK, STATIC, VERIFY, Outcome, Wish
+from schedlang.verbs.outcome import FAILS, HOLDS, REFUSED, UNCHECKED
+
+if TYPE_CHECKING:
+    from schedlang.modelfile import ModelFile
+    from schedlang.report import Report
+    from schedlang.runtime.launch import Pool
+    from schedlang.verbs.lockfile import Compared
+
+_PLACE = re.compile(r"(.+?):(\d+): ")
+
+
+class Ranks:
+    """Warm local ranks for one model file at a time: neighbours share them."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._found: ModelFile | None = None
+        self._pool: Pool | None = None
+
+    def model_file(self, named: str | None, beside: Path) -> ModelFile:
+        """The model file of a schedule, imported anew unless it was the last one."""
+        from schedlang.modelfile import load_model_file
+
+        key = named or str((beside.parent / "model.py").resolve())
+        if key != self._key or self._found is None:
+            self.close()
+            self._found = load_model_file(named, beside)
+            self._key = key
+        sys.modules[self._found.name] = self._found.module  # another may have come in between
+        return self._found
+
+    def pool(self) -> Pool:
+        """Ranks that know the model file."""
+        from schedlang.runtime.launch import Pool
+
+        assert self._found is not None, "the ranks are those of a model file"
+        if self._pool is None:
+            self._pool = Pool(files=self._found.files)
+        return self._pool
+
+    def rest(self) -> None:
+        """End the ranks, keep the model file."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def close(self) -> None:
+        """End the ranks and forget the model file."""
+        self.rest()
+        self._key = self._found = None
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def is_library(file: Path) -> bool:
+    """Does a file only define what others use, so that it has nothing to verify?  May refuse."""
+    return first_row(file) == 0
+
+
+def first_row(file: Path) -> int:
+    """The line of the first step or row of a schedule, 0 if it has none.  May refuse."""
+    from schedlang import nodes as n
+    from schedlang.syntax import parse, read
+
+    rows = (n.Step, n.At, n.When, n.Rule, n.Do)
+    found = (item.span.line for item in parse(read(file)).items if isinstance(item, rows))
+    return next(found, 0)
+
+
+def check(file: Path, wish: Wish) -> Outcome:
+    """Syntax, names, domains and arguments, without a model; warnings are in the text."""
+
+    def ask(outcome: Outcome) -> Outcome:
+        from schedlang.passes.expand import expand
+        from schedlang.passes.lint import lint
+        from schedlang.syntax import parse, read
+        from schedlang.verbs.settings import settings
+
+        tree = parse(read(file))
+        expand(tree, None, settings(wish.knobs, wish.mesh))
+        return replace(outcome, text="\n\n".join(d.render() for d in lint(tree)))
+
+    outcome = _asked(Outcome(file, CHECK), ask)
+    # most mistakes show only with the model: that a check holds says nothing yet
+    return _as_meant(outcome, wish.refused) if wish.refused and outcome.code else outcome
+
+
+def lock(file: Path, wish: Wish) -> Outcome:
+    """Whether the model and the schedule are what the lock file says."""
+
+    def ask(outcome: Outcome) -> Outcome:
+        from schedlang.verbs.lockfile import compare_lock
+
+        compared: Compared = compare_lock(file, wish.model)
+        code = FAILS if compared.changes else HOLDS
+        return replace(outcome, code=code, text=str(compared))
+
+    return _asked(Outcome(file, LOCK), ask)
+
+
+def static(file: Path, wish: Wish) -> Outcome:
+    """Whether the plan can be built for the model, and what is proven of it without running."""
+
+    def ask(outcome: Outcome) -> Outcome:
+        from schedlang.passes.static import static as proofs
+        from schedlang.verbs.files import planned
+
+        found = planned(file, wish.model, wish.knobs, wish.mesh)
+        batch = found.model.batch(wish.seed)
+        proven = proofs(found.plan, batch, found.model.loss, found.model.weight)
+        said = [f"{one.name}: {one.said}: {one.verdict}" for one in proven.claims]
+        if proven.problems:
+            return _refused(outcome, proven.problems, Refusal(*proven.problems).render())
+        code = HOLDS if all(one.checked for one in proven.claims) else UNCHECKED
+        return replace(outcome, code=code, text="\n".join(said))
+
+    outcome = _asked(Outcome(file, STATIC), ask)
+    return _as_meant(outcome, wish.refused) if wish.refused and outcome.code else outcome
+
+
+def verify(file: Path, wish: Wish, ranks: Ranks) -> Outcome:
+    """Whether the schedule computes what its model computes, or is refused as it is meant to be."""
+
+    def ask(outcome: Outcome) -> Outcome:
+        from schedlang.runtime.launch import Hang, RankDied
+
+        try:
+            return _verified(outcome, wish, ranks)
+        except (RankDied, Hang) as failure:
+            return replace(outcome, code=UNCHECKED, text=str(failure))
+
+    outcome = _asked(Outcome(file, VERIFY), ask)
+    return _as_meant(outcome, wish.refused) if wish.refused else outcome
+
+
+def _verified(outcome: Outcome, wish: Wish, ranks: Ranks) -> Outcome:
+    from schedlang.passes.prove import prove
+    from schedlang.passes.shrink import remarked
+    from schedlang.verbs.posed import posed
+    from schedlang.verbs.settings import settings
+
+    file, given = outcome.file, settings(wish.knobs, wish.mesh)
+    found = ranks.model_file(wish.model, file)
+    options: dict[str, Any] = {"model": wish.model, "seed": wish.seed, "dtype": wish.dtype}
+    one = posed(file, found, given, **options)
+    if one.case.plan.mesh.world > wish.world and wish.shrink:
+        one = posed(file, found, given, **options, shrink=True)
+    mesh = one.case.plan.mesh
+    if mesh.world > wish.world:
+        few = f"the mesh {mesh} has {mesh.world} ranks, at most {wish.world} are started"
+        return replace(outcome, skipped=few)
+    made = prove(one.case, pool=ranks.pool(), title=file.name, command=one.command)
+    report = remarked(made, one.small)
+    place, line = _blamed(report)
+    reduced = (("reduced", one.small.said),) if one.small is not None else ()
+    return replace(
+        outcome, code=report.exit_code, text=str(report), report=report, line=line, place=place,
+        facts=(*_facts(report, wish, str(mesh)), *reduced),
+    )  # fmt: skip
+
+
+def _blamed(report: Report) -> tuple[str, int]:
+    """File and line of the first row to blame."""
+    match = _PLACE.match(report.blamed[0]) if report.blamed else None
+    return (match[1], int(match[2])) if match else ("", 0)
+
+
+def _facts(report: Report, wish: Wish, mesh: str) -> list[tuple[str, str]]:
+    """What a machine may want to know of a report."""
+    place, line = _blamed(report)
+    worst = max((row.error for row in report.rows if row.gate < 1), key=_size, default=math.nan)
+    return [
+        ("max_rel_err", f"{worst:.3e}"),
+        ("first_divergence", report.first.place if report.first is not None else ""),
+        ("suspect_line", f"{place}:{line}" if line else ""),
+        ("seed", str(wish.seed)),
+        ("equivalence", report.equivalence),
+        ("mesh", mesh),
+    ]
+
+
+def _size(error: float) -> float:
+    return math.inf if math.isnan(error) else error
+
+
+def _as_meant(outcome: Outcome, code: str) -> Outcome:
+    """A schedule that is meant to be refused holds if it is, with this code; else it fails."""
+    if outcome.skipped or outcome.code == UNCHECKED:
+        return outcome
+    if outcome.code == REFUSED:
+        if f"[{code}]" in outcome.text.split("\n")[0]:
+            return replace(outcome, code=HOLDS, text=f"refused, as it is meant to be: {code}")
+        return replace(outcome, text=f"meant to be refused with {code}, not so:\n{outcome.text}")
+    return replace(outcome, code=FAILS, text=f"meant to be refused with {code}, and it is not")
+
+
+def _asked(outcome: Outcome, ask: Callable[[Outcome], Outcome]) -> Outcome:
+    """The answer; what is wrong with the schedule, and errors of our own, are answers too."""
+    start = time.perf_counter()
+    try:
+        found = ask(outcome)
+    except Refusal as refusal:
+        found = _refused(outcome, refusal.diagnostics, refusal.render())
+    except Exception:
+        found = replace(outcome, code=UNCHECKED, text=traceback.format_exc().rstrip())
+    return replace(found, seconds=time.perf_counter() - start)
+
+
+def _refused(outcome: Outcome, said: Sequence[Diagnostic], text: str) -> Outcome:
+    span: Any = said[0].primary.span
+    place, line = (span.source.name, span.line) if span else ("", 0)
+    return replace(outcome, code=REFUSED, text=text, place=place, line=line)

@@ -1,0 +1,119 @@
+"""The lock file beside a schedule: written whole, read, and compared with what is there today."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from schedlang.verbs.outcome import FAILS, show_json
+
+if TYPE_CHECKING:
+    from schedlang.passes.account import Account
+    from schedlang.passes.lock import Lock
+    from schedlang.passes.lock_diff import Change
+    from schedlang.verbs.files import Planned
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What a lock says and what is so today; it holds if nothing changed."""
+
+    schedule: Path
+    changes: tuple[Change, ...]
+    versions: tuple[str, ...]
+    structure: tuple[str, str]
+
+    def __str__(self) -> str:
+        path = lock_path(self.schedule)
+        if not self.changes:
+            return f"{path}: holds"
+        was, now = (text[: len("sha256:") + 12] for text in self.structure)
+        same = "the model is the same" if was == now else f"the model was {was}, is {now}"
+        head = [f"{path} does not hold: {same}"]
+        head += [f"  since then: {', '.join(self.versions)}"] if self.versions else []
+        lines = [f"  {line}" for change in self.changes for line in change.lines()]
+        foot = f"  if that is meant: schedlang plan {self.schedule} --lock"
+        return "\n".join([*head, *lines, foot])
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "exit": FAILS if self.changes else 0,
+            "lock": str(lock_path(self.schedule)),
+            "structure": {"was": self.structure[0], "is": self.structure[1]},
+            "versions": list(self.versions),
+            "changes": [change.to_json() for change in self.changes],
+        }
+
+
+def lock_path(schedule: Path) -> Path:
+    """Where the lock of a schedule lies: `x.sched.lock` beside `x.sched`."""
+    return schedule.with_name(schedule.name + ".lock")
+
+
+def lock_of(
+    found: Planned, account: Account, knobs: Sequence[str] | None, mesh: str | None
+) -> Lock:
+    """The lock of a planned schedule, with the settings that it was planned with."""
+    from schedlang.passes.lock import lock
+
+    settings = [("--knob", text) for text in sorted(knobs or ())]
+    settings += [("--mesh", mesh)] if mesh else []
+    return lock(found.plan, account, tuple(settings))
+
+
+def write_lock(
+    found: Planned, account: Account, knobs: Sequence[str] | None, mesh: str | None
+) -> Path:
+    """Write the lock whole or not at all, over the one that is there."""
+    from schedlang.passes.lock_text import to_text
+    from schedlang.verbs.files import write_text
+
+    path = lock_path(found.file)
+    write_text(path, to_text(lock_of(found, account, knobs, mesh)))
+    return path
+
+
+def compare_lock(schedule: Path, model: str | None) -> Compared:
+    """Plan a schedule anew with its lock's settings, and compare.
+
+    Raises Refusal where there is no lock or none that can be read (S721), or nothing to plan.
+    """
+    from schedlang.diagnostic import Diagnostic, Refusal
+    from schedlang.passes.lock_diff import changes, versions
+    from schedlang.passes.lock_text import read_lock
+    from schedlang.verbs.files import accounted, planned
+
+    path = lock_path(schedule)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = "there is none" if isinstance(error, FileNotFoundError) else f"{error}"
+        title = f"the lock `{path}` cannot be read"
+        helps = (f"write one: `schedlang plan {schedule} --lock`",)
+        raise Refusal(Diagnostic("S721", title, notes=(why,), helps=helps)) from None
+    old = read_lock(text, str(path))
+    knobs = [value for option, value in old.settings if option == "--knob"]
+    mesh = next((value for option, value in old.settings if option == "--mesh"), None)
+    found = planned(schedule, model, knobs, mesh)
+    new = lock_of(found, accounted(found), knobs, mesh)
+    moved = tuple(versions(old, new))
+    return Compared(schedule, tuple(changes(old, new)), moved, (old.structure, new.structure))
+
+
+def demand_lock(
+    schedule: Path, model: str | None, as_json: bool = False, show: bool = False
+) -> None:
+    """End with exit code 1 and the differences unless the lock holds; `show` says that it does."""
+    compared = compare_lock(schedule, model)
+    if compared.changes or show:
+        if as_json:
+            show_json(compared.to_json())
+        else:
+            print(compared)
+    if compared.changes:
+        raise typer.Exit(FAILS)

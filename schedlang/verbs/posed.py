@@ -1,0 +1,53 @@
+"""What is to be proven of a schedule file: its plan with values, or a reduced one, and batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from schedlang.modelfile import ModelFile
+    from schedlang.passes.shrink import Shrunk
+    from schedlang.passes.sides import Case
+    from schedlang.passes.state import Settings
+
+
+@dataclass(frozen=True)
+class Posed:
+    """A case, what was reduced for it (None if nothing was), and the command that poses it."""
+
+    case: Case
+    small: Shrunk | None
+    command: str
+
+
+def posed(
+    file: Path, found: ModelFile, given: Settings, *, model: str | None = None, seed: int = 0,
+    only: str | None = None, dtype: str | None = None, shrink: bool | None = None,
+) -> Posed:  # fmt: skip
+    """Read a schedule and make its model; the options are those of `schedlang verify`.
+
+    `shrink` None reduces a model on the meta device only.  Raises Refusal for what cannot be run.
+    """
+    from schedlang.passes.asked import STEPS, steps_of
+    from schedlang.passes.rows import only_lines, repeated
+    from schedlang.passes.shrink import lies_on_meta, shrunk
+    from schedlang.passes.sides import Case
+    from schedlang.schedule import Schedule
+    from schedlang.syntax import parse, read
+
+    tree, module = parse(read(file)), found.model(seed=seed, meta=bool(shrink))
+    batches: tuple[Any, ...] = tuple(found.batch(seed + step) for step in range(STEPS))
+    small = None
+    if shrink or (shrink is None and lies_on_meta(module)):
+        small = shrunk(tree, given, found, module, batches, seed)
+        plan, batches = small.plan, small.batches
+    else:
+        plan = Schedule(module, tree, given).plan()
+        batches += tuple(found.batch(seed + step) for step in range(STEPS, steps_of(plan)))
+    if only is not None:
+        plan = only_lines(plan, only)
+    case = Case(plan, batches, found.loss, found.weight, seed, dtype)
+    command = repeated(file, plan, seed, model, only) + (" --shrink" if small else "")
+    return Posed(case, small, command)

@@ -1,0 +1,21 @@
+"""A function and its arguments as each rank gets them: its own copies, as if sent to a process."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+
+def packed(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """What `unpacked` makes copies from: modules and their functions stay those of this process."""
+    import cloudpickle  # type: ignore[import-untyped]
+
+    blob: bytes = cloudpickle.dumps((fn, args))
+    return blob
+
+
+def unpacked(blob: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """One rank's own copies."""
+    fn, args = pickle.loads(blob)
+    return fn, args

@@ -1,0 +1,70 @@
+"""Run many drawn legal schedules and print the counts: `python -m tests.properties N [SEED]`."""
+
+from __future__ import annotations
+
+import collections
+import re
+import sys
+import time
+import traceback
+
+import hypothesis
+from hypothesis import HealthCheck, Phase, given, settings
+
+from schedlang.diagnostic import Refusal
+from schedlang.runtime.launch import Pool
+from tests.properties import engine, schedules
+from tests.properties.schedules import Drawn
+
+PRELOAD = ("torch", "torch.distributed", "cloudpickle", "schedlang.passes.prove",
+           "tests.properties.models")  # fmt: skip
+
+
+def main(count: int, seed: int, form: str) -> None:
+    """Draw, run, count; every failure is printed with what reproduces it."""
+    known: set[str] = set()
+
+    def seen(outcome: str) -> bool:
+        short = re.sub("[0-9]", "", outcome[:220])
+        known.add(short) if (new := short not in known) else None
+        return not new
+
+    counts: collections.Counter[str] = collections.Counter()
+    start = time.perf_counter()
+    with Pool(preload=PRELOAD) as pool:
+
+        @hypothesis.seed(seed)
+        @settings(
+            max_examples=count, database=None, deadline=None, phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )  # fmt: skip
+        @given(schedules.legal())
+        def one(drawn: Drawn) -> None:
+            outcome = attempt(drawn, pool, form)
+            counts[outcome.split(":")[0]] += 1
+            if outcome not in ("equal", "refused as it must be") and not seen(outcome):
+                print(f"---- {outcome}\n{drawn!r}\n{drawn.text}", flush=True)
+
+        one()
+    spent = time.perf_counter() - start
+    print(dict(counts), f"{spent:.0f} s, {1000 * spent / max(1, counts.total()):.0f} ms each")
+
+
+def attempt(drawn: Drawn, pool: Pool, form: str) -> str:
+    """`equal`, or what happened instead."""
+    try:
+        engine.check(drawn, pool, getattr(engine, form))
+    except Refusal as refusal:
+        if drawn.refused and refusal.diagnostic.code == drawn.refused:
+            return "refused as it must be"
+        return f"refused {refusal.diagnostic.code}: {refusal.render()}"
+    except engine.Differs as differs:
+        return f"DIFFERS: {differs}"
+    except Exception as error:
+        return f"{type(error).__name__}: {traceback.format_exc(limit=-6)} {error}"
+    return f"NOT REFUSED: {drawn.refused}" if drawn.refused else "equal"
+
+
+if __name__ == "__main__":
+    arguments = [*sys.argv[1:], *("100", "0", "cheap")[len(sys.argv) - 1 :]]
+    main(int(arguments[0]), int(arguments[1]), arguments[2])

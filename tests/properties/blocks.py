@@ -1,0 +1,215 @@
+"""The blocks that drawn models are made of: one module for each thing that has broken a system."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Scaled(nn.Module):
+    """RMSNorm as transformers write it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+def norm_of(kind: str, width: int) -> nn.Module:
+    """A norm over the last dim."""
+    return Scaled(width) if kind == "rms" else nn.LayerNorm(width)
+
+
+class Chain(nn.Module):
+    """One linear layer and a function."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.lin = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        return torch.tanh(self.lin(x))
+
+
+class MLP(nn.Module):
+    """A residual pair of layers between norm and dropout."""
+
+    def __init__(self, width: int, hidden: int, norm: str, dropout: float, pre: bool) -> None:
+        super().__init__()
+        self.norm, self.pre = norm_of(norm, width), pre
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width, bias=pre)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        h = self.norm(x) if self.pre else x
+        h = x + self.drop(self.down(self.drop(F.gelu(self.up(h)))))
+        return h if self.pre else self.norm(h)
+
+
+class Attention(nn.Module):
+    """Grouped queries; causal, in a window, with padding; q, k and v apart or in one weight."""
+
+    def __init__(
+        self, width: int, heads: int, groups: int, size: int, *, norm: str, dropout: float,
+        pre: bool, fused: bool, causal: bool, window: int, plain: bool,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.heads, self.groups, self.size = heads, groups, size
+        self.pre, self.causal, self.window, self.plain = pre, causal, window, plain
+        self.norm = norm_of(norm, width)
+        if fused:
+            self.qkv = nn.Linear(width, (heads + 2 * groups) * size)
+        else:
+            self.q = nn.Linear(width, heads * size)
+            self.k = nn.Linear(width, groups * size, bias=False)
+            self.v = nn.Linear(width, groups * size)
+        self.o = nn.Linear(heads * size, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        h = self.norm(x) if self.pre else x
+        rows, length, _ = h.shape
+        q, k, v = self._projected(h)
+        q = q.view(rows, length, self.heads, self.size).transpose(1, 2)
+        k = k.view(rows, length, self.groups, self.size).transpose(1, 2)
+        v = v.view(rows, length, self.groups, self.size).transpose(1, 2)
+        k = k.repeat_interleave(self.heads // self.groups, 1)
+        v = v.repeat_interleave(self.heads // self.groups, 1)
+        seen = self._seen(length, mask)
+        if self.plain:
+            scores = (q @ k.transpose(-1, -2)) * self.size**-0.5
+            out = self.drop(scores.masked_fill(~seen, float("-inf")).softmax(-1)) @ v
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        out = out.transpose(1, 2).reshape(rows, length, self.heads * self.size)
+        h = x + self.drop(self.o(out))
+        return h if self.pre else self.norm(h)
+
+    def _projected(self, h: Tensor) -> Any:
+        if not hasattr(self, "qkv"):
+            return self.q(h), self.k(h), self.v(h)
+        widths = [self.heads * self.size, self.groups * self.size, self.groups * self.size]
+        return self.qkv(h).split(widths, -1)
+
+    def _seen(self, length: int, mask: Tensor | None) -> Tensor:
+        """Which keys a query sees, [1 or rows, 1, length, length]; itself always."""
+        place = torch.arange(length)
+        gap = place[:, None] - place[None, :]
+        seen = torch.ones(length, length, dtype=torch.bool)
+        if self.causal:
+            seen = seen & (gap >= 0)
+        if self.window:
+            seen = seen & (gap.abs() < self.window)
+        seen = seen[None, None]
+        if mask is not None:
+            seen = seen & (mask != 0)[:, None, None, :]
+        return seen | (gap == 0)
+
+
+class Experts(nn.Module):
+    """A router and experts that see every token, weighed by the best two."""
+
+    def __init__(self, width: int, hidden: int, count: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.router = nn.Linear(width, count, bias=False)
+        self.experts = nn.ModuleList(Expert(width, hidden) for _ in range(count))
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        h = self.norm(x)
+        chances = self.router(h).softmax(-1)
+        best, which = chances.topk(min(2, len(self.experts)), -1)
+        share = torch.zeros_like(chances).scatter(-1, which, best / best.sum(-1, keepdim=True))
+        for place, expert in enumerate(self.experts):
+            x = x + share[..., place : place + 1] * expert(h)
+        return x
+
+
+class Expert(nn.Module):
+    """A gated pair of layers."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.gate = nn.Linear(width, hidden), nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Convolved(nn.Module):
+    """A convolution along the sequence and a norm over batch ("batch"), past ("past") or sample."""
+
+    def __init__(self, width: int, norm: str) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(width, width, 3, padding=1)
+        kinds = {"batch": nn.BatchNorm1d, "past": Past}
+        self.norm = kinds[norm](width) if norm in kinds else nn.GroupNorm(1, width)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        return x + F.relu(self.norm(self.conv(x.transpose(1, 2)))).transpose(1, 2)
+
+
+class Past(nn.BatchNorm1d):
+    """Batch norm with the statistics of the past, in training, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
+
+
+class Twice(nn.Module):
+    """One module called twice."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.lin, self.drop = nn.Linear(width, width), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        return x + self.lin(self.drop(torch.sin(self.lin(x))))
+
+
+class Counting(nn.Module):
+    """Writes a buffer in forward: takes over its weight's size, or averages over its calls."""
+
+    def __init__(self, width: int, average: bool) -> None:
+        super().__init__()
+        self.gain, self.average = nn.Parameter(torch.ones(width)), average
+        self.register_buffer("size", torch.zeros(width))
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        if self.training:
+            now = self.gain.detach().abs()
+            self.size.copy_(0.9 * self.size + 0.1 * now if self.average else now)
+        return x * self.gain
+
+
+class _Squared(torch.autograd.Function):
+    """Squared ReLU with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clamp(min=0) ** 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x.clamp(min=0) * grad
+
+
+class Custom(nn.Module):
+    """A pair of layers around a function with a backward of its own."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        return x + self.down(_Squared.apply(self.up(x)))

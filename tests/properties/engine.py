@@ -1,0 +1,116 @@
+"""One drawn schedule run on ranks and compared with its original: the cheap form and the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from schedlang.diagnostic import Refusal
+from schedlang.passes.compare import compare
+from schedlang.passes.prove import _conditions, check_parts, prepared, prove
+from schedlang.passes.sides import Case, original, tried, widened
+from schedlang.passes.state import Settings
+from schedlang.plan import Plan
+from schedlang.report import Row
+from schedlang.schedule import Schedule
+from schedlang.source import Source
+from schedlang.syntax import parse
+from tests.proofs import Seen, sgd, trained
+from tests.properties.models import Batch
+from tests.properties.schedules import Drawn
+
+SEED = 5  # of dropout
+
+
+class Engine(Protocol):
+    """What runs ranks: local processes, or threads."""
+
+    def run(self, fn: Callable[..., Any], world: int, *args: Any, **options: Any) -> list[Any]:
+        """The results of `fn(*args)` by rank."""
+
+
+@dataclass(frozen=True)
+class Differs(Exception):  # noqa: N818
+    """A comparison that does not hold, with its first rows."""
+
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{r.condition}: {r.kind} {r.name} (step {r.step}) error {r.error:.2e} {r.note}"
+            for r in self.rows[:6]
+        )
+
+
+def schedule_of(drawn: Drawn) -> Schedule:
+    """The schedule of a model that was just built."""
+    file = parse(Source("drawn.sched", drawn.text))
+    return Schedule(drawn.config.model(), file, Settings())
+
+
+def plan_of(drawn: Drawn) -> Plan:
+    """Its plan."""
+    return schedule_of(drawn).plan()
+
+
+def case_of(drawn: Drawn, steps: int = 2) -> Case:
+    """The case: a ragged batch, an equal-sized one of other shape, and a third."""
+    batches = tuple(batches_of(drawn, steps))
+    return Case(plan_of(drawn), batches, drawn.config.loss, seed=drawn.config.seed, dtype="none")
+
+
+def cheap(drawn: Drawn, engine: Engine) -> Sequence[Row]:
+    """Forward, backward and one step of SGD on one batch, every comparison of `prove` but saving.
+
+    Raises Refusal as `prove` does.
+    """
+    case = prepared(case_of(drawn, 1))
+    case = widened(case)
+    check_parts(case)
+    told = _conditions(case)[:1]
+    expected, _ = original(case, told)
+    actual = engine.run(tried, case.plan.mesh.world, case, told)[0]
+    return compare(expected, actual, exact=not case.plan.gives_up)
+
+
+def whole(drawn: Drawn, engine: Any) -> Sequence[Row]:
+    """The whole proof: two optimizers, three steps on batches of unlike shapes, saved state."""
+    return prove(case_of(drawn, 3), pool=engine).rows
+
+
+def check(drawn: Drawn, engine: Any, form: Callable[..., Sequence[Row]] = cheap) -> None:
+    """Raise Differs if a comparison fails."""
+    bad = tuple(row for row in form(drawn, engine) if not row.ok)
+    if bad:
+        raise Differs(bad)
+
+
+def holds(drawn: Drawn, engine: Any, form: Callable[..., Sequence[Row]] = cheap) -> None:
+    """The drawn schedule is equal to its original, or refused where it has to be."""
+    try:
+        check(drawn, engine, form)
+    except Refusal as refusal:
+        if refusal.diagnostic.code != drawn.refused:
+            raise
+    else:
+        assert not drawn.refused, f"not refused with {drawn.refused}"
+
+
+def batches_of(drawn: Drawn, count: int = 1, rows: int | None = None) -> list[Batch]:
+    """A ragged batch, an equal-sized one of other shape, and so on in turn."""
+    rows = drawn.rows if rows is None else rows
+    return [
+        drawn.config.batch(rows + k, drawn.length + k % 2, k, ragged=k % 2 == 0)
+        for k in range(count)
+    ]
+
+
+def seen(
+    drawn: Drawn, engine: Any, batches: Sequence[Batch] | None = None, optimizer: Any = sgd,
+    loss: Any = None, **options: Any,
+) -> Seen:  # fmt: skip
+    """What the program of a drawn schedule leaves after a step for each batch."""
+    given = batches_of(drawn) if batches is None else batches
+    loss = loss or drawn.config.loss
+    return trained(engine, plan_of(drawn), given, optimizer, loss=loss, seed=SEED, **options)

@@ -1,0 +1,54 @@
+"""Rows that no schedule may hold, one kind for each thing that can be wrong with a row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from tests.properties.schedules import Drawn, legal, step
+
+
+def wrong(drawn: Drawn) -> dict[str, str]:
+    """For each mistake that the drawn schedule leaves room for: the row that makes it."""
+    sizes, last = dict(drawn.axes), len(drawn.config.blocks)
+    found = {
+        "no such module": f"blocks.{last}  checkpoint()",
+        "no such argument": "blocks.0  checkpoint(speed=3)",
+        "no such verb": "blocks.0  accelerate()",
+        "no such axis": "zero(stage=0, over=nowhere)",
+        "no such stage": f"zero(stage=7, over={drawn.axes[0][0]})",
+        "twice": "blocks  checkpoint()\n  blocks  checkpoint()",
+        "nested": "blocks  checkpoint()\n  blocks.0  checkpoint()",
+        "too many parts": 'pipeline(order="GPipe", micro=500)',
+        "no such order": 'pipeline(order="backwards", micro=1)',
+        "not a linear layer": "blocks.0  shard(col, over=tp)" if "tp" in sizes else "",
+        "the whole model": "`blocks`  replace_kernel(rms_norm)",
+    }
+    n = next((size for axis, size in drawn.axes if size > 1), 1)
+    axis = next((axis for axis, size in drawn.axes if size > 1), "")
+    if drawn.config.width % n:
+        found["does not divide"] = f"norm  shard(weight=S(0), over={axis})"
+    for s in drawn.steps:
+        if s.verb == "zero":
+            found["an axis twice"] = s.rows[0]
+        if s.verb == "pipeline":
+            found["an order twice"] = s.rows[0]
+        if s.verb == "checkpoint":
+            found["a checkpoint twice"] = s.rows[0]
+        if s.verb in ("checkpoint", "offload") and "`" not in s.rows[0]:
+            found["too late"] = f"{s.rows[0].split()[0]}  fuse()"
+    return {name: row for name, row in found.items() if row}
+
+
+@st.composite
+def illegal(draw: st.DrawFn) -> Drawn:
+    """A legal schedule with one wrong row at its end, or one that is only seen with the batch."""
+    drawn = draw(legal())
+    mistakes = wrong(drawn)
+    row = mistakes[draw(st.sampled_from(sorted(mistakes)))]
+    if "micro=500" in row:  # seen when the batch is split
+        more = step("pipeline", [row], ["order"])
+        kept = tuple(s for s in drawn.steps if s.verb != "pipeline")
+        return replace(drawn, steps=(*kept, more), spare=drawn.spare - 490)
+    return replace(drawn, illegal=row)

@@ -1,0 +1,234 @@
+"""Drawn models: a configuration as a value, the module and batches that it stands for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schedlang.passes.original import randomised
+from tests.properties import blocks as kinds
+
+Batch = dict[str, Any]
+
+
+class Short:
+    """A dataclass whose repr, which is Python, leaves out what is as by default."""
+
+    def __repr__(self) -> str:
+        given = ((f.name, getattr(self, f.name), f.default) for f in fields(self))  # type: ignore[arg-type]
+        said = ", ".join(f"{name}={value!r}" for name, value, plain in given if value != plain)
+        return f"{type(self).__name__}({said})"
+
+
+@dataclass(frozen=True, repr=False)
+class Block(Short):
+    """One block; fields that its kind does not have are not read."""
+
+    kind: str = "chain"
+    hidden: int = 6
+    heads: int = 2
+    groups: int = 2
+    size: int = 2
+    norm: str = "layer"
+    pre: bool = True
+    fused: bool = False
+    causal: bool = False
+    window: int = 0
+    plain: bool = False
+    count: int = 2
+    average: bool = False
+
+    def made(self, width: int, dropout: float) -> nn.Module:
+        """The module."""
+        match self.kind:
+            case "chain":
+                return kinds.Chain(width)
+            case "mlp":
+                return kinds.MLP(width, self.hidden, self.norm, dropout, self.pre)
+            case "attention":
+                return kinds.Attention(
+                    width, self.heads, self.groups, self.size, norm=self.norm, dropout=dropout,
+                    pre=self.pre, fused=self.fused, causal=self.causal, window=self.window,
+                    plain=self.plain,
+                )  # fmt: skip
+            case "experts":
+                return kinds.Experts(width, self.hidden, self.count)
+            case "conv":
+                return kinds.Convolved(width, self.norm)
+            case "twice":
+                return kinds.Twice(width, dropout)
+            case "counting":
+                return kinds.Counting(width, self.average)
+            case "custom":
+                return kinds.Custom(width, self.hidden)
+        raise ValueError(self.kind)
+
+
+@dataclass(frozen=True, repr=False)
+class Config(Short):
+    """A whole model; it is built the same from the same values.
+
+    `entry` is "floats" or "words" (an embedding, and a head over the vocabulary); `returns` the
+    "loss", a "dict" with it, or a "tuple" without it, for which a loss function is given.  `skip`
+    names a block whose output is added before a later one; `frozen` is a path that is not trained.
+    """
+
+    blocks: tuple[Block, ...] = (Block(),)
+    width: int = 6
+    entry: str = "floats"
+    vocab: int = 11
+    tied: bool = False
+    returns: str = "loss"
+    skip: tuple[int, int] | None = None
+    frozen: str = ""
+    dropout: float = 0.0
+    mask: bool = False
+    side: bool = False
+    seed: int = 0
+
+    def model(self) -> nn.Module:
+        """The module, in float64, with no unit gain and no zero bias."""
+        torch.manual_seed(self.seed)
+        made = randomised(Drawn(self).double(), self.seed)
+        for name, parameter in made.named_parameters():
+            frozen = self.frozen and name.startswith(f"{self.frozen}.")
+            parameter.requires_grad_(not frozen)
+        return made
+
+    @property
+    def loss(self) -> Cotangent | None:
+        """The loss function, where the model returns none."""
+        return Cotangent(self.entry, self.seed) if self.returns == "tuple" else None
+
+    def batch(self, rows: int, length: int, seed: int, ragged: bool) -> Batch:
+        """Inputs of some rows: padded to unequal lengths with labels unevenly ignored, or equal."""
+        g = torch.Generator().manual_seed(1000 * self.seed + seed)
+        words = self.entry == "words"
+        lengths = torch.randint(1, length + 1, (rows, 1), generator=g)
+        lengths[0] = length
+        real = torch.arange(length) < lengths if ragged else torch.ones(rows, length).bool()
+        batch: Batch = {}
+        if words:
+            batch["ids"] = torch.randint(0, self.vocab, (rows, length), generator=g)
+            labels = batch["ids"].roll(-1, 1)
+            labels[~real] = -100
+            if ragged:
+                labels[torch.rand(rows, length, generator=g) < 0.3] = -100
+            labels[0, 0] = 1
+            batch["labels"] = labels
+        else:
+            batch["x"] = torch.randn(rows, length, self.width, generator=g, dtype=torch.float64)
+            batch["y"] = torch.randn(rows, length, generator=g, dtype=torch.float64)
+        if self.mask:
+            batch["mask"] = real.long()
+        if self.side:
+            shift = torch.randn(rows, 1, self.width, generator=g, dtype=torch.float64)
+            batch["side"] = {"shift": shift, "scale": (1.5,)}
+        return batch
+
+
+@dataclass(frozen=True)
+class Cotangent:
+    """A loss for models that return none: unlike weights for the features, and their squares."""
+
+    entry: str
+    seed: int
+
+    def __call__(self, output: Any, batch: Batch) -> Tensor:
+        out = output[0]
+        if self.entry == "words":
+            return F.cross_entropy(out.flatten(0, 1), batch["labels"].flatten())
+        places = torch.arange(out[0].numel(), dtype=torch.float64)
+        weights = torch.sin(7.1 * places + self.seed).view(out.shape[1:])
+        return (out * weights).flatten(1).sum(1).mean() + (out**2).mean()
+
+
+class Drawn(nn.Module):
+    """The model of a configuration."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.returns, self.skip = config.returns, config.skip
+        width, words = config.width, config.entry == "words"
+        out = config.vocab if words else 1
+        self.embed = nn.Embedding(config.vocab, width) if words else nn.Linear(width, width)
+        self.blocks = nn.ModuleList(b.made(width, config.dropout) for b in config.blocks)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, out, bias=not config.tied)
+        if config.tied:
+            self.head.weight = self.embed.weight
+        self.classes = out
+
+    def forward(
+        self, ids: Tensor | None = None, x: Tensor | None = None, *, mask: Tensor | None = None,
+        side: Any = None, labels: Tensor | None = None, y: Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        h = self.embed(ids if x is None else x)
+        if side is not None:
+            h = h * side["scale"][0] + side["shift"]
+        kept: Tensor | None = None
+        for place, block in enumerate(self.blocks):
+            if kept is not None and self.skip is not None and place == self.skip[1]:
+                h = h + 0.5 * kept
+            h = block(h, mask)
+            if self.skip is not None and place == self.skip[0]:
+                kept = h
+        out = self.head(self.norm(h))
+        if self.returns == "tuple":
+            return out, h
+        if labels is not None:
+            loss = F.cross_entropy(out.flatten(0, 1), labels.flatten())
+        else:
+            assert y is not None
+            loss = ((out[..., 0] - y) ** 2).mean()
+        return loss if self.returns == "loss" else {"loss": loss, "out": out, "parts": (h,)}
+
+
+KINDS = ("chain", "mlp", "attention", "experts", "conv", "twice", "counting", "custom")
+
+
+@st.composite
+def _block(draw: st.DrawFn, tp: int) -> Block:
+    kind = draw(st.sampled_from(KINDS))
+    of = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+    hidden = of(2 * tp, tp, 3 * tp, 5)
+    if kind == "mlp":
+        return Block(kind, hidden, norm=of("layer", "rms"), pre=of(True, False))
+    if kind == "attention":
+        heads, share = of((tp, 1), (2 * tp, 2), (2 * tp, 1), (3 * tp, 3), (3, 1), (2, 2))
+        return Block(
+            kind, heads=heads, groups=heads // share, size=of(2, 1, 3), norm=of("layer", "rms"),
+            pre=of(True, False), fused=of(False, True), causal=of(False, True), window=of(0, 2),
+            plain=of(False, True),
+        )  # fmt: skip
+    if kind == "experts":
+        return Block(kind, hidden, count=of(2, 3))
+    if kind == "conv":
+        return Block(kind, norm=of("group", "past", "batch"))
+    if kind == "counting":
+        return Block(kind, average=of(False, True))
+    return Block(kind, hidden)
+
+
+@st.composite
+def configs(draw: st.DrawFn, tp: int, least: int = 1) -> Config:
+    """Models with sizes that `tp` mostly divides, of at least so many blocks."""
+    of = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+    blocks = tuple(draw(st.lists(_block(tp), min_size=least, max_size=least + 2)))
+    entry = of("floats", "words")
+    skip = None
+    if len(blocks) > 1 and draw(st.booleans()):
+        start = draw(st.integers(0, len(blocks) - 2))
+        skip = (start, draw(st.integers(start + 1, len(blocks) - 1)))
+    tied = entry == "words" and draw(st.booleans())
+    frozen = of("", "blocks.0", "norm", "embed" if not tied else "")
+    return Config(
+        blocks, of(2 * tp, 3 * tp, 5, 7), entry, of(11, 4 * tp, 9), tied,
+        of("loss", "dict", "tuple"), skip, frozen, of(0.0, 0.25), draw(st.booleans()),
+        draw(st.booleans()), draw(st.integers(0, 9)),
+    )  # fmt: skip

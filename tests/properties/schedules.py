@@ -1,0 +1,349 @@
+"""Drawn schedules: meshes of unequal axes, and small steps from a generator for each primitive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from hypothesis import strategies as st
+
+from schedlang.orders import ORDERS
+from tests.properties.models import Config, Short, configs
+
+# verbs in the order in which their rows may stand
+PHASES = (
+    *("replace_kernel", "fuse", "pad", "shard", "checkpoint", "offload", "pipeline_split"),
+    *("zero", "pipeline", "verify"),
+)
+Axes = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, order=True)
+class Step:
+    """Some rows that belong together.  Two steps with a claim in common exclude each other."""
+
+    verb: str
+    rows: tuple[str, ...]
+    claims: frozenset[str] = field(compare=False)
+    axes: frozenset[str] = field(default=frozenset(), compare=False)
+
+    def __str__(self) -> str:
+        return "\n".join(self.rows)
+
+
+def step(verb: str, rows: Sequence[str], claims: Sequence[str], axes: Sequence[str] = ()) -> Step:
+    """A step in few words."""
+    return Step(verb, tuple(rows), frozenset(claims), frozenset(axes))
+
+
+@dataclass(frozen=True, repr=False)
+class Drawn(Short):
+    """A model and a schedule for it.
+
+    `rows` and `length` are of the first batch; the second, equal-sized, has one row more.
+    """
+
+    config: Config
+    axes: Axes
+    steps: tuple[Step, ...] = ()
+    spare: int = 0  # rows above one for each part
+    length: int = 3
+    illegal: str = ""  # a row that must be refused
+
+    @property
+    def micro(self) -> int:
+        """Microbatches of a step."""
+        said = [s.rows[0] for s in self.steps if s.verb == "pipeline"]
+        return int(said[0].split("micro=")[1].split(",")[0].rstrip(")")) if said else 1
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts a batch is split."""
+        used = {axis for s in self.completed if s.verb == "zero" for axis in s.axes}
+        count = self.micro
+        for axis, size in self.axes:
+            count *= size if axis in used else 1
+        return count
+
+    @property
+    def refused(self) -> str:
+        """The code of the refusal that this must end in, or "": statistics over the batch need
+        one part, averages over forwards one microbatch."""
+        kinds = [(b.kind, b.norm == "batch", b.average) for b in self.config.blocks]
+        whole = any(kind == "conv" and batch for kind, batch, _ in kinds) and self.parts > 1
+        once = any(kind == "counting" and average for kind, _, average in kinds) and self.micro > 1
+        return "S703" if whole else "S708" if once else ""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the first batch: enough for every part, mostly not divisible by their number."""
+        return self.parts + self.spare
+
+    @property
+    def completed(self) -> tuple[Step, ...]:
+        """The steps, and a row for each axis that they leave idle."""
+        used = {axis for s in self.steps for axis in s.axes}
+        idle = [axis for axis, size in self.axes if size > 1 and axis not in used]
+        more = [step("zero", [f"zero(stage=0, over={a})"], [f"zero {a}"], [a]) for a in idle]
+        return tuple(sorted((*self.steps, *more), key=lambda s: PHASES.index(s.verb)))
+
+    @property
+    def text(self) -> str:
+        """The schedule file."""
+        mesh = ", ".join(f"{axis}={size}" for axis, size in self.axes)
+        rows = [row for s in self.completed for row in s.rows]
+        if self.illegal:
+            rows.append(self.illegal)
+        body = "\n".join(f"  {row}" for row in rows)
+        return f'schedule 1 for Drawn\n\nmesh({mesh})\n\nstep "all" {{\n{body}\n}}\n'
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        out = 1
+        for _, size in self.axes:
+            out *= size
+        return out
+
+
+Generator = Callable[[Config, dict[str, int], int], list[Step]]
+GENERATORS: dict[str, Generator] = {}
+
+
+def generator(make: Generator) -> Generator:
+    """Register the steps of the primitive of this name."""
+    GENERATORS[make.__name__.rstrip("_")] = make
+    return make
+
+
+def _at(place: int) -> str:
+    return f"blocks.{place}"
+
+
+def _pair(name: str, ups: Sequence[str], down: str, axis: str) -> list[Step]:
+    """Both halves split together, the first gathered at once, the second alone."""
+    name = f"{name}." if name else ""
+    col = [f"{name}{up}  shard(col, over={axis})" for up in ups]
+    gathered = [f"{name}{up}  shard(col, output=R, over={axis})" for up in ups]
+    row = f"{name}{down}  shard(row, over={axis})"
+    claim = [f"shard {name.rstrip('.')}"] if name else ["shard embed"]
+    return [
+        step("shard", [*col, row], claim, [axis]),
+        step("shard", gathered, claim, [axis]),
+        step("shard", [row], claim, [axis]),
+    ]
+
+
+@generator
+def shard(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """Every style, where sizes divide."""
+    found: list[Step] = []
+    for axis in ("tp", "up"):
+        n = sizes.get(axis, 0)
+        if not n:
+            continue
+        for place, block in enumerate(config.blocks):
+            at = _at(place)
+            claim, wide = [f"shard {at}"], config.width % n == 0
+            match block.kind:
+                case "mlp" | "custom" if block.hidden % n == 0:
+                    found += _pair(at, ["up"], "down", axis)
+                case "experts" if block.hidden % n == 0:
+                    found += _pair(f"{at}.experts.*", ["up", "gate"], "down", axis)
+                case "attention" if block.heads % n == 0 and block.groups % n == 0:
+                    if block.fused:
+                        q, k = block.heads * block.size, block.groups * block.size
+                        rows = [f"{at}.qkv  shard(col, blocks=[{q}, {k}, {k}], over={axis})",
+                                f"{at}.o  shard(row, over={axis})"]  # fmt: skip
+                        found += [step("shard", rows, claim, [axis]),
+                                  step("shard", rows[1:], claim, [axis])]  # fmt: skip
+                    else:
+                        found += _pair(at, ["q", "k", "v"], "o", axis)
+                case "chain" | "twice" if wide:
+                    found += _pair(at, ["lin"], "lin", axis)[1:]
+        found += _ends(config, axis, n)
+    return found
+
+
+def _ends(config: Config, axis: str, n: int) -> list[Step]:
+    """Embedding and head."""
+    found: list[Step] = []
+    if config.entry == "floats":
+        return _pair("", ["embed"], "embed", axis)[1:] if config.width % n == 0 else []
+    pads = [f"embed  pad(vocab, multiple={n})"] if config.vocab % n else []
+    words, head = f"embed  shard(vocab, over={axis})", f"head  shard(vocab, over={axis})"
+    if config.tied:
+        return [step("shard", [*pads, words, head], ["shard embed", "shard head"], [axis])]
+    found.append(step("shard", [*pads, words], ["shard embed"], [axis]))
+    pads = [f"head  pad(out, multiple={n})"] if config.vocab % n else []
+    found.append(step("shard", [*pads, head], ["shard head"], [axis]))
+    if not pads:
+        gathered = f"head  shard(col, output=R, over={axis})"
+        found.append(step("shard", [gathered], ["shard head"], [axis]))
+    return found
+
+
+@generator
+def pad(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """Padding that nothing needs; what a split needs comes with the split."""
+    if config.entry != "words":
+        return []
+    return [step("pad", [f"embed  pad(vocab, multiple={k})"], ["shard embed", "shard head"])
+            for k in (4, 7)]  # fmt: skip
+
+
+@generator
+def checkpoint(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """At blocks, and inside of them; not where buffers are written."""
+    found = []
+    for place, block in enumerate(config.blocks):
+        if block.kind == "counting" or (block.kind == "conv" and block.norm == "batch"):
+            continue
+        at = _at(place)
+        inner = {"mlp": "up", "attention": "o", "experts": "experts.0", "conv": "conv",
+                 "custom": "down"}.get(block.kind)  # fmt: skip
+        rows = [f"{at}  checkpoint()", f"{at}  checkpoint(save=[linear])",
+                f"{at}  checkpoint(save=[linear, attention, collective])"]  # fmt: skip
+        rows += [f"{at}.{inner}  checkpoint()"] if inner else []
+        found += [step("checkpoint", [row], [f"checkpoint {at}"]) for row in rows]
+    return found
+
+
+@generator
+def offload(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """At blocks, with and without looking ahead."""
+    return [
+        step("offload", [f"{_at(place)}  offload(activations{more})"], [f"offload {_at(place)}"])
+        for place in range(len(config.blocks))
+        for more in (", to=cpu", ", prefetch=0")
+    ]
+
+
+@generator
+def fuse(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """At blocks without functions of their own; in float64 a region runs eagerly."""
+    return [
+        step("fuse", [f"{_at(place)}  fuse()"], [f"kernel {_at(place)}"])
+        for place, block in enumerate(config.blocks)
+        if block.kind in ("mlp", "chain", "twice")
+    ]
+
+
+@generator
+def replace_kernel(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """At every RMSNorm."""
+    return [
+        step("replace_kernel", [f"{_at(place)}.norm  replace_kernel(rms_norm)"],
+             [f"kernel {_at(place)}"])
+        for place, block in enumerate(config.blocks)
+        if block.kind in ("mlp", "attention") and block.norm == "rms"
+    ]  # fmt: skip
+
+
+@generator
+def pipeline_split(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """The list of blocks, or blocks at which stages start."""
+    stages, count = sizes.get("pp", 0), len(config.blocks)
+    if not stages or count < stages:
+        return []
+    rows = ["blocks  pipeline_split(over=pp)", "blocks  pipeline_split(over=pp, balance=params)"]
+    if stages > 1:
+        last = ", ".join(str(k) for k in range(count - stages + 1, count))
+        rows.append(f"blocks[{last}]  pipeline_split(over=pp)")
+    return [step("pipeline_split", [row], ["cut"], ["pp"]) for row in rows]
+
+
+@generator
+def pipeline(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """Every order that exists; interleaved ones where there are blocks enough."""
+    found = []
+    for known in ORDERS:
+        for micro in (1, 2, 3):
+            found.append(f'pipeline(order="{known.name}", micro={micro})')
+    return [step("pipeline", [row], ["order"]) for row in found]
+
+
+@generator
+def zero(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """Every stage over each data axis, and over both folded."""
+    data = [axis for axis in ("dp", "ep") if axis in sizes]
+    found = [
+        step("zero", [f"zero(stage={stage}, over={axis})"],
+             [f"zero {axis}", *(["sliced"] if stage else [])], [axis])
+        for axis in data
+        for stage in (0, 1, 2, 3)
+    ]  # fmt: skip
+    if len(data) == 2:
+        both, claims = ", ".join(data), ["zero dp", "zero ep", "sliced"]
+        found += [step("zero", [f"zero(stage={stage}, over=({both}))"], claims, data)
+                  for stage in (3, 1)]  # fmt: skip
+    return found
+
+
+@generator
+def verify(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """Markers, which change nothing."""
+    rows = ["verify(forward)", "verify(forward, backward)", "verify(train, steps=3)"]
+    return [step("verify", [row], ["verify"]) for row in rows]
+
+
+MESHES: tuple[Axes, ...] = (
+    (("tp", 1),),
+    (("tp", 2),),
+    (("dp", 2),),
+    (("pp", 2),),
+    (("tp", 3),),
+    (("dp", 3),),
+    (("pp", 3),),
+    (("dp", 1), ("tp", 2)),
+    (("tp", 2), ("dp", 1)),
+    (("dp", 2), ("tp", 2)),
+    (("pp", 2), ("tp", 2)),
+    (("pp", 2), ("dp", 2)),
+    (("tp", 2), ("up", 2)),
+    (("dp", 2), ("ep", 2)),
+    (("dp", 4),),
+    (("dp", 3), ("tp", 2)),
+    (("tp", 3), ("dp", 2)),
+    (("pp", 2), ("tp", 3)),
+    (("dp", 3), ("pp", 2)),
+    (("dp", 1), ("pp", 3), ("tp", 2)),
+)
+
+
+def allowed(chosen: Sequence[Step], config: Config, axes: Axes) -> tuple[Step, ...]:
+    """Those that stand together: of two that exclude each other the first."""
+    kept: list[Step] = []
+    for one in chosen:
+        if not any(one.claims & other.claims for other in kept):
+            kept.append(one)
+    sizes = dict(axes)
+    if sizes.get("pp", 1) > 1 and not any(s.verb == "pipeline_split" for s in kept):
+        kept.append(pipeline_split(config, sizes, 0)[0])
+    cut = any(s.verb == "pipeline_split" for s in kept)
+    ranks = sizes.get("pp", 1) if cut else 1
+    return tuple(s for s in kept if s.verb != "pipeline" or _runs(s, ranks, len(config.blocks)))
+
+
+def _runs(one: Step, ranks: int, blocks: int) -> bool:
+    return "Interleaved" not in one.rows[0]
+
+
+@st.composite
+def legal(draw: st.DrawFn, meshes: Sequence[Axes] = MESHES, most: int = 8) -> Drawn:
+    """A model, a mesh and rows that are legal for it."""
+    axes = draw(st.sampled_from(list(meshes)))
+    sizes = dict(axes)
+    config = draw(configs(max(sizes.get("tp", 1), sizes.get("up", 1)), sizes.get("pp", 1)))
+    length = draw(st.sampled_from([3, 4, 5]))
+    offers = [one for make in GENERATORS.values() for one in make(config, sizes, length)]
+    chosen = draw(st.lists(st.sampled_from(offers), max_size=most)) if offers else []
+    steps = allowed(chosen, config, axes)
+    spare = draw(st.sampled_from([0, 1, 2]))
+    return Drawn(config, axes, steps, spare, length)
+
+
+def without(drawn: Drawn, gone: Step) -> Drawn:
+    """The same without one step."""
+    left = tuple(s for s in drawn.steps if s != gone)
+    return replace(drawn, steps=allowed(left, drawn.config, drawn.axes))

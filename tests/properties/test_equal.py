@@ -1,0 +1,149 @@
+"""Properties 1, 2, 3, 9 and 12: a schedule changes where things are computed, never what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedlang.runtime.launch import Pool
+from tests.proofs import adamw, assert_same, sequential, sgd, steps
+from tests.properties import engine, schedules
+from tests.properties.profiles import examples
+from tests.properties.schedules import MESHES, Drawn, Step, allowed
+
+ONES = ((("tp", 1),), (("dp", 1), ("pp", 1), ("tp", 1)), (("pp", 1), ("ep", 1), ("dp", 1)))
+EXACT = {"pad", "checkpoint", "offload", "shard", "zero", "pipeline_split", "verify"}
+
+
+@examples(40)
+@given(schedules.legal())
+def test_1_a_legal_schedule_is_the_original(pool: Pool, drawn: Drawn) -> None:
+    """Any legal schedule gives the outputs, loss, gradients (of inputs, too), norm, parameters,
+    optimizer state and buffers of the original, in float64 within 1e-9; one step."""
+    engine.holds(drawn, pool)
+
+
+@examples(4)
+@given(schedules.legal())
+def test_1_the_whole_proof(pool: Pool, drawn: Drawn) -> None:
+    """The same after three steps on three batches of unlike shapes, under two optimizers, clipped
+    and not, with the state saved and loaded."""
+    engine.holds(drawn, pool, engine.whole)
+
+
+@pytest.mark.deep
+@examples(15)
+@given(schedules.legal(most=14))
+def test_1_the_whole_proof_of_long_schedules(pool: Pool, drawn: Drawn) -> None:
+    """The same, for schedules of up to fourteen steps."""
+    engine.holds(drawn, pool, engine.whole)
+
+
+@examples(25)
+@given(schedules.legal(ONES), st.sampled_from([sgd, adamw]), st.sampled_from([None, 0.01]))
+def test_2_a_mesh_of_ones_is_the_original(drawn: Drawn, optimizer: Any, clip: float | None) -> None:
+    """On one rank every layout, cut and slice is the plain loop to the last bit, two steps long."""
+    drawn = replace(drawn, steps=tuple(s for s in drawn.steps if s.verb in EXACT))
+    batches, loss = engine.batches_of(drawn, 2), drawn.config.loss
+    options = {"loss": loss, "seed": engine.SEED}
+    found = steps(engine.plan_of(drawn), batches, optimizer, clip, options)
+    model = drawn.config.model()
+    plain = sequential(model, batches, optimizer, clip=clip, loss=loss, seed=engine.SEED)
+    assert_same(found, plain)
+
+
+def _memory(drawn: Drawn) -> list[Step]:
+    """Every checkpoint and offload that the model offers."""
+    sizes = dict(drawn.axes)
+    makers = [schedules.GENERATORS[verb] for verb in ("checkpoint", "offload")]
+    return [one for make in makers for one in make(drawn.config, sizes, drawn.length)]
+
+
+@examples(10)
+@given(schedules.legal(), st.data())
+def test_3_memory_rows_change_no_bit(pool: Pool, drawn: Drawn, data: st.DataObject) -> None:
+    """`checkpoint` and `offload`, put anywhere into any schedule, leave every bit as it was, with
+    dropout, in training."""
+    kept = tuple(s for s in drawn.steps if s.verb not in ("checkpoint", "offload"))
+    drawn = replace(drawn, config=replace(drawn.config, dropout=0.25), steps=kept)
+    offers = _memory(drawn)
+    more = data.draw(st.lists(st.sampled_from(offers), min_size=1, max_size=4)) if offers else []
+    with_rows = replace(drawn, steps=allowed((*kept, *more), drawn.config, drawn.axes))
+    assert_same(engine.seen(with_rows, pool), engine.seen(drawn, pool))
+
+
+def _owned(drawn: Drawn) -> list[dict[str, list[float]]]:
+    """On this rank: the numbers of the elements that it holds of each parameter after a step."""
+    from schedlang.passes.build import build
+    from schedlang.runtime.moments import local
+    from schedlang.runtime.replicas import reshard
+
+    plan = engine.plan_of(drawn)
+    start = 1.0
+    with torch.no_grad():
+        for parameter in plan.model.model.parameters():
+            numbers = torch.arange(parameter.numel(), dtype=parameter.dtype) + start
+            parameter.copy_(numbers.view_as(parameter))
+            start += parameter.numel()
+    (batch,) = engine.batches_of(drawn)
+    made = build(plan, batch, optimizer=_still, loss=drawn.config.loss, seed=engine.SEED)
+    made.train_step(batch)
+    reshard(made.assembly.sliced)
+    errors = max(made.replica_errors().values(), default=0.0)
+    assert errors == 0.0, errors
+    return [{name: local(p).flatten().tolist() for name, p in made.assembly.parameters.items()}]
+
+
+def _still(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.0)
+
+
+@examples(12)
+@given(schedules.legal(MESHES[1:]))
+def test_9_shards_are_disjoint_and_cover(pool: Pool, drawn: Drawn) -> None:
+    """After a step copies are equal, no rank holds an element twice, and every element of every
+    parameter is held by equally many ranks, at least one."""
+    held = [part for (part,) in pool.run(_owned, drawn.world, drawn)]
+    model = drawn.config.model()
+    start = 1
+    for name, parameter in model.named_parameters():
+        wanted = range(start, start + parameter.numel())
+        start += parameter.numel()
+        parts = [[x for x in part.get(name, []) if x != 0.0] for part in held]  # 0 is padding
+        assert all(len(set(part)) == len(part) for part in parts), name
+        counts = [sum(x in part for part in map(set, parts)) for x in wanted]
+        assert set(counts) == {counts[0]} and counts[0] > 0, (name, counts)
+        assert not {x for part in parts for x in part} - set(wanted), name
+
+
+@examples(6)
+@given(schedules.legal())
+def test_12_the_model_is_not_touched(pool: Pool, drawn: Drawn) -> None:
+    """Planning, proving and training leave the user's module as it was: values, hooks, flags."""
+    case = engine.case_of(drawn, 1)
+    model = case.plan.model.model
+    before = _snapshot(model)
+    if not drawn.refused:
+        pool.run(steps, drawn.world, case.plan, case.batches, sgd, None,
+                 {"loss": case.loss, "seed": 0})  # fmt: skip
+    engine.cheap(drawn, pool) if not drawn.refused else None
+    after = _snapshot(model)
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        same = torch.equal(value, after[name]) if torch.is_tensor(value) else value == after[name]
+        assert same, name
+
+
+def _snapshot(model: torch.nn.Module) -> dict[str, Any]:
+    found: dict[str, Any] = {f"state {n}": v.clone() for n, v in model.state_dict().items()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found[f"parameter {name}"] = (id(parameter), parameter.requires_grad, parameter.grad)
+    for name, module in model.named_modules():
+        hooks = [len(v) for k, v in vars(module).items() if k.endswith("_hooks")]
+        found[f"module {name}"] = (type(module), module.training, hooks, sorted(vars(module)))
+    return found

@@ -1,0 +1,70 @@
+"""Flags of training set by hand: kept in every step, on both sides of a proof, and afterwards."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.passes.build import build
+from schedlang.passes.trials import _calls
+from schedlang.runtime.launch import Pool
+from schedlang.runtime.training import Training
+from tests.proofs import planned, proven
+
+
+class Frozen(nn.Module):
+    """A batch norm that the user put in eval before training, as for fine-tuning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.norm, self.leave = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)
+        self.norm.eval()
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.norm(self.enter(x))).square().mean()
+
+
+def _batch(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(7, 4, generator=generator, dtype=torch.float64)}
+
+
+def test_a_frozen_batch_norm_stays_frozen(pool: Pool) -> None:
+    """Its statistics do not move in a program, so parts of a batch give the whole; no S703."""
+    report = proven(pool, planned(Frozen(), "zero(stage=0, over=dp)", "dp=2"), [_batch(1)])
+    assert any(row.name == "norm.running_mean" for row in report.rows)
+
+
+def test_a_program_keeps_the_flags() -> None:
+    """Through steps and evaluations the flags are those of the user's own loop."""
+    model = Frozen()
+    program = build(planned(model, ""), _batch(1))
+    before = program.module.norm.running_mean.clone()
+    for _ in range(2):
+        program.train_step(_batch(1))
+        assert program.module.training and not program.module.norm.training
+        program.eval_step(_batch(1))
+        assert not program.module.training
+    assert torch.equal(program.module.norm.running_mean, before)
+
+
+def test_flags_come_back() -> None:
+    """A model all in eval trains as a whole; one set by hand, before or later, stays as set."""
+    whole = nn.Sequential(nn.Linear(2, 2), nn.Dropout()).eval()
+    Training(whole).on()
+    assert all(module.training for module in whole.modules())
+    switch = Training(whole)
+    whole[1].eval()
+    switch.off()
+    assert not any(module.training for module in whole.modules())
+    switch.on()
+    assert whole.training and whole[0].training and not whole[1].training
+
+
+def test_a_trial_leaves_the_flags() -> None:
+    """Looking for the arguments of a kernel changes no flag of the user's model."""
+    model = Frozen()
+    _calls(model, _batch(1), {"enter"})
+    assert model.training and model.enter.training and not model.norm.training

@@ -1,0 +1,30 @@
+"""Hunt every bug of the zoo and print the table: `python -m tests.zoo [id or prefix ...]`."""
+
+from __future__ import annotations
+
+import sys
+
+from schedlang.runtime.launch import Pool
+from tests.conftest import PRELOAD
+from tests.zoo import ZOO
+from tests.zoo.hunt import Verdict, hunt
+from tests.zoo.table import last_line, line
+
+
+def main(wanted: list[str]) -> int:
+    """The table of the bugs whose ids begin so, or of all; 1 if one lives."""
+    bugs = [b for b in ZOO.values() if not wanted or b.id.startswith(tuple(wanted))]
+    verdicts: list[Verdict] = []
+    with Pool(preload=PRELOAD) as pool:
+        for bug in bugs:
+            if not bug.applies:
+                print(line(bug, None), flush=True)
+            for scene in bug.scenes if bug.applies else ():
+                verdicts.append(hunt(bug.id, scene, pool))
+                print(line(bug, verdicts[-1]), flush=True)
+    print(last_line(bugs, verdicts))
+    return int(any(not v.killed for v in verdicts))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

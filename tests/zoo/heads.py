@@ -1,0 +1,216 @@
+"""Bugs of tensor parallelism in losses, heads, masks, and parameters that every rank holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from schedlang.passes import reductions
+from schedlang.runtime import attention, collective, gradient, numbers, program, vocab
+from schedlang.runtime import follow as following
+from schedlang.runtime import random as drawing
+from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.place import rank
+
+
+def _other_sums(patch: Patch, change: Any) -> None:
+    """Reductions after backward changed by `change(sums) -> sums`."""
+    plain = gradient.sum_gradients
+    patch.setattr(program, "sum_gradients", lambda held, sums: plain(held, change(list(sums))))
+
+
+def without(patch: Patch, kind: str, drop: Any = lambda name: True) -> None:
+    """The sums of a kind leave out the parameters that `drop` names."""
+
+    def less(sums: list[Any]) -> list[Any]:
+        kept = []
+        for one in sums:
+            names = tuple(n for n in one.names if one.kind != kind or not drop(n))
+            if names:
+                kept.append(gradient.Sum(one.group, names, one.kind))
+        return kept
+
+    _other_sums(patch, less)
+
+
+@bug(
+    "T06", "shard", Operator.REDUCTION, "tp", row="shard(", credit="AReno#496",
+    here="the group of a whole parameter is that of the first crossing of the step",
+)  # fmt: skip
+def whole_gradients_summed_again(patch: Patch, site: Site) -> None:
+    """Activations are reduced already, and the gradients of norms are summed once more."""
+    plain, groups = gradient.sum_gradients, list[Any]()
+    reduce = collective.reduce
+
+    def noting(x: Tensor, group: Any) -> Tensor:
+        groups[:] = [group]
+        return reduce(x, group)
+
+    def again(held: Any, sums: Any) -> None:
+        plain(held, sums)
+        names = tuple(n for n in held if "ln_" in n and site.covers(n))
+        plain(held, [gradient.Sum(group, names, "partial") for group in groups])
+
+    patch.setattr(collective, "reduce", noting)
+    patch.setattr(program, "sum_gradients", again)
+
+
+@bug(
+    "T07", "shard", Operator.REDUCTION, "sp", row="S(seq)", planning=True,
+    credit="pytorch#172932; torchtitan#2532",
+    here="the pass that lists reductions is where such a placement would be lost",
+)  # fmt: skip
+def pending_gradients_forgotten(patch: Patch, site: Site) -> None:
+    """That a whole parameter's gradient is pending is lost between forward and reduction."""
+    patch.setattr(reductions, "_partial", lambda plan, traced, trained: iter(()))
+
+
+@bug(
+    "T10", "replace_kernel", Operator.SLICE, "attending", row="replace_kernel(kernel=sdpa)",
+    credit="axlearn#842; onnx#7274",
+)  # fmt: skip
+def heads_tiled(patch: Patch, site: Site) -> None:
+    """Key heads are tiled instead of repeated: queries attend to another group's keys."""
+    plain = attention._plain_attention
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat(1, groups, 1, 1), value.repeat(1, groups, 1, 1)
+        return plain(query, key, value, *args, **kwargs)
+
+    patch.setattr(attention, "_plain_attention", attend)
+
+
+@bug(
+    "T11", "shard", Operator.REDUCTION, "one key head", row="shard(", planning=True,
+    credit="bigcode Megatron-LM#35; ISEEKYAN/Megatron#91",
+    here="the pass that follows gradients refuses it; the bug is that it does not",
+)  # fmt: skip
+def whole_keys_not_summed(patch: Patch, site: Site) -> None:
+    """One key head for all: each rank's queries give it a part of its gradient only."""
+    patch.setattr(following.Step, "_gradients", lambda self, axis: None)
+
+
+@bug("T13", "shard", Operator.REDUCTION, "tp", row="lm_head  shard(style=vocab")
+def largest_logit_of_this_rank(patch: Patch, site: Site) -> None:
+    """The split softmax is shifted by each rank's own largest logit."""
+    plain = vocab.dist.all_reduce
+
+    class Lonely:
+        ReduceOp = vocab.dist.ReduceOp
+
+        @staticmethod
+        def all_reduce(x: Tensor, op: Any = None, group: Any = None) -> None:
+            if op is not vocab.dist.ReduceOp.MAX:
+                plain(x, group=group)
+
+    patch.setattr(vocab, "dist", Lonely)
+
+
+@bug(
+    "T14", "shard", Operator.CONSTANT, "smoothed", row="shard(style=vocab",
+    credit="Megatron-LM#737, #7464",
+)  # fmt: skip
+def smoothed_over_own_words(patch: Patch, site: Site) -> None:
+    """Label smoothing divides by the words of one rank."""
+    plain = vocab.cross_entropy
+
+    def loss(logits: Any, *args: Any, **kwargs: Any) -> Tensor:
+        fewer = vocab.ShardedLogits(logits.local, logits.group, logits.local.shape[-1])
+        return plain(fewer, *args, **kwargs)
+
+    patch.setattr(vocab, "cross_entropy", loss)
+
+
+@bug("T18", "shard", Operator.GROUP, "sp", row="S(seq)", credit="gpt-neox#1259")
+def partial_sums_averaged(patch: Patch, site: Site) -> None:
+    """Norms between split tokens get the mean of the ranks' gradients."""
+    plain = gradient.sum_gradients
+
+    def mean(held: Any, sums: Any) -> None:
+        plain(held, sums)
+        for one in sums:
+            for name in one.names if one.kind == "partial" else ():
+                grad = gradient.local_gradient(held[name])
+                if grad is not None and site.covers(name):
+                    grad.div_(one.group.size)
+
+    patch.setattr(program, "sum_gradients", mean)
+
+
+@bug("T19", "shard", Operator.REDUCTION, "sp, biases", row="output=S(seq)",
+     credit="Megatron-LM PR#236")  # fmt: skip
+def late_biases_not_summed(patch: Patch, site: Site) -> None:
+    """A bias that is added to this rank's tokens gets their part of its gradient only."""
+    without(patch, "partial", lambda name: name.endswith("bias"))
+
+
+@bug("T20", "shard", Operator.REDUCTION, "normed heads", row="shard(style=col",
+     credit="Megatron-LM#7452; HF replicated_with_grad_allreduce")  # fmt: skip
+def norms_of_heads_not_summed(patch: Patch, site: Site) -> None:
+    """A weight that all heads share gets the gradient of this rank's heads only."""
+    without(patch, "partial", lambda name: "q_norm" in name or "k_norm" in name)
+
+
+@bug("T21", "shard", Operator.SKIP, "gated", row="shard(", credit="Pai-Megatron-Patch#397")
+def small_parameter_forgotten(patch: Patch, site: Site) -> None:
+    """A tiny gate inside the split region is left out of the reductions."""
+    without(patch, "partial", lambda name: name.endswith("gate"))
+
+
+@bug("T18b", "shard", Operator.REDUCTION, "sp", row="S(seq)", credit="as T18; older form")
+def partial_sums_skipped(patch: Patch, site: Site) -> None:
+    """Norms between split tokens keep their own part of the gradient."""
+    without(patch, "partial", site.covers)
+
+
+@bug("T26", "shard", Operator.CONSTANT, "tp", row="attn.c_attn",
+     credit="Megatron-LM#848",
+     here="`shape_up` divides the numbers that modules count by")  # fmt: skip
+def scale_of_part_of_the_width(patch: Patch, site: Site) -> None:
+    """The softmax's scale is computed from the width that this rank holds."""
+    plain = numbers.set_number
+
+    def divided(module: Any, attribute: str, value: Any) -> None:
+        parts = numbers.number_at(module, attribute) / value
+        plain(module, attribute, value)
+        if hasattr(module, "scaling"):
+            module.scaling *= parts**0.5
+
+    patch.setattr(numbers, "set_number", divided)
+
+
+@bug("T32", "shard", Operator.CONSTANT, "tp", row="shard(style=",
+     credit="TransformerEngine#1272; Megatron-DeepSpeed#276")  # fmt: skip
+def masks_by_rank(patch: Patch, site: Site) -> None:
+    """What all ranks hold alike is dropped otherwise on each."""
+    plain = drawing._key
+    patch.setattr(drawing, "_key", lambda *what: plain(*what) if rank() == 0 else plain(1, *what))
+
+
+@bug("T32b", "shard", Operator.SLICE, "tp", row="attn.c_attn", credit="as T32, the other way")
+def mask_not_sliced(patch: Patch, site: Site) -> None:
+    """Ranks with other heads draw the masks of the first ones."""
+    plain = drawing.LogicalDropout.__init__
+
+    def init(self: Any, seed: int, slices: Any = None) -> None:
+        plain(self, seed)
+
+    patch.setattr(drawing.LogicalDropout, "__init__", init)
+
+
+@bug("T29", "shard", Operator.SLICE, "regrouped", row="shard(", planning=True,
+     credit="pytorch#179502, #166598",
+     here="the pass that follows shapes refuses such a view; the bug is that it does not")  # fmt: skip
+def local_view_allowed(patch: Patch, site: Site) -> None:
+    """A view takes a split dim apart as if the rank's part were the whole."""
+    patch.setattr(following.Step, "_reshaped",
+                  lambda self, axis, tag, dim, before, after: (after[dim],))  # fmt: skip
+
+
+@bug("T30", "shard", Operator.REDUCTION, "normed", row="shard(", planning=True,
+     here="the pass that follows shapes refuses it; the bug is that it does not")  # fmt: skip
+def statistics_of_a_part(patch: Patch, site: Site) -> None:
+    """A norm over a split dim takes the mean and the variance of the rank's own part."""
+    patch.setattr(following.Step, "_check_along", lambda self, axis, tag, whole: None)

@@ -1,0 +1,190 @@
+"""Bugs of recomputation and offloading."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from schedlang.runtime import collective, offload, recompute
+from schedlang.runtime import random as drawing
+from schedlang.runtime.recompute import Checkpoint
+from tests.zoo.bug import Operator, Patch, Site, bug
+
+
+def in_recomputation(patch: Patch) -> list[int]:
+    """A list whose one number is above zero while something is recomputed."""
+    again = [0]
+
+    class Reentry(recompute.reentry):
+        def __enter__(self) -> None:
+            again[0] += 1
+            super().__enter__()
+
+        def __exit__(self, *error: object) -> None:
+            super().__exit__(*error)
+            again[0] -= 1
+
+    patch.setattr(recompute, "reentry", Reentry)
+    return again
+
+
+@bug("C01", "checkpoint", Operator.CONSTANT, "tp, recomputed", "recomputed",
+     credit="OLMo-core#828; guided-diffusion#167; pytorch#190758")  # fmt: skip
+def other_masks_in_recomputation(patch: Patch, site: Site) -> None:
+    """The second forward of a checkpoint draws other masks than the first."""
+    again, plain = in_recomputation(patch), drawing._key
+    patch.setattr(
+        drawing, "_key", lambda *what: plain(again[0], *what) if again[0] else plain(*what)
+    )
+
+
+@bug("C02", "checkpoint", Operator.SKIP, "counting", credit="pytorch#62471; YOLO-Master#262",
+     here="a checkpoint refuses what writes into buffers; the bug is that it does not")  # fmt: skip
+def buffers_updated_twice(patch: Patch, site: Site) -> None:
+    """A recomputed forward writes into its buffers once more."""
+    patch.setattr(recompute, "_versions", lambda module, recurse: {})
+
+
+@bug("C03", "checkpoint", Operator.ALIAS, "written after",
+     here="torch would see that a saved input was written into; it is held in a closure"
+     " instead")  # fmt: skip
+def input_of_recomputation_aliased(patch: Patch, site: Site) -> None:
+    """What a checkpoint saved is written into before it is recomputed."""
+    plain = recompute.torch_checkpoint
+
+    def careless(region: Any, *tensors: Tensor, **options: Any) -> Any:
+        return plain(lambda: region(*tensors), **options)
+
+    patch.setattr(recompute, "torch_checkpoint", careless)
+
+
+def _second_call(patch: Patch, site: Site, second: Any) -> None:
+    """What a checkpoint does in recomputation: `second(checkpoint, call)` makes the call."""
+    plain = Checkpoint.__call__
+
+    def called(self: Any, inner: Any, *args: Any, **kwargs: Any) -> Any:
+        calls = []
+
+        def counted(*a: Any, **k: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 1 or not torch.is_grad_enabled():
+                return inner(*a, **k)
+            return second(self, lambda: inner(*a, **k))
+
+        return plain(self, counted, *args, **kwargs)
+
+    patch.setattr(Checkpoint, "__call__", called)
+
+
+@bug("C04", "checkpoint", Operator.FREEZE, "recomputed")
+def recomputed_with_first_weights(patch: Patch, site: Site) -> None:
+    """A checkpoint recomputes with the weights that it saw when it was first called."""
+    first: dict[int, list[Tensor]] = {}
+    plain = Checkpoint.__init__
+
+    def init(self: Any, module: Any, save: Any) -> None:
+        plain(self, module, save)
+        first[id(module)] = [p.detach().clone() for p in module.parameters()]
+
+    def recomputed(self: Any, call: Any) -> Any:
+        held = list(self.module.parameters())
+        now = [p.detach().clone() for p in held]
+        for p, old in zip(held, first[id(self.module)]):
+            p.data.copy_(old)
+        try:
+            return call()
+        finally:
+            for p, new in zip(held, now):
+                p.data.copy_(new)
+
+    patch.setattr(Checkpoint, "__init__", init)
+    _second_call(patch, site, recomputed)
+
+
+@bug("C06", "offload", Operator.ALIAS, "offloaded")
+def one_slot_on_the_host(patch: Patch, site: Site) -> None:
+    """Microbatches share the host's memory: what one saved is overwritten by the next."""
+    slots: dict[Any, Tensor] = {}
+    plain = offload._Call.keep
+
+    def keep(self: Any, tensor: Tensor) -> Any:
+        copied = plain(self, tensor)
+        if copied.host is not None:
+            key = (len(self.copies), copied.host.numel())
+            slot = slots.setdefault(key, copied.host)
+            if slot is not copied.host:
+                slot.copy_(copied.host)
+                copied.host = slot
+        return copied
+
+    patch.setattr(offload._Call, "keep", keep)
+
+
+@bug("C07", "offload", Operator.REDUCTION, "offloaded",
+     credit="trl#7195; torchtune#1867; diffusers#13502",
+     here="on a CPU nothing runs beside: the copy back is done only when somebody waits"
+     " for it")  # fmt: skip
+def reloaded_before_the_copy(patch: Patch, site: Site) -> None:
+    """What was offloaded is used before its copy has come back."""
+
+    def reload(self: Any) -> None:
+        if self.host is not None:
+            self.raw, self.host = torch.full_like(self.host, 255), None
+
+    patch.setattr(offload._Copy, "reload", reload)
+
+
+@bug("C10", "fuse", Operator.CONSTANT, "fused, recomputed", row="checkpoint()",
+     credit="pytorch#190717, #190758",
+     here="fused regions run eagerly where masks are logical; they draw others when"
+     " recomputed")  # fmt: skip
+def fused_region_draws_again(patch: Patch, site: Site) -> None:
+    """A compiled region that is recomputed draws other masks than before."""
+    from schedlang.runtime.fuse import Fuse
+
+    again, inside = in_recomputation(patch), [0]
+    plain, key = Fuse.__call__, drawing._key
+
+    def called(self: Any, inner: Any, *args: Any, **kwargs: Any) -> Any:
+        inside[0] += 1
+        try:
+            return plain(self, inner, *args, **kwargs)
+        finally:
+            inside[0] -= 1
+
+    patch.setattr(Fuse, "__call__", called)
+    patch.setattr(
+        drawing, "_key", lambda *what: key(1, *what) if again[0] and inside[0] else key(*what)
+    )
+
+
+@bug("C11", "checkpoint", Operator.SKIP, "recomputed", credit="lightning-thunder#725")
+def recomputed_in_evaluation(patch: Patch, site: Site) -> None:
+    """The mode of the forward, here that of training, is not put back for the recomputation."""
+
+    def recomputed(self: Any, call: Any) -> Any:
+        self.module.eval()
+        try:
+            return call()
+        finally:
+            self.module.train()
+
+    _second_call(patch, site, recomputed)
+
+
+@bug("C12", "checkpoint", Operator.GROUP, "recomputed pairs", credit="Megatron-LM#7452")
+def recomputed_over_another_group(patch: Patch, site: Site) -> None:
+    """A collective in recomputation runs over the default group."""
+    again, plain = in_recomputation(patch), collective.all_reduce
+
+    def all_reduce(x: Tensor, group: Any) -> Tensor:
+        if not again[0]:
+            return plain(x, group)
+        out = x.clone()
+        dist.all_reduce(out)
+        return out
+
+    patch.setattr(collective, "all_reduce", all_reduce)

@@ -1,0 +1,335 @@
+"""Small networks for single bugs, each with the one feature that its bug needs; in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+WIDTH = 6
+
+
+class Residual(nn.Module):
+    """Up, tanh, down beside a residual; `up` is gathered whole where a schedule says so."""
+
+    def __init__(self, width: int = WIDTH, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(torch.tanh(self.up(x))))
+
+
+class Points(nn.Module):
+    """Blocks between two layers, and a squared error: one target for each sample."""
+
+    def __init__(self, *blocks: nn.Module, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embed = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(width, 1)
+        self.double()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h)
+        return ((self.head(h)[..., 0] - y) ** 2).mean()
+
+
+class Turned(nn.Module):
+    """A residual block whose first layer reads its rows in columns of memory."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x.t().contiguous().t())))
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a low-rank adapter beside it: y = W x + B A x."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int = 3) -> None:
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs).requires_grad_(False)
+        self.a, self.b = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+class AdaptedBlock(nn.Module):
+    """A residual block with an adapted layer going up."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up, self.down = Adapted(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Smoothed(nn.Module):
+    """A tiny language model whose loss smooths its labels."""
+
+    def __init__(self, words: int = 12, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.block = Residual(width)
+        self.head = nn.Linear(width, words)
+        self.double()
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        logits = self.head(self.block(self.embed(ids)))
+        logits = logits.view(-1, logits.shape[-1])
+        return F.cross_entropy(logits, labels.view(-1), label_smoothing=0.2)
+
+
+class Gated(nn.Module):
+    """A residual block whose middle is multiplied by one number that all features share."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.gate = nn.Parameter(torch.rand(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)) * self.gate)
+
+
+class Regrouped(nn.Module):
+    """A block that views its middle in two groups, features of a group apart from each other."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.up(x))
+        parts = h.view(*h.shape[:-1], 3, -1)  # three of four features: two ranks would cut one
+        return x + self.down((parts * parts.sum(-2, keepdim=True)).flatten(-2))
+
+
+class OneKeyHead(nn.Module):
+    """Attention of several query heads to one key head that they share."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.q, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.k = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).view(*x.shape[:2], -1, x.shape[-1])
+        scores = torch.tanh(q * self.k(x).unsqueeze(2))
+        return x + self.down((scores * q).flatten(2))
+
+
+class NormedMiddle(nn.Module):
+    """A block with a norm over its middle."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.softmax(self.up(x), -1))
+
+
+class Counting(Residual):
+    """A block that counts its calls, and shrinks by the count."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        return super().forward(x)
+
+
+class Inner(nn.Module):
+    """Saves nothing of its input; writes into it first, if told so."""
+
+    def __init__(self, width: int = WIDTH, writes: bool = False) -> None:
+        super().__init__()
+        self.mix, self.writes = nn.Linear(width, width), writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.add_(0.1) if self.writes else x + 0.1
+        return self.mix(torch.tanh(x))
+
+
+class WrittenAfter(nn.Module):
+    """A block that writes into what it has given to another module before."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(width, width), Inner(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = self.first(x)
+        h = self.inner(base)
+        return h + base.mul_(0.5)
+
+
+class Writing(nn.Module):
+    """A block whose inner module writes into its input, which is read again."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(width, width), Inner(width, writes=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = self.first(x)
+        h = self.inner(base)
+        return h + base
+
+
+class Pair(nn.Sequential):
+    """Two residual blocks one after the other, to be recomputed together."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(Residual(width), Residual(width))
+
+
+class NormedBlock(nn.Module):
+    """A residual block with an RMS norm on what a tanh has saved."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm = nn.RMSNorm(2 * width, eps=1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.norm(torch.tanh(self.up(x))))
+
+
+class Crossed(nn.Module):
+    """Causal attention with dropout of the first two places to all five."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rate = 0.2 if self.training else 0.0
+        q, k = self.q(x[:, None, :2]), self.k(x[:, None])
+        seen = F.scaled_dot_product_attention(q, k, x[:, None], dropout_p=rate, is_causal=True)
+        return x + seen[:, 0].mean(1, keepdim=True)
+
+
+class Balanced(Residual):
+    """A residual block that also gives an auxiliary loss."""
+
+    def forward(self, x: Tensor) -> Any:
+        out = super().forward(x)
+        return out, (out**2).mean()
+
+
+class TwoResults(nn.Module):
+    """A loss with an auxiliary part that a block computes beside its result."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embed, self.block = nn.Linear(width, width), Balanced(width)
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h, extra = self.block(self.embed(x))
+        return ((self.head(h)[..., 0] - y) ** 2).mean() + 0.1 * extra
+
+
+class Spare(Residual):
+    """A block with a parameter that nothing reads."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width)
+        self.spare = nn.Parameter(torch.rand(width))
+
+
+class Predicting(nn.Module):
+    """A network that gives predictions and no loss."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.block, self.head = Residual(width), nn.Linear(width, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.head(self.block(x))[..., 0]
+
+
+def squared(output: Tensor, batch: Any) -> Tensor:
+    """The loss of Predicting."""
+    return ((output - batch["y"]) ** 2).mean()
+
+
+class Frozen(Residual):
+    """A block of which one layer is frozen."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width)
+        self.up.requires_grad_(False)
+
+
+class Experts(nn.Module):
+    """Two experts of which a router mixes the results."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, 2)
+        self.experts = nn.ModuleList(Residual(width) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = torch.softmax(self.router(x), -1)
+        found = [expert(x) * shares[..., k : k + 1] for k, expert in enumerate(self.experts)]
+        return x + sum(found)
+
+
+class _Relative(torch.optim.SGD):
+    """SGD whose step of a parameter is as long as the parameter, as Adafactor's."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(p.norm() / (p.grad.norm() + 1e-9))
+        super().step(closure)
+
+
+def adafactor(named: Any) -> torch.optim.Optimizer:
+    """An optimizer that needs whole parameters."""
+    return _Relative([p for _, p in named], lr=0.01)
+
+
+def made(build: Any, seed: int = 0) -> Any:
+    """A function that makes the same module each time."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(seed)
+        module: nn.Module = build()
+        return module.double()
+
+    return make
+
+
+def points(seed: int, rows: int = 6, shape: tuple[int, ...] = (WIDTH,)) -> dict[str, Tensor]:
+    """Inputs and targets for Points."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, *shape, generator=g, dtype=torch.float64)
+    return {"x": x, "y": x.sum(-1)}
+
+
+def words(seed: int, rows: int = 6, length: int = 5, count: int = 12) -> dict[str, Tensor]:
+    """Ids and labels, some of them ignored."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, count, (rows, length), generator=g)
+    labels = torch.randint(0, count, (rows, length), generator=g)
+    labels[torch.rand(rows, length, generator=g) < 0.3] = -100
+    return {"ids": ids, "labels": labels}

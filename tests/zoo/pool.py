@@ -1,0 +1,39 @@
+"""A pool of ranks that run every job with a bug in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from schedlang.runtime.launch import Pool
+from tests.zoo.bug import Bug, Patch, mutate
+
+
+class Mutated:
+    """A pool whose ranks are mutated: by a bug, its name (`T02@blocks.1`), or a function."""
+
+    def __init__(self, pool: Pool, mutant: Bug | str | Callable[[Patch], None]) -> None:
+        self.pool = pool
+        # by name: a bug is looked up where it is injected
+        self.mutant = mutant.id if isinstance(mutant, Bug) else mutant
+
+    def run(self, fn: Callable[..., Any], world: int, *args: Any, **options: Any) -> list[Any]:
+        """As Pool.run."""
+        if getattr(self.pool, "one_process", False):  # patched once, for all ranks
+            return _mutated(
+                self.mutant, lambda *given: self.pool.run(fn, world, *given, **options), args
+            )
+        return self.pool.run(_mutated, world, self.mutant, fn, args, **options)
+
+
+def _mutated(mutant: Any, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+    import tests.zoo  # noqa: F401  (all bugs are entered)
+
+    if isinstance(mutant, str):
+        with mutate(mutant):
+            return fn(*args)
+    with pytest.MonkeyPatch.context() as patch:
+        mutant(patch)
+        return fn(*args)

@@ -1,0 +1,253 @@
+"""Bugs of data parallelism and ZeRO: what is summed over replicas, weighed, and sliced."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from schedlang.passes import build
+from schedlang.runtime import gradient, holding, pipeline, program, ranks, replicas
+from schedlang.runtime.program import Program
+from schedlang.runtime.trace import LabelRule
+from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.heads import without
+from tests.zoo.place import rank, running_program
+
+
+def after_sums(patch: Patch, kind: str, change: Any) -> None:
+    """Gradients changed by `change(name, gradient, group)` after a sum of a kind ("": any)."""
+    plain = gradient.sum_gradients
+
+    def summed(held: Any, sums: Any) -> None:
+        for one in sums:
+            plain(held, [one])
+            for name in one.names if one.kind == kind or not kind else ():
+                grad = gradient.local_gradient(held[name])
+                if grad is not None:
+                    change(name, grad, one.group)
+
+    patch.setattr(program, "sum_gradients", summed)
+
+
+@bug("D01", "zero", Operator.GROUP, "dp", row="zero(")
+def averaged_twice(patch: Patch, site: Site) -> None:
+    """The mean over replicas is divided by their number once more."""
+    after_sums(patch, "replicas", lambda name, grad, group: grad.div_(group.size))
+
+
+@bug("D01b", "zero", Operator.GROUP, "sliced", row="zero(", credit="as D01, in fully_shard")
+def averaged_by_fully_shard(patch: Patch, site: Site) -> None:
+    """The mean that FSDP takes unless told otherwise, on parts that are already weighed."""
+    plain = replicas.Sliced.add
+
+    def add(self: Any, module: Any, **options: Any) -> None:
+        plain(self, module, **options)
+        module.set_force_sum_reduction_for_comms(False)
+        module.set_gradient_divide_factor(2.0)
+
+    patch.setattr(replicas.Sliced, "add", add)
+
+
+@bug("D02", "zero", Operator.GROUP, "dp", row="zero(stage=0",
+     credit="prime-rl#1957; Megatron-LM#7513, #7452")  # fmt: skip
+def mean_of_means(patch: Patch, site: Site) -> None:
+    """Each part of the batch weighs the same, however many of its labels count."""
+    patch.setattr(LabelRule, "count", lambda self, batch: 1.0)
+
+
+@bug("D03", "zero", Operator.CONSTANT, "dp", row="zero(", credit="prime-rl#2562")
+def ignored_labels_counted(patch: Patch, site: Site) -> None:
+    """A part of the batch weighs by all its labels, also those that the loss ignores."""
+    patch.setattr(LabelRule, "count", lambda self, batch: float(batch[self.source].numel()))
+
+
+@bug("D04", "zero", Operator.SKIP, "experts", row="zero(", credit="pytorch#69031",
+     site="blocks.0.experts.1",
+     here="sums know all parameters; one module's are left out")  # fmt: skip
+def unused_at_last_not_summed(patch: Patch, site: Site) -> None:
+    """A parameter that the last microbatch did not use is not summed over replicas."""
+    without(patch, "replicas", site.covers)
+
+
+@bug("D04b", "zero", Operator.REDUCTION, "dp", row="zero(stage=0", credit="as D04, all of them")
+def replicas_not_summed(patch: Patch, site: Site) -> None:
+    """Data-parallel ranks each go their own way."""
+    without(patch, "replicas", site.covers)
+
+
+@bug("D05", "zero", Operator.FREEZE, "dp", row="zero(", credit="pytorch PR#187732, #109191")
+def summed_in_the_first_step_only(patch: Patch, site: Site) -> None:
+    """From the second step on gradients are not summed over replicas."""
+    at_work, plain = running_program(patch), gradient.sum_gradients
+
+    def summed(held: Any, sums: Any) -> None:
+        now = at_work()
+        first = now is not None and now.step == 0
+        plain(held, [one for one in sums if first or one.kind != "replicas"])
+
+    patch.setattr(program, "sum_gradients", summed)
+
+
+@bug("D06", "zero", Operator.GROUP, "mesh of one", row="zero(", credit="verl#7493")
+def group_of_one(patch: Patch, site: Site) -> None:
+    """Of several axes one has size 1, and its group is taken for that of all."""
+    plain = ranks.Ranks.group
+
+    def group(self: Any, over: Any) -> Any:
+        axes = self.mesh.fold(over)
+        if len(axes) > 1 and any(self.mesh.size(axis) == 1 for axis in axes):
+            over = next(axis for axis in axes if self.mesh.size(axis) == 1)
+        return plain(self, over)
+
+    patch.setattr(ranks.Ranks, "group", group)
+
+
+@bug("D07", "pipeline", Operator.ALIAS, "accumulated", "pp", row="pipeline")
+def overwritten_instead_of_added(patch: Patch, site: Site) -> None:
+    """The gradient of a microbatch takes the place of those before it."""
+    at_work, plain = running_program(patch), pipeline._Step._backward
+
+    def backward(self: Any, stage: Any, microbatch: int) -> None:
+        now = at_work()
+        for p in now.assembly.parameters.values() if now is not None else ():
+            p.grad = None
+        plain(self, stage, microbatch)
+
+    patch.setattr(pipeline._Step, "_backward", backward)
+
+
+@bug("D08", "zero", Operator.SKIP, "odd", row="zero(stage=1")
+def tail_lost(patch: Patch, site: Site) -> None:
+    """The last element of a slice is forgotten when parts become a whole."""
+    plain = holding.blocks
+
+    def blocks(segments: Any, shape: Any) -> Any:
+        found = list(plain(segments, shape))
+        held = sum(run.length for run in segments[0]) if segments else 0
+        for block in found:
+            short = bool(shape) and held < shape[0] and block.size[0] > 1 and block is found[-1]
+            yield replace(block, size=(block.size[0] - short, *block.size[1:])) if short else block
+
+    patch.setattr(holding, "blocks", blocks)
+
+
+@bug("D08b", "zero", Operator.SKIP, "odd", row="zero(stage=1", credit="as D08, in the update")
+def tail_not_updated(patch: Patch, site: Site) -> None:
+    """Rows behind an even cut get no gradient."""
+    plain = Program._finish
+
+    def finish(self: Any, *args: Any) -> Tensor:
+        mesh = self.assembly.ranks.mesh
+        for name, p in self.assembly.parameters.items():
+            held, grad = self.assembly.holdings[name], gradient.local_gradient(p)
+            count = mesh.size(held.sliced) if held.sliced else 1
+            whole = held.layout.shape[0] if held.layout.shape else 0
+            place = mesh.index(self.assembly.ranks.rank, held.sliced) if held.sliced else 0
+            beyond = place * -(-whole // count) + (0 if grad is None else grad.shape[0])
+            if grad is not None and whole % count and beyond > whole // count * count:
+                grad[whole // count * count - beyond :] = 0.0
+        return plain(self, *args)
+
+    patch.setattr(Program, "_finish", finish)
+
+
+@bug("D09", "zero", Operator.SKIP, "sliced", row="zero(stage=2", site="transformer.h.1",
+     credit="FSDP's prefetch class")  # fmt: skip
+def one_module_not_gathered(patch: Patch, site: Site) -> None:
+    """A module computes with what it gathered a step ago."""
+    plain, kept = replicas.Sliced.before_backward, list[Any]()
+    slices = build.slice_state
+
+    def noting(plan: Any, module: Any, *args: Any) -> Any:
+        kept[:] = [one for name, one in module.named_modules() if name == str(site)]
+        return slices(plan, module, *args)
+
+    def before(self: Any, last: bool) -> None:
+        plain(self, last)
+        for unit in self.units:
+            if unit in kept:
+                unit.set_reshard_after_backward(False, recurse=False)
+
+    def reshard(sliced: Any) -> None:
+        for one in sliced.values():
+            for unit in one.units:
+                if unit not in kept:
+                    unit.reshard()
+
+    patch.setattr(build, "slice_state", noting)
+    patch.setattr(replicas.Sliced, "before_backward", before)
+    patch.setattr(program, "reshard", reshard)
+
+
+@bug("D28", "zero", Operator.ARGUMENT, "dp", row="zero(", credit="anemoi-core#595")
+def everyone_reads_the_same(patch: Patch, site: Site) -> None:
+    """All replicas are given the rows of the first."""
+    plain = Program._parts
+
+    def parts(self: Any, batch: Any, local: bool) -> Any:
+        a = self.assembly
+        mine, weights, total = plain(self, batch, local)
+        if a.ranks.mesh.size(a.replicas) == 1:
+            return mine, weights, total
+        everyone = program.split(batch, a.ranks.mesh.size(a.replicas), a.micro)
+        return everyone[0], [a.weight(part.inputs) for part in everyone[0]], total
+
+    patch.setattr(Program, "_parts", parts)
+
+
+@bug("D29", "zero", Operator.SLICE, "dp", row="zero(",
+     credit="torchtitan#3106; OLMo-core#307, #319",
+     here="the model comes with its values; replicas get them perturbed, as from seeds of"
+     " their own")  # fmt: skip
+def replicas_start_differently(patch: Patch, site: Site) -> None:
+    """Replicas of a parameter are not initialised alike."""
+    plain = build._local_copy
+
+    def copied(plan: Any, holdings: Any, ranks_: Any) -> Any:
+        module = plain(plan, holdings, ranks_)
+        with torch.no_grad():
+            for name, p in module.named_parameters():
+                if site.covers(name) and not p.is_meta:
+                    p.mul_(1 + 0.1 * rank())
+        return module
+
+    patch.setattr(build, "_local_copy", copied)
+
+
+@bug("D29b", "shard", Operator.SLICE, "tp", row="shard(", credit="as D29, of shards")
+def everyone_takes_the_first_part(patch: Patch, site: Site) -> None:
+    """Every rank initialises its part of a parameter as the first does."""
+    from schedlang.runtime import holding as held
+
+    plain = held.take
+
+    def take(whole: Any, one: Any, mesh: Any, _: int) -> Any:
+        return plain(whole, one, mesh, 0)
+
+    patch.setattr(held, "take", take)
+
+
+@bug("D30", "zero", Operator.CONSTANT, "dp", row="zero(",
+     here="no primitive compresses; the same rounding is made in the sum over replicas")  # fmt: skip
+def summed_in_bfloat16(patch: Patch, site: Site) -> None:
+    """Gradients are rounded to bfloat16 before they are summed."""
+    plain = gradient._sum_bucket
+
+    def bucket(parameters: Any, group: Any) -> None:
+        for p in parameters:
+            grad = gradient.local_gradient(p)
+            if grad is not None:
+                with torch._C.DisableTorchFunction():
+                    grad.copy_(grad.to(torch.bfloat16))
+        plain(parameters, group)
+
+    patch.setattr(gradient, "_sum_bucket", bucket)
+
+
+@bug("D32", "zero", Operator.CONSTANT, "dp", row="zero(", credit="pytorch#160285")
+def all_gradients_doubled(patch: Patch, site: Site) -> None:
+    """All gradients are twice what they should be, which clipping and Adam hide."""
+    after_sums(patch, "replicas", lambda name, grad, group: grad.mul_(2))

@@ -1,0 +1,107 @@
+"""Bugs of saved and loaded state: names, layouts, what is left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from schedlang.runtime import archive, whole
+from schedlang.runtime.program import Program
+from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.place import rank
+
+
+def _state(patch: Patch, change: Any) -> None:
+    plain = whole.state_dict
+    patch.setattr(whole, "state_dict", lambda assembly: change(plain(assembly)))
+
+
+@bug("S01", "checkpoint", Operator.SLICE, "recomputed", row="none",
+     credit="pytorch PR#77224; ray#43594")  # fmt: skip
+def names_of_wrappers(patch: Patch, site: Site) -> None:
+    """Names in the state dict show the layers that a primitive has put around modules."""
+
+    def wrapped(state: Any) -> Any:
+        return {n.replace("h.0.", "h.0._checkpoint_wrapped_module."): v for n, v in state.items()}
+
+    _state(patch, wrapped)
+
+
+@bug("S02", "", Operator.SKIP, "dp", planning=True, credit="torchtitan; Megatron-LM#6271",
+     site="transformer.h.0.mlp.c_fc.weight")  # fmt: skip
+def not_all_loaded(patch: Patch, site: Site) -> None:
+    """Loading leaves out what it does not find, and nobody hears of it."""
+    plain = archive._take_over
+
+    def take_over(made: Any, values: Any) -> None:
+        held = made.assembly.parameters
+        kept = {name: archive.local(p).clone() for name, p in held.items() if site.covers(name)}
+        plain(made, {**values, **kept})
+
+    patch.setattr(archive, "_take_over", take_over)
+
+
+@bug("S03", "zero", Operator.FREEZE, "sliced", planning=True, credit="pytorch#117421", row="none")
+def gathered_copy_survives_loading(patch: Patch, site: Site) -> None:
+    """After loading, the next forward still uses the gathered weights of before."""
+    patch.setattr(archive, "reshard", lambda sliced: None)
+
+
+@bug("S04", "", Operator.SKIP, "dp", credit="sglang#15890")
+def second_name_of_a_tie_lost(patch: Patch, site: Site) -> None:
+    """A weight with two names is saved under the first only."""
+
+    def first(state: Any) -> Any:
+        return {name: value for name, value in state.items() if name != "lm_head.weight"}
+
+    _state(patch, first)
+
+
+@bug("S05", "shard", Operator.SLICE, "tp", row="none", credit="Slapo PR#46")
+def saved_as_it_lies(patch: Patch, site: Site) -> None:
+    """A fused weight is saved in the order in which ranks hold its parts."""
+    plain = archive.blocks
+
+    def blocks(segments: Any, shape: Any) -> Any:
+        runs = [
+            (replace(dim[0], start=rank() * sum(r.length for r in dim),
+                     length=sum(r.length for r in dim)),)
+            if len(dim) > 1 else dim
+            for dim in segments
+        ]  # fmt: skip
+        return plain(tuple(runs), shape)
+
+    patch.setattr(archive, "blocks", blocks)
+
+
+@bug("S06", "", Operator.SKIP, "dp", planning=True)
+def count_of_steps_not_restored(patch: Patch, site: Site) -> None:
+    """A loaded program starts to count its steps anew."""
+    plain = archive.load
+
+    def load(made: Any, path: Any) -> None:
+        plain(made, path)
+        made.step = 0
+
+    patch.setattr(archive, "load", load)
+
+
+@bug("S05b", "zero", Operator.CONSTANT, "sliced", row="none", credit="what is saved, in general")
+def saved_wrong(patch: Patch, site: Site) -> None:
+    """What is saved is not what the program holds."""
+    import torch
+
+    from schedlang.runtime.moments import local
+
+    plain = Program.save
+
+    def save(self: Any, path: Any) -> None:
+        held = [local(p) for p in self.assembly.parameters.values()]
+        with torch.no_grad():
+            for tensor in held:
+                tensor.mul_(2)
+            plain(self, path)
+            for tensor in held:
+                tensor.div_(2)
+
+    patch.setattr(Program, "save", save)

@@ -1,0 +1,212 @@
+"""The programs on which bugs are hunted: a model, a schedule, and the batches of two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from schedlang.passes.prove import Case
+from tests import models
+from tests.proofs import planned
+from tests.zoo import networks
+from tests.zoo.networks import points, words
+
+GPT2 = """
+  transformer.wte  pad(vocab, multiple=8)
+  transformer.wte  shard(vocab, over=tp)
+  at transformer.h.* {
+    attn.c_attn  shard(col, blocks=3, over=tp)
+    attn.c_proj  shard(row, over=tp)
+    mlp.c_fc     shard(col, over=tp)
+    mlp.c_proj   shard(row, over=tp)
+  }
+  lm_head  shard(vocab, over=tp)
+"""
+LLAMA = """
+  model.layers.0  shard(input=S(seq), over=tp)
+  at model.layers.* {
+    {input,post_attention}_layernorm  shard(input=S(seq), output=S(seq), over=tp)
+    self_attn.{q,k,v}_proj            shard(col, over=tp)
+    self_attn.o_proj                  shard(row, output=S(seq), over=tp)
+    mlp.{gate,up}_proj                shard(col, over=tp)
+    mlp.down_proj                     shard(row, output=S(seq), over=tp)
+  }
+  model.norm      shard(input=S(seq), output=R, over=tp)
+"""
+PIPELINE = 'pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)'
+
+
+HEADS = """
+  at model.layers.* {
+    self_attn.{q,k,v}_proj  shard(col, over=tp)
+    self_attn.o_proj        shard(row, over=tp)
+  }
+"""
+BLOCK = "blocks.*.up shard(col, over=tp)\nblocks.*.down shard(row, over=tp)"
+BOTH = f"{BLOCK}\nzero(stage=0, over=dp)"
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A program and what it is fed; `batches(seed)` for the seeds of `steps`."""
+
+    model: Callable[[], nn.Module]
+    rows: str
+    mesh: str
+    batches: Callable[[int], Any]
+    steps: tuple[int, ...] = (5, 2)
+    loss: Any = None
+    optimizer: Any = None  # instead of AdamW in the second condition
+    holds: bool = True  # False: the faithful runtime refuses it
+
+    def case(self) -> Case:
+        """The proof of it in float64."""
+        batches = tuple(self.batches(seed) for seed in self.steps)
+        return Case(planned(self.model(), self.rows, self.mesh), batches, self.loss, dtype="none")
+
+
+def _tokens(rows: int = 6) -> Callable[[int], Any]:
+    return lambda seed: models.tokens(rows=rows, seed=seed)
+
+
+def _gpt2(rows: str, mesh: str, layers: int = 2, count: int = 6) -> Scene:
+    return Scene(lambda: models.gpt2(layers, 0.1), rows, mesh, _tokens(count))
+
+
+def _block(kind: Callable[[], nn.Module], rows: str) -> Scene:
+    return Scene(networks.made(lambda: networks.Points(kind())), rows, "tp=2", points)
+
+
+def _alone(
+    kind: Callable[[], nn.Module], rows: str, shape: tuple[int, ...] = (networks.WIDTH,),
+    holds: bool = True,
+) -> Scene:  # fmt: skip
+    batches = lambda seed: points(seed, 6, shape)  # noqa: E731
+    return Scene(networks.made(lambda: networks.Points(kind())), rows, "", batches, holds=holds)
+
+
+SCENES: dict[str, Scene] = {
+    "tp": _gpt2(GPT2, "tp=2"),
+    "tp, recomputed": _gpt2(GPT2 + "transformer.h.* checkpoint()", "tp=2"),
+    "dp": _gpt2("zero(stage=0, over=dp)", "dp=2"),
+    "sliced": _gpt2("zero(stage=2, over=dp)", "dp=2"),
+    "sp": Scene(lambda: models.llama(1), LLAMA, "tp=2", _tokens()),
+    "pp": _gpt2(f"transformer.h {PIPELINE}", "pp=2"),
+    "pp, ragged": _gpt2(f"transformer.h {PIPELINE}", "pp=2", count=7),
+    "pp, dp": _gpt2(f"transformer.h {PIPELINE}\nzero(stage=1, over=dp)", "dp=2, pp=2"),
+    "pp, all forward": _gpt2(f"transformer.h {PIPELINE}".replace("1F1B", "GPipe"), "pp=2"),
+    "pp, by layer": Scene(
+        lambda: models.gpt2(2, 0.1, by_layer=True), f"transformer.h {PIPELINE}", "pp=2", _tokens()
+    ),
+    "pp, rotary": Scene(lambda: models.llama(2), f"model.layers {PIPELINE}", "pp=2", _tokens()),
+    "chunks": Scene(
+        networks.made(lambda: networks.Points(*(networks.Residual() for _ in range(4)))),
+        'blocks pipeline_split(over=pp)\npipeline(order="Interleaved1F1B", micro=2, chunks=2)',
+        "pp=2", points,
+    ),
+    "recomputed": _gpt2("transformer.h.* checkpoint()", ""),
+    "counting": _alone(networks.Counting, "blocks.* checkpoint()", holds=False),
+    "written after": _alone(networks.WrittenAfter, "blocks.*.inner checkpoint()", holds=False),
+    "recomputed pairs": replace(
+        _block(networks.Pair, BLOCK.replace("blocks.*", "blocks.*.*") + """
+            blocks.* checkpoint()
+            zero(stage=0, over=dp)"""), mesh="dp=2, tp=2",
+    ),
+    "offloaded": Scene(
+        networks.made(lambda: networks.Points(networks.Residual(64), width=64)),
+        'blocks.* offload(activations, to=cpu)\npipeline(order="GPipe", micro=2)', "",
+        lambda seed: points(seed, 8, (40, 64)),  # tensors below 64 KiB stay where they are
+    ),
+    "fused": _gpt2("transformer.h.*.mlp fuse()", ""),
+    "fused, recomputed": _gpt2("transformer.h.*.mlp fuse()\ntransformer.h.* checkpoint()", ""),
+    "writing": _alone(networks.Writing, "blocks.*.inner fuse()"),
+    "two results": Scene(
+        networks.made(networks.TwoResults), "block fuse()", "", points
+    ),
+    "normed by kernel": Scene(
+        lambda: models.llama(1), "model.**.*norm replace_kernel(rms_norm)", "", _tokens()
+    ),
+    "normed beside": Scene(
+        models.gemma2, "model.**.*norm replace_kernel(rms_norm)", "", _tokens()
+    ),
+    "normed middle": _alone(networks.NormedBlock, "blocks.*.norm replace_kernel(rms_norm)"),
+    "crossing": _alone(networks.Crossed, 'pipeline(order="GPipe", micro=2)', (5, networks.WIDTH)),
+    "skipping": Scene(
+        models.Skipping, "blocks[1, 2] pipeline_split(over=pp)\n" + PIPELINE.split("\n")[1],
+        "pp=3", lambda seed: models.points(rows=6, seed=seed),
+    ),
+    "micro": _gpt2('pipeline(order="GPipe", micro=3)', ""),
+    "mesh of one": _gpt2("zero(stage=0, over=(dp, x))", "dp=2, x=1"),
+    "accumulated": _gpt2('zero(stage=0, over=dp)\npipeline(order="GPipe", micro=2)', "dp=2"),
+    "frozen": Scene(
+        networks.made(lambda: networks.Points(networks.Residual(), networks.Frozen())),
+        "zero(stage=1, over=dp)", "dp=2", points,
+    ),
+    "experts": Scene(
+        networks.made(lambda: networks.Points(networks.Experts())),
+        "zero(stage=0, over=dp)", "dp=2", lambda seed: points(seed, 6, (5, networks.WIDTH)),
+    ),
+    "whole updates": replace(
+        _block(networks.Residual, BLOCK), optimizer=networks.adafactor, holds=False
+    ),
+    "spare": Scene(
+        networks.made(lambda: networks.Points(networks.Residual(), networks.Spare())),
+        "zero(stage=0, over=dp)", "dp=2", points,
+    ),
+    "three by two": replace(_block(networks.Residual, BOTH), mesh="dp=3, tp=2"),
+    "two by two": replace(_block(networks.Residual, BOTH), mesh="dp=2, tp=2"),
+    "predicting": Scene(
+        networks.made(networks.Predicting),
+        'head pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)', "pp=2", points,
+        loss=networks.squared,
+    ),
+    "odd": Scene(
+        networks.made(lambda: networks.Points(networks.Residual(7), width=7)),
+        "zero(stage=1, over=dp)", "dp=2", lambda seed: points(seed, 7, (7,)),
+    ),
+    "gathered": Scene(
+        networks.made(lambda: networks.Points(networks.Residual(), networks.Residual())),
+        "blocks.*.up shard(col, output=R, over=tp)", "tp=2",
+        lambda seed: points(seed, 6, (5, networks.WIDTH)),
+    ),
+    "turned": _block(networks.Turned, BLOCK),
+    "adapted": Scene(
+        networks.made(lambda: networks.Points(networks.AdaptedBlock())),
+        "blocks.*.up.{base,b} shard(col, over=tp)\nblocks.*.down shard(row, over=tp)", "tp=2",
+        points,
+    ),
+    "gated": _block(networks.Gated, BLOCK),
+    "regrouped": replace(_block(networks.Regrouped, BLOCK), holds=False),
+    "normed": replace(_block(networks.NormedMiddle, BLOCK), holds=False),
+    "packed": Scene(
+        lambda: models.phi3(1),
+        "model.layers.*.mlp.gate_up_proj shard(col, blocks=2, over=tp)\n"
+        "model.layers.*.mlp.down_proj shard(row, over=tp)", "tp=2", _tokens(),
+    ),
+    "normed heads": Scene(lambda: models.qwen3(1), HEADS, "tp=2", _tokens()),
+    "one key head": Scene(
+        networks.made(lambda: networks.Points(networks.OneKeyHead())),
+        BLOCK.replace("up", "q"), "tp=2", lambda seed: points(seed, 6, (5, networks.WIDTH)),
+        holds=False,
+    ),
+    "sp, biases": Scene(lambda: models.llama(1, bias=True), LLAMA, "tp=2", _tokens()),
+    "attending": Scene(
+        lambda: models.llama(1, attend="eager"),
+        "model.layers.*.self_attn replace_kernel(sdpa)",
+        "",
+        lambda seed: models.left(models.tokens(rows=6, seed=seed)),
+    ),
+    "smoothed": Scene(
+        networks.made(networks.Smoothed), "head shard(vocab, over=tp)", "tp=2", words
+    ),
+}  # fmt: skip
+
+
+@cache
+def case(name: str) -> Case:
+    """The case of a scene, made once."""
+    return SCENES[name].case()

@@ -1,0 +1,35 @@
+"""The table of the zoo: one line for each hunt, and the line that sums it up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.zoo.bug import Bug
+from tests.zoo.hunt import Verdict
+
+
+def line(bug: Bug, verdict: Verdict | None) -> str:
+    """One bug: id, what it is, operator, what found it first, was the row named, seconds."""
+    head = f"{bug.id}  {_cut(bug.what, 66):66}  {bug.operator.name.lower():9}"
+    if verdict is None:
+        return f"{head}  inapplicable: `{bug.primitive}` is not registered"
+    row = {True: "row named", False: "ROW MISSED", None: ""}[verdict.right]
+    by = verdict.by if verdict.killed else "LIVES"
+    return f"{head}  {verdict.scene:14}  {by:18}  {row:10}  {verdict.seconds:4.1f} s"
+
+
+def last_line(bugs: Sequence[Bug], verdicts: Sequence[Verdict]) -> str:
+    """How many are killed of those that apply, and how often the guilty row was named."""
+    applicable = {b.id for b in bugs if b.applies}
+    lived = {v.bug.id for v in verdicts if not v.killed}
+    killed = {v.bug.id for v in verdicts} & applicable - lived
+    asked = [v.right for v in verdicts if v.right is not None]
+    return (
+        f"killed {len(killed)} / {len(applicable)} applicable"
+        f" ({len(bugs) - len(applicable)} inapplicable: primitive not registered),"
+        f" row named {sum(asked)} / {len(asked)}"
+    )
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 3]}..."

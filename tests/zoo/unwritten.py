@@ -1,0 +1,25 @@
+"""Bugs of primitives that are not written yet: they apply on the day these are registered."""
+
+from __future__ import annotations
+
+from tests.zoo.bug import Operator, absent
+
+CP, EP, SPLIT = "context_parallel", "expert_parallel", "split_backward"
+OPS = Operator
+
+absent("P08", SPLIT, OPS.SKIP, "Only gradients of inputs are scaled, not those of weights.",
+       "pytorch PR#164777")  # fmt: skip
+absent("P20", SPLIT, OPS.SKIP, "The last microbatch's weight gradients come after the step.")
+absent("X02", CP, OPS.SLICE, "Positions of shape [3, batch, seq] are cut along another dim.",
+       "NeMo-Automodel#1482; Megatron-LM#1612")  # fmt: skip
+absent("X04", CP, OPS.SLICE, "Labels are shifted within each chunk of the sequence.")
+absent("X05", CP, OPS.GROUP, "The loss is a mean over each rank's own tokens.",
+       "Megatron-LM#673, #906, #7513")  # fmt: skip
+absent("X06", CP, OPS.REDUCTION, "Partial attentions are added without rescaling.")
+absent("X07", CP, OPS.ADJOINT, "Gradients of keys and values are not sent back to their owner.")
+absent("X08", CP, OPS.SLICE, "Data, positions and labels are ordered differently.")
+absent("E02", EP, OPS.GROUP, "Gradients of experts are divided by the data-parallel ranks.",
+       "DeepSpeed#5259")  # fmt: skip
+absent("E04", EP, OPS.DETACH, "The router gets no gradient, or a wrong one.", "transformers#48687")
+absent("E07", EP, OPS.SLICE, "Capacity is counted by each rank for itself.")
+absent("E08", EP, OPS.SLICE, "Tokens come back in another order than they went.")
