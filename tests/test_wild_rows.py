@@ -54,7 +54,7 @@ def _equal(pool: Pool, config: Config, *rows: str) -> None:
     drawn = Drawn(config, (("tp", 2),), (step("shard", rows, ["x"], ["tp"]),), 1, 4)
     bad = tuple(row for row in cheap(drawn, pool) if not row.ok)
     if bad:
-        raise Differs(bad)
+        raise Differs(bad, drawn)
 
 
 def test_blocks_in_and_out(pool: Pool) -> None:

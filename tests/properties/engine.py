@@ -34,11 +34,14 @@ class Engine(Protocol):
         """The results of `fn(*args)` by rank."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Differs(Exception):  # noqa: N818
-    """A comparison that does not hold, with its first rows."""
+    """Comparisons that do not hold; of what, on which engine and in which form."""
 
     rows: tuple[Row, ...]
+    drawn: Drawn
+    engine: Any = None
+    form: Any = None
 
     def __str__(self) -> str:
         return "\n".join(
@@ -90,7 +93,7 @@ def check(drawn: Drawn, engine: Any, form: Callable[..., Sequence[Row]] = cheap)
     """Raise Differs if a comparison fails."""
     bad = tuple(row for row in form(drawn, engine) if not row.ok)
     if bad:
-        raise Differs(bad)
+        raise Differs(bad, drawn, engine, form)
 
 
 def holds(drawn: Drawn, engine: Any, form: Callable[..., Sequence[Row]] = cheap) -> None:
@@ -108,7 +111,7 @@ def batches_of(drawn: Drawn, count: int = 1, rows: int | None = None) -> list[Ba
     """A ragged batch, an equal-sized one of other shape, and so on in turn."""
     rows = drawn.rows if rows is None else rows
     return [
-        drawn.config.batch(rows + k, drawn.length + k % 2, k, ragged=k % 2 == 0)
+        drawn.config.batch(rows + k, drawn.length * (1 + k % 2), k, ragged=k % 2 == 0)
         for k in range(count)
     ]
 
