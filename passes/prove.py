@@ -15,7 +15,7 @@ from schedlang.passes.exact import baseline, exact_rows, given_up
 from schedlang.passes.flips import undecided
 from schedlang.passes.observe import Condition, Observation, observe
 from schedlang.passes.runs import Runs, check_parts, runs
-from schedlang.passes.saved import archive_rows, loaded, saved
+from schedlang.passes.saved import Outputs, archive_rows, loaded, reloaded, saved
 from schedlang.passes.sides import (
     Case,
     as_worked,
@@ -169,8 +169,8 @@ def _ranks(case: Case, working: Case | None, told: Sequence[Condition], pool: Po
 
     with tempfile.TemporaryDirectory(prefix="schedlang-") as folder:
         world = case.plan.mesh.world
-        seen, rounded = pool.run(_rank, world, case, working, tuple(told), folder)[0]
-        return seen, rounded, loaded(case, told, folder)
+        seen, rounded, again = pool.run(_rank, world, case, working, tuple(told), folder)[0]
+        return seen, rounded, loaded(case, told, folder) | {"outputs": again}
 
 
 def _compared(
@@ -205,7 +205,7 @@ def _baseline_rows(
 
 def _rank(
     case: Case, working: Case | None, told: Sequence[Condition], folder: str
-) -> tuple[Observation, Observation]:
+) -> tuple[Observation, Observation, tuple[Outputs, Outputs]]:
     """One rank's part of the proof; only rank 0 keeps what it saw."""
     from schedlang.runtime.choices import Choices
     from schedlang.runtime.float64 import Float64
@@ -215,13 +215,14 @@ def _rank(
     with ambient(Float64()):
         seen = observed(case, told, made)
         made[saved(told)].save(f"{folder}/state")
+        again = reloaded(made[saved(told)], made[0], case.batches[0], folder)
     if working is None:
-        return seen, Observation()
+        return seen, Observation(), again
     first = [replace(condition, batches=working.batches) for condition in told[:1]]
     chosen = Choices()
     with ambient(chosen):
         rounded = observed(working, first, [])
-    return seen, replace(rounded, choices=chosen.everyone())
+    return seen, replace(rounded, choices=chosen.everyone()), again
 
 
 # -- what is said about it ---------------------------------------------------------------------

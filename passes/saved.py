@@ -1,14 +1,22 @@
-"""Saved state: written by the ranks, read by a program of one rank, equal to the last bit."""
+"""Saved state: written by the ranks, read by one rank and by the ranks, equal to the last bit."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from schedlang.passes.observe import Condition, Observation
+from schedlang.passes.observe import Batch, Condition, Observation, flattened
 from schedlang.passes.sides import Case
 from schedlang.plan import Plan
 from schedlang.report import Row
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from schedlang.runtime.program import Program
+
+Outputs = Mapping[str, Any]
 
 
 def saved(told: Sequence[Condition]) -> int:
@@ -29,7 +37,24 @@ def loaded(case: Case, told: Sequence[Condition], folder: str) -> dict[str, Any]
     with ambient(Float64()):
         program = build(plain, case.batches[0], loss=case.loss, optimizer=condition.optimizer)
         program.load(f"{folder}/state")
-        return {"state": program.state_dict(), "optimizer": program.optimizer_state()}
+        return {
+            "state": program.state_dict(), "optimizer": program.optimizer_state(),
+            "steps": program.step,
+        }  # fmt: skip
+
+
+def reloaded(
+    program: Program, other: Program, batch: Batch, folder: str
+) -> tuple[Outputs, Outputs]:
+    """On a rank: what the saved program computes, and what another of its layout does with it.
+
+    The other one has computed with weights of its own just before it loads.
+    """
+    other = replace(other, optimizer=None)  # it may be of another class
+    other.eval_step(batch)
+    other.load(f"{folder}/state")
+    want, got = program.eval_step(batch), other.eval_step(batch)
+    return dict(flattened(want, set())), dict(flattened(got, set()))
 
 
 def archive_rows(condition: str, archive: Mapping[str, Any], actual: Observation) -> list[Row]:
@@ -64,4 +89,22 @@ def archive_rows(condition: str, archive: Mapping[str, Any], actual: Observation
                 shape,
             )
         )
+    steps_ = archive["steps"]
+    rows.append(_row(condition, "number of steps", steps_ == last + 1, last, f"{steps_} steps"))
+    want, got = archive["outputs"]
+    for name, value in want.items():
+        same = name in got and _same(value, got[name])
+        rows.append(_row(condition, f"outputs with it: {name}", same, last, "not those of before"))
     return rows
+
+
+def _row(condition: str, name: str, same: bool, step: int, note: str) -> Row:
+    error = 0.0 if same else 1.0
+    return Row(condition, "saved state", name, error, 0.0, same, step, "" if same else note)
+
+
+def _same(a: Tensor | float, b: Tensor | float) -> bool:
+    import torch
+
+    a, b = torch.as_tensor(a), torch.as_tensor(b)
+    return a.shape == b.shape and torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)

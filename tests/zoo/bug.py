@@ -51,6 +51,7 @@ class Bug:
     here       why it is injected as it is, where this runtime has no such mechanism
     planning   it is in a pass that runs before there are ranks, or when one rank loads
     late       it shows only where communication completes late: hunted on the engine of threads
+    dies       what the run says in which it is found by dying; any other death is a bad mutation
     mutation   None: cannot be written before its primitive is
     """
 
@@ -66,6 +67,7 @@ class Bug:
     here: str = ""
     planning: bool = False
     late: bool = False
+    dies: str = ""
 
     @property
     def applies(self) -> bool:
@@ -89,6 +91,7 @@ ZOO: dict[str, Bug] = {}
 def bug(
     name: str, primitive: str, operator: Operator, *scenes: str, row: str = "", credit: str = "",
     site: str = "", here: str = "", planning: bool = False, late: bool = False,
+    dies: str = "",
 ) -> Callable[[Mutation], Bug]:  # fmt: skip
     """Enter a mutation into the zoo; its docstring says what is wrong."""
 
@@ -96,7 +99,7 @@ def bug(
         what = " ".join((mutation.__doc__ or "").split())
         return _entered(
             Bug(name, what, credit, primitive, operator, scenes, _row(row, primitive), mutation,
-                site, here, planning, late)
+                site, here, planning, late, dies)
         )  # fmt: skip
 
     return enter

@@ -12,6 +12,7 @@ from schedlang.passes import build
 from schedlang.runtime import gradient, holding, mail, parts, pipeline, program, stage
 from schedlang.runtime.program import Program
 from schedlang.runtime.trace import LabelRule
+from schedlang.runtime.training import Training
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.heads import without
 from tests.zoo.place import running_program, stage_of
@@ -123,8 +124,8 @@ def layers_counted_from_the_stage(patch: Patch, site: Site) -> None:
     """A layer's number starts again at each stage: what depends on it is that of another layer."""
     plain = build._local_copy
 
-    def copied(plan: Any, holdings: Any, ranks: Any) -> Any:
-        module = plain(plan, holdings, ranks)
+    def copied(plan: Any, holdings: Any, ranks: Any, *more: Any) -> Any:
+        module = plain(plan, holdings, ranks, *more)
         if "pp" in plan.mesh.sizes and plan.mesh.index(ranks.rank, "pp") > 0:
             layers = module.transformer.h
             for k in range(len(layers) // 2, len(layers)):
@@ -215,17 +216,17 @@ def boundary_in_bfloat16(patch: Patch, site: Site) -> None:
      credit="NeMo#14152, #6449")  # fmt: skip
 def later_stages_stay_in_eval(patch: Patch, site: Site) -> None:
     """After an evaluation only the first stage is put back into training mode."""
-    plain, at_work = torch.nn.Module.train, running_program(patch)
+    plain, at_work = Training.on, running_program(patch)
 
-    def train(self: Any, mode: bool = True) -> Any:
+    def on(self: Any) -> None:
         now = at_work()
-        ours = now is not None and self is now.assembly.module and stage_of(now.assembly) > 0
-        return self if ours and mode else plain(self, mode)
+        if now is None or not stage_of(now.assembly):
+            plain(self)
 
-    patch.setattr(torch.nn.Module, "train", train)
+    patch.setattr(Training, "on", on)
 
 
-@bug("P19", "pipeline", Operator.FREEZE, "pp", row="", credit="PipeDream, weight versions",
+@bug("P19", "pipeline", Operator.FREEZE, "pp", row="none", credit="PipeDream, weight versions",
      here="no order updates within a step; the weights are those of the step before")  # fmt: skip
 def stale_weights(patch: Patch, site: Site) -> None:
     """Forward and backward run on the weights of the step before."""
@@ -343,8 +344,8 @@ def tables_of_later_stages_empty(patch: Patch, site: Site) -> None:
     """Buffers that no state dict holds are empty on all stages but the first."""
     plain = build._local_copy
 
-    def copied(plan: Any, holdings: Any, ranks: Any) -> Any:
-        module = plain(plan, holdings, ranks)
+    def copied(plan: Any, holdings: Any, ranks: Any, *more: Any) -> Any:
+        module = plain(plan, holdings, ranks, *more)
         if "pp" in plan.mesh.sizes and plan.mesh.index(ranks.rank, "pp") > 0:
             for name, buffer in module.named_buffers():
                 if name not in plan.model.model.state_dict():

@@ -206,8 +206,8 @@ def replicas_start_differently(patch: Patch, site: Site) -> None:
     """Replicas of a parameter are not initialised alike."""
     plain = build._local_copy
 
-    def copied(plan: Any, holdings: Any, ranks_: Any) -> Any:
-        module = plain(plan, holdings, ranks_)
+    def copied(plan: Any, holdings: Any, ranks_: Any, *more: Any) -> Any:
+        module = plain(plan, holdings, ranks_, *more)
         with torch.no_grad():
             for name, p in module.named_parameters():
                 if site.covers(name) and not p.is_meta:

@@ -44,7 +44,7 @@ def decay_for_all(patch: Patch, site: Site) -> None:
     """Groups of parameters are lost: all decay alike."""
 
     def same(made: Any) -> None:
-        groups = made.optimizer.param_groups
+        groups = made.optimizer.param_groups if made.assembly.sliced else ()
         for group in groups:
             group["weight_decay"] = max(g["weight_decay"] for g in groups)
 
@@ -59,7 +59,7 @@ def frozen_parameters_decay(patch: Patch, site: Site) -> None:
     def decayed(made: Any) -> None:
         with torch.no_grad():
             for p in made.assembly.parameters.values():
-                if not p.requires_grad:
+                if made.assembly.sliced and not p.requires_grad:
                     p.mul_(1 - 0.01)
 
     _before_update(patch, decayed)
@@ -102,7 +102,8 @@ def clipped_before_the_sum(patch: Patch, site: Site) -> None:
     def summed(held: Any, sums: Any) -> None:
         now = at_work()
         norm = float(gradient.square_sum(held, lambda name: True).sqrt())
-        if now is not None and now.clip is not None and norm > now.clip:
+        apart = now is not None and bool(now.assembly.replicas)
+        if apart and now.clip is not None and norm > now.clip:
             gradient.scale_gradients(held, now.clip / norm)
         plain(held, sums)
 
@@ -158,7 +159,7 @@ def steps_counted_by_microbatch(patch: Patch, site: Site) -> None:
     _before_update(patch, counted)
 
 
-@bug("D23", "zero", Operator.SKIP, "dp", credit="TrainCheck, so-60335387")
+@bug("D23", "", Operator.SKIP, "dp", credit="TrainCheck, so-60335387")
 def gradients_of_one_group_kept(patch: Patch, site: Site) -> None:
     """Gradients of some parameters are not set back before the next step."""
 
@@ -170,7 +171,7 @@ def gradients_of_one_group_kept(patch: Patch, site: Site) -> None:
     patch.setattr(Program, "_zero", zero)
 
 
-@bug("D24", "zero", Operator.ALIAS, "dp", credit="TrainCheck, PT-84911",
+@bug("D24", "", Operator.ALIAS, "dp", credit="TrainCheck, PT-84911",
      site="transformer.h.0.mlp.c_fc")  # fmt: skip
 def optimizer_of_old_parameters(patch: Patch, site: Site) -> None:
     """A module is given new parameters after the optimizer has taken the old."""

@@ -24,10 +24,18 @@ def last_line(bugs: Sequence[Bug], verdicts: Sequence[Verdict]) -> str:
     lived = {v.bug.id for v in verdicts if not v.killed}
     killed = {v.bug.id for v in verdicts} & applicable - lived
     asked = [v.right for v in verdicts if v.right is not None]
+    rows = (
+        f", guilty row named {sum(asked)} / {len(asked)}" if any(v.blamed for v in verdicts) else ""
+    )
+    return f"{counted(len(killed), bugs)}{rows}"
+
+
+def counted(killed: int, bugs: Sequence[Bug]) -> str:
+    """How many are killed of those that apply, in words."""
+    applicable = sum(bug.applies for bug in bugs)
+    left = len(bugs) - applicable
     return (
-        f"killed {len(killed)} / {len(applicable)} applicable"
-        f" ({len(bugs) - len(applicable)} inapplicable: primitive not registered),"
-        f" row named {sum(asked)} / {len(asked)}"
+        f"killed {killed} / {applicable} applicable ({left} inapplicable: primitive not registered)"
     )
 
 
