@@ -223,7 +223,7 @@ def _few(x: Tensor, r: Tensor) -> str:
     """Most elements are right: how many are not, and whether they are the last ones."""
     wrong = ((x - r).abs() > _FITS * float(r.norm())).flatten()
     count = int(wrong.sum())
-    if not 0 < count <= max(1, x.numel() // 4):
+    if not 0 < count <= x.numel() // 4:
         return ""
     last = bool(wrong[-count:].all())
     zero = " and zero" if not x.flatten()[wrong].any() else ""
