@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from schedlang.placement import P, Placement, R, Replicate, S
 from schedlang.runtime.collective import Group
 from schedlang.runtime.crossing import dim_of, shared
-from schedlang.runtime.follow import Follower
+from schedlang.runtime.follow import GATHER, Follower
 from schedlang.runtime.notes import Hoist, Mismatch, Note, Tag
 from schedlang.runtime.shard import Edge, Sharded, is_main, on_first, on_result
 from schedlang.runtime.trace import tensors_in
@@ -64,6 +64,9 @@ def dry_forward(
         tensors = tensors_in((args, kwargs))
         main = next((t for t in tensors if is_main(t)), tensors[0])
         note = follower.note(main)
+        if follower.loose and not follower.noted(main):
+            reason = f"`{leaf.fqn}` is sharded, and computes behind split logits"
+            raise Mismatch(follower.stack.frames[-1], reason, None, (), follower.agreed, (GATHER,))
         edges = tuple(
             _edge(leaf, wanted, main, note, groups(wanted.axis)) for wanted in leaf.wanted
         )
@@ -171,6 +174,8 @@ def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) ->
         computes = S(dim_of(computes) % ndim, computes.blocks)
         if isinstance(leaves, S):
             leaves = S(dim_of(leaves) % ndim, computes.blocks)
+    if leaf.kind and wanted.splits:
+        _check_whole(leaf, arrives, wants, computes, leaves, main)
     differ = wanted.splits or (wanted.hoisted and tag is not None)
     differ = differ and wanted.axis not in note.entered
     return Edge(
@@ -178,7 +183,29 @@ def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) ->
     )
 
 
-def _refuse(reason: str, axis: str, by: str, *helps: str) -> Mismatch:
+def _check_whole(
+    leaf: Leaf, arrives: Placement, wants: Placement, computes: Placement, leaves: Placement,
+    main: Tensor,
+) -> None:  # fmt: skip
+    """Refuse what a split projection or embedding cannot be given, or hand on."""
+    reason = ""
+    if isinstance(computes, S):
+        if not isinstance(wants, Replicate):
+            reason = f"`{leaf.fqn}` splits its outputs, and computes them from whole inputs"
+        elif isinstance(leaves, S) and leaves.dim != computes.dim:
+            reason = f"`{leaf.fqn}` computes {computes} and cannot hand on {leaves}"
+        elif leaf.bias is not None:
+            reason = f"`{leaf.fqn}` adds its bias to a sum over one axis, and another splits it"
+    elif isinstance(wants, S) and wants.blocks != 1 and arrives != wants:
+        reason = f"`{leaf.fqn}` splits its inputs in blocks, and they do not arrive so"
+    elif leaf.kind != "Embedding" and not (isinstance(wants, S) and wants.dim == main.ndim - 1):
+        reason = f"`{leaf.fqn}` splits its inputs along their last dim, and is given {wants}"
+    if reason:
+        helps = ("leave out `input=`, `output=` and `blocks=`: a style says what fits",)
+        raise _refuse(reason, None, leaf.fqn, *helps)
+
+
+def _refuse(reason: str, axis: str | None, by: str, *helps: str) -> Mismatch:
     failure = Mismatch(("", 0), reason, axis, (), 0, helps)
     failure.by = by
     return failure

@@ -36,6 +36,7 @@ PARTS = {"split", "chunk", "tensor_split", "split_with_sizes", "unsafe_split", "
 ALONG = {"softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "topk",
          "flip", "roll", "cross_entropy", "nll_loss", "normalize", "softmin", "gumbel_softmax",
          "glu"}  # fmt: skip
+GATHER = "gather the logits: `output=R` on the row of their module"
 OVER_LAST = {"layer_norm", "rms_norm"}
 
 
@@ -62,6 +63,11 @@ class Follower(TorchFunctionMode):
         return tensor.__dict__.get("_schedlang_note") or Note()
 
     @staticmethod
+    def noted(tensor: Tensor) -> bool:
+        """Is anything known of a tensor?"""
+        return "_schedlang_note" in tensor.__dict__
+
+    @staticmethod
     def put(tensor: Tensor, note: Note) -> None:
         """Write down what is known of a tensor."""
         tensor.__dict__["_schedlang_note"] = note
@@ -81,7 +87,11 @@ class Follower(TorchFunctionMode):
             return False
         frame = self.stack.frames[-1]
         if self.stack.muted or self.loose:
-            return func(*args, **kwargs)
+            self._check_loose(frame, func, (args, kwargs))
+            try:
+                return func(*args, **kwargs)
+            except (RuntimeError, ValueError, IndexError) as error:
+                raise self._unfit(frame, error) from error
         expected = self._expected(frame)
         inputs = tensors_in((args, kwargs))
         try:
@@ -105,6 +115,19 @@ class Follower(TorchFunctionMode):
         calls = self.recording.frames.get(frame, [])
         place = self.places.get(frame, 0)
         return calls[place] if place < len(calls) else None
+
+    def _check_loose(self, frame: Frame, func: Callable[..., Any], given: Any) -> None:
+        """Behind split logits calls are not compared; nothing that is split may be used there."""
+        if self.stack.muted:
+            return
+        for axis in (axis for tensor in tensors_in(given) for axis in self.note(tensor).tags):
+            reason = f"`{name_of(func)}` uses a tensor split over `{axis}` behind split logits"
+            raise Mismatch(frame, reason, axis, (), self.agreed, (GATHER,))
+
+    def _unfit(self, frame: Frame, error: Exception) -> Mismatch:
+        """A module that computes with its parts failed: they do not fit what it is given."""
+        helps = ("leave out `input=` and `output=`: a style says how its parts fit together",)
+        return Mismatch(frame, str(error).split("\n")[0], None, (), self.agreed, helps)
 
     def _failed(
         self, frame: Frame, expected: Call | None, inputs: list[Tensor], error: Exception
