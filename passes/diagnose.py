@@ -237,5 +237,6 @@ def _rounded(x: Tensor, r: Tensor) -> str:
     size = float((x - r).norm() / r.norm()) if float(r.norm()) else math.inf
     for name, low, high in (("float32", 1e-9, 3e-7), ("bfloat16 or float16", 2e-5, 1e-2)):
         if low <= size <= high:
-            return f"off by {size:.0e}, the size of {name} rounding: not in float64, or a constant differs"
+            why = "something is not in float64, or a constant differs"
+            return f"off by {size:.0e}, the size of {name} rounding: {why}"
     return ""
