@@ -8,11 +8,15 @@ from typing import Any, Protocol
 
 from schedlang.diagnostic import Refusal
 from schedlang.passes.compare import compare
-from schedlang.passes.prove import _conditions, check_parts, prepared, prove
-from schedlang.passes.sides import Case, original, tried, widened
+from schedlang.passes.observe import conditions
+from schedlang.passes.original import Sequential
+from schedlang.passes.prove import prove
+from schedlang.passes.runs import check_parts
+from schedlang.passes.sides import Case, modes_of, original, prepared, tried, twin, widened
 from schedlang.passes.state import Settings
 from schedlang.plan import Plan
 from schedlang.report import Row
+from schedlang.runtime.modes import ambient
 from schedlang.schedule import Schedule
 from schedlang.source import Source
 from schedlang.syntax import parse
@@ -68,7 +72,10 @@ def cheap(drawn: Drawn, engine: Engine) -> Sequence[Row]:
     case = prepared(case_of(drawn, 1))
     case = widened(case)
     check_parts(case)
-    told = _conditions(case)[:1]
+    modes, _ = modes_of(case.seed)
+    with ambient(*modes):
+        norm = Sequential(twin(case), loss=case.loss).norm(case.batches[0])
+    told = conditions(case.batches, norm)[:1]
     expected, _ = original(case, told)
     actual = engine.run(tried, case.plan.mesh.world, case, told)[0]
     return compare(expected, actual, exact=not case.plan.gives_up)

@@ -4,6 +4,7 @@
 from tests.zoo import (  # noqa: F401
     heads,
     kernels,
+    late,
     memory,
     pipeline,
     replicas,

@@ -50,6 +50,7 @@ class Bug:
     site       where it is injected unless told otherwise
     here       why it is injected as it is, where this runtime has no such mechanism
     planning   it is in a pass that runs before there are ranks, or when one rank loads
+    late       it shows only where communication completes late: hunted on the engine of threads
     mutation   None: cannot be written before its primitive is
     """
 
@@ -64,12 +65,17 @@ class Bug:
     site: str = ""
     here: str = ""
     planning: bool = False
+    late: bool = False
 
     @property
     def applies(self) -> bool:
         """Whether there can be such a bug: its primitive is registered."""
         load_all()
         return not self.primitive or self.primitive in registry()
+
+    @property
+    def __name__(self) -> str:  # type: ignore[override]
+        return getattr(self.mutation, "__name__", self.id)
 
     def __call__(self, patch: Patch, site: str | None = None) -> None:
         """Inject it for as long as the patch holds."""
@@ -82,7 +88,7 @@ ZOO: dict[str, Bug] = {}
 
 def bug(
     name: str, primitive: str, operator: Operator, *scenes: str, row: str = "", credit: str = "",
-    site: str = "", here: str = "", planning: bool = False,
+    site: str = "", here: str = "", planning: bool = False, late: bool = False,
 ) -> Callable[[Mutation], Bug]:  # fmt: skip
     """Enter a mutation into the zoo; its docstring says what is wrong."""
 
@@ -90,7 +96,7 @@ def bug(
         what = " ".join((mutation.__doc__ or "").split())
         return _entered(
             Bug(name, what, credit, primitive, operator, scenes, _row(row, primitive), mutation,
-                site, here, planning)
+                site, here, planning, late)
         )  # fmt: skip
 
     return enter

@@ -202,7 +202,7 @@ def mask_not_sliced(patch: Patch, site: Site) -> None:
 
 @bug("T29", "shard", Operator.SLICE, "regrouped", row="shard(", planning=True,
      credit="pytorch#179502, #166598",
-     here="the pass that follows shapes refuses such a view; the bug is that it does not")  # fmt: skip
+     here="the pass that follows shapes refuses it; the bug is that it does not")  # fmt: skip
 def local_view_allowed(patch: Patch, site: Site) -> None:
     """A view takes a split dim apart as if the rank's part were the whole."""
     patch.setattr(following.Step, "_reshaped",

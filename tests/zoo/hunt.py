@@ -12,6 +12,7 @@ from schedlang.diagnostic import Refusal
 from schedlang.passes.prove import prove
 from schedlang.report import Report
 from schedlang.runtime.launch import Hang, Pool, RankDied
+from tests.engine import Faults, Threads
 from tests.zoo.bug import Bug, found, mutate
 from tests.zoo.pool import Mutated
 from tests.zoo.scenes import SCENES, case
@@ -73,6 +74,8 @@ def _proof(spec: str, bug: Bug, scene: str, pool: Any, blame: bool) -> Report:
             stack.enter_context(_second(SCENES[scene].optimizer))
         if not blame:
             stack.enter_context(mock.patch("schedlang.passes.prove.suspected", _unasked))
+        if bug.late:
+            pool = stack.enter_context(Threads(Faults()))
         return prove(case(scene), pool=Mutated(pool, spec))  # type: ignore[arg-type]
 
 

@@ -226,7 +226,7 @@ def later_stages_stay_in_eval(patch: Patch, site: Site) -> None:
 
 
 @bug("P19", "pipeline", Operator.FREEZE, "pp", row="", credit="PipeDream, weight versions",
-     here="no order here updates within a step; the weights are those of the step before")  # fmt: skip
+     here="no order updates within a step; the weights are those of the step before")  # fmt: skip
 def stale_weights(patch: Patch, site: Site) -> None:
     """Forward and backward run on the weights of the step before."""
     plain_run, plain_sum = Program._run, gradient.sum_gradients
@@ -295,7 +295,7 @@ def loss_of_the_last_microbatch(patch: Patch, site: Site) -> None:
 
 
 @bug("P24", "pipeline", Operator.SLICE, "chunks", row="pipeline",
-     here="a stage runs the other chunk's modules; stages themselves keep their messages")  # fmt: skip
+     here="a stage runs the other chunk's modules, and keeps its own messages")  # fmt: skip
 def chunks_in_the_order_of_ranks(patch: Patch, site: Site) -> None:
     """The two chunks of a rank run in each other's place."""
     plain = build._pipeline

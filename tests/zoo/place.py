@@ -37,14 +37,17 @@ def sharded_module(patch: Patch) -> Callable[[], str]:
 
 
 def running_program(patch: Patch, *methods: str) -> Callable[[], program.Program | None]:
-    """A function that gives the program that was last called by one of these methods."""
+    """A function that gives the program that runs one of these methods; None: none does."""
     here: list[program.Program] = []
     for name in methods or ("train_step",):
         plain = getattr(program.Program, name)
 
         def noting(self: Any, *args: Any, _plain: Any = plain, **kwargs: Any) -> Any:
             here[:] = [self]
-            return _plain(self, *args, **kwargs)
+            try:
+                return _plain(self, *args, **kwargs)
+            finally:
+                here.clear()
 
         patch.setattr(program.Program, name, noting)
     return lambda: here[0] if here else None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -21,19 +22,25 @@ class Mutated:
 
     def run(self, fn: Callable[..., Any], world: int, *args: Any, **options: Any) -> list[Any]:
         """As Pool.run."""
-        if getattr(self.pool, "one_process", False):  # patched once, for all ranks
-            return _mutated(
-                self.mutant, lambda *given: self.pool.run(fn, world, *given, **options), args
-            )
+        if getattr(self.pool, "one_process", False):  # its ranks run what is patched here
+            with _injected(self.mutant):
+                return self.pool.run(fn, world, *args, **options)
         return self.pool.run(_mutated, world, self.mutant, fn, args, **options)
 
 
 def _mutated(mutant: Any, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
     import tests.zoo  # noqa: F401  (all bugs are entered)
 
+    with _injected(mutant):
+        return fn(*args)
+
+
+@contextmanager
+def _injected(mutant: Any) -> Iterator[None]:
     if isinstance(mutant, str):
         with mutate(mutant):
-            return fn(*args)
-    with pytest.MonkeyPatch.context() as patch:
-        mutant(patch)
-        return fn(*args)
+            yield
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            mutant(patch)
+            yield

@@ -231,7 +231,7 @@ def everyone_takes_the_first_part(patch: Patch, site: Site) -> None:
 
 
 @bug("D30", "zero", Operator.CONSTANT, "dp", row="zero(",
-     here="no primitive compresses; the same rounding is made in the sum over replicas")  # fmt: skip
+     here="no primitive compresses; the sum over replicas rounds in the same way")  # fmt: skip
 def summed_in_bfloat16(patch: Patch, site: Site) -> None:
     """Gradients are rounded to bfloat16 before they are summed."""
     plain = gradient._sum_bucket

@@ -57,7 +57,7 @@ def second_name_of_a_tie_lost(patch: Patch, site: Site) -> None:
     _state(patch, first)
 
 
-@bug("S05", "shard", Operator.SLICE, "tp", row="none", credit="Slapo PR#46")
+@bug("S05", "shard", Operator.SLICE, "tp", row="attn.c_attn", credit="Slapo PR#46")
 def saved_as_it_lies(patch: Patch, site: Site) -> None:
     """A fused weight is saved in the order in which ranks hold its parts."""
     plain = archive.blocks
@@ -86,9 +86,9 @@ def count_of_steps_not_restored(patch: Patch, site: Site) -> None:
     patch.setattr(archive, "load", load)
 
 
-@bug("S05b", "zero", Operator.CONSTANT, "sliced", row="none", credit="what is saved, in general")
+@bug("S05b", "zero", Operator.CONSTANT, "sliced", credit="what is saved, in general")
 def saved_wrong(patch: Patch, site: Site) -> None:
-    """What is saved is not what the program holds."""
+    """What is saved of slices is not what the program holds."""
     import torch
 
     from schedlang.runtime.moments import local
@@ -96,7 +96,7 @@ def saved_wrong(patch: Patch, site: Site) -> None:
     plain = Program.save
 
     def save(self: Any, path: Any) -> None:
-        held = [local(p) for p in self.assembly.parameters.values()]
+        held = [local(p) for p in self.assembly.parameters.values() if self.assembly.sliced]
         with torch.no_grad():
             for tensor in held:
                 tensor.mul_(2)

@@ -1,0 +1,62 @@
+"""Bugs that show only where communication completes late, as it does on GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from schedlang.runtime import gradient, mail
+from tests.zoo.bug import Operator, Patch, Site, bug
+
+
+@bug("P16", "pipeline_split", Operator.ALIAS, "pp", row="pipeline", late=True,
+     credit="Megatron-LM#4047")  # fmt: skip
+def sent_from_one_buffer(patch: Patch, site: Site) -> None:
+    """The memory of a message is used for the next one before it has been read."""
+    plain, bytes_ = mail.Mail.send, mail._bytes
+    sending: list[int] = []
+    slots: dict[Any, Tensor] = {}
+
+    def send(self: Any, *args: Any, **kwargs: Any) -> None:
+        sending.append(self.rank)
+        try:
+            plain(self, *args, **kwargs)
+        finally:
+            sending.pop()
+
+    def of(tensor: Tensor) -> Tensor:
+        found = bytes_(tensor)
+        if not sending or tensor.dtype == torch.int64:  # a header, which says sizes
+            return found
+        with torch._C.DisableTorchFunction():
+            slot = slots.setdefault((sending[-1], found.numel()), found.clone())
+            slot.copy_(found)
+        return slot
+
+    patch.setattr(mail.Mail, "send", send)
+    patch.setattr(mail, "_bytes", of)
+
+
+@bug("D10", "zero", Operator.REDUCTION, "dp", late=True,
+     credit="DeepSpeed#5545, #6351; gpt-neox#1004")  # fmt: skip
+def read_before_the_sum(patch: Patch, site: Site) -> None:
+    """The sum over replicas is read while it is still being made."""
+    works: list[Any] = []
+
+    class Hasty:
+        @staticmethod
+        def all_reduce(x: Tensor, group: Any = None) -> None:
+            works.append(dist.all_reduce(x, group=group, async_op=True))
+
+    plain = gradient.sum_gradients
+
+    def summed(held: Any, sums: Any) -> None:
+        plain(held, sums)
+        while works:
+            works.pop().wait()
+
+    patch.setattr(gradient, "dist", Hasty)
+    patch.setattr("schedlang.runtime.program.sum_gradients", summed)
