@@ -15,7 +15,7 @@ from schedlang.diagnostic import Diagnostic
 from schedlang.passes import book, owners
 from schedlang.passes.static import Static, static
 from schedlang.plan import Plan
-from schedlang.runtime import collective, dry, follow, pipeline, shard
+from schedlang.runtime import collective, dry, follow, pipeline, program, shard
 from schedlang.timeline import Kind
 from tests import layouts, models, mutants
 from tests.proofs import planned
@@ -94,6 +94,10 @@ PLANS: dict[str, Case] = {
     "bert tp": (models.bert, BERT, "tp=2", TOKENS),
     "bart pp": (models.bart, _pipe("model.decoder.layers"), "pp=2", TOKENS),
     "t5 tp dp": (t5, T5, "tp=2, dp=2", TOKENS),
+    "skipping three": (
+        models.Skipping, "blocks  pipeline_split(over=pp)\nzero(stage=0, over=dp)", "pp=3, dp=2",
+        models.points(8),
+    ),
     "skipping pp": (models.Skipping, _pipe("blocks", "1F1B"), "pp=2", models.points(8)),
     "odd zero": (layouts.Odd, "zero(stage=1, over=dp)", "dp=2", layouts.points(0)),
 }  # fmt: skip
@@ -185,6 +189,21 @@ def test_a_sum_that_is_done_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     _mutated(monkeypatch, lambda one: [one, one])
     (found,) = _found(proven("gpt2 dp"), "S712")
     assert "3 times too large" in found.title and "zero(" in _line(found)
+
+
+def test_a_mean_where_a_sum_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that are divided by the number of replicas once more, after their sum."""
+    plain = program.sum_gradients
+
+    def averaged(parameters: Any, sums: Any) -> None:
+        plain(parameters, sums)
+        for parameter in parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.div_(3)
+
+    monkeypatch.setattr(program, "sum_gradients", averaged)
+    (found,) = _found(proven("gpt2 dp"), "S712")
+    assert "divided by 3" in found.title and "zero(" in _line(found)
 
 
 # -- bugs of the trace --------------------------------------------------------------------------
