@@ -32,11 +32,17 @@ class Verdict:
     diagnosis: str = ""
     localised: tuple[tuple[str, str], ...] = ()
     seconds: float = 0.0
+    asked: bool = True  # whether a row to blame was looked for
 
     @property
     def right(self) -> bool | None:
         """Whether the guilty row is among those to blame; None where no row was looked for."""
-        if not self.killed or not self.bug.row or self.by.startswith(("refused", "died")):
+        if (
+            not self.asked
+            or not self.killed
+            or not self.bug.row
+            or self.by.startswith(("refused", "died"))
+        ):
             return None
         return any(self.bug.row in row for row in self.blamed)
 
@@ -47,7 +53,8 @@ def hunt(spec: str, scene: str, pool: Pool, *, blame: bool = True) -> Verdict:
     start = time.perf_counter()
 
     def verdict(killed: bool, by: str = "", place: str = "", report: Any = None) -> Verdict:
-        made = Verdict(spec, bug, scene, killed, by, place, seconds=time.perf_counter() - start)
+        made = Verdict(spec, bug, scene, killed, by, place, seconds=time.perf_counter() - start,
+                       asked=blame)  # fmt: skip
         if report is None:
             return made
         return replace(made, blamed=report.blamed, diagnosis=report.diagnosis,
