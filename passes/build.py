@@ -70,8 +70,7 @@ def build(
 
     batch      the keyword arguments of a whole step (`local`: this rank's rows), for shapes only
     loss       loss(output, batch), where the model returns none
-    optimizer  a function from (name, parameter) pairs to an optimizer
-    clip       bound for the global norm of the gradients
+    optimizer  a function from (name, parameter) pairs to an optimizer; `clip` bounds the norm
     weight     weight(part) of a part of the batch in the mean; default: the labels that count
     seed       draw dropout logically from this seed; on several ranks it always is (0)
     prepared   what `prepare` found for this plan and a microbatch of this batch, if it ran before
@@ -84,8 +83,7 @@ def build(
 
     ranks = check_job(plan)
     micro = plan.order.micro if plan.order is not None else 1
-    replicas = plan.data_axes
-    count = plan.mesh.size(replicas)
+    count = plan.mesh.size(plan.data_axes)
     if prepared is None:
         sample = parts.split(batch, 1 if local else count, micro)[0][0].inputs
         prepared = prepare(plan, sample, loss)
@@ -98,23 +96,22 @@ def build(
     found = {name: p for name, p in module.named_parameters() if name in held}
     sums = sums_of(plan, traced, holdings, found, ranks)
     dropout = _dropout(plan, traced, ranks, seed, module)
-    pipeline = _pipeline(builder, staged, loss)
     assembly = Assembly(
-        module=module, pipeline=pipeline, ranks=ranks, replicas=replicas, micro=micro,
-        parameters=found, holdings=holdings,
+        module=module, pipeline=_pipeline(builder, staged, loss), ranks=ranks,
+        replicas=plan.data_axes, micro=micro, parameters=found, holdings=holdings,
         buffer_stages=buffer_stages(staged), ties=(*plan.model.ties, *plan.model.shared_buffers),
         keys=tuple(plan.model.model.state_dict()), sums=tuple(sums), sliced=sliced,
         weight=weight or weight_of(traced, count * micro),
         last_rank=_last_rank(plan, staged), stage_axis=staged.axis, dropout=dropout,
-        loss_dtype=_loss_dtype(plan), inputs=frozenset(batch),
+        inputs=frozenset(batch), loss_dtype=_loss_dtype(plan),
         without_labels=traced.labels[0].filled if len(traced.labels) == 1 else None,
         outputs_missing=staged.cut.missing if staged.axis is not None else (),
     )  # fmt: skip
     trained = [(name, p) for name, p in found.items() if p.requires_grad]
-    if optimizer is None or not trained:
-        return Program(assembly, None, clip)
-    _check_optimizer(plan, holdings, optimizer)
-    return Program(assembly, optimizer(trained), clip)
+    if optimizer is not None and trained:
+        _check_optimizer(plan, holdings, optimizer)
+        return Program(assembly, optimizer(trained), clip)
+    return Program(assembly, None, clip)
 
 
 def _last_rank(plan: Plan, staged: Staged) -> int:

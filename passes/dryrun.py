@@ -128,7 +128,8 @@ class Run:
         model = hollow_model(plan.model.model, shapes)
         model.train()
         for name, tensor in model.named_parameters():
-            tags = {s.axis: Tag(s.dim, s.blocks) for s in plan.held(name).splits}
+            owner = name.rpartition(".")[0]
+            tags = {s.axis: Tag(s.dim, s.blocks, owner) for s in plan.held(name).splits}
             self.follower.put(tensor, Note(tags, frozenset() if tags else frozenset([name])))
         for given in tensors_in(dict(self.inputs)):
             self.follower.put(given, Note({}, frozenset(), True))
@@ -199,8 +200,10 @@ class Run:
         from schedlang.runtime.trace import tensors_in
 
         for tensor in tensors_in(output):
-            for axis in self.follower.note(tensor).tags:
-                raise Mismatch(
+            for axis, tag in self.follower.note(tensor).tags.items():
+                failure = Mismatch(
                     ("", 0), f"a tensor that is split over `{axis}` leaves the model", axis, (),
                     self.follower.agreed, ("gather it: `output=R` on the row of its module",),
                 )  # fmt: skip
+                failure.by = tag.by
+                raise failure

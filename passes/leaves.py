@@ -48,7 +48,8 @@ def _check_ties(plan: Plan) -> None:
 
 def _half_sharded(plan: Plan, name: str, used: str, axis: str) -> Diagnostic:
     owner = plan.model.owner(used).fqn
-    row = next(a for a in plan.actions if plan.model.owner(name).fqn in a.sites or touches(a, name))
+    owners = {plan.model.owner(other).fqn for other in plan.model.parameters[name].names}
+    row = next(a for a in plan.actions if owners & {*a.sites} or touches(a, name))
     return Diagnostic(
         "S506", f"`{owner}` shares a weight that is split, and is not sharded itself",
         Label(row.span) if row.span is not None else Label(),
@@ -85,11 +86,13 @@ def _wanted(plan: Plan, fqn: str, kind: str, axis: str, entry: Any, output: Any)
     if not kind or split is None or layout is None or weight is None:
         return Wanted(axis, entry, output, None, splits=False)
     name = site.dims["weight"][split.dim]
+    blocks: int | tuple[int, ...] = (
+        split.blocks if len(set(split.blocks)) > 1 else len(split.blocks)
+    )
+    if name == "in" and isinstance(entry, S):
+        entry = S(entry.dim, blocks)  # inputs lie as the weight does
     cut = weight.shape[split.dim] if layout.padded != layout.shape else None
     if name == "out":
-        blocks: int | tuple[int, ...] = split.blocks if len(split.blocks) > 1 else 1
-        if isinstance(blocks, tuple) and len(set(blocks)) == 1:
-            blocks = len(blocks)
         head = isinstance(output, S) and output.dim == "vocab"
         cut = weight.shape[split.dim] if head else cut
         return Wanted(axis, entry, output, S(-1, blocks), splits=True, cut=cut, head=head)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from schedlang.diagnostic import Diagnostic
-from schedlang.passes.book import Book
+from schedlang.passes.book import Book, Booked
 from schedlang.passes.claim import Claim, axis_row, folded, placed
 from schedlang.passes.gradients import Gradients
 from schedlang.passes.prepare import Prepared
@@ -36,7 +36,7 @@ def ledger(plan: Plan, prepared: Prepared, gradients: Gradients, book: Book) -> 
             if axis in _pipeline(plan):
                 continue
             problems += ((name, d) for d in _axis(plan, name, gradient, axis, mine))
-        problems += ((name, d) for d in _divided(plan, mine))
+        problems += ((name, d) for d in _divided(plan, name, mine))
         problems += ((name, d) for d in _stages(plan, prepared, name, gradient, mine))
     problems += ((f.fqn, _fault(plan, f)) for f in gradients.faults if f.kind == "sum")
     still = len(plan.model.unique) - len(gradients.found)
@@ -83,13 +83,20 @@ def _axis(plan: Plan, name: str, gradient: Gradient, axis: str, mine: Book) -> I
             return
 
 
-def _divided(plan: Plan, mine: Book) -> Iterator[Diagnostic]:
+def _divided(plan: Plan, name: str, mine: Book) -> Iterator[Diagnostic]:
     """The weight of each part of the batch stands in its loss; no sum may divide once more."""
     for one in (one for sums in mine.values() for one in sums if one.divisor != 1.0):
-        said = f"the sum of gradients over `{', '.join(one.axes)}` is divided by {one.divisor:g}"
+        over = f" over `{', '.join(one.axes)}`" if one.axes else ""
+        said = f"the sum of gradients{over} is divided by {one.divisor:g}"
         note = "the loss of each part already carries its share of the whole batch"
-        yield Diagnostic("S712", said, placed(axis_row(plan, "", one.axes[0])), notes=(note,))
-        return
+        summed = next((s.axes for s in (one, *_last_first(mine)) if s.axes), ())
+        row = axis_row(plan, name, summed[0]) if summed else None
+        yield Diagnostic("S712", said, placed(row), notes=(note,))
+
+
+def _last_first(mine: Book) -> list[Booked]:
+    """All sums at all places, the last one first."""
+    return [one for sums in mine.values() for one in reversed(sums)]
 
 
 def _user(plan: Plan, name: str, gradient: Gradient) -> str:
@@ -110,9 +117,9 @@ def _stages(
     if lacking:
         said = f"stages at {sorted(lacking)} of `{staged.axis}` use parameters that they lack"
         yield Diagnostic("S711", said, label)
-    for sums in mine.values():
+    for place in sorted(used - lacking):  # one without a gradient of its own only takes part
         axes = set(plan.mesh.fold(staged.axis))
-        along = [one for one in sums if axes & set(one.axes)]
+        along = [one for one in mine[place] if axes & set(one.axes)]
         if len(mine) > 1 and not any(mine.keys() <= one.places for one in along):
             said = f"{len(mine)} stages hold a copy, and nothing sums its gradients over them"
             yield Diagnostic("S711", said, label)

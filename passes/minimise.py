@@ -48,6 +48,8 @@ class Rules:
             each = min(old // split.before, 2) if q.key.is_dim else 1
             if new % split.after or new < each * split.after:
                 return False
+            if old // split.before > 1 and new < KEPT:
+                return False
         if any(old % s.after and not new % s.after for s in self.splits if s not in dividing):
             return False
         if new % 2 != old % 2 and (old % 2 == 0 or not dividing):

@@ -135,6 +135,7 @@ class Observation:
     missing: frozenset[str] = frozenset()  # kinds that the subject does not offer
     unread: frozenset[str] = frozenset()  # types in the output that are no tensors
     left_out: Mapping[str, str] = field(default_factory=dict)  # place in the output -> why
+    choices: Mapping[Any, Tensor] = field(default_factory=dict)  # of discrete operators, if noted
 
 
 def observe(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostic import Diagnostic, Label, Refusal
 from schedlang.passes.dryrun import Loss, Number, Run, record
 from schedlang.passes.leaves import alike, hoisted, leaves_of, touches
-from schedlang.plan import Plan
+from schedlang.plan import Action, Plan
 
 if TYPE_CHECKING:
     from schedlang.runtime.notes import Mismatch, Note, Tag
@@ -129,7 +129,7 @@ def _traced(plan: Plan, recording: Recording, run: Run | None = None) -> Traced:
 def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
     """The failure as a message at the row that shards what was running."""
     fqn = failure.frame[0]
-    action = next((a for a in plan.actions if touches(a, fqn)), None)
+    action = _guilty(plan, failure)
     heads = _heads(plan, failure)
     notes = (f"in the forward of `{fqn or plan.model.class_name}`",)
     title = heads[0] if heads else failure.reason
@@ -140,6 +140,14 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
             helps=(*(heads[1:] if heads else ()), *failure.helps),
         )
     )  # fmt: skip
+
+
+def _guilty(plan: Plan, failure: Mismatch) -> Action | None:
+    """The row at the module that ran, else the one that split what failed, else one inside."""
+    fqn, by = failure.frame[0], failure.by
+    shards = [a for a in plan.actions if "placement" in a.primitive.writes]
+    exact = (a for name in (fqn, by) if name for a in reversed(shards) if name in a.sites)
+    return next(exact, next((a for a in shards if touches(a, fqn)), None))
 
 
 def _heads(plan: Plan, failure: Mismatch) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from schedlang.passes.again import Failure
 from schedlang.passes.asked import STEPS, Asked, asked
 from schedlang.passes.curves import curve_rows
 from schedlang.passes.exact import baseline, exact_rows, given_up
+from schedlang.passes.flips import undecided
 from schedlang.passes.observe import Condition, Observation, observe
 from schedlang.passes.runs import Runs, check_parts, runs
 from schedlang.passes.saved import Outputs, archive_rows, loaded, reloaded, saved
@@ -66,11 +67,12 @@ def prove(
     seen = _ranks(case, working, told, pool)
     actual = seen[0]
     rows = _compared(case, working, told, expected, seen)
+    rows, unsure = undecided(rows, case, working, told, seen[1])
     bits, unchecked = _baseline_rows(case, told, actual, pool)
     extra, more = _in_working_dtype(working, wanted, pool)
     report = Report(
         (*rows, *bits, *extra), title=title, facts=_facts(case, ran), command=command,
-        equivalence=_class(case), unchecked=(*unchecked, *more),
+        equivalence=_class(case), unchecked=(*unsure, *unchecked, *more),
         gaps=_gaps(case, ran, expected, actual, drawn),
     )  # fmt: skip
     if not report.ok and any(not row.ok for row in rows):
@@ -205,6 +207,7 @@ def _rank(
     case: Case, working: Case | None, told: Sequence[Condition], folder: str
 ) -> tuple[Observation, Observation, tuple[Outputs, Outputs]]:
     """One rank's part of the proof; only rank 0 keeps what it saw."""
+    from schedlang.runtime.choices import Choices
     from schedlang.runtime.float64 import Float64
     from schedlang.runtime.modes import ambient
 
@@ -216,7 +219,10 @@ def _rank(
     if working is None:
         return seen, Observation(), again
     first = [replace(condition, batches=working.batches) for condition in told[:1]]
-    return seen, observed(working, first, []), again
+    chosen = Choices()
+    with ambient(chosen):
+        rounded = observed(working, first, [])
+    return seen, replace(rounded, choices=chosen.everyone()), again
 
 
 # -- what is said about it ---------------------------------------------------------------------

@@ -189,7 +189,10 @@ def _role(step: Step, batch: Mapping[str, Any], rank: int) -> Role:
 
 
 def _sums(step: Step, program: Any, answers: Any, tap: Tap) -> Any:
-    """The sums of gradients: all-reduces of what gradients were put together in."""
+    """The sums of gradients: all-reduces of what gradients were put together in.
+
+    A gradient that was multiplied beside them stands there as a sum over no axis.
+    """
     from schedlang.runtime.played import storage
 
     parameters = program.assembly.parameters.items()
@@ -199,6 +202,9 @@ def _sums(step: Step, program: Any, answers: Any, tap: Tap) -> Any:
         of = frozenset(names[part] for part in parts if part in names)
         if of:
             yield booked_at(step.plan, step.prepared, lane.ranks, of)
+    for at, factor in answers.scaled.items():
+        if at in names and factor != 1.0:
+            yield Booked((), frozenset([names[at]]), divisor=1 / factor)
 
 
 def booked_at(

@@ -180,9 +180,13 @@ class Distributed:
 
     def __init__(self, program: Program, evaluate: bool = False, *, apart: bool = False) -> None:
         self.program, self.apart = program, apart  # apart: each replica has buffers of its own
+        from schedlang.runtime.scope import named_sites
+
         program.evaluate = evaluate
         if program.assembly.dropout is not None:
             program.assembly.dropout.noted = {}
+        else:  # then nobody has asked the modules for their places
+            named_sites(program.assembly.module)
         program.follow_inputs = program.keep_output = True
         self.grad_norm: Tensor | float | None = None  # of the last step, before clipping
 

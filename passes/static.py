@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from schedlang.passes.book import executed
+from schedlang.passes.book import Booked, executed
 from schedlang.passes.claim import Claim
 from schedlang.passes.gradients import gradients
 from schedlang.passes.ledger import ledger
 from schedlang.passes.matching import matching
 from schedlang.passes.owners import owners
 from schedlang.passes.prepare import prepare
-from schedlang.passes.roles import Step, roles, slices
+from schedlang.passes.roles import Role, Step, roles, slices
 from schedlang.passes.shares import weights
 from schedlang.passes.types import types
 from schedlang.plan import Plan
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from schedlang.diagnostic import Diagnostic
     from schedlang.passes.dryrun import Loss
 
+NO_LOSS = "S615"
 UNSEEN = (
     "values: nothing is computed, so what a call computes from right types is for `verify`",
     "kernels, compiled regions and recomputation, which are taken to compute what they replace",
@@ -53,29 +54,45 @@ def static(
     Raises Refusal where the plan cannot be built for this batch.
     """
     from schedlang.runtime import parts
-    from schedlang.runtime.tap import free
 
     micro = plan.order.micro if plan.order is not None else 1
     sample = parts.split(batch, plan.mesh.size(plan.data_axes), micro)[0][0].inputs
-    prepared = prepare(plan, sample, loss)
-    found = gradients(plan, prepared, sample, loss)
+    step = Step(plan, prepare(plan, sample, loss), sample, loss, weight)
+    found = gradients(plan, step.prepared, sample, loss)
     if found is None:
         why = "the model returns no loss"
         names = ("reductions", "placement types", "loss weights", "matching")
         claims = tuple(Claim(name, why, checked=False) for name in names)
-        return _all(*claims, owners(plan, prepared, None, ()))
-    step = Step(plan, prepared, sample, loss, weight)
-    played = tuple(roles(step)) if free() else ()
-    first = {role.place: role.rank for role in reversed(played)}
-    book = executed(plan, prepared, played, {p: slices(step, rank) for p, rank in first.items()})
-    why = "this process is a rank of a job, and cannot play others"
+        return _all(*claims, owners(plan, step.prepared, None, ()))
+    played, sliced, why = _played(step)
+    book = executed(plan, step.prepared, played, sliced)
     return _all(
-        ledger(plan, prepared, found, book),
+        ledger(plan, step.prepared, found, book),
         types(plan, found),
         weights(step, batch, played),
-        matching(plan, prepared, played) if played else Claim("matching", why, checked=False),
-        owners(plan, prepared, found, played),
+        matching(plan, step.prepared, played) if not why else Claim("matching", why, checked=False),
+        owners(plan, step.prepared, found, played),
     )
+
+
+def _played(step: Step) -> tuple[list[Role], dict[int, tuple[Booked, ...]], str]:
+    """Ranks played, their sums over slices by place; nothing of both, and why, if none could be."""
+    from schedlang.diagnostic import Refusal
+    from schedlang.runtime.tap import free
+
+    if not free():
+        return [], {}, "this process is a rank of a job, and cannot play others"
+    try:
+        found = roles(step)
+        first = {role.place: role.rank for role in reversed(found)}
+        return found, {place: slices(step, rank) for place, rank in first.items()}, ""
+    except Refusal as refusal:
+        if refusal.diagnostic.code != NO_LOSS:
+            raise
+        return [], {}, refusal.diagnostic.title
+    except Exception as error:  # a model may ask for what only values tell
+        first_line = str(error).split("\n")[0]
+        return [], {}, f"no rank can be played without values: {type(error).__name__}: {first_line}"
 
 
 def _all(*claims: Claim) -> Static:

@@ -69,6 +69,8 @@ class shard(Primitive):  # noqa: N801
             )
         for name, fact, dim in self._splits(site):
             self._check_split(site, plan, name, fact, dim)
+        if kind is not None:
+            self._check_together(site)
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Split the parameters and note the boundary."""
@@ -177,6 +179,20 @@ class shard(Primitive):  # noqa: N801
             f"`{site}` is a `{site.class_name}`, which the style `{self.style}` does not fit",
             helps=helps,
         )
+
+    def _check_together(self, site: Site) -> None:
+        """Refuse a bias that does not lie as the outputs do, and classes in several blocks."""
+        splits = {(name, site.dims[name][dim]) for name, _, dim in self._splits(site)}
+        if "bias" in site.parameters and (("weight", "out") in splits) != (
+            ("bias", "out") in splits
+        ):
+            refuse("S407", f"the weight and the bias of `{site}` are split unlike each other",
+                   "both or neither along `out`",
+                   helps=("use a style: it says how both are split",))  # fmt: skip
+        head = isinstance(self._edges(site)[1], S) and self._edges(site)[1] == S("vocab")
+        if head and ("weight", "out") in splits and self.blocks != 1:
+            refuse("S406", f"the classes of `{site}` are one block",
+                   helps=("leave out `blocks=`", "or use the style `col`"))  # fmt: skip
 
     def _check_split(
         self, site: Site, plan: Plan, name: str, fact: ParameterFact, dim: int

@@ -127,6 +127,10 @@ CODES: Mapping[str, tuple[str, str]] = {
         "needs the whole.  The message names the module and the call.",
     ),
     "S406": ("blocks do not make up the dim", "`blocks=` lists sizes that add up."),
+    "S407": (
+        "weight and bias do not fit together",
+        "A bias lies as the outputs of its weight: split along `out` if the weight is.",
+    ),
     "S408": ("not for this scope", "Some rows are about the whole model, some never are."),
     "S409": ("one list or several cut points", "`pipeline_split` takes one kind of selection."),
     "S410": ("the kernel computes something else", "The module is not what the kernel replaces."),

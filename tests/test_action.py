@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ from typer.testing import CliRunner, Result
 
 from schedlang.annotate import Note, annotation, summarize, table
 from schedlang.cli import app
+from schedlang.mesh import Mesh
+from schedlang.report import Report, Row
 from schedlang.verbs import examine
-from schedlang.verbs.answers import Outcome
+from schedlang.verbs.answers import Outcome, Wish
 from tests.test_plugin import DEADLY, GOOD, LIBRARY, SOUND, write
 
 ROOT = Path(__file__).parent.parent
@@ -203,6 +206,34 @@ def test_ci_compares_locks_and_draws(tmp_path: Path, answers: dict[str, Any]) ->
     write(tmp_path, model=SOUND.replace("(6, 8)", "(6, 4)").replace("(8, 6)", "(4, 6)"))
     changed = run("ci", file)
     assert changed.exit_code == 1 and "~ parameters  up.weight" in changed.stdout
+
+
+def test_a_large_mesh_is_left_out_or_reduced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More ranks than may be started are reduced only if that is asked for, and it is told."""
+    write(tmp_path, good=GOOD)
+    asked: list[Any] = []
+
+    def posed(file: Path, found: Any, given: Any, **options: Any) -> Any:
+        asked.append(options.get("shrink"))
+        mesh = Mesh((("tp", 2 if asked[-1] else 16),))
+        case = SimpleNamespace(plan=SimpleNamespace(mesh=mesh))
+        small = SimpleNamespace(said="width 64 -> 8", gaps=()) if asked[-1] else None
+        return SimpleNamespace(case=case, small=small, command="")
+
+    def prove(case: Any, **options: Any) -> Report:
+        assert case.plan.mesh.world == 2
+        return Report((Row("", "loss", "loss", 0.0, 1e-9, ok=True),))
+
+    monkeypatch.setattr("schedlang.verbs.posed.posed", posed)
+    monkeypatch.setattr("schedlang.passes.prove.prove", prove)
+    ranks: Any = SimpleNamespace(model_file=lambda named, beside: None, pool=lambda: None)
+    left = examine.verify(tmp_path / "good.sched", Wish(), ranks)
+    assert left.skipped and asked == [None] and left.to_json()["exit"] == 3
+    done = examine.verify(tmp_path / "good.sched", Wish(shrink=True), ranks)
+    assert (done.code, done.skipped, asked) == (0, "", [None, None, True])
+    assert ("reduced", "width 64 -> 8") in done.facts and "width 64 -> 8" in done.text
 
 
 # ---- exit codes of the verbs --------------------------------------------------------------------

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from schedlang.passes.exact import EXACT, baseline, given_up
 from schedlang.passes.prove import Case, prove
 from schedlang.report import Report
-from schedlang.runtime import recompute, replicas
+from schedlang.runtime import program, recompute
 from schedlang.runtime.launch import Pool
 from tests import models
 from tests.mutants import Mutated, Patch
@@ -56,18 +57,15 @@ def test_a_rounding_too_many_is_found(pool: Pool) -> None:
 
 def sliced_sums_rounded(patch: Patch) -> None:
     """Gradients of sliced state are off by a rounding."""
-    plain = replicas.Sliced.before_backward
+    plain = program.sum_gradients
 
-    def before(self: Any, last: bool) -> None:
-        plain(self, last)
-        for unit in self.units:
-            for p in unit.parameters(recurse=False):
-                if not hasattr(p, "_nudged"):
-                    p._nudged = p.register_post_accumulate_grad_hook(
-                        lambda q: q.grad.mul_(1 + 4e-16)
-                    )
+    def sums(parameters: Any, wanted: Any) -> None:
+        plain(parameters, wanted)
+        for parameter in parameters.values():
+            if isinstance(parameter, DTensor) and parameter.grad is not None:
+                parameter.grad.mul_(1 + 4e-16)
 
-    patch.setattr(replicas.Sliced, "before_backward", before)
+    patch.setattr(program, "sum_gradients", sums)
 
 
 def test_sliced_state_is_whole_state(pool: Pool) -> None:
@@ -76,6 +74,9 @@ def test_sliced_state_is_whole_state(pool: Pool) -> None:
     report = prove(Case(plan, (_series(6, 1), _series(7, 2)), dtype="none"), pool=pool)
     assert report.ok, str(report)
     assert any(row.kind == EXACT for row in report.rows)
+    pool = Mutated(pool, sliced_sums_rounded)  # type: ignore[assignment]
+    report = prove(Case(plan, (_series(6, 1), _series(7, 2)), dtype="none"), pool=pool)
+    assert {row.kind for row in report.rows if not row.ok} == {EXACT}, str(report)
 
 
 def test_what_is_compared_bit_by_bit() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import pkgutil
 import re
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 
-import schedlang
 from schedlang.report import Report, Row
 
 pytest_plugins = ["pytester"]
@@ -69,13 +67,11 @@ SOUND = MODEL.replace("FAULT", "pass")
 def alone(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Runs inside a test see neither this job's GitHub nor plugins that are installed.
 
-    All of schedlang is imported first: what a run inside imports is forgotten after it, and two
-    copies of a class are not the same class.
+    What they import stays imported: torch cannot be imported twice, and two copies of a class are
+    not the same class.
     """
+    monkeypatch.setattr("_pytest.pytester.SysModulesSnapshot.restore", lambda self: None)
     if "pytester" in request.fixturenames:
-        for one in pkgutil.walk_packages(schedlang.__path__, "schedlang."):
-            if not one.name.endswith("__main__"):
-                importlib.import_module(one.name)
         # a rootdir of its own, whatever lies above the temporary folder
         request.getfixturevalue("pytester").makeini("[pytest]\n")
     for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "GITHUB_WORKSPACE"):

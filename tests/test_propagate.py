@@ -291,3 +291,22 @@ def test_plain_numbers_read_from_a_split_tensor_change_the_result() -> None:
     """A width read from a split tensor is a smaller number: `verify` is there to find it."""
     # the shapes agree, so the trace cannot know; this records what only the proof can see
     assert _traced(Wide(), BOTH, batch=X).edges.keys() == {"up", "down"}
+
+
+class Late(nn.Module):
+    """The model's own code computes along what its last module has split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.one(x).relu()
+        return self.three(self.two(first).relu()).softmax(-1).sum() + first.sum()
+
+
+def test_a_refusal_between_modules_stands_at_the_row_that_split() -> None:
+    """Not at the first row of the plan: at the one whose module made what fails."""
+    rows = "one shard(col, over=tp)\ntwo shard(row, over=tp)\nthree shard(col, over=tp)"
+    told = refused(Late(), rows, "tp=2", {"x": torch.randn(4, 8)})
+    assert "softmax" in told and "| three shard(col, over=tp)" in told and "one shard" not in told

@@ -19,7 +19,6 @@ from examples.custom.model import Watcher
 from examples.custom.model import batch as series
 from schedlang.cli import app
 from schedlang.diagnostic import Refusal
-from schedlang.passes.compare import compare  # noqa: F401  (imported before ranks start)
 from schedlang.passes.depth import neighbours
 from schedlang.passes.minimise import Rules, Search, Split
 from schedlang.passes.prove import prove
@@ -128,7 +127,7 @@ def test_special_ids_and_padding() -> None:
     assert config.eos_token_id < config.vocab_size
     for batch in found.batches:
         ids, labels, mask = (batch[key] for key in ("input_ids", "labels", "attention_mask"))
-        assert 0 <= ids.min() and ids.max() < config.vocab_size and ids.shape == labels.shape
+        assert ids.min() >= 0 and ids.max() < config.vocab_size and ids.shape == labels.shape
         assert torch.equal(labels != -100, mask == 1) and (mask == 0).any()
         assert torch.equal(ids[mask == 1], labels[mask == 1])
     assert len({len(batch["input_ids"]) for batch in found.batches}) > 1
@@ -229,10 +228,11 @@ def test_a_changed_model() -> None:
     """A model that is not what its class makes would be verified as another: refused."""
     model = llama70b()
     model.model.layers[3].mlp = nn.Identity()
-    assert "S751" in refusal(model, step(BLOCK.replace("mlp", "self_attn"), "tp=2"))
+    norms = "  model.layers.*.input_layernorm  checkpoint()\n"
+    assert "S751" in refusal(model, step(norms, ""))
     model = llama70b()
     model.model.layers[3].self_attn.attention_dropout = 0.5
-    assert "S751" in refusal(model, step(BLOCK, "tp=2"))
+    assert "S751" in refusal(model, step(norms, ""))
 
 
 def test_absolute_sizes() -> None:
@@ -256,3 +256,203 @@ def test_a_model_of_unknown_sizes() -> None:
     """A module of no config and no function of sizes is refused, with what to offer."""
     said = refusal(Watcher(), step("  blocks.*  checkpoint()\n", "tp=1"), series)
     assert "S751" in said and "`small()`" in said and "width: int" in said
+
+
+# -- other ways to say what is small -------------------------------------------------------------
+
+
+def test_a_function_of_sizes() -> None:
+    """Sizes that `model()` has as defaults are reduced as those of a config are."""
+
+    def model(width: int = 768, eyes: int = 24, blocks: int = 48, classes: int = 1000) -> Watcher:
+        return Watcher(width, eyes, blocks, classes)
+
+    rows = """  at blocks.* {
+    gaze.look   shard(col, blocks=3, over=tp)
+    gaze.blend  shard(row, over=tp)
+  }
+  blocks  pipeline_split(over=pp)
+  pipeline(order="GPipe", micro=4)
+"""
+    with torch.device("meta"):
+        made = model()
+
+    def loss(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        return output.square().mean()
+
+    text = step(rows, "pp=12, tp=12")
+    found = shrunken(made, text, series, make=model, loss=loss)
+    small_one = found.plan.model.model
+    assert isinstance(small_one, Watcher) and len(small_one.blocks) == 4
+    eyes, width = small_one.blocks[0].gaze.eyes, small_one.blocks[0].gaze.span
+    assert found.plan.mesh.sizes == {"pp": 2, "tp": 3}
+    assert eyes % 3 == 0 and eyes >= 2 * 3 and width % eyes == 0 and width < 100
+
+
+MODEL = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+def model():
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(
+            vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
+            num_attention_heads=64, num_key_value_heads=8, use_cache=False))
+
+def batch(seed):
+    seeded = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, 128256, (8 + seed % 2, 96), generator=seeded)
+    return {"input_ids": ids, "labels": ids}
+"""
+
+
+def run(*words: object) -> Any:
+    """A command line in this process."""
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def test_verify_of_70b_on_meta(tmp_path: Path) -> None:
+    """A model file whose model lies on the meta device is verified by itself on a reduced one, and
+    the report says what was reduced; `--whole` refuses it."""
+    (tmp_path / "model.py").write_text(MODEL)
+    file = tmp_path / "big.sched"
+    file.write_text(f"schedule 1 for LlamaForCausalLM\n\n{step(BLOCK, 'tp=8')}")
+    found = run("verify", file, "--mesh", "tp=2", "--dtype", "none")
+    assert found.exit_code == 0, found.output
+    said = " ".join(found.output.split())
+    assert "num_hidden_layers 80 -> 2" in said and "mesh tp=8 -> tp=2" in said
+    assert "not exercised: the sizes of the whole model" in said
+
+
+def test_small_of_the_model_file(tmp_path: Path) -> None:
+    """`small()` and `small_batch(seed)` say themselves what is verified in place of the model."""
+    (tmp_path / "model.py").write_text(
+        "import torch\nfrom examples.custom.model import Watcher, batch, loss\n"
+        "def model():\n    return Watcher(width=960, blocks=24)\n"
+        "def small():\n    return Watcher(width=24, eyes=2, blocks=2)\n"
+        "def small_batch(seed):\n    return {k: v[:4] for k, v in batch(seed).items()}\n"
+    )
+    rows = "  blocks.*.gaze.look  shard(col, blocks=3, over=tp)\n"
+    rows += "  blocks.*.gaze.blend  shard(row, over=tp)\n"
+    file = tmp_path / "big.sched"
+    file.write_text(f"schedule 1 for Watcher\n\n{step(rows, 'tp=2')}")
+    found = run("verify", file, "--shrink", "--dtype", "none")
+    said = " ".join(found.output.split())
+    assert found.exit_code == 0 and "to the model of `small()`" in said, found.output
+
+
+def test_a_bug_is_still_found(pool: Pool) -> None:
+    """A runtime that sums no input gradients fails the reduced model, in backward only."""
+    found = shrunken(llama70b(), step(BLOCK, "tp=16").replace("16", "8"),
+                     settings=Settings(mesh={"tp": 2}))  # fmt: skip
+    case = Case(found.plan, found.batches, dtype="none")
+    report = prove(case, pool=Mutated(pool, enter_without_all_reduce))  # type: ignore[arg-type]
+    assert report.exit_code == 1 and report.first is not None
+    assert report.first.kind == "gradients", report.first
+
+
+def test_a_require_that_bounds_the_mesh() -> None:
+    """A `require` that holds at full size and on no small mesh is left out, and the report says so;
+    one that does not hold at full size is refused."""
+    text = "mesh(tp=8)\n\nrequire model.config.hidden_size >= 1024\n\n"
+    rows = step(BLOCK, "").partition("\n\n")[2]
+    found = shrunken(llama70b(), text + rows, settings=Settings(mesh={"tp": 2}))
+    assert any("require" in gap.condition for gap in found.gaps)
+    assert "S104" in refusal(llama70b(), text.replace("1024", "9999") + rows)
+
+
+# -- the parts -----------------------------------------------------------------------------------
+
+
+@given(st.dictionaries(st.sampled_from("abcd"), st.integers(1, 64), min_size=1))
+def test_small_meshes(axes: dict[str, int]) -> None:
+    """Every mesh offered runs on one machine, none has more ranks along an axis than the whole;
+    one that is small enough is offered as it is."""
+    offered = list(itertools.islice(small_meshes(axes), 50))
+    world = torch.tensor(list(axes.values())).prod().item()
+    assert offered and (world > 8 or offered == [axes])
+    for mesh in offered:
+        assert torch.tensor(list(mesh.values())).prod() <= 8
+        assert all(1 <= mesh[name] <= size for name, size in axes.items())
+    assert (
+        all(size > 1 for size in offered[0].values())
+        or len([s for s in axes.values() if s > 1]) != len(axes)
+        or len(axes) > 3
+    )
+
+
+@given(st.sets(st.integers(0, 500), max_size=6), st.integers(8, 100))
+def test_special_ids(ids: set[int], size: int) -> None:
+    """Different special ids stay different and fit; those that fit already mostly stay."""
+    new = special_ids(tuple(ids), size)
+    assert set(new) == ids and len(set(new.values())) == len(ids)
+    assert all(0 <= v < size for v in new.values())
+    assert all(new[v] == v for v in ids if v < size - len(ids))
+
+
+class Counting(nn.Module):
+    """Sizes that come together in all ways that forms know, and in one that they do not."""
+
+    def __init__(self, width: int = 96, heads: int = 12, places: int = 40) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(width)
+        self.head_dim = width // heads
+        self.fused = nn.Linear(width, 3 * width)
+        self.table = nn.Embedding(places + 2, width)
+        self.odd = nn.Linear(width, width // 3 * 2 + heads)
+
+
+def test_forms() -> None:
+    """Products, ratios and lines of sizes are recognised; what is none of these is no form."""
+    (recipe,) = recipes(Counting(), Counting)
+    forms = {q.key: q.form for q in learned(recipe, {})}
+    other = {"width": 120, "heads": 10, "places": 30}
+    made = counted(Counting(**other))
+    for key, form in forms.items():
+        if key[:2] in (("odd", "weight"), ("odd", "bias"), ("odd", "out_features")) and key.dim < 1:
+            assert form is None
+        else:
+            assert form is not None and (key not in made or form.at(other) == made[key]), key
+
+
+def test_the_search_is_sound() -> None:
+    """Whatever it gives keeps divisibility, ratios and order, and the first is small."""
+    (recipe,) = recipes(Counting(), Counting)
+    known = learned(recipe, {})
+    rules = Rules((Split(6, 3),), (), frozenset({Key("table", "weight", 0)}))
+    found = next(iter(Search(recipe.sizes, known, rules)))
+    assert found["width"] % 3 == 0 and found["heads"] % 3 == 0 and found["width"] < 96
+    assert found["width"] % found["heads"] == 0 and found["places"] + 2 >= 16
+    assert found["width"] // found["heads"] == 8  # a ratio of sizes, and small: kept
+
+
+@given(st.lists(st.sampled_from("AB"), min_size=1))
+def test_neighbours(layers: list[str]) -> None:
+    """Doubling a run changes nothing once it has two layers; a new kind or seam changes it."""
+    runs = [x for x in layers for _ in range(2)]
+    longer = [x for x in layers for _ in range(3)]
+    assert neighbours(runs) == neighbours(longer)
+    assert neighbours(runs) != neighbours([*runs, "C"])
+
+
+def test_a_recipe_of_nested_configs() -> None:
+    """Numbers inside nested configs are sizes too, and lists of layers are cut with them."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    with torch.device("meta"):
+        model = Gemma2ForCausalLM(Gemma2Config(num_hidden_layers=6))
+    recipe: Recipe = next(iter(recipes(model)))
+    made = recipe.meta({"num_hidden_layers": 4})
+    assert made is not None and len(made.config.layer_types) == 4
+    assert model.config.num_hidden_layers == len(model.config.layer_types) == 6
+
+
+def test_verify_from_python() -> None:
+    """`shrink=False` refuses a model without values, `shrink=True` reduces one that has them."""
+    with torch.device("meta"):
+        sch = schedlang.create_schedule(Watcher())
+    with pytest.raises(Refusal, match="meta device"):
+        schedlang.verify(sch, batch=series, shrink=False)
+    with pytest.raises(Refusal, match="meta device"):
+        schedlang.verify(sch, batch=series)

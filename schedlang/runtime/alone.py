@@ -63,9 +63,7 @@ class Alone:
         self.running: list[Running] = []
         self.turns: dict[str, int] = {}
         self.handles: list[Any] = []
-        self.names: list[str] = []
         for name, module in outside(model, opaque):
-            self.names.append(name)
             before = module.register_forward_pre_hook(self._before(name), with_kwargs=True)
             after = module.register_forward_hook(self._after, with_kwargs=True)
             self.handles += [before, after]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from schedlang.placement import P, Placement, R, Replicate, S
 from schedlang.runtime.collective import Group
 from schedlang.runtime.crossing import dim_of, shared
-from schedlang.runtime.follow import Follower
+from schedlang.runtime.follow import GATHER, Follower
 from schedlang.runtime.notes import Hoist, Mismatch, Note, Tag
 from schedlang.runtime.shard import Edge, Sharded, is_main, on_first, on_result
 from schedlang.runtime.trace import tensors_in
@@ -64,6 +64,9 @@ def dry_forward(
         tensors = tensors_in((args, kwargs))
         main = next((t for t in tensors if is_main(t)), tensors[0])
         note = follower.note(main)
+        if follower.loose and not follower.noted(main):
+            reason = f"`{leaf.fqn}` is sharded, and computes behind split logits"
+            raise Mismatch(follower.stack.frames[-1], reason, None, (), follower.agreed, (GATHER,))
         edges = tuple(
             _edge(leaf, wanted, main, note, groups(wanted.axis)) for wanted in leaf.wanted
         )
@@ -113,7 +116,8 @@ def _left(edge: Edge, wanted: Wanted, out: Any, follower: Follower) -> Edge:
     if isinstance(leaves, S) and main is not None:
         leaves = S(dim_of(leaves) % main.ndim, leaves.blocks)
         if isinstance(computes, S) and computes != leaves:
-            raise _refuse(f"it computes {computes} and cannot hand on {leaves}", wanted.axis)
+            reason = f"it computes {computes} and cannot hand on {leaves}"
+            raise _refuse(reason, wanted.axis, edge.group.label)
     return replace(edge, computes=computes, leaves=leaves)
 
 
@@ -126,7 +130,9 @@ def _enter(edge: Edge, follower: Follower, x: Tensor) -> Tensor:
     kept = {axis: tag for axis, tag in note.tags.items() if axis != edge.group.axes[0]}
     if isinstance(edge.wants, S):
         dim = dim_of(edge.wants) % x.ndim
-        kept[edge.group.axes[0]] = Tag(dim, (crossed.shape[dim] * edge.group.size,))
+        kept[edge.group.axes[0]] = Tag(
+            dim, (crossed.shape[dim] * edge.group.size,), edge.group.label
+        )
     axis = edge.group.axes[0]
     entered = note.entered | {axis} if edge.hoisted else note.entered
     follower.put(crossed, Note(kept, frozenset(), True, entered))
@@ -144,7 +150,7 @@ def _exit(edge: Edge, follower: Follower, x: Tensor) -> Tensor:
     kept = {other: tag for other, tag in note.tags.items() if other != axis}
     if isinstance(edge.leaves, S):
         dim = dim_of(edge.leaves)
-        kept[axis] = Tag(dim, (crossed.shape[dim] * edge.group.size,))
+        kept[axis] = Tag(dim, (crossed.shape[dim] * edge.group.size,), edge.group.label)
     follower.put(crossed, Note(kept, frozenset(), True, note.entered))
     return crossed
 
@@ -157,17 +163,19 @@ def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) ->
         wants = S(dim_of(wants) % main.ndim, wants.blocks)
         if isinstance(arrives, S) and arrives != wants:
             reason = f"`{leaf.fqn}` wants its input as {wanted.input}, but it arrives as {arrives}"
-            raise _refuse(reason, wanted.axis)
+            raise _refuse(reason, wanted.axis, leaf.fqn)
     computes = wants if wanted.computes is None else wanted.computes
     leaves = computes if wanted.output is None else wanted.output
     if isinstance(leaves, P):  # the follower knows no such tensor: it would take it for whole
         reason = f"`{leaf.fqn}` would hand on a sum that is pending, and nothing adds it up"
-        raise Mismatch(("", 0), reason, wanted.axis, (), 0, ("use `output=R`, or split the sum",))
+        raise _refuse(reason, wanted.axis, leaf.fqn, "use `output=R`, or split the sum")
     if isinstance(computes, S):
         ndim = main.ndim if is_main(main) else main.ndim + 1  # an embedding adds a dim to its ids
         computes = S(dim_of(computes) % ndim, computes.blocks)
         if isinstance(leaves, S):
             leaves = S(dim_of(leaves) % ndim, computes.blocks)
+    if leaf.kind and wanted.splits:
+        _check_whole(leaf, arrives, wants, computes, leaves, main)
     differ = wanted.splits or (wanted.hoisted and tag is not None)
     differ = differ and wanted.axis not in note.entered
     return Edge(
@@ -175,8 +183,32 @@ def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) ->
     )
 
 
-def _refuse(reason: str, axis: str) -> Mismatch:
-    return Mismatch(("", 0), reason, axis, (), 0)
+def _check_whole(
+    leaf: Leaf, arrives: Placement, wants: Placement, computes: Placement, leaves: Placement,
+    main: Tensor,
+) -> None:  # fmt: skip
+    """Refuse what a split projection or embedding cannot be given, or hand on."""
+    reason = ""
+    if isinstance(computes, S):
+        if not isinstance(wants, Replicate):
+            reason = f"`{leaf.fqn}` splits its outputs, and computes them from whole inputs"
+        elif isinstance(leaves, S) and leaves.dim != computes.dim:
+            reason = f"`{leaf.fqn}` computes {computes} and cannot hand on {leaves}"
+        elif leaf.bias is not None:
+            reason = f"`{leaf.fqn}` adds its bias to a sum over one axis, and another splits it"
+    elif isinstance(wants, S) and wants.blocks != 1 and arrives != wants:
+        reason = f"`{leaf.fqn}` splits its inputs in blocks, and they do not arrive so"
+    elif leaf.kind != "Embedding" and not (isinstance(wants, S) and wants.dim == main.ndim - 1):
+        reason = f"`{leaf.fqn}` splits its inputs along their last dim, and is given {wants}"
+    if reason:
+        helps = ("leave out `input=`, `output=` and `blocks=`: a style says what fits",)
+        raise _refuse(reason, None, leaf.fqn, *helps)
+
+
+def _refuse(reason: str, axis: str | None, by: str, *helps: str) -> Mismatch:
+    failure = Mismatch(("", 0), reason, axis, (), 0, helps)
+    failure.by = by
+    return failure
 
 
 def _compact(blocks: Sequence[int]) -> int | tuple[int, ...]:
@@ -198,7 +230,7 @@ def _note_leaf(leaf: Leaf, edges: Sequence[Edge], note: Note, out: Any, follower
     for axis, edge in own.items():
         if isinstance(edge.leaves, S):
             dim = dim_of(edge.leaves) % out.ndim
-            kept[axis] = Tag(dim, _sizes(edge, out.shape[dim] * edge.group.size))
+            kept[axis] = Tag(dim, _sizes(edge, out.shape[dim] * edge.group.size), edge.group.label)
     follower.put(out, Note(kept, frozenset(), True, note.entered - own.keys()))
 
 

@@ -36,6 +36,7 @@ PARTS = {"split", "chunk", "tensor_split", "split_with_sizes", "unsafe_split", "
 ALONG = {"softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "topk",
          "flip", "roll", "cross_entropy", "nll_loss", "normalize", "softmin", "gumbel_softmax",
          "glu"}  # fmt: skip
+GATHER = "gather the logits: `output=R` on the row of their module"
 OVER_LAST = {"layer_norm", "rms_norm"}
 
 
@@ -62,6 +63,11 @@ class Follower(TorchFunctionMode):
         return tensor.__dict__.get("_schedlang_note") or Note()
 
     @staticmethod
+    def noted(tensor: Tensor) -> bool:
+        """Is anything known of a tensor?"""
+        return "_schedlang_note" in tensor.__dict__
+
+    @staticmethod
     def put(tensor: Tensor, note: Note) -> None:
         """Write down what is known of a tensor."""
         tensor.__dict__["_schedlang_note"] = note
@@ -81,7 +87,11 @@ class Follower(TorchFunctionMode):
             return False
         frame = self.stack.frames[-1]
         if self.stack.muted or self.loose:
-            return func(*args, **kwargs)
+            self._check_loose(frame, func, (args, kwargs))
+            try:
+                return func(*args, **kwargs)
+            except (RuntimeError, ValueError, IndexError) as error:
+                raise self._unfit(frame, error) from error
         expected = self._expected(frame)
         inputs = tensors_in((args, kwargs))
         try:
@@ -92,7 +102,11 @@ class Follower(TorchFunctionMode):
         if not outputs:
             return out
         step = Step(self, frame, func, expected, inputs, args, kwargs)
-        step.finish(outputs)
+        try:
+            step.finish(outputs)
+        except Mismatch as failure:
+            failure.by = _by(inputs, failure.axis)
+            raise
         self.places[frame] = self.places.get(frame, 0) + 1
         self.agreed += 1
         return out
@@ -102,12 +116,26 @@ class Follower(TorchFunctionMode):
         place = self.places.get(frame, 0)
         return calls[place] if place < len(calls) else None
 
+    def _check_loose(self, frame: Frame, func: Callable[..., Any], given: Any) -> None:
+        """Behind split logits calls are not compared; nothing that is split may be used there."""
+        if self.stack.muted:
+            return
+        for axis in (axis for tensor in tensors_in(given) for axis in self.note(tensor).tags):
+            reason = f"`{name_of(func)}` uses a tensor split over `{axis}` behind split logits"
+            raise Mismatch(frame, reason, axis, (), self.agreed, (GATHER,))
+
+    def _unfit(self, frame: Frame, error: Exception) -> Mismatch:
+        """A module that computes with its parts failed: they do not fit what it is given."""
+        helps = ("leave out `input=` and `output=`: a style says how its parts fit together",)
+        return Mismatch(frame, str(error).split("\n")[0], None, (), self.agreed, helps)
+
     def _failed(
         self, frame: Frame, expected: Call | None, inputs: list[Tensor], error: Exception
     ) -> Mismatch:
         axis = next((a for t in inputs for a in self.note(t).tags), None)
         integers = expected.integers if expected is not None and axis is not None else ()
         failure = Mismatch(frame, str(error).split("\n")[0], axis, integers, self.agreed)
+        failure.by = _by(inputs, axis)
         if expected is not None and axis is not None and expected.name in RESHAPES:
             failure.counted = _leading_factor(expected, self.note(inputs[0]).tags.get(axis))
         return failure
@@ -116,6 +144,12 @@ class Follower(TorchFunctionMode):
         """Note that these parameters' gradients are parts, to be summed over an axis."""
         for name in parameters:
             self.partial.setdefault(name, set()).add(axis)
+
+
+def _by(inputs: list[Tensor], axis: str | None) -> str:
+    """The sharded module that split the first of some tensors over an axis, or over any."""
+    tags = (Follower.note(tensor).tags for tensor in inputs)
+    return next((t.by for by in tags for a, t in by.items() if axis in (None, a) and t.by), "")
 
 
 def _leading_factor(expected: Call, tag: Tag | None) -> int | None:
@@ -197,7 +231,7 @@ class Step:
         tags = {}
         for dim in differ:
             axis = self._axis_of(dim, local, shape, split_axes)
-            tags[axis] = Tag(dim, self._blocks(axis, dim, shape, place))
+            tags[axis] = Tag(dim, self._blocks(axis, dim, shape, place), _by(self.inputs, axis))
         return tags
 
     def _axes_for(self, differ: list[int], local: Any, shape: Any) -> list[str]:

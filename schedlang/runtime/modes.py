@@ -84,6 +84,11 @@ def ambient(*modes: ModeOrFactory) -> Iterator[None]:
         yield
 
 
+def again() -> AbstractContextManager[None]:
+    """The ambient modes once more, inside of a function that they were switched off for."""
+    return _on(_active.modes)
+
+
 @contextmanager
 def _holding(modes: tuple[ModeOrFactory, ...]) -> Iterator[None]:
     before = _active.modes

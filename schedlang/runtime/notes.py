@@ -14,6 +14,7 @@ class Tag:
 
     dim: int
     blocks: tuple[int, ...]  # of the whole dim
+    by: str = field(default="", compare=False)  # the sharded module that split it
 
     def positions(self, size: int, parts: int, place: int) -> list[int]:
         """The positions that a rank holds along a dim of `size`, cut block by block in `parts`."""
@@ -68,4 +69,5 @@ class Mismatch(Exception):
         super().__init__(reason)
         self.frame, self.reason, self.axis = frame, reason, axis
         self.integers, self.place, self.helps = integers, place, helps
+        self.by = ""  # the sharded module that split what fails
         self.counted: int | None = None  # into how many parts (heads) a view takes the split dim

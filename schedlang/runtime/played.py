@@ -19,6 +19,9 @@ from schedlang.runtime.pipeline import Result
 from schedlang.runtime.program import Program
 from schedlang.runtime.trace import tensors_in
 
+# what multiplies (True) or divides in place
+SCALES = {Tensor.mul_: True, Tensor.__imul__: True, Tensor.div_: False, Tensor.__itruediv__: False}
+
 
 class Answers(TorchFunctionMode):
     """Answers for values that a meta tensor does not have, and remembers what was put side by side.
@@ -29,6 +32,7 @@ class Answers(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.together: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
+        self.scaled: dict[int, float] = {}  # storage -> what multiplied it, outside of the model
         self.outside = True  # of the model: nobody knows any value there
 
     def __torch_function__(
@@ -48,6 +52,10 @@ class Answers(TorchFunctionMode):
                 return torch.ones(given.shape, device="cpu").tolist()
             if func is Tensor.__float__ and self.outside:
                 return 1.0
+        if self.outside and func in SCALES and isinstance(args[1], int | float):
+            at, factor = storage(args[0]), float(args[1])
+            times = factor if SCALES[func] else 1 / factor
+            self.scaled[at] = self.scaled.get(at, 1.0) * times
         out = func(*args, **kwargs)
         if func is torch.cat and out.is_meta:
             made_of = tuple(storage(t) for t in tensors_in(args[0]))

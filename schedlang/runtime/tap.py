@@ -66,12 +66,12 @@ class Done:
 class Tap:
     """The log of one rank, in order."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, world: int) -> None:
         self.rank = rank
         self.log: list[Sent] = []
         self.summed: list[tuple[Lane, Tensor]] = []  # what was given to all-reduces
         self._lanes: dict[Any, Lane] = {}
-        self._count: dict[tuple[int, ...], int] = {}
+        self._count = {tuple(range(world)): 1}  # over these ranks so many groups are there
         self.told = ""  # for whose sake the next collective is
 
     def listen(self, kind: str, group: Group, size: int) -> None:
@@ -168,7 +168,7 @@ def free() -> bool:
 def playing(rank: int, world: int) -> Iterator[Tap]:
     """Be one rank of a world of this size, alone; nothing that is sent arrives anywhere."""
     assert free(), "this process is a rank already"
-    tap, hook = Tap(rank), sys.excepthook
+    tap, hook = Tap(rank, world), sys.excepthook
     if world == 1:
         yield tap
         return

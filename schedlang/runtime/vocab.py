@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from schedlang.runtime import collective
 from schedlang.runtime.collective import Group
+from schedlang.runtime.modes import again
 
 
 class _Statistics(torch.autograd.Function):
@@ -173,7 +174,8 @@ class ShardedLogits:
             if isinstance(args[0], cls):
                 return cross_entropy(*args, **kwargs)
         whole = {name: _whole(value) for name, value in kwargs.items()}
-        return func(*(_whole(value) for value in args), **whole)
+        with again():  # a mode that saw the call first is off inside of it
+            return func(*(_whole(value) for value in args), **whole)
 
 
 # methods that act on each element, or that need no whole last dim

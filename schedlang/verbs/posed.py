@@ -42,6 +42,10 @@ def posed(
     small = None
     if shrink or (shrink is None and lies_on_meta(module)):
         small = shrunk(tree, given, found, module, batches, seed)
+        if steps_of(small.plan) > STEPS:
+            more = range(STEPS, steps_of(small.plan))
+            batches += tuple(found.batch(seed + step) for step in more)
+            small = shrunk(tree, given, found, module, batches, seed)
         plan, batches = small.plan, small.batches
     else:
         plan = Schedule(module, tree, given).plan()

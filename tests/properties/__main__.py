@@ -7,12 +7,14 @@ import re
 import sys
 import time
 import traceback
+from typing import Any
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, given, settings
 
 from schedlang.diagnostic import Refusal
 from schedlang.runtime.launch import Pool
+from tests.engine import Threads
 from tests.properties import engine, schedules
 from tests.properties.schedules import Drawn
 
@@ -31,7 +33,9 @@ def main(count: int, seed: int, form: str) -> None:
 
     counts: collections.Counter[str] = collections.Counter()
     start = time.perf_counter()
-    with Pool(preload=PRELOAD) as pool:
+    processes = form.endswith("-gloo")
+    form = form.removesuffix("-gloo")
+    with Pool(preload=PRELOAD) if processes else Threads() as pool:
 
         @hypothesis.seed(seed)
         @settings(
@@ -50,7 +54,7 @@ def main(count: int, seed: int, form: str) -> None:
     print(dict(counts), f"{spent:.0f} s, {1000 * spent / max(1, counts.total()):.0f} ms each")
 
 
-def attempt(drawn: Drawn, pool: Pool, form: str) -> str:
+def attempt(drawn: Drawn, pool: Any, form: str) -> str:
     """`equal`, or what happened instead."""
     try:
         engine.check(drawn, pool, getattr(engine, form))

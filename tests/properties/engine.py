@@ -8,11 +8,15 @@ from typing import Any, Protocol
 
 from schedlang.diagnostic import Refusal
 from schedlang.passes.compare import compare
-from schedlang.passes.prove import _conditions, check_parts, prepared, prove
-from schedlang.passes.sides import Case, original, tried, widened
+from schedlang.passes.observe import conditions
+from schedlang.passes.original import Sequential
+from schedlang.passes.prove import prove
+from schedlang.passes.runs import check_parts
+from schedlang.passes.sides import Case, modes_of, original, prepared, tried, twin, widened
 from schedlang.passes.state import Settings
 from schedlang.plan import Plan
 from schedlang.report import Row
+from schedlang.runtime.modes import ambient
 from schedlang.schedule import Schedule
 from schedlang.source import Source
 from schedlang.syntax import parse
@@ -30,11 +34,14 @@ class Engine(Protocol):
         """The results of `fn(*args)` by rank."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Differs(Exception):  # noqa: N818
-    """A comparison that does not hold, with its first rows."""
+    """Comparisons that do not hold; of what, on which engine and in which form."""
 
     rows: tuple[Row, ...]
+    drawn: Drawn
+    engine: Any = None
+    form: Any = None
 
     def __str__(self) -> str:
         return "\n".join(
@@ -68,7 +75,10 @@ def cheap(drawn: Drawn, engine: Engine) -> Sequence[Row]:
     case = prepared(case_of(drawn, 1))
     case = widened(case)
     check_parts(case)
-    told = _conditions(case)[:1]
+    modes, _ = modes_of(case.seed)
+    with ambient(*modes):
+        norm = Sequential(twin(case), loss=case.loss).norm(case.batches[0])
+    told = conditions(case.batches, norm)[:1]
     expected, _ = original(case, told)
     actual = engine.run(tried, case.plan.mesh.world, case, told)[0]
     return compare(expected, actual, exact=not case.plan.gives_up)
@@ -83,7 +93,7 @@ def check(drawn: Drawn, engine: Any, form: Callable[..., Sequence[Row]] = cheap)
     """Raise Differs if a comparison fails."""
     bad = tuple(row for row in form(drawn, engine) if not row.ok)
     if bad:
-        raise Differs(bad)
+        raise Differs(bad, drawn, engine, form)
 
 
 def holds(drawn: Drawn, engine: Any, form: Callable[..., Sequence[Row]] = cheap) -> None:
@@ -101,7 +111,7 @@ def batches_of(drawn: Drawn, count: int = 1, rows: int | None = None) -> list[Ba
     """A ragged batch, an equal-sized one of other shape, and so on in turn."""
     rows = drawn.rows if rows is None else rows
     return [
-        drawn.config.batch(rows + k, drawn.length + k % 2, k, ragged=k % 2 == 0)
+        drawn.config.batch(rows + k, drawn.length * (1 + k % 2), k, ragged=k % 2 == 0)
         for k in range(count)
     ]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import strategies as st
 
 from schedlang.orders import ORDERS
-from tests.properties.models import Config, Short, configs
+from tests.properties.models import Block, Config, Short, configs
 
 # verbs in the order in which their rows may stand
 PHASES = (
@@ -161,7 +161,22 @@ def shard(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
                         found += _pair(at, ["q", "k", "v"], "o", axis)
                 case "chain" | "twice" if wide:
                     found += _pair(at, ["lin"], "lin", axis)[1:]
+            if length % n == 0 and block.kind == "mlp":
+                found += _sequence(at, block, axis, n)
         found += _ends(config, axis, n)
+    return found
+
+
+def _sequence(at: str, block: Block, axis: str, n: int) -> list[Step]:
+    """The norm, or the whole block, on parts of the sequence."""
+    norm = f"{at}.norm  shard(input=S(seq), output=S(seq), over={axis})"
+    rows = [norm, f"{at}.up  shard(col, over={axis})",
+            f"{at}.down  shard(row, output=S(seq), over={axis})",
+            f"{at}  shard(input=S(seq), output=R, over={axis})"]  # fmt: skip
+    found = [step("shard", [f"{at}.norm  shard(input=S(seq), output=R, over={axis})"],
+                  [f"shard {at}"], [axis])]  # fmt: skip
+    if block.pre and block.hidden % n == 0:
+        found.append(step("shard", rows, [f"shard {at}"], [axis]))
     return found
 
 
@@ -336,8 +351,14 @@ def legal(draw: st.DrawFn, meshes: Sequence[Axes] = MESHES, most: int = 8) -> Dr
     sizes = dict(axes)
     config = draw(configs(max(sizes.get("tp", 1), sizes.get("up", 1)), sizes.get("pp", 1)))
     length = draw(st.sampled_from([3, 4, 5]))
-    offers = [one for make in GENERATORS.values() for one in make(config, sizes, length)]
-    chosen = draw(st.lists(st.sampled_from(offers), max_size=most)) if offers else []
+    offers = {verb: make(config, sizes, length) for verb, make in GENERATORS.items()}
+    verbs = [verb for verb, steps in offers.items() if steps]
+    one = st.sampled_from(verbs).flatmap(lambda verb: st.sampled_from(offers[verb]))
+    chosen = draw(st.lists(one, max_size=most))
+    for axis in ("tp", "up"):  # mostly used as what they are
+        mine = [s for s in offers["shard"] if axis in s.axes]
+        if sizes.get(axis, 1) > 1 and mine and draw(st.integers(0, 4)) < 4:
+            chosen.insert(0, draw(st.sampled_from(mine)))
     steps = allowed(chosen, config, axes)
     spare = draw(st.sampled_from([0, 1, 2]))
     return Drawn(config, axes, steps, spare, length)

@@ -10,38 +10,42 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedlang.runtime.launch import Pool
+from tests.engine import Threads
 from tests.proofs import adamw, assert_same, sequential, sgd, steps
 from tests.properties import engine, schedules
 from tests.properties.profiles import examples
 from tests.properties.schedules import MESHES, Drawn, Step, allowed
+from tests.properties.shrink import shrinking
 
 ONES = ((("tp", 1),), (("dp", 1), ("pp", 1), ("tp", 1)), (("pp", 1), ("ep", 1), ("dp", 1)))
 EXACT = {"pad", "checkpoint", "offload", "shard", "zero", "pipeline_split", "verify"}
 
 
+@shrinking
 @examples(40)
 @given(schedules.legal())
-def test_1_a_legal_schedule_is_the_original(pool: Pool, drawn: Drawn) -> None:
+def test_1_a_legal_schedule_is_the_original(threads: Threads, drawn: Drawn) -> None:
     """Any legal schedule gives the outputs, loss, gradients (of inputs, too), norm, parameters,
     optimizer state and buffers of the original, in float64 within 1e-9; one step."""
-    engine.holds(drawn, pool)
+    engine.holds(drawn, threads)
 
 
+@shrinking
 @examples(4)
 @given(schedules.legal())
-def test_1_the_whole_proof(pool: Pool, drawn: Drawn) -> None:
+def test_1_the_whole_proof(threads: Threads, drawn: Drawn) -> None:
     """The same after three steps on three batches of unlike shapes, under two optimizers, clipped
     and not, with the state saved and loaded."""
-    engine.holds(drawn, pool, engine.whole)
+    engine.holds(drawn, threads, engine.whole)
 
 
 @pytest.mark.deep
+@shrinking
 @examples(15)
 @given(schedules.legal(most=14))
-def test_1_the_whole_proof_of_long_schedules(pool: Pool, drawn: Drawn) -> None:
+def test_1_the_whole_proof_of_long_schedules(threads: Threads, drawn: Drawn) -> None:
     """The same, for schedules of up to fourteen steps."""
-    engine.holds(drawn, pool, engine.whole)
+    engine.holds(drawn, threads, engine.whole)
 
 
 @examples(25)
@@ -66,7 +70,7 @@ def _memory(drawn: Drawn) -> list[Step]:
 
 @examples(10)
 @given(schedules.legal(), st.data())
-def test_3_memory_rows_change_no_bit(pool: Pool, drawn: Drawn, data: st.DataObject) -> None:
+def test_3_memory_rows_change_no_bit(threads: Threads, drawn: Drawn, data: st.DataObject) -> None:
     """`checkpoint` and `offload`, put anywhere into any schedule, leave every bit as it was, with
     dropout, in training."""
     kept = tuple(s for s in drawn.steps if s.verb not in ("checkpoint", "offload"))
@@ -74,7 +78,7 @@ def test_3_memory_rows_change_no_bit(pool: Pool, drawn: Drawn, data: st.DataObje
     offers = _memory(drawn)
     more = data.draw(st.lists(st.sampled_from(offers), min_size=1, max_size=4)) if offers else []
     with_rows = replace(drawn, steps=allowed((*kept, *more), drawn.config, drawn.axes))
-    assert_same(engine.seen(with_rows, pool), engine.seen(drawn, pool))
+    assert_same(engine.seen(with_rows, threads), engine.seen(drawn, threads))
 
 
 def _owned(drawn: Drawn) -> list[dict[str, list[float]]]:
@@ -105,10 +109,10 @@ def _still(named: Any) -> torch.optim.Optimizer:
 
 @examples(12)
 @given(schedules.legal(MESHES[1:]))
-def test_9_shards_are_disjoint_and_cover(pool: Pool, drawn: Drawn) -> None:
+def test_9_shards_are_disjoint_and_cover(threads: Threads, drawn: Drawn) -> None:
     """After a step copies are equal, no rank holds an element twice, and every element of every
     parameter is held by equally many ranks, at least one."""
-    held = [part for (part,) in pool.run(_owned, drawn.world, drawn)]
+    held = [part for (part,) in threads.run(_owned, drawn.world, drawn)]
     model = drawn.config.model()
     start = 1
     for name, parameter in model.named_parameters():
@@ -123,15 +127,15 @@ def test_9_shards_are_disjoint_and_cover(pool: Pool, drawn: Drawn) -> None:
 
 @examples(6)
 @given(schedules.legal())
-def test_12_the_model_is_not_touched(pool: Pool, drawn: Drawn) -> None:
+def test_12_the_model_is_not_touched(threads: Threads, drawn: Drawn) -> None:
     """Planning, proving and training leave the user's module as it was: values, hooks, flags."""
     case = engine.case_of(drawn, 1)
     model = case.plan.model.model
     before = _snapshot(model)
     if not drawn.refused:
-        pool.run(steps, drawn.world, case.plan, case.batches, sgd, None,
+        threads.run(steps, drawn.world, case.plan, case.batches, sgd, None,
                  {"loss": case.loss, "seed": 0})  # fmt: skip
-    engine.cheap(drawn, pool) if not drawn.refused else None
+    engine.cheap(drawn, threads) if not drawn.refused else None
     after = _snapshot(model)
     assert before.keys() == after.keys()
     for name, value in before.items():

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from schedlang import printer
 from schedlang.diagnostic import Refusal
 from schedlang.primitive import conflicts, load_all, registry
-from schedlang.runtime.launch import Pool
 from schedlang.schedule import Schedule
 from schedlang.source import Source
 from schedlang.syntax import parse
+from tests.engine import Threads
 from tests.proofs import assert_same
 from tests.properties import engine, schedules
 from tests.properties.illegal import illegal
@@ -85,7 +85,7 @@ def test_5_commuting_rows_commute(drawn: Drawn, data: st.DataObject) -> None:
 @examples(6)
 @given(schedules.legal(), st.randoms(use_true_random=False))
 def test_5_any_order_that_is_not_refused_is_the_same_program(
-    pool: Pool, drawn: Drawn, random: Any
+    threads: Threads, drawn: Drawn, random: Any
 ) -> None:
     """Rows in any order that is legal build the same program, to the last bit."""
     text = drawn.text.split("\n")
@@ -101,8 +101,8 @@ def test_5_any_order_that_is_not_refused_is_the_same_program(
     batches, loss = engine.batches_of(drawn), drawn.config.loss
     from tests.proofs import sgd, trained
 
-    found = trained(pool, plan, batches, sgd, loss=loss, seed=engine.SEED)
-    assert_same(found, engine.seen(drawn, pool))
+    found = trained(threads, plan, batches, sgd, loss=loss, seed=engine.SEED)
+    assert_same(found, engine.seen(drawn, threads))
 
 
 # -- 6 and 7 ---------------------------------------------------------------------------------------
@@ -178,10 +178,10 @@ def _refusal_here(drawn: Drawn) -> tuple[str, bool, list[str]]:
 
 @examples(25)
 @given(illegal())
-def test_14_illegal_rows_are_refused_alike(pool: Pool, drawn: Drawn) -> None:
+def test_14_illegal_rows_are_refused_alike(threads: Threads, drawn: Drawn) -> None:
     """An illegal row is refused with the same words by every rank, before any collective; where
     the row alone is wrong, at its place."""
-    found = pool.run(_refusal_here, drawn.world, drawn)
+    found = threads.run(_refusal_here, drawn.world, drawn)
     said, placed, _ = found[0]
     assert said, f"not refused: {drawn.illegal}"
     assert all(one == found[0] for one in found)

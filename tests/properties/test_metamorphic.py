@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from schedlang.runtime.launch import Pool
+from tests.engine import Threads
 from tests.proofs import Seen, adamw, assert_near, assert_same
 from tests.properties import engine, schedules
 from tests.properties.models import Batch, Block, Config
@@ -40,7 +40,9 @@ def _with(drawn: Drawn, verb: str, steps: Sequence[Step]) -> Drawn:
 
 @examples(10)
 @given(schedules.legal(), st.data())
-def test_4_parts_and_stages_do_not_matter(pool: Pool, drawn: Drawn, data: st.DataObject) -> None:
+def test_4_parts_and_stages_do_not_matter(
+    threads: Threads, drawn: Drawn, data: st.DataObject
+) -> None:
     """Another number of microbatches, another order and another stage of ZeRO give the same losses,
     gradients, norms, parameters and optimizer state."""
     drawn = replace(drawn, config=_splittable(drawn.config))
@@ -52,7 +54,7 @@ def test_4_parts_and_stages_do_not_matter(pool: Pool, drawn: Drawn, data: st.Dat
         other = _with(other, "zero", [data.draw(st.sampled_from(zeros))])
     rows = max(drawn.rows, other.rows)
     batches = engine.batches_of(drawn, 2, rows)
-    one, two = (engine.seen(d, pool, batches, adamw, clip=0.1) for d in (drawn, other))
+    one, two = (engine.seen(d, threads, batches, adamw, clip=0.1) for d in (drawn, other))
     assert_near(one, two)
 
 
@@ -94,7 +96,7 @@ def _leg(leg: Leg, batches: Sequence[Batch]) -> dict[str, Tensor]:
 @examples(6)
 @given(schedules.legal(), PLAIN, st.data())
 def test_8_saved_here_loaded_there(
-    pool: Pool, drawn: Drawn, mesh: schedules.Axes, data: st.DataObject
+    threads: Threads, drawn: Drawn, mesh: schedules.Axes, data: st.DataObject
 ) -> None:
     """State saved under one layout and loaded under another, then one more step, is what that step
     gives without saving; names and whole shapes of the state are the original's."""
@@ -108,10 +110,10 @@ def test_8_saved_here_loaded_there(
     first, second = engine.batches_of(drawn, 2, max(drawn.rows, other.rows))
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/state"
-        pool.run(_leg, drawn.world, Leg(drawn, save=path), [first])
+        threads.run(_leg, drawn.world, Leg(drawn, save=path), [first])
         # dropout masks are of the step, which is saved, too
-        moved = pool.run(_leg, other.world, Leg(other, load=path), [second])[0]
-    stayed = pool.run(_leg, drawn.world, Leg(drawn), [first, second])[0]
+        moved = threads.run(_leg, other.world, Leg(other, load=path), [second])[0]
+    stayed = threads.run(_leg, drawn.world, Leg(drawn), [first, second])[0]
     assert_near(moved, stayed)
     whole = config.model().state_dict()
     found = {n.removeprefix("state "): v for n, v in moved.items() if n.startswith("state ")}
@@ -140,7 +142,7 @@ def _quiet(drawn: Drawn) -> Drawn:
 
 @examples(10)
 @given(schedules.legal(), st.randoms(use_true_random=False))
-def test_10_ranks_and_rows_may_be_renumbered(pool: Pool, drawn: Drawn, random: Any) -> None:
+def test_10_ranks_and_rows_may_be_renumbered(threads: Threads, drawn: Drawn, random: Any) -> None:
     """Axes of the mesh in another sequence, and rows of the batch in another order (other rows on
     each rank, in each microbatch), give the same loss and gradients."""
     drawn = _quiet(drawn)
@@ -151,8 +153,8 @@ def test_10_ranks_and_rows_may_be_renumbered(pool: Pool, drawn: Drawn, random: A
     axes = list(drawn.axes)
     random.shuffle(axes)
     other = replace(drawn, axes=tuple(axes))
-    found = engine.seen(other, pool, [_picked(batch, order, drawn.rows)])
-    assert_near(_grads(found), _grads(engine.seen(drawn, pool, [batch])))
+    found = engine.seen(other, threads, [_picked(batch, order, drawn.rows)])
+    assert_near(_grads(found), _grads(engine.seen(drawn, threads, [batch])))
 
 
 def _worded(config: Config) -> Config:
@@ -175,7 +177,7 @@ def _words(drawn: Drawn) -> Drawn:
 
 @examples(8)
 @given(schedules.legal(), st.integers(1, 3))
-def test_10_more_padding_changes_nothing(pool: Pool, drawn: Drawn, more: int) -> None:
+def test_10_more_padding_changes_nothing(threads: Threads, drawn: Drawn, more: int) -> None:
     """Tokens of padding, behind every row, change no loss and no gradient."""
     drawn = _words(drawn)
     (batch,) = engine.batches_of(drawn)
@@ -184,14 +186,14 @@ def test_10_more_padding_changes_nothing(pool: Pool, drawn: Drawn, more: int) ->
         name: torch.nn.functional.pad(value, (0, more), value=fill[name])
         for name, value in batch.items()
     }
-    found = engine.seen(drawn, pool, [padded])
-    assert_near(_grads(found), _grads(engine.seen(drawn, pool, [batch])))
+    found = engine.seen(drawn, threads, [padded])
+    assert_near(_grads(found), _grads(engine.seen(drawn, threads, [batch])))
 
 
 @examples(8)
 @given(schedules.legal(), st.data())
 def test_11_a_row_without_labels_weighs_nothing(
-    pool: Pool, drawn: Drawn, data: st.DataObject
+    threads: Threads, drawn: Drawn, data: st.DataObject
 ) -> None:
     """A sample none of whose labels counts is as good as no sample."""
     drawn = replace(_words(drawn), spare=2)
@@ -200,8 +202,8 @@ def test_11_a_row_without_labels_weighs_nothing(
     left = [row for row in range(drawn.rows) if row != gone]
     without = _picked(batch, left, drawn.rows)
     batch["labels"][gone] = -100
-    found = engine.seen(drawn, pool, [batch])
-    assert_near(_grads(found), _grads(engine.seen(drawn, pool, [without])))
+    found = engine.seen(drawn, threads, [batch])
+    assert_near(_grads(found), _grads(engine.seen(drawn, threads, [without])))
 
 
 @dataclass(frozen=True)
@@ -217,15 +219,15 @@ class Scaled:
 
 @examples(8)
 @given(schedules.legal())
-def test_11_gradients_are_linear_in_the_loss(pool: Pool, drawn: Drawn) -> None:
+def test_11_gradients_are_linear_in_the_loss(threads: Threads, drawn: Drawn) -> None:
     """Twice the loss has twice the gradients, to the last bit: 2 is a power of two."""
     config = replace(_splittable(drawn.config), returns="tuple", entry="floats", tied=False)
     sizes = dict(drawn.axes)
     offers = [s for m in schedules.GENERATORS.values() for s in m(config, sizes, drawn.length)]
     steps = tuple(s for s in drawn.steps if s in offers)
     drawn = replace(drawn, config=config, steps=allowed(steps, config, drawn.axes))
-    once = _grads(engine.seen(drawn, pool))
-    twice = _grads(engine.seen(drawn, pool, loss=Scaled(config.loss, 2.0)))
+    once = _grads(engine.seen(drawn, threads))
+    twice = _grads(engine.seen(drawn, threads, loss=Scaled(config.loss, 2.0)))
     assert_same(twice, {name: 2 * value for name, value in once.items()})
 
 
@@ -249,7 +251,7 @@ def _round_trip(drawn: Drawn, batches: Sequence[Batch]) -> list[list[Tensor]]:
 
 @examples(8)
 @given(schedules.legal())
-def test_13_evaluation_remembers_nothing(pool: Pool, drawn: Drawn) -> None:
+def test_13_evaluation_remembers_nothing(threads: Threads, drawn: Drawn) -> None:
     """Evaluation gives the same bits before and after a step in training and a call of another
     shape and mask, and whatever the sequence of the keyword arguments."""
     blocks = tuple(b for b in _splittable(drawn.config).blocks if b.norm != "batch")
@@ -261,7 +263,7 @@ def test_13_evaluation_remembers_nothing(pool: Pool, drawn: Drawn) -> None:
     steps = tuple(s for s in drawn.steps if s in offers)
     drawn = replace(drawn, config=config, steps=allowed(steps, config, drawn.axes))
     batches = engine.batches_of(drawn, 2)
-    for found in pool.run(_round_trip, drawn.world, drawn, batches):
+    for found in threads.run(_round_trip, drawn.world, drawn, batches):
         first, second, third = found
         assert len(first) == len(second) == len(third) > 0
         assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*found))

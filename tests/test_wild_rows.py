@@ -1,0 +1,90 @@
+"""Rows of `shard` that do not fit together: refused with a reason, no crash and no wrong value."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from schedlang.runtime.launch import Pool
+from tests.proofs import refused
+from tests.properties.engine import Differs, cheap
+from tests.properties.models import Block, Config
+from tests.properties.schedules import Drawn, step
+
+MLP = Config((Block("mlp", hidden=12),), width=6)
+WORDS = Config((Block("mlp", hidden=12),), width=6, entry="words", vocab=12, dropout=0.25)
+TIED = Config((Block(),), width=6, entry="words", vocab=12, tied=True)
+
+
+@pytest.mark.parametrize(
+    "config, rows, said",
+    [
+        (MLP, "blocks.0.down  shard(row, input=R, over=tp)", "is given R"),
+        (MLP, "blocks.0.down  shard(row, input=S(seq), over=tp)", "along their last dim"),
+        (MLP, "blocks.0.up  shard(col, input=S(0), output=R, over=tp)", "from whole inputs"),
+        (WORDS, "blocks.0.up  shard(vocab, input=S(0), over=tp)", "from whole inputs"),
+        (MLP, "blocks.0.up  shard(col, output=S(seq), over=tp)", "cannot hand on"),
+        (MLP, "blocks.0.down  shard(row, blocks=2, over=tp)", "do not arrive so"),
+        (MLP, "blocks.0.up  shard(vocab, blocks=2, over=tp)", "one block"),
+        (MLP, "blocks.0.up  shard(weight=S(out), output=R, over=tp)", "unlike each other"),
+        (MLP, "blocks.0.up  shard(weight=S(in), bias=S(out), over=tp)", "unlike each other"),
+        (TIED, "head  shard(col, output=R, over=tp)", "`embed` shares a weight that is split"),
+        (
+            WORDS,
+            "blocks.0.up  shard(vocab, over=tp)\nblocks.0.down  shard(row, over=tp)",
+            "behind split logits",
+        ),
+    ],
+)
+def test_refused(config: Config, rows: str, said: str) -> None:
+    """What cannot be computed from the parts is refused when it is traced, with the row."""
+    words = refused(config.model(), rows, "tp=2", config.batch(4, 4, 0, True))
+    assert said in words and "rows.sched:" in words
+
+
+def test_two_axes_at_one_layer_with_a_bias() -> None:
+    """A bias that one axis splits cannot be added to a sum over another."""
+    rows = "blocks.0.down  shard(row, over=tp)\nblocks.0.down  shard(col, output=R, over=up)"
+    words = refused(MLP.model(), rows, "tp=2, up=3", MLP.batch(2, 4, 0, True))
+    assert "adds its bias" in words
+
+
+def _equal(pool: Pool, config: Config, *rows: str) -> None:
+    drawn = Drawn(config, (("tp", 2),), (step("shard", rows, ["x"], ["tp"]),), 1, 4)
+    bad = tuple(row for row in cheap(drawn, pool) if not row.ok)
+    if bad:
+        raise Differs(bad, drawn)
+
+
+def test_blocks_in_and_out(pool: Pool) -> None:
+    """Inputs that arrive in blocks meet a weight that is split in the same blocks."""
+    up = "blocks.0.up  shard(col, blocks=2, over=tp)"
+    _equal(pool, MLP, up, "blocks.0.down  shard(row, blocks=2, over=tp)")
+
+
+def test_dropout_on_split_logits(pool: Pool) -> None:
+    """Logits that are made whole for a function meet dropout and float64 as other tensors do."""
+    _equal(pool, WORDS, "blocks.0.down  shard(vocab, over=tp)")
+
+
+class Two(nn.Module):
+    """A second use of the hidden state, behind the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.head, self.low = nn.Linear(4, 8), nn.Linear(4, 6), nn.Linear(8, 8)
+        self.double()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        wide = self.up(x)
+        loss = nn.functional.cross_entropy(self.head(x), y)
+        return loss + wide.mean()
+
+
+def test_a_split_tensor_behind_split_logits() -> None:
+    """Behind split logits calls are not followed: what is still split there is refused."""
+    rows = "up  shard(col, over=tp)\nhead  shard(vocab, over=tp)"
+    batch = {"x": torch.ones(4, 4, dtype=torch.float64), "y": torch.arange(4)}
+    assert "behind split logits" in refused(Two(), rows, "tp=2", batch)
