@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+_SHORT = 36  # characters of a fact that stands beside others
+
+
 @dataclass(frozen=True)
 class Row:
     """One comparison. `error` is relative, at most `gate` if equal; a gate of 0 means bitwise."""
@@ -106,9 +109,15 @@ class Report:
         from rich.text import Text
 
         head = [Text(self.title, style="bold")] if self.title else []
-        if self.facts:
-            head.append(Text("  " + " · ".join(f"{k} {v}".strip() for k, v in self.facts)))
+        head += [Text(f"  {line}") for line in _lines(self.facts)]
         return Group(*head, _table(self), *_failure(self), *_remarks(self), _verdict(self))
+
+
+def _lines(facts: tuple[tuple[str, str], ...]) -> list[str]:
+    """Short facts side by side, then each that is a sentence on a line of its own."""
+    said = [f"{name} {value}".strip() for name, value in facts]
+    short = [one for one in said if len(one) <= _SHORT]
+    return [" · ".join(short)] * bool(short) + [one for one in said if len(one) > _SHORT]
 
 
 def _closeness(row: Row) -> float:
@@ -151,6 +160,8 @@ def _table(report: Report) -> Table:
         good = len(names - {row.name for row in failed})
         count = f"{good} / {len(names)}" if len(names) > 1 or failed else _single(worst)
         detail = f"{count}   worst {worst.name}" if len(names) > 1 else count
+        if not failed and worst.step is None and " = " in worst.name:  # sets of names: counts
+            detail = ", ".join(dict.fromkeys(row.name for row in rows))
         style = "red" if failed else "green"
         verdict = f"[{style}]{'DIFFERENT' if failed else 'equal'}[/]"
         gate = f"{worst.gate:.0e}" if worst.gate else "exact"
