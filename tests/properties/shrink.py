@@ -17,7 +17,7 @@ Fails = Callable[[Drawn], bool]
 def shrink(drawn: Drawn, fails: Fails) -> Drawn:
     """The first smaller candidate that fails, again and again until none does.
 
-    Deterministic; candidates are tried in the order rows, mesh, blocks, batch, settings.
+    Deterministic; candidates are tried in the order mesh, rows, blocks, batch, settings.
     """
     seen = {drawn}
     while True:
@@ -30,12 +30,12 @@ def shrink(drawn: Drawn, fails: Fails) -> Drawn:
 
 def _smaller(drawn: Drawn) -> Iterator[Drawn]:
     config, axes = drawn.config, drawn.axes
-    yield from (without(drawn, one) for one in drawn.steps)
     for place, (name, size) in enumerate(axes):
         for less in range(1, size):
             yield _fitted(drawn, axes=(*axes[:place], (name, less), *axes[place + 1 :]))
         if size == 1 and len(axes) > 1:
             yield _fitted(drawn, axes=(*axes[:place], *axes[place + 1 :]))
+    yield from (without(drawn, one) for one in drawn.steps)
     for gone in range(len(config.blocks) if len(config.blocks) > 1 else 0):
         yield _renumbered(drawn, gone)
     if drawn.spare:
