@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from schedlang.runtime.launch import Pool
 from tests.engine import Threads
 from tests.proofs import adamw, assert_same, sequential, sgd, steps
 from tests.properties import engine, schedules
@@ -109,10 +110,10 @@ def _still(named: Any) -> torch.optim.Optimizer:
 
 @examples(12)
 @given(schedules.legal(MESHES[1:]))
-def test_9_shards_are_disjoint_and_cover(threads: Threads, drawn: Drawn) -> None:
+def test_9_shards_are_disjoint_and_cover(pool: Pool, drawn: Drawn) -> None:
     """After a step copies are equal, no rank holds an element twice, and every element of every
     parameter is held by equally many ranks, at least one."""
-    held = [part for (part,) in threads.run(_owned, drawn.world, drawn)]
+    held = [part for (part,) in pool.run(_owned, drawn.world, drawn)]
     model = drawn.config.model()
     start = 1
     for name, parameter in model.named_parameters():
