@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from schedlang import printer
 from schedlang.diagnostic import Refusal
 from schedlang.primitive import conflicts, load_all, registry
+from schedlang.runtime.launch import Pool
 from schedlang.schedule import Schedule
 from schedlang.source import Source
 from schedlang.syntax import parse
@@ -178,10 +179,10 @@ def _refusal_here(drawn: Drawn) -> tuple[str, bool, list[str]]:
 
 @examples(25)
 @given(illegal())
-def test_14_illegal_rows_are_refused_alike(threads: Threads, drawn: Drawn) -> None:
+def test_14_illegal_rows_are_refused_alike(pool: Pool, drawn: Drawn) -> None:
     """An illegal row is refused with the same words by every rank, before any collective; where
     the row alone is wrong, at its place."""
-    found = threads.run(_refusal_here, drawn.world, drawn)
+    found = pool.run(_refusal_here, drawn.world, drawn)
     said, placed, _ = found[0]
     assert said, f"not refused: {drawn.illegal}"
     assert all(one == found[0] for one in found)
