@@ -38,20 +38,21 @@ def posed(
     from schedlang.syntax import parse, read
 
     tree, module = parse(read(file)), found.model(seed=seed, meta=bool(shrink))
-    batches: tuple[Any, ...] = tuple(found.batch(seed + step) for step in range(STEPS))
     small = None
     if shrink or (shrink is None and lies_on_meta(module)):
-        small = shrunk(tree, given, found, module, batches, seed)
-        if steps_of(small.plan) > STEPS:
-            more = range(STEPS, steps_of(small.plan))
-            batches += tuple(found.batch(seed + step) for step in more)
-            small = shrunk(tree, given, found, module, batches, seed)
+        small = shrunk(tree, given, found, module, _batches(found, seed, STEPS), seed)
+        if (steps := steps_of(small.plan)) > STEPS:
+            small = shrunk(tree, given, found, module, _batches(found, seed, steps), seed)
         plan, batches = small.plan, small.batches
     else:
         plan = Schedule(module, tree, given).plan()
-        batches += tuple(found.batch(seed + step) for step in range(STEPS, steps_of(plan)))
+        batches = _batches(found, seed, steps_of(plan))
     if only is not None:
         plan = only_lines(plan, only)
     case = Case(plan, batches, found.loss, found.weight, seed, dtype)
     command = repeated(file, plan, seed, model, only) + (" --shrink" if small else "")
     return Posed(case, small, command)
+
+
+def _batches(found: ModelFile, seed: int, steps: int) -> tuple[Any, ...]:
+    return tuple(found.batch(seed + step) for step in range(steps))
