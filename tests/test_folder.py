@@ -65,6 +65,7 @@ def _full_disk(rank: int, folder: str, real: bool) -> Any:
     program.train_step(ids(0))
     program.save(f"{folder}/a")
     program.train_step(ids(1))
+    plain = FileSystemWriter.write_data
     if rank == 1 and real:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
     elif rank == 1:
@@ -75,6 +76,7 @@ def _full_disk(rank: int, folder: str, real: bool) -> Any:
     except Refusal as error:
         return str(error)
     finally:
+        FileSystemWriter.write_data = plain  # type: ignore[method-assign]
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
 
 

@@ -16,6 +16,7 @@ from schedlang.runtime.float64 import Float64
 from schedlang.runtime.forward import layers_of
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.recompute import CLASSES, Checkpoint, _policy, checkpoint, updates_buffers
+from tests.ranks import run_ranks
 
 SAVES = [(), ("linear",), ("attention",), ("linear", "attention"), CLASSES]
 
@@ -307,12 +308,11 @@ def test_kernels_that_draw_are_recomputed():
     assert _policy(kept, None, operator, q, q, q).name == "MUST_SAVE"
 
 
-def _ranks(rank, path, save, queue):
+def _ranks(rank, save):
     import torch.distributed as dist
 
     from schedlang.runtime.collective import Group, all_reduce, gather, listening, reduce
 
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     group = Group(("tp",), (0, 1), rank, dist.group.WORLD)
 
     class Parallel(nn.Module):
@@ -344,8 +344,7 @@ def _ranks(rank, path, save, queue):
         with listening(sent):
             found.append(gradient(module))
     real = _count_real(partial(gradient, module))
-    queue.put((counts, [torch.equal(found[0], each) for each in found[1:]], real))
-    dist.destroy_process_group()
+    return counts, [torch.equal(found[0], each) for each in found[1:]], real
 
 
 def _count_real(run):
@@ -362,22 +361,9 @@ def _count_real(run):
 
 
 @pytest.mark.parametrize("save", [("collective",), ("collective", "linear")])
-def test_collectives_are_kept(tmp_path, save):
+def test_collectives_are_kept(save):
     """With `collective` none is issued in recomputation, and gradients are the same bit by bit."""
-    import torch.multiprocessing as mp
-
-    context = mp.get_context("fork")
-    queue = context.Queue()
-    workers = [
-        context.Process(target=_ranks, args=(rank, tmp_path / "store", save, queue))
-        for rank in range(2)
-    ]
-    for worker in workers:
-        worker.start()
-    results = [queue.get(timeout=60) for _ in workers]
-    for worker in workers:
-        worker.join()
-    for _counts, same, real in results:
+    for _counts, same, real in run_ranks(2, _ranks, save):
         assert same == [True, True]
         assert real == 4  # reduce, gather, all_reduce in forward, the gather's backward
 
