@@ -15,7 +15,15 @@ from schedlang.passes.exact import baseline, exact_rows, given_up
 from schedlang.passes.flips import undecided
 from schedlang.passes.observe import Condition, Observation, observe
 from schedlang.passes.runs import Runs, check_parts, runs
-from schedlang.passes.saved import Outputs, archive_rows, loaded, reloaded, saved
+from schedlang.passes.saved import (
+    NO_OUTPUTS,
+    UNLIKE,
+    Outputs,
+    archive_rows,
+    loaded,
+    reloaded,
+    saved,
+)
 from schedlang.passes.sides import (
     Case,
     as_worked,
@@ -170,7 +178,8 @@ def _ranks(case: Case, working: Case | None, told: Sequence[Condition], pool: Po
     with tempfile.TemporaryDirectory(prefix="schedlang-") as folder:
         world = case.plan.mesh.world
         seen, rounded, again = pool.run(_rank, world, case, working, tuple(told), folder)[0]
-        return seen, rounded, loaded(case, told, folder) | {"outputs": again}
+        outputs = NO_OUTPUTS if case.parted else again  # each replica has statistics of its own
+        return seen, rounded, loaded(case, told, folder) | {"outputs": outputs}
 
 
 def _compared(
@@ -250,4 +259,5 @@ def _gaps(
     plan = case.plan
     names = {name: fact.numel for name, fact in plan.model.unique.items()}
     found = gaps(ran.batches, sizes=dict(plan.mesh.axes), drawn=drawn, parameters=names)
-    return (*found, *ran.gaps, *repeating(plan), *idle(expected), *unoffered(actual))
+    known = (UNLIKE,) if case.parted else ()
+    return (*found, *ran.gaps, *known, *repeating(plan), *idle(expected), *unoffered(actual))

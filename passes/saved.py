@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang.passes.observe import Batch, Condition, Observation, flattened
 from schedlang.passes.sides import Case
 from schedlang.plan import Plan
-from schedlang.report import Row
+from schedlang.report import Gap, Row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from schedlang.runtime.program import Program
 
 Outputs = Mapping[str, Any]
+NO_OUTPUTS: tuple[Outputs, Outputs] = ({}, {})
+UNLIKE = Gap(
+    "outputs with a loaded state: replicas have statistics of their own, and one is saved",
+    "a load that leaves out what the outputs hang on",
+)
 
 
 def saved(told: Sequence[Condition]) -> int:

@@ -47,6 +47,7 @@ def test_batch_norm_by_parts_is_equal_to_the_original_by_parts(pool: Pool) -> No
     assert report.equivalence == "relaxed (batch_stats)"
     names = {row.name for row in report.rows if row.kind == "other state"}
     assert "norm.running_var" in names
+    assert any("statistics of their own" in gap.condition for gap in report.gaps)
     limits = {row.kind for row in report.rows if "vanishes" in row.condition}
     assert {"loss", "gradients", "parameters", "outputs"} <= limits  # against the original itself
 
