@@ -16,7 +16,6 @@ from tests.zoo.scenes import SCENES, case
 from tests.zoo.table import counted
 
 HUNTS = [(b.id, scene) for b in ZOO.values() if b.applies for scene in b.scenes]
-SPREAD = HUNTS[::4]  # the deep tier hunts all
 RIGHT = [name for name, scene in SCENES.items() if scene.holds]
 
 
@@ -32,16 +31,9 @@ def test_every_entry_is_whole(entry: Bug) -> None:
         assert not entry.scenes
 
 
-@pytest.mark.parametrize("spec, scene", SPREAD, ids=[f"{s}-{n}" for s, n in SPREAD])
-def test_a_bug_is_found(spec: str, scene: str, pool: Pool) -> None:
-    """A spread of the zoo: the proof fails, or the run is refused or dies as it must."""
-    assert hunt(spec, scene, pool, blame=False).killed
-
-
-@pytest.mark.deep
 @pytest.mark.parametrize("spec, scene", HUNTS, ids=[f"{s}-{n}" for s, n in HUNTS])
-def test_every_bug_is_found(spec: str, scene: str, pool: Pool) -> None:
-    """All of the zoo."""
+def test_a_bug_is_found(spec: str, scene: str, pool: Pool) -> None:
+    """All of the zoo: the proof fails, or the run is refused or dies as it must."""
     assert hunt(spec, scene, pool, blame=False).killed
 
 
