@@ -235,13 +235,15 @@ def test_versions_explain_and_are_not_compared(schedule: Path) -> None:
 
 
 def test_settings_are_part_of_the_lock(schedule: Path) -> None:
-    """A lock of another mesh is compared on that mesh, whatever the question is asked with."""
+    """A lock of another mesh is compared on that mesh; settings beside it are refused."""
     locked(schedule, "--mesh", "tp=4")
     assert run("plan", schedule, "--locked").exit_code == 0
     assert compare_lock(schedule, None).changes == ()
     locked(schedule, "--knob", "tp=1")
     assert '"axis tp" = "1"' in schedule.with_name("x.sched.lock").read_text()
-    assert run("plan", schedule, "--locked", "--mesh", "tp=2").exit_code == 0
+    assert run("plan", schedule, "--locked").exit_code == 0
+    found = run("plan", schedule, "--locked", "--mesh", "tp=2")
+    assert found.exit_code == 2 and "a lock has its settings" in found.stderr
 
 
 # ---- what is refused ----------------------------------------------------------------------------

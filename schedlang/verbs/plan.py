@@ -52,6 +52,7 @@ def plan(
 
     start = time.perf_counter()
     if locked:
+        _check_lock_alone(knob, mesh, lock)
         demand_lock(file, model, as_json, show=True)
         return
     found = planned(file, model, knob, mesh)
@@ -72,6 +73,16 @@ def plan(
         print(text(shown, each=each))
         spent = time.perf_counter() - start - found.imports
         print(f"planned in {spent:.1f} s, imports {found.imports:.1f} s", file=sys.stderr)
+
+
+def _check_lock_alone(knob: object, mesh: object, lock: bool) -> None:
+    """Refuse settings beside `--locked`: what is compared is planned with the lock's own (S109)."""
+    from schedlang.diagnostic import Diagnostic, Refusal
+
+    if knob or mesh or lock:
+        title = "a lock has its settings: `--knob`, `--mesh` and `--lock` do not go with `--locked`"
+        helps = ("leave them out, or write another lock with them: `--lock`",)
+        raise Refusal(Diagnostic("S109", title, helps=helps))
 
 
 def _write(shown: View, svg: Path | None, html: Path | None, trace: Path | None) -> None:
