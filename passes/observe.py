@@ -182,6 +182,7 @@ class _Sight:
     left_out: dict[str, str]
 
     def step(self, subject: Subject, step: int, batch: Batch) -> None:
+        """One training step, and before the first one the names and the output."""
         if step == 0:
             self.names("trainable set", subject.trainable())
             self.names("state_dict keys", subject.state_dict())
@@ -203,6 +204,7 @@ class _Sight:
             self.state(subject, step)
 
     def end(self, subject: Subject, step: int, batch: Batch) -> None:
+        """What the last step leaves: state, the optimizer's too, the output, what was drawn."""
         if step:
             self.state(subject, step)
         for name, slots in subject.optimizer_state().items():
@@ -214,6 +216,7 @@ class _Sight:
             self.names("dropout draws", draws)
 
     def state(self, subject: Subject, step: int) -> None:
+        """Parameters, buffers, and copies of them on other ranks."""
         trainable = set(subject.trainable())
         state = subject.state_dict()
         for name, value in state.items():
@@ -235,14 +238,17 @@ class _Sight:
         return {}
 
     def outputs(self, kind: str, step: int, subject: Subject, output: Any) -> None:
+        """The tensors and numbers in an output, and what it leaves out."""
         self.tensors(kind, step, dict(flattened(output, self.unread)))
         self.left_out.update(getattr(subject, "left_out", {}))
 
     def tensors(self, kind: str, step: int, values: Mapping[str, Tensor | None]) -> None:
+        """Several of one kind, by name."""
         for name, value in values.items():
             self.tensor(kind, step, name, value)
 
     def tensor(self, kind: str, step: int, name: str, value: Any) -> None:
+        """A copy of one tensor or number; None if there is none."""
         import torch
 
         if not self.keep:
@@ -255,6 +261,7 @@ class _Sight:
         self.seen.tensors[Key(self.condition, kind, step, name)] = value
 
     def names(self, kind: str, names: Iterable[str]) -> None:
+        """A set of names."""
         if self.keep:
             self.seen.sets[Key(self.condition, kind, 0, "")] = frozenset(names)
 

@@ -19,9 +19,9 @@ from schedlang.runtime import gradient, mail
 from schedlang.runtime.launch import Pool, RankDied
 from tests import models
 from tests.engine import Faults, Mismatch, Threads
-from tests.mutants import Mutated
 from tests.proofs import assert_same, planned, proven, trained
 from tests.test_build import GPT2, LLAMA, LLAMA_ENDS
+from tests.zoo.pool import Mutated
 
 TOKENS = [models.tokens(rows=6, seed=seed) for seed in (5, 2)]  # labels are uneven
 

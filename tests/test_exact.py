@@ -14,9 +14,10 @@ from schedlang.report import Report
 from schedlang.runtime import program, recompute
 from schedlang.runtime.launch import Pool
 from tests import models
-from tests.mutants import Mutated, Patch
 from tests.proofs import planned
 from tests.test_build import GPT2, Small, _series
+from tests.zoo.bug import Patch
+from tests.zoo.pool import Mutated
 
 ROWS = GPT2 + "transformer.h.* checkpoint()"
 TOKENS = (models.tokens(rows=6, seed=5),)

@@ -18,8 +18,9 @@ from schedlang.runtime.launch import Pool
 from schedlang.schedule import Schedule
 from schedlang.source import Source
 from schedlang.syntax import parse
-from tests.mutants import Mutated, Patch
 from tests.test_build import Normed, _series
+from tests.zoo.bug import Patch
+from tests.zoo.pool import Mutated
 
 RELAXED = """schedule 1
 

@@ -32,7 +32,8 @@ from schedlang.passes.state import Settings
 from schedlang.runtime.launch import Pool
 from schedlang.source import Source
 from schedlang.syntax import parse
-from tests.mutants import Mutated, enter_without_all_reduce
+from tests.zoo.pool import Mutated
+from tests.zoo.tensor import enter_without_all_reduce
 
 BLOCK = """  model.embed_tokens  shard(vocab, over=tp)
   at model.layers.* {

@@ -17,9 +17,11 @@ from schedlang.passes.static import Static, static
 from schedlang.plan import Plan
 from schedlang.runtime import collective, dry, follow, pipeline, program, shard
 from schedlang.timeline import Kind
-from tests import layouts, models, mutants
+from tests import layouts, models
 from tests.proofs import planned
 from tests.test_build import GPT2, LLAMA, LLAMA_ENDS
+from tests.zoo import heads, replicas, tensor
+from tests.zoo.pipeline import ties_not_summed, ties_summed_twice
 
 TOKENS = models.tokens(rows=4)
 BERT = """
@@ -124,18 +126,18 @@ def _line(one: Diagnostic) -> str:
 
 # bug, schedule, code, what stands in the line it is reported at
 BUGS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str, str]] = [
-    (mutants.enter_without_all_reduce, "gpt2 tp", "S711", "shard(col"),
-    (mutants.reduce_reduces_again, "gpt2 tp", "S712", "shard("),
-    (mutants.gather_turns_the_other_way, "llama sp", "S711", "shard("),
-    (mutants.bias_on_every_rank, "gpt2 tp", "S713", "shard(row"),
-    (mutants.embedding_without_mask, "gpt2 tp", "S713", "shard(vocab"),
-    (mutants.partial_sums_skipped, "llama sp", "S711", "layernorm"),
-    (mutants.ties_not_summed, "gpt2 pp", "S711", "pipeline_split"),
-    (mutants.ties_summed_twice, "gpt2 pp", "S712", "pipeline_split"),
-    (mutants.replicas_not_summed, "gpt2 dp", "S711", "zero("),
-    (mutants.averaged_by_fully_shard, "gpt2 zero", "S712", "zero("),
-    (mutants.mean_of_means, "gpt2 dp", "S716", "zero("),
-    (mutants.last_microbatch_dropped, "gpt2 pp", "S716", "pipeline("),
+    (tensor.enter_without_all_reduce, "gpt2 tp", "S711", "shard(col"),
+    (tensor.reduce_reduces_again, "gpt2 tp", "S712", "shard("),
+    (tensor.gather_turns_the_other_way, "llama sp", "S711", "shard("),
+    (tensor.bias_on_every_rank, "gpt2 tp", "S713", "shard(row"),
+    (tensor.embedding_without_mask, "gpt2 tp", "S713", "shard(vocab"),
+    (heads.partial_sums_skipped, "llama sp", "S711", "layernorm"),
+    (ties_not_summed, "gpt2 pp", "S711", "pipeline_split"),
+    (ties_summed_twice, "gpt2 pp", "S712", "pipeline_split"),
+    (replicas.replicas_not_summed, "gpt2 dp", "S711", "zero("),
+    (replicas.averaged_by_fully_shard, "gpt2 zero", "S712", "zero("),
+    (replicas.mean_of_means, "gpt2 dp", "S716", "zero("),
+    (pipeline.last_microbatch_dropped, "gpt2 pp", "S716", "pipeline("),
 ]
 
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from schedlang.cli import app
-from tests import mutants
+from tests.zoo import replicas
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -47,7 +47,7 @@ def test_the_page_shows_what_is_printed() -> None:
 
 def test_a_bug_is_refused_with_its_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Exit code 2, the row in text and in JSON; the other proofs still hold."""
-    mutants.replicas_not_summed(monkeypatch)
+    replicas.replicas_not_summed(monkeypatch)
     file = EXAMPLES / "custom" / "2d.sched"
     model = ("--model", file.parent / "model.py")
     assert check(file, *model).exit_code == 0  # no data axis: the bug does not concern it

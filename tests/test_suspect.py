@@ -12,17 +12,15 @@ from schedlang.passes.prove import Case, prove
 from schedlang.report import Report, Row
 from schedlang.runtime.launch import Pool
 from tests import models
-from tests.mutants import (
-    bias_on_every_rank,
-    clip_ignored,
-    last_microbatch_dropped,
-    other_masks_in_recomputation,
-    replicas_not_summed,
-    saved_wrong,
-)
 from tests.proofs import planned
+from tests.zoo.memory import other_masks_in_recomputation
+from tests.zoo.pipeline import last_microbatch_dropped
 from tests.zoo.pool import Mutated
+from tests.zoo.replicas import replicas_not_summed
+from tests.zoo.saved import saved_wrong
 from tests.zoo.scenes import GPT2
+from tests.zoo.steps import clip_ignored
+from tests.zoo.tensor import bias_on_every_rank
 
 TOKENS = tuple(models.tokens(rows=6, seed=seed) for seed in (5, 2))
 

@@ -10,6 +10,7 @@ caller, by the modules it called, as parameters) are its own doing.
 from __future__ import annotations
 
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,7 +52,7 @@ class Running:
     starts: dict[Place, int] = field(default_factory=dict)  # of those that are split logits
 
 
-class Alone:
+class Alone(ABC):
     """Hooks on all modules of a model that replace what crosses their edges.
 
     What is handed on is told (`taken`, `returned`), which answer by what the other side is given
@@ -75,17 +76,17 @@ class Alone:
 
     # -- what differs between the original and a program -------------------------------------------
 
+    @abstractmethod
     def taken(self, frame: Frame, tensors: list[Tensor], starts: Starts) -> list[Tensor]:
         """What a module is given instead of what its caller hands it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def returned(self, call: Running, tensors: list[Tensor], starts: Starts) -> list[Tensor]:
         """What a caller is given instead of what the module returns."""
-        raise NotImplementedError
 
+    @abstractmethod
     def cotangent(self, place: Place, value: Tensor) -> Tensor:
         """The gradient that is sent back into something handed on."""
-        raise NotImplementedError
 
     # -- the hooks ---------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ class _Statistics(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, target: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+        """Shift by the largest logit of all ranks, and sum over them in one collective."""
         largest = x.amax(-1)
         collective.count("all-reduce", group, largest)
         if group.pg is not None:
@@ -46,6 +47,7 @@ class _Statistics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Softmax, one-hot and ones, each by its gradient: of this rank's words only."""
         x, logsumexp, local, mine = ctx.saved_tensors
         by_lse, by_target, by_sum = grads
         out = (x - logsumexp[..., None]).exp_() * by_lse[..., None]

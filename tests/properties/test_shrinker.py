@@ -11,11 +11,12 @@ from schedlang.runtime import offload, recompute
 from schedlang.source import Source
 from schedlang.syntax import parse
 from tests.engine import Threads
-from tests.mutants import Mutated, Patch
 from tests.properties import engine
 from tests.properties.models import Block, Config
 from tests.properties.schedules import Drawn, step
 from tests.properties.shrink import differs, shrink, shrinking, told
+from tests.zoo.bug import Patch
+from tests.zoo.pool import Mutated
 
 
 def wrong_together(patch: Patch) -> None:
