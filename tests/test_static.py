@@ -21,7 +21,7 @@ from tests import layouts, models
 from tests.proofs import planned
 from tests.test_build import GPT2, LLAMA, LLAMA_ENDS
 from tests.zoo import heads, replicas, tensor
-from tests.zoo.pipeline import ties_not_summed, ties_summed_twice
+from tests.zoo.pipeline import last_microbatch_dropped, ties_not_summed, ties_summed_twice
 
 TOKENS = models.tokens(rows=4)
 BERT = """
@@ -137,7 +137,7 @@ BUGS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str, str]] = [
     (replicas.replicas_not_summed, "gpt2 dp", "S711", "zero("),
     (replicas.averaged_by_fully_shard, "gpt2 zero", "S712", "zero("),
     (replicas.mean_of_means, "gpt2 dp", "S716", "zero("),
-    (pipeline.last_microbatch_dropped, "gpt2 pp", "S716", "pipeline("),
+    (last_microbatch_dropped, "gpt2 pp", "S716", "pipeline("),
 ]
 
 
