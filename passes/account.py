@@ -39,7 +39,7 @@ class Account:
     @property
     def bubble(self) -> float | None:
         """The idle share of the pipeline's ranks at unit cost."""
-        from schedlang.timeline_check import timing
+        from schedlang.timeline import timing
 
         return None if self.timeline is None else timing(self.timeline).bubble
 

@@ -39,9 +39,9 @@ def _owners(staged: Staged) -> dict[str, frozenset[int]]:
     """The places along the pipeline axis that hold each parameter."""
     owners: dict[str, set[int]] = {}
     if staged.axis is not None:
-        for stage, place in enumerate(staged.ranks):
+        for stage in range(staged.cut.stages):
             for name in staged.cut.parameters(stage):
-                owners.setdefault(name, set()).add(place)
+                owners.setdefault(name, set()).update(staged.places(stage))
     return {name: frozenset(places) for name, places in owners.items()}
 
 

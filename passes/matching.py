@@ -181,8 +181,7 @@ def _called(letter: Letter | None) -> str:
 
 def _timeline(plan: Plan, prepared: Prepared) -> Iterator[Diagnostic]:
     """The table that every rank runs ends for all microbatches, and its transfers are paired."""
-    from schedlang.timeline import TimelineError
-    from schedlang.timeline_check import check, with_transfers
+    from schedlang.timeline import TimelineError, check, with_transfers
 
     staged = prepared.staged
     if staged.axis is None:

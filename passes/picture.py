@@ -287,7 +287,7 @@ def _bar(view: View, one: RankClass, y: int, scale: float) -> Iterator[str]:
 
 
 def _timeline(view: View, y: int) -> Drawn:
-    from schedlang.timeline_svg import svg
+    from schedlang.timeline.svg import svg
 
     timeline, order = view.account.timeline, view.plan.order
     if timeline is None or order is None:

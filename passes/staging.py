@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.propagate import Traced
-from schedlang.passes.stages import Unit, at_units, balanced, even, placement
+from schedlang.passes.stages import Unit, at_units, balanced, even
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
@@ -22,13 +22,25 @@ Loss = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Staged:
-    """The stages of a plan: the recorded cut, the order, and the pipeline rank of every stage."""
+    """The stages of a plan: the recorded cut, the order, and the pipeline rank of every stage.
+
+    `homes[replica][stage]` is a place along the pipeline's axis.
+    """
 
     cut: Cut
     timeline: Timeline
-    ranks: tuple[int, ...]  # place along the pipeline's axis of every stage
+    homes: tuple[tuple[int, ...], ...]
     axis: str | None
     trunk: frozenset[str]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The place of every stage of replica 0."""
+        return self.homes[0]
+
+    def places(self, stage: int) -> frozenset[int]:
+        """The places that hold a stage, over all replicas."""
+        return frozenset(row[stage] for row in self.homes)
 
 
 def local_skeleton(plan: Plan, traced: Traced) -> nn.Module:
@@ -71,22 +83,22 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
         from schedlang.runtime.graph import Cut, Reads, StageGraph
 
         whole = StageGraph(("",), (Reads(),), Reads(), {}, (Reads(), Reads()), {})
-        return Staged(Cut(whole, (0,)), order("GPipe", 1, micro), (0,), None, _trunk(plan))
+        return Staged(Cut(whole, (0,)), order("GPipe", 1, micro), ((0,),), None, _trunk(plan))
     skeleton = local_skeleton(plan, traced)
     Training(skeleton).on()
     try:
         at = [fqn for c in plan.cuts for fqn in c.before]
         names = units_of(skeleton, batch, at)
-        made = cut(
-            record(skeleton, names, batch, loss=loss), _stage_numbers(plan, names, count * chunks)
-        )
         timeline = order(name, count, micro, chunks)
+        graph = record(skeleton, names, batch, loss=loss)
+        made = cut(graph, _stage_numbers(plan, names, timeline.stages))
     except Refusal as refusal:
         raise _placed(refusal, plan, "stage") from refusal
     except OrderError as error:
         told = Diagnostic("S608", error.reason, helps=(error.legal,))
         raise _placed(Refusal(told), plan, "order") from error
-    return Staged(made, timeline, placement(count * chunks, count), axis, _trunk(plan))
+    homes = tuple(tuple(row) for row in timeline.homes.tolist())
+    return Staged(made, timeline, homes, axis, _trunk(plan))
 
 
 def _stage_numbers(plan: Plan, names: Sequence[str], stages: int) -> tuple[int, ...]:
@@ -127,7 +139,7 @@ def buffer_stages(staged: Staged) -> dict[str, frozenset[int] | None]:
     if staged.axis is None:
         return {}
     found: dict[str, set[int]] = {}
-    for stage, place in enumerate(staged.ranks):
+    for stage in range(staged.cut.stages):
         for name in staged.cut.buffers(stage):
-            found.setdefault(name, set()).add(place)
+            found.setdefault(name, set()).update(staged.places(stage))
     return {name: frozenset(places) for name, places in found.items()}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 
-from schedlang.timeline import Kind
-from schedlang.timeline_check import Timing
+from schedlang.timeline import Kind, Timing
 
 UNIT = 1000.0  # microseconds a unit of cost
 WORDS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input grad", Kind.W: "weight grad"}

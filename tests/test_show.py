@@ -14,7 +14,7 @@ from schedlang.passes.picture import page, picture
 from schedlang.passes.show import View, view
 from schedlang.passes.show_text import number, size, text
 from schedlang.passes.trace import trace
-from schedlang.timeline_check import timing
+from schedlang.timeline import timing
 from tests.models import tokens
 from tests.test_account import CHECKPOINT, MESH, PIPE, TENSOR, planned
 

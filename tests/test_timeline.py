@@ -11,9 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedlang.orders import ORDERS, order
-from schedlang.timeline import Kind, Op, Timeline, TimelineError, chain, timeline
-from schedlang.timeline_check import check, peak_live, timing, with_transfers
-from schedlang.timeline_svg import svg
+from schedlang.timeline import (
+    Kind,
+    Op,
+    Timeline,
+    TimelineError,
+    chain,
+    check,
+    peak_live,
+    timeline,
+    timing,
+    with_transfers,
+)
+from schedlang.timeline.svg import svg
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
 

@@ -9,8 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from schedlang.cli import app
-from schedlang.timeline import Kind
-from schedlang.timeline_check import timing
+from schedlang.timeline import Kind, timing
 
 MODEL = """
 import torch

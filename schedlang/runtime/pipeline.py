@@ -16,9 +16,8 @@ from schedlang.runtime.graph import Token, refusal
 from schedlang.runtime.mail import Layout, Mail, layout_of
 from schedlang.runtime.split import SplitBackward
 from schedlang.runtime.stage import Stage, enter, signature
-from schedlang.timeline import Kind, Op, Timeline
+from schedlang.timeline import Kind, Op, Timeline, check, with_transfers
 from schedlang.timeline import timeline as make_timeline
-from schedlang.timeline_check import check, with_transfers
 
 BACKWARD = (Kind.B, Kind.I, Kind.W)
 

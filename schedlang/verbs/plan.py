@@ -90,7 +90,7 @@ def _write(shown: View, svg: Path | None, html: Path | None, trace: Path | None)
     from schedlang.diagnostic import Diagnostic, Refusal
     from schedlang.passes.picture import page, picture
     from schedlang.passes.trace import trace as traced
-    from schedlang.timeline_check import timing
+    from schedlang.timeline import timing
     from schedlang.verbs.files import write_text
 
     if svg is not None:

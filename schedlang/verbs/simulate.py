@@ -39,8 +39,8 @@ def simulate(
     A schedule's order, ranks, microbatches and chunks are those of its plan; costs are as given.
     """
     from schedlang.passes.trace import trace as traced
-    from schedlang.timeline_check import peak_live, timing
-    from schedlang.timeline_svg import svg as drawn
+    from schedlang.timeline import peak_live, timing
+    from schedlang.timeline.svg import svg as drawn
     from schedlang.verbs.files import write_text
 
     cost = _costs(f, b, comm)

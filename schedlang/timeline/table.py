@@ -17,7 +17,11 @@ Edge = tuple[int, int]
 
 
 class Kind(IntEnum):
-    """What an operation does; B is the whole backward, I and W are its two halves."""
+    """What an operation does; B is the whole backward, I and W are its two halves.
+
+    EVICT sends the activations of a microbatch to another rank, where HOLD takes them in; GIVE
+    sends them back and LOAD takes them home. STEP makes a version of a stage's weights.
+    """
 
     F = 0
     B = 1
@@ -31,14 +35,18 @@ class Kind(IntEnum):
     OFFLOAD = 9
     RELOAD = 10
     EVICT = 11
-    LOAD = 12
-    GATHER = 13
-    REDUCE = 14
-    STEP = 15
-    BARRIER = 16
+    HOLD = 12
+    GIVE = 13
+    LOAD = 14
+    UNSHARD = 15
+    RESHARD = 16
+    REDUCE = 17
+    STEP = 18
+    BARRIER = 19
 
 
 TRANSFERS = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
+AWAY = (Kind.HOLD, Kind.GIVE)  # done for a stage of another rank
 # one unit is the forward of one stage; a whole backward costs two (Narayanan et al. 2021, §2.2)
 UNIT: Mapping[Kind, float] = {Kind.F: 1.0, Kind.I: 1.0, Kind.W: 1.0, Kind.B: 2.0}
 
@@ -48,7 +56,12 @@ class TimelineError(ValueError):
 
 
 class Op(NamedTuple):
-    """One operation. `peer` is the stage at the other end of a transfer, else -1."""
+    """One operation.
+
+    `peer` is the stage at the other end of a transfer; of EVICT, HOLD, GIVE and LOAD the other
+    rank; else -1. `version` counts the updates of the stage's weights within the step: that which
+    F, B, I and W read, and that which STEP makes (0: the weights as the step began).
+    """
 
     kind: Kind
     stage: int
@@ -122,12 +135,28 @@ class Timeline:
         return np.searchsorted(self.rank, np.arange(self.ranks + 1)).astype(np.int64)
 
     @cached_property
-    def stage_rank(self) -> Column:
-        """The rank of every stage (of replica 0), -1 where a stage has no rows."""
-        found = np.full(self.stages, -1, dtype=np.int32)
-        rows = self.replica == 0
-        found[self.stage[rows]] = self.rank[rows]
+    def replicas(self) -> int:
+        """How many copies of the stages there are; each microbatch goes through one of them."""
+        return int(self.replica.max()) + 1 if len(self) else 0
+
+    @cached_property
+    def slices(self) -> int:
+        """Into how many runs of the sequence each microbatch is cut."""
+        return int(self.slice.max()) + 1 if len(self) else 0
+
+    @cached_property
+    def homes(self) -> Column:
+        """[replica, stage]: the rank that runs it, -1 where it has no rows."""
+        found = np.full((self.replicas, self.stages), -1, dtype=np.int32)
+        own = ~np.isin(self.kind, AWAY)
+        found[self.replica[own], self.stage[own]] = self.rank[own]
         return found
+
+    @property
+    def stage_rank(self) -> Column:
+        """The rank of every stage of replica 0."""
+        first: Column = self.homes[0]
+        return first
 
     def rows(self, rank: int) -> tuple[Op, ...]:
         """The operations of one rank, in order."""

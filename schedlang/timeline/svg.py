@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from schedlang.timeline import UNIT, Kind, Timeline
-from schedlang.timeline_check import Timing, timing
+from schedlang.timeline.table import UNIT, Kind, Timeline
+from schedlang.timeline.timing import Timing, timing
 
 # Okabe and Ito's palette, apart in lightness too; text colour that reads on each
 FILL = {Kind.F: "#56b4e9", Kind.B: "#e69f00", Kind.I: "#f0c75e", Kind.W: "#009e73"}

@@ -1,0 +1,85 @@
+"""Orders of a pipeline's operations: one short generator each, with its paper and closed form."""
+
+from __future__ import annotations
+
+from schedlang.cost import UNIT_COST, Cost
+from schedlang.orders import flush, interleaved
+from schedlang.orders.registry import Order, OrderError, Size
+from schedlang.timeline import Timeline
+
+ORDERS: tuple[Order, ...] = (*flush.ORDERS, *interleaved.ORDERS)
+
+__all__ = ["ORDERS", "Order", "OrderError", "Size", "find", "order", "sized"]
+
+
+def order(
+    name: str,
+    ranks: int,
+    micro: int,
+    chunks: int | None = None,
+    *,
+    slices: int = 1,
+    cost: Cost = UNIT_COST,
+    memory: float | None = None,
+) -> Timeline:
+    """The compute operations of every rank under a named order.
+
+    `name` in any case, torch's class names included; `micro` microbatches; `chunks` stages per
+    rank, None: the order's own number; see `Size` for the rest. Raises OrderError for sizes that
+    the order does not have.
+    """
+    found = find(name)
+    return found.make(sized(found, ranks, micro, chunks, slices=slices, cost=cost, memory=memory))
+
+
+def sized(
+    found: Order,
+    ranks: int,
+    micro: int,
+    chunks: int | None = None,
+    *,
+    slices: int = 1,
+    cost: Cost = UNIT_COST,
+    memory: float | None = None,
+) -> Size:
+    """The sizes of an order, checked; `chunks` None is its own number. Raises OrderError."""
+    from fractions import Fraction
+
+    if chunks is None:
+        chunks = found.default_chunks if found.chunks is None else found.chunks[0]
+    if min(ranks, micro, chunks, slices) < 1:
+        raise OrderError(
+            f"a pipeline of {ranks} ranks, {micro} microbatches and {chunks} chunks is empty",
+            "each of them is at least 1",
+        )
+    if found.chunks is not None and chunks not in found.chunks:
+        raise OrderError(*_other_chunks(found, chunks))
+    if found.chunks is None and chunks == 1 and found.default_chunks > 1:
+        raise OrderError(
+            f"{found.name} needs several stages per rank",
+            f'chunks={found.default_chunks}, or order="1F1B"',
+        )
+    if slices > 1 and not found.sliced:
+        able = ", ".join(o.name for o in ORDERS if o.sliced)
+        raise OrderError(f"{found.name} does not cut sequences", f"slices=1, or one of {able}")
+    limit = None if memory is None else Fraction(memory)
+    size = Size(ranks, micro, chunks, slices, cost, limit)
+    problem = found.problem(size)
+    if problem is not None:
+        raise OrderError(*problem)
+    return size
+
+
+def find(name: str) -> Order:
+    """The order of this name or alias, in any case."""
+    for known in ORDERS:
+        if name.lower() in (known.name.lower(), *(a.lower() for a in known.aliases)):
+            return known
+    raise OrderError(f"there is no order `{name}`", "orders: " + ", ".join(o.name for o in ORDERS))
+
+
+def _other_chunks(found: Order, chunks: int) -> tuple[str, str]:
+    legal = " or ".join(str(n) for n in found.chunks or ())
+    stages = "one stage" if legal == "1" else f"{legal} stages"
+    other = f', or order="Interleaved1F1B", chunks={chunks}' if chunks > 1 else ""
+    return f"this order runs {stages} per rank, not {chunks}", f"chunks={legal}{other}"

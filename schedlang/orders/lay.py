@@ -1,0 +1,49 @@
+"""From the rows of every rank to a timeline, without a Python object per operation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedlang.timeline import Column, Edge, Kind, Timeline, chain
+
+Ints = NDArray[np.int64]
+
+
+def lay(
+    kinds: Sequence[Column | Ints],
+    units: Sequence[Ints],
+    micro: int,
+    edges: Sequence[Edge] | None = None,
+) -> Timeline:
+    """A timeline from one array of kinds and one of units (stage * micro + microbatch) per rank."""
+    rank = np.repeat(np.arange(len(kinds)), [len(kind) for kind in kinds])
+    stage, microbatch = np.divmod(np.concatenate(units), micro)
+    none = np.zeros_like(rank, dtype=np.int32)
+    stages = int(stage.max(initial=-1)) + 1
+    return Timeline(
+        rank.astype(np.int32),
+        np.concatenate(kinds).astype(np.int32),
+        stage.astype(np.int32),
+        none,
+        microbatch.astype(np.int32),
+        none,
+        none,
+        none - 1,
+        ranks=len(kinds),
+        edges=chain(stages) if edges is None else tuple(sorted(set(edges))),
+    )
+
+
+def merge(forward: Ints, backward: Ints, warmup: int) -> tuple[Column, Ints]:
+    """`warmup` forwards, then one forward and one backward in turn, then the other backwards."""
+    total = len(forward)
+    k = np.arange(total)
+    place_f = np.where(k < warmup, k, 2 * k - warmup)
+    place_b = np.where(k < total - warmup, warmup + 2 * k + 1, total + k)
+    kind, unit = np.empty(2 * total, np.int32), np.empty(2 * total, np.int64)
+    kind[place_f], unit[place_f] = Kind.F, forward
+    kind[place_b], unit[place_b] = Kind.B, backward
+    return kind, unit

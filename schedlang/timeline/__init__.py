@@ -1,0 +1,39 @@
+"""The timeline of a pipeline: one table of operations that is proven, timed, drawn and run."""
+
+from schedlang.timeline.proof import check, peak_live
+from schedlang.timeline.table import (
+    COLUMNS,
+    TRANSFERS,
+    UNIT,
+    Column,
+    Edge,
+    Kind,
+    Op,
+    Rows,
+    Timeline,
+    TimelineError,
+    chain,
+    timeline,
+)
+from schedlang.timeline.timing import Timing, timing
+from schedlang.timeline.transfers import with_transfers
+
+__all__ = [
+    "COLUMNS",
+    "TRANSFERS",
+    "UNIT",
+    "Column",
+    "Edge",
+    "Kind",
+    "Op",
+    "Rows",
+    "Timeline",
+    "TimelineError",
+    "Timing",
+    "chain",
+    "check",
+    "peak_live",
+    "timeline",
+    "timing",
+    "with_transfers",
+]
