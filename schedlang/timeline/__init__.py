@@ -1,6 +1,7 @@
 """The timeline of a pipeline: one table of operations that is proven, timed, drawn and run."""
 
-from schedlang.timeline.proof import check, peak_live
+from schedlang.timeline.memory import peak, peak_live
+from schedlang.timeline.proof import check
 from schedlang.timeline.table import (
     COLUMNS,
     TRANSFERS,
@@ -32,6 +33,7 @@ __all__ = [
     "Timing",
     "chain",
     "check",
+    "peak",
     "peak_live",
     "timeline",
     "timing",
