@@ -1,5 +1,6 @@
 """The timeline of a pipeline: one table of operations that is proven, timed, drawn and run."""
 
+from schedlang.timeline.halves import halved
 from schedlang.timeline.proof import check, peak_live
 from schedlang.timeline.table import (
     COLUMNS,
@@ -32,6 +33,7 @@ __all__ = [
     "Timing",
     "chain",
     "check",
+    "halved",
     "peak_live",
     "timeline",
     "timing",
