@@ -82,7 +82,7 @@ def build(
     from schedlang.runtime.program import Program
 
     ranks = check_job(plan)
-    micro = plan.order.micro if plan.order is not None else 1
+    micro = plan.micro
     count = plan.mesh.size(plan.data_axes)
     if prepared is None:
         sample = parts.split(batch, 1 if local else count, micro)[0][0].inputs
