@@ -78,7 +78,8 @@ def _steps(t: Timeline, cost: Cost) -> tuple[Ticks, Fraction | None]:
 
 def _table(changes: list[dict[Kind, Any]], share: NDArray[Any]) -> NDArray[Any]:
     numbers = [[number(change.get(kind, 0)) for kind in Kind] for change in changes]
-    return np.array(numbers, dtype=object)[:, :, None, None] * share
+    made: NDArray[Any] = np.array(numbers, dtype=object)[:, :, None, None] * share
+    return made
 
 
 def _again(t: Timeline) -> NDArray[np.bool_] | None:

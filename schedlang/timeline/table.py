@@ -198,7 +198,7 @@ class Timeline:
             lines.append(f"rank {rank}: {_shorten(words, width)}")
         return "\n".join(lines)
 
-    def _words(self, part: slice, several: bool) -> list[str]:
+    def _words(self, part: Any, several: bool) -> list[str]:
         columns = (self.kind[part], self.stage[part], self.microbatch[part], self.slice[part])
         sliced = self.slices > 1
         return [
