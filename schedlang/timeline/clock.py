@@ -104,8 +104,8 @@ class Clock:
         self.end[rows] = start + self.duration[rows]
         self.at[ranks] += 1
         self.ready[ranks] = 0
-        done: Rows = ranks
-        return done
+        moved: Rows = ranks
+        return moved
 
     def _beside(self, ranks: Rows, rows: Rows, start: Ticks) -> None:
         """Take the time of rows on the stream of each; copies wait for the copies before them."""

@@ -83,9 +83,8 @@ def _of(t: Timeline, cost: Cost) -> NDArray[Any]:
     part = _ONE if cost.slices is None else weights(cost.slices, t.slices, "slices")
     part = part / max(1, t.slices)
     table = _column(sliced) * stage[:, None] * part + _column(whole) * stage[:, None]
-    made: NDArray[Any] = table
-    made[Kind.BARRIER] = number(cost.barrier)
-    return made
+    table[Kind.BARRIER] = number(cost.barrier)
+    return np.asarray(table)
 
 
 def _column(costs: Mapping[Kind, Number]) -> NDArray[Any]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+from schedlang.timeline.durations import Costs
 from schedlang.timeline.table import UNIT, Kind, Timeline
 from schedlang.timeline.timing import Timing, timing
 
@@ -21,7 +20,7 @@ STYLE = (
 
 def svg(
     timeline: Timeline,
-    cost: Mapping[Kind, float] = UNIT,
+    cost: Costs = UNIT,
     transfer: float = 0.0,
     title: str = "",
     widest: float = 4000.0,
@@ -37,11 +36,11 @@ def svg(
     times = timing(timeline, cost, transfer)
     t = times.timeline
     lanes = t.ranks if ranks is None else min(ranks, t.ranks)
-    end = max(times.makespan, 1e-9)
+    end = max(float(times.makespan), 1e-9)
     scale = min(unit, widest / end)
     width, height = LEFT + end * scale + 10, TOP + lanes * ROW + 26
     kinds = [kind for kind in FILL if (t.kind == kind).any()]
-    text = title or f"bubble {times.bubble:.1%}, {end:g} units"
+    text = title or f"bubble {float(times.bubble):.1%}, {end:g} units"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" '
         f'width="{width:.0f}" height="{height}" role="img" aria-label="{_escape(text)}">',
