@@ -254,7 +254,7 @@ def _pipeline(builder: Builder, staged: Staged, loss: Loss | None) -> Any:
     plan, ranks = builder.plan, builder.ranks
     if staged.axis is None:
         stage = Stage(builder.module, staged.cut, 0, loss=loss)
-        return Pipeline({0: stage}, staged.timeline, {0: ranks.rank})
+        return Pipeline({0: stage}, staged.timeline, (ranks.rank,))
     group = ranks.group(staged.axis)
     down = ranks.again(staged.axis)
     place = plan.mesh.index(ranks.rank, staged.axis)
@@ -262,11 +262,9 @@ def _pipeline(builder: Builder, staged: Staged, loss: Loss | None) -> Any:
     stub = Stub(local_skeleton(plan, builder.traced), staged.cut)
     stages = {
         s: Stage(builder.module, staged.cut, s, switch=switch, stub=stub, loss=loss)
-        for s, owner in enumerate(staged.ranks)
-        if owner == place
+        for s in staged.stages_at(place)
     }
-    homes = {s: group.ranks[owner] for s, owner in enumerate(staged.ranks)}
-    return Pipeline(stages, staged.timeline, homes, group=group.pg, down=down)
+    return Pipeline(stages, staged.timeline, group.ranks, place, group=group.pg, down=down)
 
 
 def _check_optimizer(

@@ -39,9 +39,23 @@ class Staged:
         """The place of every stage of replica 0."""
         return self.homes[0]
 
-    def places(self, stage: int) -> frozenset[int]:
-        """The places that hold a stage, over all replicas."""
-        return frozenset(row[stage] for row in self.homes)
+    def stages_at(self, place: int) -> tuple[int, ...]:
+        """The stages that a place runs, of any replica; all of them without a pipeline."""
+        if self.axis is None:
+            return tuple(range(self.cut.stages))
+        return tuple(s for s in range(self.cut.stages) if place in self.places(s))
+
+    def microbatches(self, stage: int, place: int, replica: int | None = None) -> int:
+        """How many microbatches of a step go through a stage at a place, or one replica of it."""
+        from schedlang.timeline import Kind
+
+        t = self.timeline
+        here = (t.kind == Kind.F) & (t.stage == stage) & (t.rank == place) & (t.slice == 0)
+        return int((here if replica is None else here & (t.replica == replica)).sum())
+
+    def places(self, *stages: int) -> frozenset[int]:
+        """The places that hold some of these stages, over all replicas."""
+        return frozenset(row[stage] for row in self.homes for stage in stages)
 
 
 def local_skeleton(plan: Plan, traced: Traced) -> nn.Module:

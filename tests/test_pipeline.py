@@ -57,12 +57,12 @@ def keep_only(model: nn.Module, made: Cut, stages: list[int]) -> None:
 def pipeline(model: nn.Module, batch: Any, plan: Timeline, rank: int) -> Pipeline:
     """This rank's part of a pipeline, with nothing but its own stages' tensors."""
     made = cut_model(model, batch, plan.stages)
-    mine = np.flatnonzero(plan.stage_rank == rank).tolist()
+    mine = np.flatnonzero((plan.homes == rank).any(0)).tolist()
     stub = Stub(hollow_model(model, {}), made)
     keep_only(model, made, mine)
     switch = Switch(model, made.graph.units)
     stages = {s: Stage(model, made, s, switch=switch, stub=stub) for s in mine}
-    return Pipeline(stages, plan, dict(enumerate(plan.stage_rank.tolist())))
+    return Pipeline(stages, plan, range(plan.ranks), rank)
 
 
 def train(rank: int, make: Any, batch: Any, plan: Timeline, shift: bool) -> Any:
@@ -94,8 +94,8 @@ def assert_same(make: Any, batch: Any, answers: Any, shift: bool = True, count: 
     loss, wanted = whole(make, batch)
     parts = split(batch, count)
     weights = [weight(part, shift) for part in parts]
-    results = next(r for r, _ in answers if r is not None)
-    value = sum(w * r.loss for w, r in zip(weights, results)) / sum(weights)
+    results = {k: r for own, _ in answers for k, r in own.items()}
+    value = sum(w * results[k].loss for k, w in enumerate(weights)) / sum(weights)
     assert abs(float(value - loss)) <= GATE * abs(float(loss))
     held = {name for _, grads in answers for name in grads}
     assert held == set(wanted)
@@ -214,7 +214,7 @@ def _steps(rank: int) -> Any:
         model.zero_grad()
         model.eval()
         evaluated = pipe.run(split(models.tokens(5), 3), train=False, keep_outputs=True)
-    logits = None if evaluated is None else torch.cat([r.output.logits for r in evaluated])
+    logits = torch.cat([r.output.logits for r in evaluated.values()]) if evaluated else None
     return counts, grads, logits, [n for n, g in gradients(model).items() if g is not None]
 
 
@@ -243,10 +243,10 @@ def test_hooks() -> None:
     seen: list[Any] = []
 
     @contextmanager
-    def around(microbatch: int) -> Any:
-        seen.append(("enter", microbatch))
+    def around(op: Op) -> Any:
+        seen.append(("enter", op.microbatch))
         yield
-        seen.append(("leave", microbatch))
+        seen.append(("leave", op.microbatch))
 
     def on_op(event: Event) -> None:
         seen.append((event.op.kind.name, event.op.microbatch, event.last))
@@ -279,8 +279,8 @@ def _dropout(rank: int, batch: Any, plan: Timeline) -> Any:
     named_sites(model)
     samples = [tuple(rows.tolist()) for rows in torch.arange(7).tensor_split(len(parts))]
 
-    def around(microbatch: int) -> Any:
-        return entered(Scope(0, microbatch, samples[microbatch]))
+    def around(op: Op) -> Any:
+        return entered(Scope(0, op.microbatch, samples[op.microbatch]))
 
     with ambient(Float64()), ambient(LogicalDropout(3)):
         pipe = pipeline(model, batch, plan, rank)

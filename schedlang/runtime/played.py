@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from schedlang.runtime.constants import OnMeta
+from schedlang.runtime.flight import Message
 from schedlang.runtime.graph import Cut
 from schedlang.runtime.mail import Mail
 from schedlang.runtime.meta import hollow_batch
 from schedlang.runtime.parts import Batch, Part
-from schedlang.runtime.pipeline import Result
 from schedlang.runtime.program import Program
+from schedlang.runtime.step import Result
 from schedlang.runtime.trace import tensors_in
 
 # what multiplies (True) or divides in place
@@ -65,14 +66,11 @@ class Answers(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Letter:
-    """A message between stages as the pipeline means it: between which ranks, and what it is.
-
-    `name` tells backward or forward, from which stage to which, and the microbatch.
-    """
+    """A message between stages as the pipeline means it: between which ranks, and what it is."""
 
     ends: tuple[int, int]
     sends: bool
-    name: tuple[bool, int, int, int]
+    name: Message
     tensors: int
 
 
@@ -95,7 +93,7 @@ class Played(Program):
 
     def _run(
         self, parts: Sequence[Part], scale: Sequence[float] | None, *, train: bool
-    ) -> list[Result] | None:
+    ) -> dict[int, Result]:
         pipeline = self.assembly.pipeline
         plain = pipeline.run
 
@@ -129,9 +127,10 @@ def play(program: Program, cut: Cut, batch: Batch) -> Played:
     for edge, tokens in cut.routes.items():  # as after the first step: nobody asks for sizes
         leaves = [cut.graph.leaves[token] for token in tokens]
         layout = tuple((getattr(torch, leaf.dtype), leaf.shape) for leaf in leaves)
-        for part in parts:
-            shape = (True, signature(hollow_batch(part.inputs)))
-            pipeline._layouts[edge, shape] = layout
+        for replica in range(pipeline.timeline.replicas):
+            name = Message(False, *edge, replica, 0, 0)
+            for part in parts:
+                pipeline.sizes.learn((True, signature(hollow_batch(part.inputs))), name, layout)
     with torch.device("meta"), played.answers:
         played.train_step(batch)
     return played
