@@ -55,9 +55,14 @@ class Slices:
         self.slicing, self.weight, self.fill, self.lengths = slicing, weight, fill, lengths
         self.mode = Calls(slicing.places) if slicing.carrier == "calls" else None
         self.handle = None
-        if slicing.shift == "head":
+        if slicing.shift == "head" and slicing.head:
             head = model.get_submodule(slicing.head)
             self.handle = head.register_forward_hook(_one_more)
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        if self.handle is not None:
+            self.handle.remove()
 
     def of(self, batch: Batch) -> list[Weighed]:
         """The slices of a microbatch."""

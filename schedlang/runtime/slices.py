@@ -62,16 +62,16 @@ class Slicing:
             if not _along(value, span.total, rows):
                 return value
             name = str(getattr(path[0], "key", ""))
-            if name == self.labels:
-                return value[:, span.start : span.stop + more]
-            return self._cut(name, value, span)
+            labels = name == self.labels
+            own = value[:, span.start : span.stop + more] if labels else self._cut(name, value, span)
+            return own.contiguous()  # models take views of what they are given
 
         seen: dict[str, Any] = pytree.tree_map_with_path(part, dict(batch))
         if self.shift != "given" or self.labels not in seen:
             return Piece(span, seen, seen)
         labels = seen[self.labels]
         pad = labels.new_full((len(labels), 1 - more), self.ignore)
-        own = {self.labels: labels[:, : span.length]}
+        own = {self.labels: labels[:, : span.length].contiguous()}
         shifted = torch.cat([labels[:, 1:], pad], 1)
         return Piece(span, seen | own | {"shift_labels": shifted}, seen)
 
