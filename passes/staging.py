@@ -101,7 +101,7 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
         graph = record(skeleton, names, batch, loss=loss)
         made = cut(graph, _stage_numbers(plan, names, timeline.stages))
     except Refusal as refusal:
-        raise _placed(refusal, plan, "stage") from refusal
+        raise placed(refusal, plan, "stage") from refusal
     homes = tuple(tuple(row) for row in timeline.homes.tolist())
     return Staged(made, timeline, homes, axis, _trunk(plan))
 
@@ -134,7 +134,7 @@ def _ordered(plan: Plan) -> Timeline:
         return order("GPipe", 1, wanted.micro)
     except OrderError as error:
         told = Diagnostic("S608", error.reason, helps=(error.legal,))
-        raise _placed(Refusal(told), plan, "order") from error
+        raise placed(Refusal(told), plan, "order") from error
 
 
 def _one_stage(plan: Plan, timeline: Timeline) -> Staged:
@@ -171,7 +171,7 @@ def _trunk(plan: Plan) -> frozenset[str]:
     return frozenset(f"{fqn}.{child}" for fqn in outer for child in plan.model.sites[fqn].children)
 
 
-def _placed(refusal: Refusal, plan: Plan, facet: str) -> Refusal:
+def placed(refusal: Refusal, plan: Plan, facet: str) -> Refusal:
     """The refusal at the first row that writes a facet."""
     row = next((a for a in plan.actions if facet in a.primitive.writes), None)
     return refusal.at(row.span) if row is not None and row.span is not None else refusal
