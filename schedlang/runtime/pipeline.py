@@ -12,6 +12,8 @@ import torch.distributed as dist
 from schedlang.runtime.mail import Mail
 from schedlang.runtime.operations import HANDLERS, Handler
 from schedlang.runtime.sizes import Sizes
+from schedlang.runtime.sliced import Slices
+from schedlang.runtime.sliced_step import SlicedStep
 from schedlang.runtime.stage import Stage
 from schedlang.runtime.step import Result, Step
 from schedlang.timeline import Kind, Op, Timeline, check, with_transfers
@@ -36,7 +38,7 @@ class Pipeline:
     `place` this rank's. Transfers go over `group` (and `down`, see Mail), with one rank none.
     Receives are posted `lookahead` operations early, so that they run beside the computation.
     `handlers` do rows of further kinds, or in another way. Without a cut (one stage) this is a
-    plain loop over microbatches.
+    plain loop over microbatches. `slices` cut each microbatch along its sequence in training.
     """
 
     def __init__(
@@ -51,7 +53,10 @@ class Pipeline:
         device: torch.device | str = "cpu",
         lookahead: int = 1,
         handlers: Mapping[Kind, Handler] | None = None,
+        slices: Slices | None = None,
     ) -> None:
+        assert timeline.slices == (slices.slicing.count if slices else 1), "slices are not cut so"
+        self.slices = slices
         self.stages, self.ranks, self.place = dict(stages), tuple(ranks), place
         self.timeline = timeline
         for stage in self.stages.values():
@@ -94,7 +99,8 @@ class Pipeline:
         `around(op)` is entered around each forward and backward; `on_op` is called before each
         operation. Results of the microbatches whose last stage this rank runs, in their order.
         """
-        step = Step(self, microbatches, scale, train, keep_outputs)
+        kind = SlicedStep if self.slices is not None and train else Step
+        step = kind(self, microbatches, scale, train, keep_outputs)
         with torch.set_grad_enabled(train):
             for event in self._order(len(microbatches), train):
                 on_op(event)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from schedlang.runtime.flight import Flight, Message, Work
+from schedlang.runtime.flight import Carried, Flight, Message, Work
 from schedlang.runtime.graph import Token, refusal
 from schedlang.runtime.mail import Layout, layout_of
 from schedlang.runtime.split import SplitBackward
-from schedlang.runtime.stage import Stage, enter, signature
+from schedlang.runtime.stage import Forwarded, Stage, enter, signature
 
 if TYPE_CHECKING:
     from schedlang.runtime.pipeline import Pipeline
@@ -51,9 +51,19 @@ class Step:
         self.outbox: dict[Message, list[torch.Tensor]] = {}
         self.results: dict[int, Result] = {}
 
-    def inputs(self, work: Work) -> Mapping[str, Any]:
-        """The part of the batch that some work is on."""
-        return self.batches[work.microbatch]
+    def run(
+        self, stage: Stage, work: Work, received: Mapping[Token, torch.Tensor]
+    ) -> tuple[Forwarded, Carried | None]:
+        """The forward of a stage on the part of the batch that some work is on."""
+        return stage.forward(self.batches[work.microbatch], received), None
+
+    def weight(self, work: Work) -> float:
+        """By what the loss of this part of the batch is multiplied in backward."""
+        return self.scale[work.microbatch]
+
+    def finish(self, work: Work, loss: torch.Tensor | None, output: Any) -> None:
+        """Note what the last stage has made."""
+        self.results[work.microbatch] = Result(loss, output)
 
     # -- forward -----------------------------------------------------------------------------------
 
@@ -69,7 +79,7 @@ class Step:
                     received[token] = enter(value)
                 else:
                     received[token] = value
-        done = stage.forward(self.inputs(work), received)
+        done, carried = self.run(stage, work, received)
         layouts = {}
         for target, tokens in stage.outgoing.items():
             values = [done.made[token] for token in tokens]
@@ -80,10 +90,10 @@ class Step:
             if self.train and done.loss is None:
                 raise refusal("S615", "", "the model gives no loss", "give `loss(output, batch)`")
             loss = None if done.loss is None else done.loss.detach()
-            self.results[work.microbatch] = Result(loss, _detached(done.output, self.keep))
+            self.finish(work, loss, _detached(done.output, self.keep))
         if self.train:
             loss = done.loss if stage.last else None
-            self.flights[work] = Flight(leaves, done.edges, layouts, loss)
+            self.flights[work] = Flight(leaves, done.edges, layouts, loss, carried=carried)
 
     # -- backward ----------------------------------------------------------------------------------
 
@@ -106,7 +116,8 @@ class Step:
         leaves = [*flight.leaves.values(), *(flight.carried.leaves() if flight.carried else ())]
         flight.split = SplitBackward(roots, grads, leaves)
         for leaf, grad in zip(leaves, flight.split.inputs()):
-            leaf.grad = grad
+            if grad is not None:  # what several later slices have taken gets one from each
+                leaf.grad = grad if leaf.grad is None else leaf.grad + grad
         self.give_back(flight, work)
 
     def weight_backward(self, work: Work) -> None:
@@ -130,7 +141,7 @@ class Step:
         grads: list[Any] = [total[token] for token in there]
         if flight.loss is not None and flight.loss.requires_grad:
             roots.append(flight.loss)
-            grads.append(torch.full_like(flight.loss, self.scale[work.microbatch]))
+            grads.append(torch.full_like(flight.loss, self.weight(work)))
         if flight.carried is not None:
             more, their = flight.carried.roots()
             roots, grads = [*roots, *more], [*grads, *their]
