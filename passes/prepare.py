@@ -10,6 +10,7 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.holdings import holdings_of
 from schedlang.passes.propagate import Traced, propagate
 from schedlang.passes.staging import Staged, stages_of
+from schedlang.passes.staleness import check_stale
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def prepare(plan: Plan, sample: Mapping[str, Any], loss: Loss | None = None) -> 
     check_axes(plan)
     traced = propagate(plan, sample, loss)
     staged = stages_of(plan, traced, sample, loss)
+    check_stale(plan, staged)
     return Prepared(traced, staged, holdings_of(plan, staged))
 
 

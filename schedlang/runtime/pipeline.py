@@ -100,6 +100,8 @@ class Pipeline:
             for event in self._order(len(microbatches), train):
                 on_op(event)
                 kind = event.op.kind
+                if kind is Kind.STEP:
+                    continue  # whoever is told of operations updates the weights
                 if kind in (Kind.F, *BACKWARD):
                     with around(event.op.microbatch):
                         step.run(event.op)
