@@ -93,7 +93,15 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
 
 
 def timeline_of(plan: Plan) -> Timeline:
-    """The order of the plan; a plan that cuts nothing runs its microbatches one by one.
+    """The order of the plan, with backwards in halves where rows ask for it."""
+    from schedlang.timeline import halved
+
+    made = _ordered(plan)
+    return made if plan.late is None else halved(made)
+
+
+def _ordered(plan: Plan) -> Timeline:
+    """The order alone; a plan that cuts nothing runs its microbatches one by one.
 
     Raises Refusal S608 for sizes that the order does not run.
     """

@@ -123,7 +123,9 @@ class Plan:
     boundaries: Mapping[str, tuple[Boundary, ...]] = field(default_factory=dict)
     cuts: tuple[Cut, ...] = ()
     order: Order | None = None
-    late: tuple[str, ...] | None = None  # modules whose weights' gradients may wait; None: all
+    late: tuple[str, ...] | None = None  # modules whose weight gradients may wait; None: all
+    overlaps: tuple[str, ...] = ()  # communication that runs beside the computation
+    ahead: int = 1  # operations before its use at which a receive is posted
     replicas: tuple[Replicas, ...] = ()
 
     @staticmethod

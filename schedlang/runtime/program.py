@@ -86,7 +86,7 @@ class Program:
             parts = self._inputs = [Part(followed(part.inputs), part.rows) for part in parts]
         if self._versions is None:
             results = self._run(parts, [w / total for w in weights], train=True)
-            sum_gradients(self.assembly.parameters, self.assembly.sums)
+            self._sum()
         else:
             self._versions.begin()
             made = self._versions.made
@@ -110,7 +110,7 @@ class Program:
         if not self._totals[made] > 0:
             self._zero()
             return
-        sum_gradients(self.assembly.parameters, self.assembly.sums)
+        self._sum()
         if self.optimizer is not None:
             self.optimizer.step()
 
@@ -200,9 +200,13 @@ class Program:
         def around(microbatch: int) -> contextlib.AbstractContextManager[Any]:
             return entered(Scope(self.step, microbatch, parts[microbatch].rows))
 
+        early = a.early if train else None
+
         def on_op(event: Event) -> None:
             if train and self._versions is not None:
                 self._versions.before(event.op)
+            if early is not None:
+                early.before(event.op.stage, event.last)
             if event.op.kind in BACKWARD and event.op.stage in a.sliced:
                 a.sliced[event.op.stage].before_backward(event.last)
 
@@ -216,6 +220,13 @@ class Program:
             )  # fmt: skip
         crossing.forget()
         return results
+
+    def _sum(self) -> None:
+        """What is left of the reductions when the last backward has ended."""
+        a = self.assembly
+        if a.early is not None:
+            a.early.finish()
+        sum_gradients(a.parameters, a.sums if a.early is None else a.early.rest)
 
     def _finish(
         self, results: list[Result] | None, weights: Sequence[float], total: float
