@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from schedlang.verbs.drawing import Page, Pictures, Svg, Trace
 from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, show_json, verb
 
 if TYPE_CHECKING:
@@ -28,20 +29,18 @@ def simulate(
     model: Model = None,
     knob: Knobs = None,
     mesh: MeshSizes = None,
-    svg: Annotated[Path | None, typer.Option("--svg", help="Draw it into this file.")] = None,
-    trace: Annotated[
-        Path | None, typer.Option("--trace", help="Write a trace for Perfetto or Chrome.")
-    ] = None,
+    svg: Svg = None,
+    html: Page = None,
+    trace: Trace = None,
     as_json: AsJson = False,
 ) -> None:
     """Time a pipeline's timeline: makespan, bubble, live activations; draw it.
 
     A schedule's order, ranks, microbatches and chunks are those of its plan; costs are as given.
     """
-    from schedlang.passes.trace import trace as traced
+    from schedlang.cost import Cost
+    from schedlang.orders import find
     from schedlang.timeline import peak_live, timing
-    from schedlang.timeline.svg import svg as drawn
-    from schedlang.verbs.files import write_text
 
     cost = _costs(f, b, comm)
     if file is not None:
@@ -49,10 +48,8 @@ def simulate(
     line = _line(order, ranks, micro, chunks)
     times = timing(line, cost, comm)
     head = f"{order}   {ranks} ranks, {micro} microbatches, {chunks} stages on each"
-    if svg is not None:
-        write_text(svg, drawn(line, cost, comm, f"{head}, bubble {times.bubble:.1%}"))
-    if trace is not None:
-        write_text(trace, traced(times))
+    title = f"{head}, bubble {times.bubble:.1%}"
+    Pictures(svg, html, trace).write(times, title, find(order).name, Cost(f, b / 2, b / 2, comm))
     live = peak_live(line).tolist()
     if as_json:
         show_json(
