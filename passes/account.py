@@ -80,7 +80,7 @@ def account(
     from schedlang.passes.staging import stages_of
     from schedlang.runtime import parts
 
-    micro = plan.order.micro if plan.order is not None else 1
+    micro = plan.micro
     everyone = parts.split(batch, plan.mesh.size(plan.data_axes), micro)
     sample = everyone[0][0].inputs
     traced = propagate(plan, sample, loss)

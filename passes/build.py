@@ -6,7 +6,7 @@ The order is fixed, whatever the order of rows: the local copy with this rank's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from schedlang.model import Site
     from schedlang.runtime.assembly import Weight
+    from schedlang.runtime.early import EarlySums
+    from schedlang.runtime.gradient import Sum
     from schedlang.runtime.holding import Holding
     from schedlang.runtime.program import Program
     from schedlang.runtime.ranks import Ranks
@@ -82,7 +84,7 @@ def build(
     from schedlang.runtime.program import Program
 
     ranks = check_job(plan)
-    micro = plan.order.micro if plan.order is not None else 1
+    micro = plan.micro
     count = plan.mesh.size(plan.data_axes)
     if prepared is None:
         sample = parts.split(batch, 1 if local else count, micro)[0][0].inputs
@@ -101,7 +103,7 @@ def build(
         replicas=plan.data_axes, micro=micro, parameters=found, holdings=holdings,
         buffer_stages=buffer_stages(staged), ties=(*plan.model.ties, *plan.model.shared_buffers),
         keys=tuple(plan.model.model.state_dict()), sums=tuple(sums), sliced=sliced,
-        weight=weight or weight_of(traced, count * micro),
+        early=_early(plan, staged, found, sums), weight=weight or weight_of(traced, count * micro),
         last_rank=_last_rank(plan, staged), stage_axis=staged.axis, dropout=dropout,
         inputs=frozenset(batch), loss_dtype=_loss_dtype(plan),
         without_labels=traced.labels[0].filled if len(traced.labels) == 1 else None,
@@ -112,6 +114,19 @@ def build(
         _check_optimizer(plan, holdings, optimizer)
         return Program(assembly, optimizer(trained), clip)
     return Program(assembly, None, clip)
+
+
+def _early(
+    plan: Plan, staged: Staged, found: Mapping[str, nn.Parameter], sums: Sequence[Sum]
+) -> EarlySums | None:
+    """The sums that begin before the step ends, where a row asks for it."""
+    from schedlang.runtime.early import EarlySums
+
+    if "gradients" not in plan.overlaps or staged.axis is None:
+        return None
+    held = [(stage, staged.cut.parameters(stage)) for stage in range(staged.cut.stages)]
+    stages = {name: frozenset(s for s, names in held if name in names) for name in found}
+    return EarlySums(found, sums, stages)
 
 
 def _last_rank(plan: Plan, staged: Staged) -> int:
@@ -260,13 +275,27 @@ def _pipeline(builder: Builder, staged: Staged, loss: Loss | None) -> Any:
     place = plan.mesh.index(ranks.rank, staged.axis)
     switch = Switch(builder.module, staged.cut.graph.units)
     stub = Stub(local_skeleton(plan, builder.traced), staged.cut)
+    late = _late(plan)
     stages = {
-        s: Stage(builder.module, staged.cut, s, switch=switch, stub=stub, loss=loss)
+        s: Stage(builder.module, staged.cut, s, switch=switch, stub=stub, loss=loss, late=late)
         for s, owner in enumerate(staged.ranks)
         if owner == place
     }
     homes = {s: group.ranks[owner] for s, owner in enumerate(staged.ranks)}
-    return Pipeline(stages, staged.timeline, homes, group=group.pg, down=down)
+    return Pipeline(stages, staged.timeline, homes, group=group.pg, down=down, lookahead=plan.ahead)
+
+
+def _late(plan: Plan) -> frozenset[str] | None:
+    """Parameters whose gradients may wait, under every name; None: all."""
+    if plan.late is None:
+        return None
+    inside = tuple(f"{fqn}." if fqn else "" for fqn in plan.late)
+    return frozenset(
+        name
+        for fact in plan.model.unique.values()
+        for name in fact.names
+        if any(other.startswith(inside) for other in fact.names)
+    )
 
 
 def _check_optimizer(

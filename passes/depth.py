@@ -112,9 +112,8 @@ def shows_all(old: Plan, new: Plan, lists: Sequence[str]) -> bool:
 
 def _stages(plan: Plan, trunk: str) -> int:
     """How many stages a list is cut into by a row about the list itself."""
-    chunks = plan.order.chunks if plan.order is not None else 1
     cut = [cut for cut in plan.cuts if cut.trunk == trunk]
-    return plan.mesh.size(cut[0].axis) * chunks if cut else 1
+    return plan.stages(cut[0].axis) if cut else 1
 
 
 def _shares(sequence: Sequence[Kind], stages: int) -> list[set[Kind]]:

@@ -47,7 +47,7 @@ def baseline(plan: Plan) -> tuple[Plan, str] | None:
     is another, so a sliced state is then equal but for rounding.
     """
     dropped = sorted({action.name for action in plan.actions if exact_row(action)})
-    micro = plan.order.micro if plan.order is not None else 1
+    micro = plan.micro
     two = plan.mesh.size(plan.data_axes) == 2
     words = [f"without {' and '.join(dropped)}"] if dropped else []
     rows: list[tuple[Primitive, Action]] = []

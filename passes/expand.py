@@ -42,9 +42,18 @@ def expand(file: n.File, facts: ModelFacts | None, settings: Settings | None = N
         runner.item(item)
     if not runner.problems:
         runner.attempt(lambda: _settings_used(file, runner.state))
+    if not runner.problems:
+        runner.attempt(lambda: _ended(runner.state))
     if runner.problems:
         raise Refusal(*runner.problems)
     return runner.state
+
+
+def _ended(state: State) -> State:
+    """What can only be counted when all rows are there."""
+    if state.plan is not None:
+        legality.check_cuts(state.plan)
+    return state
 
 
 def _sizing_knobs(file: n.File, settings: Settings) -> Settings:
@@ -272,6 +281,10 @@ class Expander:
             title = f"`{type(primitive).__name__}` acts on one scope"
             label = Label(span, f"this scope has {len(sites)} modules")
             raise Refusal(Diagnostic("S306", title, label))
+        try:
+            primitive = primitive.located(_folder(span))
+        except Refusal as refusal:
+            raise refusal.at(span) from None
         allowed(primitive, self.state, span)
         step = self.state.step
         try:
@@ -284,6 +297,12 @@ class Expander:
                 return
             raise _beside(refusal.at(span), primitive, self.state) from None
         self.state = replace(self.state, plan=plan)
+
+
+def _folder(span: Span) -> Path:
+    """Where paths in a row start: the folder of its file, of a Python line the working folder."""
+    name = Path(span.source.name)
+    return name.parent if name.suffix == ".sched" else Path()
 
 
 def _beside(refusal: Refusal, primitive: Primitive, state: State) -> Refusal:

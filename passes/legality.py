@@ -205,3 +205,25 @@ RULES: Mapping[str, Rule] = {
     "recompute": _recompute,
     "residence": _residence,
 }
+
+
+def check_cuts(plan: Plan) -> None:
+    """Refuse cuts that do not make the stages that the order needs (S609)."""
+    starts = [fqn for cut in plan.cuts for fqn in cut.before]
+    if not starts:
+        return
+    ranks = plan.mesh.size(plan.cuts[0].axis)
+    needed = plan.stages(plan.cuts[0].axis)
+    if len(starts) + 1 == needed or needed == 1:
+        return
+    chunks = needed // ranks
+    row = next(a for a in plan.actions if "stage" in a.primitive.writes)
+    made = f"{len(starts)} cut{'s make' if len(starts) > 1 else ' makes'} {len(starts) + 1} stages"
+    each = f"{ranks} ranks with {chunks} chunk{'s' * (chunks > 1)} each"
+    label = Label(row.span) if row.span is not None else Label()
+    raise Refusal(
+        Diagnostic(
+            "S609", f"{made}, and {needed} are needed", label, notes=(each,),
+            helps=(f"name {needed - 1} modules before which stages start",),
+        )
+    )  # fmt: skip

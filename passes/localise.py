@@ -102,7 +102,7 @@ def _parts(case: Case, batch: Batch) -> list[list[Part]]:
     from schedlang.runtime.parts import Part, split
 
     plan = case.plan
-    micro = plan.order.micro if plan.order is not None else 1
+    micro = plan.micro
     assert case.prepared is not None
     labels = case.prepared.traced.labels
 

@@ -19,7 +19,7 @@ NONE = "no simple pattern fits"
 def pattern(first: Row, failure: Failure, where: Location | None, batch: Batch) -> str:
     """In words: of the first gradient that is wrong, or of what the first wrong module makes."""
     plan = failure.case.plan
-    micro = plan.order.micro if plan.order is not None else 1
+    micro = plan.micro
     sizes = dict(plan.mesh.axes) | ({"microbatches": micro} if micro > 1 else {})
     found = explain(first, failure.expected, failure.actual, sizes)
     if where is None:
@@ -79,7 +79,7 @@ def _shares(name: str, failure: Failure, batch: Batch) -> dict[str, Tensor | Non
     from schedlang.runtime.parts import split
 
     case, plan = failure.case, failure.case.plan
-    micro = plan.order.micro if plan.order is not None else 1
+    micro = plan.micro
     parts = [p for share in split(batch, plan.mesh.size(plan.data_axes), micro) for p in share]
     if len(parts) < 2:
         return {}

@@ -114,20 +114,21 @@ def shortened(step: Step) -> Step:
 
     A microbatch sends what any other does; that all of them are in order is for the timeline.
     """
-    from schedlang.orders import OrderError, order
+    from schedlang.orders import OrderError
 
     plan, staged = step.plan, step.prepared.staged
     kept = tuple(a for a in plan.actions if not a.primitive.writes & {"structure", "residence"})
     whole = tuple(replace(one, stage=0) for one in plan.replicas)
     least = plan.order
-    if least is not None and least.micro > 2:
+    if least is not None and least.micro > 2 and not least.table:
         count = plan.mesh.size(staged.axis) if staged.axis is not None else 1
         for micro in (2, count, count * least.chunks, least.micro):
             try:
-                timeline = order(least.name, count, micro, least.chunks)
+                shorter = replace(least, micro=micro)
+                timeline = shorter.timeline(count)
             except OrderError:
                 continue
-            least = replace(least, micro=micro)
+            least = shorter
             staged = replace(staged, timeline=timeline)
             break
     short = replace(plan, actions=kept, replicas=whole, order=least)
@@ -138,7 +139,7 @@ def shortened(step: Step) -> Step:
 def roles(step: Step) -> list[Role]:
     """Play a step on every rank that has a role of its own."""
     short = shortened(step)
-    micro = short.plan.order.micro if short.plan.order is not None else 1
+    micro = short.plan.micro
     batch = _repeated(step.sample, short.plan.mesh.size(short.plan.data_axes) * micro)
     return [_role(short, batch, rank) for rank in ranks_to_play(short.plan, short.prepared)]
 
@@ -231,7 +232,7 @@ def slices(step: Step, rank: int) -> tuple[Booked, ...]:
     plan, prepared = step.plan, step.prepared
     kept = tuple(a for a in plan.actions if not a.primitive.writes & {"structure", "residence"})
     plan = replace(plan, actions=kept)
-    micro = plan.order.micro if plan.order is not None else 1
+    micro = plan.micro
     batch = _repeated(step.sample, plan.mesh.size(plan.data_axes) * micro)
     ranks = plan.mesh.group(rank, plan.mesh.fold((*row.axes, *whole)))
     found = []

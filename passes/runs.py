@@ -134,7 +134,7 @@ def _buffers(case: Case, batch: Batch) -> None:
     from schedlang.runtime.parts import split
 
     plan = case.plan
-    micro = plan.order.micro if plan.order is not None else 1
+    micro = plan.micro
     modes, _ = modes_of(case.seed)
     with ambient(*modes):
         subject = Sequential(twin(case), loss=case.loss)
@@ -150,7 +150,7 @@ def _parts(case: Case, batch: Batch, evaluate: bool = False) -> tuple[int, Row |
     from schedlang.runtime.parts import split
 
     plan = case.plan
-    micro = plan.order.micro if plan.order is not None else 1
+    micro = plan.micro
     parts = [p for share in split(batch, plan.mesh.size(plan.data_axes), micro) for p in share]
     if len(parts) == 1:
         return 1, None

@@ -19,7 +19,7 @@ def weights(step: Step, batch: Mapping[str, Any], played: Sequence[Role]) -> Cla
     from schedlang.runtime import parts
 
     plan = step.plan
-    micro = plan.order.micro if plan.order is not None else 1
+    micro = plan.micro
     split = parts.split(batch, plan.mesh.size(plan.data_axes), micro)
     found = [part.inputs for row in split for part in row]
     if len(found) == 1:

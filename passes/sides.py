@@ -61,7 +61,7 @@ def prepared(case: Case) -> Case:
     from schedlang.runtime.parts import split
 
     plan = case.plan
-    micro = plan.order.micro if plan.order is not None else 1
+    micro = plan.micro
     sample = split(case.batches[0], plan.mesh.size(plan.data_axes), micro)[0][0].inputs
     return replace(case, prepared=prepare(plan, sample, case.loss))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.legality import check_cuts
 from schedlang.passes.propagate import Traced
 from schedlang.passes.stages import Unit, at_units, balanced, even
 from schedlang.plan import Plan
@@ -68,37 +69,65 @@ def shape_up(model: nn.Module, traced: Traced, at_home: Callable[[Any], Any]) ->
 
 def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss | None) -> Staged:
     """Cut the model as the plan asks; without cuts everything is one stage."""
-    from schedlang.orders import OrderError, order
     from schedlang.runtime.graph import cut
     from schedlang.runtime.record import record
     from schedlang.runtime.training import Training
     from schedlang.runtime.units import units_of
 
-    micro = plan.order.micro if plan.order is not None else 1
     axis = plan.cuts[0].axis if plan.cuts else None
-    count = plan.mesh.size(axis) if axis is not None else 1
-    chunks = plan.order.chunks if plan.order is not None else 1
-    name = plan.order.name if plan.order is not None else "GPipe"
-    if axis is None or count * chunks == 1:
-        from schedlang.runtime.graph import Cut, Reads, StageGraph
-
-        whole = StageGraph(("",), (Reads(),), Reads(), {}, (Reads(), Reads()), {})
-        return Staged(Cut(whole, (0,)), order("GPipe", 1, micro), ((0,),), None, _trunk(plan))
+    timeline = timeline_of(plan)
+    if axis is None or timeline.stages == 1:
+        return _one_stage(plan, timeline)
+    check_cuts(plan)
     skeleton = local_skeleton(plan, traced)
     Training(skeleton).on()
     try:
         at = [fqn for c in plan.cuts for fqn in c.before]
         names = units_of(skeleton, batch, at)
-        timeline = order(name, count, micro, chunks)
         graph = record(skeleton, names, batch, loss=loss)
         made = cut(graph, _stage_numbers(plan, names, timeline.stages))
     except Refusal as refusal:
         raise _placed(refusal, plan, "stage") from refusal
+    homes = tuple(tuple(row) for row in timeline.homes.tolist())
+    return Staged(made, timeline, homes, axis, _trunk(plan))
+
+
+def timeline_of(plan: Plan) -> Timeline:
+    """The order of the plan, with backwards in halves where rows ask for it."""
+    from schedlang.timeline import halved
+
+    made = _ordered(plan)
+    return made if plan.late is None else halved(made)
+
+
+def _ordered(plan: Plan) -> Timeline:
+    """The order alone; a plan that cuts nothing runs its microbatches one by one.
+
+    Raises Refusal S608 for sizes that the order does not run.
+    """
+    from schedlang.orders import OrderError, find, order
+
+    axis = plan.cuts[0].axis if plan.cuts else None
+    wanted = plan.order
+    try:
+        if wanted is None:
+            return order("GPipe", plan.mesh.size(axis) if axis is not None else 1, 1)
+        if axis is not None:
+            return wanted.timeline(plan.mesh.size(axis))
+        known = None if wanted.table else find(wanted.name)
+        if known is not None and (wanted.slices > 1 or known.relaxed):
+            return wanted.timeline(1)
+        return order("GPipe", 1, wanted.micro)
     except OrderError as error:
         told = Diagnostic("S608", error.reason, helps=(error.legal,))
         raise _placed(Refusal(told), plan, "order") from error
-    homes = tuple(tuple(row) for row in timeline.homes.tolist())
-    return Staged(made, timeline, homes, axis, _trunk(plan))
+
+
+def _one_stage(plan: Plan, timeline: Timeline) -> Staged:
+    from schedlang.runtime.graph import Cut, Reads, StageGraph
+
+    whole = StageGraph(("",), (Reads(),), Reads(), {}, (Reads(), Reads()), {})
+    return Staged(Cut(whole, (0,)), timeline, ((0,),), None, _trunk(plan))
 
 
 def _stage_numbers(plan: Plan, names: Sequence[str], stages: int) -> tuple[int, ...]:

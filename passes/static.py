@@ -55,7 +55,7 @@ def static(
     """
     from schedlang.runtime import parts
 
-    micro = plan.order.micro if plan.order is not None else 1
+    micro = plan.micro
     sample = parts.split(batch, plan.mesh.size(plan.data_axes), micro)[0][0].inputs
     step = Step(plan, prepare(plan, sample, loss), sample, loss, weight)
     found = gradients(plan, step.prepared, sample, loss)

@@ -76,7 +76,7 @@ class _Context:
 
     @property
     def micro(self) -> int:
-        return self.plan.order.micro if self.plan.order is not None else 1
+        return self.plan.micro
 
     def row(self, facet: str) -> int | None:
         """The last row that writes a facet."""

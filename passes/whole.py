@@ -88,13 +88,12 @@ def _enough_layers(plan: Plan) -> None:
     for cut in plan.cuts:
         if cut.trunk is not None:
             units = [Unit(child, 1) for child in plan.model.children(cut.trunk)]
-            chunks = plan.order.chunks if plan.order is not None else 1
-            even(units, plan.mesh.size(cut.axis) * chunks)
+            even(units, plan.stages(cut.axis))
 
 
 def parts(plan: Plan) -> int:
     """Into how many parts a batch is cut."""
-    return plan.mesh.size(plan.data_axes) * (plan.order.micro if plan.order is not None else 1)
+    return plan.mesh.size(plan.data_axes) * (plan.micro)
 
 
 def trace(plan: Plan, batch: Batch, loss: Any) -> None:
@@ -102,7 +101,7 @@ def trace(plan: Plan, batch: Batch, loss: Any) -> None:
     from schedlang.passes.prepare import prepare
     from schedlang.runtime.parts import split
 
-    micro = plan.order.micro if plan.order is not None else 1
+    micro = plan.micro
     try:
         sample = split(dict(batch), plan.mesh.size(plan.data_axes), micro)[0][0].inputs
     except Refusal:  # fewer rows than parts: shapes can be followed all the same

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from schedlang.plan import Order, Plan
@@ -11,69 +13,110 @@ from schedlang.primitive import Primitive, refuse
 if TYPE_CHECKING:
     from schedlang.model import Site
 
+TABLES = (".csv",)
+
 
 class pipeline(Primitive):  # noqa: N801
     """Split each rank's rows into microbatches and say in which order stages run them.
 
-    order    a name of the literature: "GPipe", "1F1B", "Interleaved1F1B" (case does not matter)
+    order    a name of the literature, case does not matter: "1F1B", "ZB-H1", "Chimera", .. (all of
+             them with their papers: docs/pipelines.md); a table "orders/mine.csv" beside the
+             schedule; or `search`
     micro    microbatches a step; the last may be smaller
-    chunks   stages on each rank, for interleaved orders
+    chunks   stages on each rank, for orders that leave it open; otherwise it follows from the order
+    slices   runs of the sequence into which each microbatch is cut, for "Seq1F1B" and "TeraPipe"
+    memory   the most activations a rank may hold, in microbatches of one rank's share of the model
+             (1F1B on p ranks needs p), for `search` and the heuristics of Zero Bubble
 
-    Without a cut it is plain gradient accumulation: `pipeline(order="GPipe", micro=4)`.
+    Without a cut it is plain gradient accumulation: `pipeline(order="GPipe", micro=4)`.  Orders
+    with stale weights (PipeDream and its kin) need `relax(staleness)` on their step.
     """
 
     order: str = field(kw_only=True)
     micro: int = field(kw_only=True)
-    chunks: int = field(default=1, kw_only=True)
+    chunks: int | None = field(default=None, kw_only=True)
+    slices: int = field(default=1, kw_only=True)
+    memory: float | None = field(default=None, kw_only=True)
+    table: str = field(default="", init=False)  # the text of the table that `order` names
 
     example = 'pipeline(order="1F1B", micro=4)'
     reads = frozenset({"stage"})
     writes = frozenset({"order"})
     takes = "model"
-    gives_up = frozenset({"rounding"})
 
-    def check(self, site: Site, plan: Plan) -> None:
-        """Refuse unknown orders, sizes that an order does not run, and cuts that do not fit."""
+    @property
+    def gives_up(self) -> frozenset[str]:
+        """Sums over microbatches round in another order; stale weights give up more."""
         from schedlang.orders import OrderError, find
 
+        try:
+            relaxed = frozenset() if self.is_table else find(self.order).relaxed
+        except OrderError:
+            relaxed = frozenset()
+        return frozenset({"rounding"}) | relaxed
+
+    @property
+    def is_table(self) -> bool:
+        """Whether `order` names a file."""
+        return self.order.lower().endswith(TABLES)
+
+    def located(self, folder: Path) -> pipeline:
+        """With the text of its table, read from the folder of the schedule."""
+        if not self.is_table or self.table:
+            return self
+        path = folder / self.order
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text"
+            refuse("S303", f"the table `{self.order}` cannot be read: {reason}",
+                   notes=(f"looked for {path}",),
+                   helps=("a table lies beside the schedule that names it",
+                          'or name an order: `order="1F1B"`'))  # fmt: skip
+        made = copy(self)
+        object.__setattr__(made, "table", text)
+        return made
+
+    def check(self, site: Site, plan: Plan) -> None:
+        """Refuse unknown orders and sizes that an order does not run."""
         if site.fqn:
             refuse("S408", "a pipeline runs the whole model", f"this stands inside `{site}`",
                    helps=("move the row out of its `at`",))  # fmt: skip
         if plan.order is not None:
             refuse("S509", "the pipeline already has an order", helps=("drop one of the two rows",))
+        if min(self.micro, self.chunks or 1, self.slices) < 1:
+            refuse(
+                "S304", "there is at least one microbatch, one chunk and one slice",
+                helps=("use 1 or more",),
+            )  # fmt: skip
+        self._check_order(plan)
+
+    def _check_order(self, plan: Plan) -> None:
+        from schedlang.orders import OrderError, find
+
+        ranks = plan.mesh.size(plan.cuts[0].axis) if plan.cuts else 1
         try:
-            find(self.order)
+            if not self.is_table:
+                find(self.order)
         except OrderError as error:
             refuse("S303", error.reason, helps=(error.legal,))
-        if self.micro < 1 or self.chunks < 1:
-            refuse(
-                "S304", "there is at least one microbatch and one chunk", helps=("use 1 or more",)
-            )
-        ranks = plan.mesh.size(plan.cuts[0].axis) if plan.cuts else 1
-        if self.chunks * ranks > 1:
-            self._check_order(ranks, plan)
-
-    def _check_order(self, ranks: int, plan: Plan) -> None:
-        from schedlang.orders import OrderError, order
-
+        if ranks == 1 and (self.chunks or 1) == 1 and not plan.cuts:
+            return  # nothing is cut: a loop over microbatches
         try:
-            order(self.order, ranks, self.micro, self.chunks)
+            self._order(plan).timeline(ranks)
         except OrderError as error:
             refuse("S608", error.reason, helps=(error.legal,))
-        starts = [fqn for cut in plan.cuts for fqn in cut.before]
-        needed = ranks * self.chunks
-        if starts and len(starts) + 1 != needed:
-            refuse(
-                "S609",
-                f"{len(starts)} cuts make {len(starts) + 1} stages, and {needed} are needed",
-                notes=(f"{ranks} ranks with {self.chunks} chunk{'s' * (self.chunks > 1)} each",),
-                helps=(f"name {needed - 1} modules before which stages start",),
-            )
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Note the order."""
+        return replace(plan, order=self._order(plan))
+
+    def _order(self, plan: Plan) -> Order:
+        from schedlang.orders import chunks_of
+
         axis = plan.cuts[0].axis if plan.cuts else None
-        return replace(plan, order=Order(axis, self.order, self.micro, self.chunks))
+        chunks = self.chunks or (1 if self.is_table else chunks_of(self.order))
+        return Order(axis, self.order, self.micro, chunks, self.slices, self.memory, self.table)
 
     def apply(self, site: Site, build: Any) -> None:
         """Nothing of its own: `build` makes the executor."""

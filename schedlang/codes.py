@@ -134,6 +134,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S408": ("not for this scope", "Some rows are about the whole model, some never are."),
     "S409": ("one list or several cut points", "`pipeline_split` takes one kind of selection."),
     "S410": ("the kernel computes something else", "The module is not what the kernel replaces."),
+    "S411": ("no weight gradient", "`split_backward` is for modules with trained weights."),
+    "S412": ("nothing is sent", "Transfers overlap where a model is cut into stages."),
     "S501": ("done twice", "Two rows do the same at one module; drop one."),
     "S502": ("one region inside another", "The inner module would be recomputed twice."),
     "S503": (

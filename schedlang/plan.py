@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from schedlang.mesh import Mesh
@@ -13,6 +14,7 @@ from schedlang.placement import Layout, Placement, R
 if TYPE_CHECKING:
     from schedlang.primitive import Primitive
     from schedlang.source import Span
+    from schedlang.timeline import Timeline
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -66,12 +68,29 @@ class Cut:
 
 @dataclass(frozen=True)
 class Order:
-    """The order in which a pipeline runs its microbatches."""
+    """The order in which a pipeline runs its microbatches.
+
+    chunks   stages on each rank (of one replica)
+    slices   runs of the sequence into which each microbatch is cut
+    memory   limit of a search, in microbatches of one rank's share of the model
+    table    the text of a table that lists the order; else the name says it
+    """
 
     axis: str | None
     name: str
     micro: int
     chunks: int = 1
+    slices: int = 1
+    memory: float | None = None
+    table: str = ""
+
+    def timeline(self, ranks: int) -> Timeline:
+        """The operations of every rank; raises OrderError for sizes that the order does not run."""
+        return _timeline(replace(self, axis=None), ranks)
+
+    def stages(self, ranks: int) -> int:
+        """Into how many stages the model is cut."""
+        return self.timeline(ranks).stages if self.table else ranks * self.chunks
 
 
 @dataclass(frozen=True)
@@ -102,6 +121,9 @@ class Plan:
     boundaries: Mapping[str, tuple[Boundary, ...]] = field(default_factory=dict)
     cuts: tuple[Cut, ...] = ()
     order: Order | None = None
+    late: tuple[str, ...] | None = None  # modules whose weight gradients may wait; None: all
+    overlaps: tuple[str, ...] = ()  # communication that runs beside the computation
+    ahead: int = 1  # operations before its use at which a receive is posted
     replicas: tuple[Replicas, ...] = ()
 
     @staticmethod
@@ -162,6 +184,16 @@ class Plan:
         return replace(self, boundaries=_put(self.boundaries, fqn, (*known, boundary)))
 
     @property
+    def micro(self) -> int:
+        """Into how many microbatches a rank's rows are split."""
+        return self.order.micro if self.order is not None else 1
+
+    def stages(self, axis: str) -> int:
+        """Into how many stages the model is cut along an axis."""
+        ranks = self.mesh.size(axis)
+        return self.order.stages(ranks) if self.order is not None else ranks
+
+    @property
     def gives_up(self) -> frozenset[str]:
         """All that the schedule's result may differ in from the original's."""
         return frozenset(name for a in self.actions for name in a.primitive.gives_up)
@@ -188,6 +220,16 @@ class Plan:
             for action in self.actions
             if any(fqn == s or not s or fqn.startswith(f"{s}.") for s in action.sites)
         ]
+
+
+@lru_cache(maxsize=32)  # searched orders take seconds
+def _timeline(order: Order, ranks: int) -> Timeline:
+    from schedlang import orders
+
+    assert not order.table, "tables are read by the room of orders"
+    return orders.order(
+        order.name, ranks, order.micro, order.chunks, slices=order.slices, memory=order.memory
+    )
 
 
 def _put(known: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:

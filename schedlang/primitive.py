@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, dataclass_transform
 
@@ -87,6 +88,10 @@ class Primitive:
         """Refuse (with `refuse`) what cannot be done at `site` after what `plan` already does."""
         raise NotImplementedError
 
+    def located(self, folder: Path) -> Primitive:
+        """The same call with what it names in files read; paths start at the schedule's folder."""
+        return self
+
     def effect(self, site: Any, plan: Plan) -> Plan:
         """The plan with what follows from this action: layouts, boundaries, cuts."""
         return plan
@@ -103,7 +108,8 @@ class Primitive:
         return ()
 
     def __str__(self) -> str:
-        given = ((f, getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
+        own = [f for f in fields(self) if f.init]  # type: ignore[arg-type]
+        given = ((f, getattr(self, f.name)) for f in own)
         said = (f"{f.name}={value}" for f, value in given if value != f.default)
         return f"{type(self).__name__}({', '.join(said)})"
 

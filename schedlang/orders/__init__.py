@@ -9,7 +9,7 @@ from schedlang.timeline import Timeline
 
 ORDERS: tuple[Order, ...] = (*flush.ORDERS, *interleaved.ORDERS)
 
-__all__ = ["ORDERS", "Order", "OrderError", "Size", "find", "order", "sized"]
+__all__ = ["ORDERS", "Order", "OrderError", "Size", "chunks_of", "find", "order", "sized"]
 
 
 def order(
@@ -45,8 +45,7 @@ def sized(
     """The sizes of an order, checked; `chunks` None is its own number. Raises OrderError."""
     from fractions import Fraction
 
-    if chunks is None:
-        chunks = found.default_chunks if found.chunks is None else found.chunks[0]
+    chunks = chunks_of(name=found.name) if chunks is None else chunks
     if min(ranks, micro, chunks, slices) < 1:
         raise OrderError(
             f"a pipeline of {ranks} ranks, {micro} microbatches and {chunks} chunks is empty",
@@ -68,6 +67,12 @@ def sized(
     if problem is not None:
         raise OrderError(*problem)
     return size
+
+
+def chunks_of(name: str) -> int:
+    """How many stages an order puts on each rank unless it is told."""
+    found = find(name)
+    return found.default_chunks if found.chunks is None else found.chunks[0]
 
 
 def find(name: str) -> Order:

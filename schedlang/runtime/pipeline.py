@@ -228,7 +228,8 @@ class _Step:
             self._backward(stage, microbatch)
             return
         roots, grads = self._roots(stage, flight, microbatch)
-        flight.split = SplitBackward(roots, grads, list(flight.leaves.values()))
+        leaves = list(flight.leaves.values())
+        flight.split = SplitBackward(roots, grads, leaves, stage.waits)
         for leaf, grad in zip(flight.leaves.values(), flight.split.inputs()):
             leaf.grad = grad
         self._return(stage, flight, microbatch)

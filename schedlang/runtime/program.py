@@ -78,7 +78,7 @@ class Program:
         if self.follow_inputs:
             parts = self._inputs = [Part(followed(part.inputs), part.rows) for part in parts]
         results = self._run(parts, [w / total for w in weights], train=True)
-        sum_gradients(self.assembly.parameters, self.assembly.sums)
+        self._sum()
         loss = self._finish(results, weights, total)
         if self.keep_output:
             self.output = self._whole(results, parts, weights)
@@ -170,7 +170,11 @@ class Program:
         def around(microbatch: int) -> contextlib.AbstractContextManager[Any]:
             return entered(Scope(self.step, microbatch, parts[microbatch].rows))
 
+        early = a.early if train else None
+
         def on_op(event: Event) -> None:
+            if early is not None:
+                early.before(event.op.stage, event.last)
             if event.op.kind in BACKWARD and event.op.stage in a.sliced:
                 a.sliced[event.op.stage].before_backward(event.last)
 
@@ -184,6 +188,13 @@ class Program:
             )  # fmt: skip
         crossing.forget()
         return results
+
+    def _sum(self) -> None:
+        """What is left of the reductions when the last backward has ended."""
+        a = self.assembly
+        if a.early is not None:
+            a.early.finish()
+        sum_gradients(a.parameters, a.sums if a.early is None else a.early.rest)
 
     def _finish(
         self, results: list[Result] | None, weights: Sequence[float], total: float

@@ -6,7 +6,7 @@ was needed; the first unit of a later stage ends the forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +84,8 @@ class Stage:
     never touched. `switch` stands before the units of `model`; the stages of one rank share it.
     `stub` comes from a whole model on meta. `loss(output, batch)` where the model gives none.
     `split=False` lets I do the whole backward and W nothing: for stages with recomputed or
-    gathered weights, where every part of a backward would recompute or gather again.
+    gathered weights, where every part of a backward would recompute or gather again. `late` names
+    the parameters whose gradients W computes, the others are done by I; None: all are late.
     """
 
     def __init__(
@@ -97,8 +98,10 @@ class Stage:
         stub: Stub | None = None,
         loss: Loss | None = None,
         split: bool = True,
+        late: Collection[str] | None = None,
     ) -> None:
         self.model, self.cut, self.index, self.loss, self.split = model, cut, index, loss, split
+        self._late = None if late is None else {id(p) for p in _named(model, late)}
         self.last = index == cut.stages - 1
         self.units = cut.units(index)
         self.incoming = {e[0]: tokens for e, tokens in cut.routes.items() if e[1] == index}
@@ -108,6 +111,10 @@ class Stage:
         if not self.whole:
             self.switch = switch or Switch(model, cut.graph.units)
             self.stub = stub or Stub(hollow_model(model, {}), cut)
+
+    def waits(self, weight: torch.Tensor) -> bool:
+        """Whether the gradient of a weight is left to W."""
+        return self._late is None or id(weight) in self._late
 
     def differentiable(self, token: Token) -> bool:
         """Whether gradients come back for this value."""
@@ -178,6 +185,10 @@ def enter(leaf: torch.Tensor) -> torch.Tensor:
         return leaf
     entered: torch.Tensor = _Enter.apply(leaf)  # type: ignore[no-untyped-call]
     return entered
+
+
+def _named(model: nn.Module, names: Collection[str]) -> list[nn.Parameter]:
+    return [p for name, p in model.named_parameters() if name in names]
 
 
 def _zeros(leaf: Any, device: Any) -> Any:
