@@ -17,13 +17,15 @@ function unpack(packed) {
                            : new Array(count).fill(usual);
   t.edges = packed.edges || Array.from({ length: packed.stages - 1 }, (_, s) => [s, s + 1]);
   t.extra = packed.extra || [];
+  t.copies = packed.copies || [];
+  t.peak = packed.peak;
   for (const name of ["microbatch", "replica", "slice"])
     t[name + "s"] = t[name].reduce((a, b) => Math.max(a, b), 0) + 1;
   return t;
 }
 
-/** For each row the rows of other ranks that it needs. */
-function needs(t) {
+/** For each row the [row, lag] that it needs, of other ranks and of other streams. */
+function needs(t, comm) {
   const found = Array.from({ length: t.count }, () => []);
   const key = (back, s, k) => [back, s, t.microbatch[k], t.replica[k], t.slice[k]].join();
   const where = new Map();
@@ -31,42 +33,43 @@ function needs(t) {
     if (t.kind[k] < 3) where.set(key(t.kind[k] > 0, t.stage[k], k), k);
   for (let k = 0; k < t.count; k++) {
     if (t.kind[k] > 2) continue;
+    const back = t.kind[k] > 0;
     for (const [a, b] of t.edges) {
-      const back = t.kind[k] > 0, mine = back ? a : b, other = back ? b : a;
+      const [mine, other] = back ? [a, b] : [b, a];
       const made = mine === t.stage[k] ? where.get(key(back, other, k)) : undefined;
-      if (made !== undefined && t.rank[made] !== t.rank[k]) found[k].push(made);
+      if (made !== undefined && t.rank[made] !== t.rank[k]) found[k].push([made, comm / t.slices]);
     }
   }
-  for (const [made, used] of t.extra) found[used].push(made);
+  for (const [made, used] of t.extra) found[used].push([made, 0]);
   return found;
 }
 
 /** What each row takes; costs are of one microbatch on one rank's whole share. */
 function durations(t, cost) {
   const part = t.ranks / t.stages / t.slices;
-  const of = [cost.f, cost.i + cost.w, cost.i, cost.w];
+  const of = { 0: cost.f, 1: cost.i + cost.w, 2: cost.i, 3: cost.w, 8: cost.f };
   return t.kind.map((kind) => (of[kind] || 0) * part);
 }
 
 /** Start and end of every row: each rank in its order, as early as its inputs are there. */
 function timed(t, cost) {
-  const wants = needs(t), lasts = durations(t, cost);
+  const wants = needs(t, cost.comm), lasts = durations(t, cost);
   const start = new Array(t.count).fill(0), end = new Array(t.count).fill(-1);
   const at = t.starts.slice(0, -1), waiting = new Map(), stack = at.map((_, rank) => rank);
+  const free = at.map(() => 0), copied = at.map(() => 0);
   while (stack.length) {
     const rank = stack.pop();
     for (; at[rank] < t.starts[rank + 1]; at[rank]++) {
-      const row = at[rank];
-      const missing = wants[row].find((made) => end[made] < 0);
-      if (missing !== undefined) {
-        waiting.set(missing, [...(waiting.get(missing) || []), rank]);
+      const row = at[rank], missing = wants[row].find(([made]) => end[made] < 0);
+      if (missing) {
+        waiting.set(missing[0], [...(waiting.get(missing[0]) || []), rank]);
         break;
       }
-      let ready = row > t.starts[rank] ? end[row - 1] : 0;
-      for (const made of wants[row])
-        ready = Math.max(ready, end[made] + (t.rank[made] !== rank ? cost.comm : 0));
-      start[row] = ready;
-      end[row] = ready + lasts[row];
+      const copy = t.copies.includes(t.kind[row]); // runs beside the computing of its rank
+      start[row] = Math.max(free[rank], copy ? copied[rank] : 0,
+        ...wants[row].map(([made, lag]) => end[made] + lag));
+      end[row] = start[row] + lasts[row];
+      (copy ? copied : free)[rank] = end[row];
       stack.push(...(waiting.get(row) || []));
       waiting.delete(row);
     }
@@ -74,38 +77,19 @@ function timed(t, cost) {
   return { start, end };
 }
 
-/** Makespan, rank span, their bubbles, and the most live activations of each rank. */
+/** Makespan and longest time of a rank, and the idle shares of both. */
 function figures(t, times) {
   let makespan = 0, span = 0, busy = 0;
-  const peak = new Array(t.ranks).fill(0), live = new Array(t.ranks).fill(0);
-  const share = t.ranks / t.stages / t.slices;
-  const steps = [];
   for (let rank = 0; rank < t.ranks; rank++) {
-    const [low, high] = [t.starts[rank], t.starts[rank + 1]];
-    if (high > low) span = Math.max(span, times.end[high - 1] - times.start[low]);
-    for (let k = low; k < high; k++) {
-      makespan = Math.max(makespan, times.end[k]);
+    let first = Infinity, last = 0;
+    for (let k = t.starts[rank]; k < t.starts[rank + 1]; k++) {
+      [first, last] = [Math.min(first, times.start[k]), Math.max(last, times.end[k])];
       busy += (times.end[k] - times.start[k]) / t.ranks;
-      steps.push(...changes(t, times, k, share));
     }
-  }
-  steps.sort((a, b) => a[0] - b[0] || a[1] - b[1]);
-  for (const [, , rank, change] of steps) {
-    live[rank] += change;
-    peak[rank] = Math.max(peak[rank], live[rank]);
+    [makespan, span] = [Math.max(makespan, last), Math.max(span, last - first)];
   }
   const bubble = makespan ? 1 - busy / makespan : 0, spanBubble = span ? 1 - busy / span : 0;
-  return { makespan, span, bubble, spanBubble, peak };
-}
-
-/** [time, frees before it makes, rank, change] of live activations by a row. */
-function changes(t, times, k, share) {
-  const rank = t.rank[k], peer = t.peer[k], kind = t.kind[k];
-  if (kind === 0) return [[times.start[k], 1, rank, share]];
-  if (kind === 1 || kind === 3) return [[times.end[k], 0, rank, -share]];
-  if (kind === 11) return [[times.end[k], 0, rank, -share], [times.end[k], 1, peer, share]];
-  if (kind === 14) return [[times.start[k], 1, rank, share], [times.start[k], 0, peer, -share]];
-  return [];
+  return { makespan, span, bubble, spanBubble };
 }
 
 // -- the page --------------------------------------------------------------------------------------
@@ -182,7 +166,8 @@ function block(svg, t, times, k, scale, book, high) {
 
 function lines(svg, t, times, scale) {
   const path = { t: "", "t back": "" };
-  needs(t).forEach((wants, used) => wants.forEach((made) => {
+  needs(t, 0).forEach((wants, used) => wants.forEach(([made]) => {
+    if (t.rank[made] === t.rank[used]) return;
     const [a, b] = [t.rank[made] * ROW, t.rank[used] * ROW], down = b > a;
     const x1 = LEFT + times.end[made] * scale, x2 = LEFT + times.start[used] * scale;
     path[t.kind[made] ? "t back" : "t"] +=
@@ -253,15 +238,15 @@ class Page {
     document.getElementById("told").textContent =
       `makespan ${short(now.makespan)}, bubble ${percent(now.bubble)}; longest rank ` +
       `${short(now.span)}, bubble ${percent(now.spanBubble)}; most live activations ` +
-      `${short(Math.max(...now.peak))}`;
-    this.memory(now);
+      `${short(Math.max(...t.peak))}`;
+    this.memory(t.peak);
     this.compare(entry, cost);
   }
 
-  memory(now) {
-    const body = document.getElementById("peaks"), most = Math.max(...now.peak, 1e-9);
+  memory(peak) {
+    const body = document.getElementById("peaks"), most = Math.max(...peak, 1e-9);
     while (body.firstChild) body.removeChild(body.firstChild);
-    now.peak.forEach((value, rank) => {
+    peak.forEach((value, rank) => {
       const row = body.appendChild(document.createElement("tr"));
       row.appendChild(document.createElement("td")).textContent = `rank ${rank}`;
       row.appendChild(document.createElement("td")).textContent = short(value);
@@ -282,7 +267,7 @@ class Page {
       const row = body.appendChild(document.createElement("tr"));
       if (e === entry) row.className = "now";
       const cells = [e.order, e.variant, short(found.makespan), percent(found.bubble),
-        percent(found.spanBubble), short(Math.max(...found.peak))];
+        percent(found.spanBubble), short(Math.max(...this.timeline(e).peak))];
       for (const text of cells) row.appendChild(document.createElement("td")).textContent = text;
       row.addEventListener("click", () => {
         this.order.value = e.order;
