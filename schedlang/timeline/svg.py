@@ -75,12 +75,12 @@ def drawn(
     """
     first = next(iter(layers.values()))
     lanes = first.timeline.ranks if ranks is None else min(ranks, first.timeline.ranks)
-    end = max(max(times.makespan for times in layers.values()), 1e-9)
+    end = max(float(max(times.makespan for times in layers.values())), 1e-9)
     scale = min(unit, widest / end)
     step = ROW * len(layers) + 6 * (len(layers) > 1)
     left = LEFT + 60 * any(layers)
     width, height = left + end * scale + 10, TOP + lanes * step + 26
-    text = title or f"bubble {first.bubble:.1%}, {end:g} units"
+    text = title or f"bubble {float(first.bubble):.1%}, {end:g} units"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" '
         f'width="{width:.0f}" height="{height}" role="img" aria-label="{escape(text)}">',
