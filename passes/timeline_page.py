@@ -14,6 +14,7 @@ from typing import Any
 from schedlang.cost import UNIT_COST, Cost
 from schedlang.orders import ORDERS, Order, OrderError, order
 from schedlang.timeline import Kind, Timeline
+from schedlang.timeline.durations import weights
 from schedlang.timeline.looks import FAINTEST, fill, word
 from schedlang.timeline.packed import packed
 from schedlang.timeline.svg import OTHER_SHAPE, SHAPES, STYLE
@@ -51,6 +52,7 @@ def timeline_page(shown: Shown | None = None, cost: Cost = UNIT_COST) -> str:
         t = shown.timeline
         form = _form(shown.order, max(1, t.stages // t.ranks), t.slices)
         mine = _entry(shown.order, t.microbatches, form, t)
+        mine["timeline"] |= _shares(t, cost)
         first = {key: mine[key] for key in first}
         entries = [mine, *(e for e in entries if any(e[key] != first[key] for key in first))]
         entries.sort(key=lambda e: [o.name for o in ORDERS].index(e["order"]) if _known(e) else -1)
@@ -65,6 +67,16 @@ def timeline_page(shown: Shown | None = None, cost: Cost = UNIT_COST) -> str:
     }  # fmt: skip
     text = json.dumps(book, separators=(",", ":"))
     return _page(base64.b64encode(zlib.compress(text.encode(), 9)).decode(), shown)
+
+
+def _shares(t: Timeline, cost: Cost) -> dict[str, list[float]]:
+    """What stages and slices weigh, where they are not all alike."""
+    given = {"shares": (cost.shares, t.stages), "parts": (cost.slices, t.slices)}
+    return {
+        name: [float(x) for x in weights(values, count, name)]
+        for name, (values, count) in given.items()
+        if values is not None
+    }
 
 
 def _known(entry: dict[str, Any]) -> bool:

@@ -124,7 +124,7 @@ def test_the_verb_writes_the_page(tmp_path: Path) -> None:
     """`simulate --html` opens with the order, the sizes and the costs that it was given."""
     out = tmp_path / "out.html"
     words = ["simulate", "--order", "interleaved1f1b", "--ranks", "2", "--micro", "6"]
-    words += ["--chunks", "2", "--comm", "0.25", "--html", str(out)]
+    words += ["--chunks", "2", "--cost", "F=1,B=2,comm=0.25", "--html", str(out)]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     found = book(out.read_text())

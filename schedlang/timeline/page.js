@@ -19,8 +19,10 @@ function unpack(packed) {
   t.extra = packed.extra || [];
   t.copies = packed.copies || [];
   t.peak = packed.peak;
+  t.shares = packed.shares || new Array(t.stages).fill(1);
   for (const name of ["microbatch", "replica", "slice"])
     t[name + "s"] = t[name].reduce((a, b) => Math.max(a, b), 0) + 1;
+  t.parts = packed.parts || new Array(t.slices).fill(1);
   return t;
 }
 
@@ -37,7 +39,7 @@ function needs(t, comm) {
     for (const [a, b] of t.edges) {
       const [mine, other] = back ? [a, b] : [b, a];
       const made = mine === t.stage[k] ? where.get(key(back, other, k)) : undefined;
-      if (made !== undefined && t.rank[made] !== t.rank[k]) found[k].push([made, comm / t.slices]);
+      if (made !== undefined && t.rank[made] !== t.rank[k]) found[k].push([made, (comm * t.parts[t.slice[k]]) / t.slices]);
     }
   }
   for (const [made, used] of t.extra) found[used].push([made, 0]);
@@ -48,7 +50,8 @@ function needs(t, comm) {
 function durations(t, cost) {
   const part = t.ranks / t.stages / t.slices;
   const of = { 0: cost.f, 1: cost.i + cost.w, 2: cost.i, 3: cost.w, 8: cost.f };
-  return t.kind.map((kind) => (of[kind] || 0) * part);
+  return t.kind.map(
+    (kind, k) => (of[kind] || 0) * part * t.shares[t.stage[k]] * t.parts[t.slice[k]]);
 }
 
 /** Start and end of every row: each rank in its order, as early as its inputs are there. */

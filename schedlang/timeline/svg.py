@@ -7,6 +7,8 @@ from html import escape
 
 import numpy as np
 
+from schedlang.cost import Number
+from schedlang.timeline.durations import Costs
 from schedlang.timeline.looks import fill, label, levels, named, opacity, word
 from schedlang.timeline.needs import dependencies
 from schedlang.timeline.table import UNIT, Kind, Timeline
@@ -39,8 +41,8 @@ OTHER_SHAPE = "M{x} {a}l3 4l-3 4l-3 -4z"
 
 def svg(
     timeline: Timeline,
-    cost: Mapping[Kind, float] = UNIT,
-    transfer: float = 0.0,
+    cost: Costs = UNIT,
+    transfer: Number = 0.0,
     title: str = "",
     widest: float = 4000.0,
     ranks: int | None = None,

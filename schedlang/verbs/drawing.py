@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +24,11 @@ Trace = Annotated[
     typer.Option("--trace", help="Write a trace for Perfetto or Chrome; *.gz is packed."),
 ]
 
+Transfers = Annotated[bool, typer.Option("--transfers", help="Draw the transfers, too (SVG).")]
+Width = Annotated[
+    int | None, typer.Option(help="Columns of the bars; as wide as the terminal, or 100.")
+]
+
 
 @dataclass(frozen=True)
 class Pictures:
@@ -29,6 +37,7 @@ class Pictures:
     svg: Path | None = None
     html: Path | None = None
     trace: Path | None = None
+    transfers: bool = False
 
     def write(self, times: Timing, title: str, order: str, cost: Cost) -> None:
         """Write them; `order` is the name under which the page shows the timeline."""
@@ -38,8 +47,18 @@ class Pictures:
         from schedlang.verbs.files import write_text
 
         if self.svg is not None:
-            write_text(self.svg, drawn({"": times}, title=title))
+            write_text(self.svg, drawn({"": times}, title=title, transfers=self.transfers))
         if self.trace is not None:
             write_text(self.trace, trace(times))
         if self.html is not None:
             write_text(self.html, timeline_page(Shown(order, times.timeline), cost))
+
+
+def in_bars(times: Timing, width: int | None = None) -> str:
+    """A bar for each rank, in colour where a terminal shows it (and NO_COLOR is not set)."""
+    from schedlang.timeline.bars import bars
+
+    live = sys.stdout.isatty()
+    if width is None:
+        width = shutil.get_terminal_size((100, 24)).columns if live else 100
+    return bars(times, width, colour=live and not os.environ.get("NO_COLOR"))
