@@ -1,5 +1,6 @@
 """The timeline of a pipeline: one table of operations that is proven, timed, drawn and run."""
 
+from schedlang.timeline.holds import with_holds
 from schedlang.timeline.proof import check, peak_live
 from schedlang.timeline.table import (
     COLUMNS,
@@ -35,5 +36,6 @@ __all__ = [
     "peak_live",
     "timeline",
     "timing",
+    "with_holds",
     "with_transfers",
 ]
