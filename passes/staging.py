@@ -97,17 +97,26 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
     Training(skeleton).on()
     try:
         at = [fqn for c in plan.cuts for fqn in c.before]
-        names = units_of(skeleton, batch, at)
+        trunks = [fqn for c in plan.cuts for fqn in c.trunks]
+        names = units_of(skeleton, batch, at, trunks=trunks, unrolled=dict(plan.unrolled))
         graph = record(skeleton, names, batch, loss=loss)
         made = cut(graph, _stage_numbers(plan, names, timeline.stages))
     except Refusal as refusal:
-        raise _placed(refusal, plan, "stage") from refusal
+        raise placed(refusal, plan, "stage") from refusal
     homes = tuple(tuple(row) for row in timeline.homes.tolist())
     return Staged(made, timeline, homes, axis, _trunk(plan))
 
 
 def timeline_of(plan: Plan) -> Timeline:
-    """The order of the plan; a plan that cuts nothing runs its microbatches one by one.
+    """The order of the plan, with backwards in halves where rows ask for it."""
+    from schedlang.timeline import halved
+
+    made = _ordered(plan)
+    return made if plan.late is None else halved(made)
+
+
+def _ordered(plan: Plan) -> Timeline:
+    """The order alone; a plan that cuts nothing runs its microbatches one by one.
 
     Raises Refusal S608 for sizes that the order does not run.
     """
@@ -126,7 +135,7 @@ def timeline_of(plan: Plan) -> Timeline:
         return order("GPipe", 1, wanted.micro)
     except OrderError as error:
         told = Diagnostic("S608", error.reason, helps=(error.legal,))
-        raise _placed(Refusal(told), plan, "order") from error
+        raise placed(Refusal(told), plan, "order") from error
 
 
 def _one_stage(plan: Plan, timeline: Timeline) -> Staged:
@@ -138,10 +147,14 @@ def _one_stage(plan: Plan, timeline: Timeline) -> Staged:
 
 def _stage_numbers(plan: Plan, names: Sequence[str], stages: int) -> tuple[int, ...]:
     """The stage of every unit, from the cuts of the plan."""
-    trunk = next((c.trunk for c in plan.cuts if c.trunk is not None), None)
+    from schedlang.runtime.graph import labels
+    from schedlang.runtime.units import in_trunk
+
+    trunks = [fqn for c in plan.cuts for fqn in c.trunks]
+    inside = in_trunk(plan.model.model, names, trunks, dict(plan.unrolled))
     units = [
-        Unit(name, plan.model.numel(name), trunk is None or name.startswith(f"{trunk}."))
-        for name in names
+        Unit(label, plan.model.numel(name), trunk)
+        for name, label, trunk in zip(names, labels(names), inside)
     ]
     starts = [fqn for c in plan.cuts for fqn in c.before]
     if starts:
@@ -163,7 +176,7 @@ def _trunk(plan: Plan) -> frozenset[str]:
     return frozenset(f"{fqn}.{child}" for fqn in outer for child in plan.model.sites[fqn].children)
 
 
-def _placed(refusal: Refusal, plan: Plan, facet: str) -> Refusal:
+def placed(refusal: Refusal, plan: Plan, facet: str) -> Refusal:
     """The refusal at the first row that writes a facet."""
     row = next((a for a in plan.actions if facet in a.primitive.writes), None)
     return refusal.at(row.span) if row is not None and row.span is not None else refusal

@@ -80,6 +80,16 @@ def probe(trial: Trial, count: int) -> Slicing:
     raise fault(trial, *first)
 
 
+def guess(trial: Trial, count: int) -> Slicing:
+    """How a model without values would run, untried: it can be shown, not trained."""
+    style = shift_of(trial)
+    cache = has_cache(trial.model)
+    given = cache and style == "padded" and trial.loss is None
+    shift = "given" if given else "none" if style == "none" else "head"
+    source = trial.rule.source if trial.rule else ""
+    return Slicing(count, "cache" if cache else "calls", source, shift)
+
+
 def trial_of(
     model: nn.Module,
     sample: Mapping[str, Any],

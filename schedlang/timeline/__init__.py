@@ -1,7 +1,9 @@
 """The timeline of a pipeline: one table of operations that is proven, timed, drawn and run."""
 
+from schedlang.timeline.halves import halved
 from schedlang.timeline.holds import with_holds
-from schedlang.timeline.proof import check, peak_live
+from schedlang.timeline.memory import peak, peak_live
+from schedlang.timeline.proof import check
 from schedlang.timeline.table import (
     COLUMNS,
     TRANSFERS,
@@ -33,6 +35,8 @@ __all__ = [
     "Timing",
     "chain",
     "check",
+    "halved",
+    "peak",
     "peak_live",
     "timeline",
     "timing",
