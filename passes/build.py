@@ -302,7 +302,7 @@ def _pipeline(
     }  # fmt: skip
     return Pipeline(
         stages, staged.timeline, group.ranks, place, group=group.pg, down=down,
-        lookahead=plan.ahead, slices=slices,
+        lookahead=plan.ahead, slices=slices, parks=_parks(staged, ranks),
     )  # fmt: skip
 
 
@@ -323,6 +323,15 @@ def _meet(one: str, other: str) -> bool:
     """Whether a module is, holds or lies in another."""
     a, b = f"{one}.".lstrip("."), f"{other}.".lstrip(".")
     return a.startswith(b) or b.startswith(a)
+
+
+def _parks(staged: Staged, ranks: Ranks) -> tuple[Any, ...]:
+    """Groups for activations that are parked on partners, where some are."""
+    from schedlang.timeline import Kind
+
+    if staged.axis is None or not (staged.timeline.kind == Kind.EVICT).any():
+        return ()
+    return tuple(ranks.again(staged.axis) for _ in range(4))
 
 
 def _late(plan: Plan) -> frozenset[str] | None:
