@@ -254,9 +254,7 @@ def _dropout(
     return LogicalDropout(seed or 0, windows(slicing, slices) if slicing else slices)
 
 
-def _pipeline(
-    builder: Builder, staged: Staged, loss: Loss | None, slices: Slices | None
-) -> Any:
+def _pipeline(builder: Builder, staged: Staged, loss: Loss | None, slices: Slices | None) -> Any:
     from schedlang.runtime.pipeline import Pipeline
     from schedlang.runtime.stage import Stage, Stub
     from schedlang.runtime.units import Switch

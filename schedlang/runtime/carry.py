@@ -119,7 +119,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        *past, new = grad.split(ctx.sizes, ctx.dim)
+        *past, new = torch.split(grad, ctx.sizes, ctx.dim)
         return None, None, None, new, *past
 
 
