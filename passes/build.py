@@ -6,7 +6,7 @@ The order is fixed, whatever the order of rows: the local copy with this rank's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from schedlang.passes.propagate import Traced
 from schedlang.passes.reduce import slice_state, sums_of
 from schedlang.passes.sequence import slices_of
 from schedlang.passes.staging import Staged, buffer_stages, local_skeleton, shape_up
+from schedlang.passes.staleness import check_updates
 from schedlang.passes.weigh import weight_of
 from schedlang.plan import Plan
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
     from schedlang.model import Site
     from schedlang.runtime.assembly import Weight
+    from schedlang.runtime.early import EarlySums
+    from schedlang.runtime.gradient import Sum
     from schedlang.runtime.holding import Holding
     from schedlang.runtime.program import Program
     from schedlang.runtime.ranks import Ranks
@@ -90,6 +93,7 @@ def build(
         sample = parts.split(batch, 1 if local else count, micro)[0][0].inputs
         prepared = prepare(plan, sample, loss, weight)
     traced, staged, holdings = prepared.traced, prepared.staged, prepared.holdings
+    check_updates(staged, optimizer, clip, hollow)
     module = _local_copy(plan, holdings, ranks, hollow)
     builder = Builder(plan, module, traced, ranks)
     _apply(builder)
@@ -105,7 +109,7 @@ def build(
         replicas=plan.data_axes, micro=micro, parameters=found, holdings=holdings,
         buffer_stages=buffer_stages(staged), ties=(*plan.model.ties, *plan.model.shared_buffers),
         keys=tuple(plan.model.model.state_dict()), sums=tuple(sums), sliced=sliced,
-        weight=weight,
+        early=_early(plan, staged, found, sums), weight=weight,
         last_rank=_last_rank(plan, staged), stage_axis=staged.axis, dropout=dropout,
         inputs=frozenset(batch), loss_dtype=_loss_dtype(plan),
         without_labels=traced.labels[0].filled if len(traced.labels) == 1 else None,
@@ -116,6 +120,19 @@ def build(
         _check_optimizer(plan, holdings, optimizer)
         return Program(assembly, optimizer(trained), clip)
     return Program(assembly, None, clip)
+
+
+def _early(
+    plan: Plan, staged: Staged, found: Mapping[str, nn.Parameter], sums: Sequence[Sum]
+) -> EarlySums | None:
+    """The sums that begin before the step ends, where a row asks for it."""
+    from schedlang.runtime.early import EarlySums
+
+    if "gradients" not in plan.overlaps or staged.axis is None:
+        return None
+    held = [(stage, staged.cut.parameters(stage)) for stage in range(staged.cut.stages)]
+    stages = {name: frozenset(s for s, names in held if name in names) for name in found}
+    return EarlySums(found, sums, stages)
 
 
 def _last_rank(plan: Plan, staged: Staged) -> int:
@@ -268,12 +285,27 @@ def _pipeline(builder: Builder, staged: Staged, loss: Loss | None, slices: Slice
     place = plan.mesh.index(ranks.rank, staged.axis)
     switch = Switch(builder.module, staged.cut.graph.units)
     stub = Stub(local_skeleton(plan, builder.traced), staged.cut)
+    late = _late(plan)
     stages = {
-        s: Stage(builder.module, staged.cut, s, switch=switch, stub=stub, loss=loss)
+        s: Stage(builder.module, staged.cut, s, switch=switch, stub=stub, loss=loss, late=late)
         for s in staged.stages_at(place)
     }
     return Pipeline(
-        stages, staged.timeline, group.ranks, place, group=group.pg, down=down, slices=slices
+        stages, staged.timeline, group.ranks, place, group=group.pg, down=down,
+        lookahead=plan.ahead, slices=slices,
+    )  # fmt: skip
+
+
+def _late(plan: Plan) -> frozenset[str] | None:
+    """Parameters whose gradients may wait, under every name; None: all."""
+    if plan.late is None:
+        return None
+    inside = tuple(f"{fqn}." if fqn else "" for fqn in plan.late)
+    return frozenset(
+        name
+        for fact in plan.model.unique.values()
+        for name in fact.names
+        if any(other.startswith(inside) for other in fact.names)
     )
 
 

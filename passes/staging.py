@@ -97,7 +97,8 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
     Training(skeleton).on()
     try:
         at = [fqn for c in plan.cuts for fqn in c.before]
-        names = units_of(skeleton, batch, at)
+        trunks = [fqn for c in plan.cuts for fqn in c.trunks]
+        names = units_of(skeleton, batch, at, trunks=trunks, unrolled=dict(plan.unrolled))
         graph = record(skeleton, names, batch, loss=loss)
         made = cut(graph, _stage_numbers(plan, names, timeline.stages))
     except Refusal as refusal:
@@ -107,7 +108,15 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
 
 
 def timeline_of(plan: Plan) -> Timeline:
-    """The order of the plan; a plan that cuts nothing runs its microbatches one by one.
+    """The order of the plan, with backwards in halves where rows ask for it."""
+    from schedlang.timeline import halved
+
+    made = _ordered(plan)
+    return made if plan.late is None else halved(made)
+
+
+def _ordered(plan: Plan) -> Timeline:
+    """The order alone; a plan that cuts nothing runs its microbatches one by one.
 
     Raises Refusal S608 for sizes that the order does not run.
     """
@@ -138,10 +147,14 @@ def _one_stage(plan: Plan, timeline: Timeline) -> Staged:
 
 def _stage_numbers(plan: Plan, names: Sequence[str], stages: int) -> tuple[int, ...]:
     """The stage of every unit, from the cuts of the plan."""
-    trunk = next((c.trunk for c in plan.cuts if c.trunk is not None), None)
+    from schedlang.runtime.graph import labels
+    from schedlang.runtime.units import in_trunk
+
+    trunks = [fqn for c in plan.cuts for fqn in c.trunks]
+    inside = in_trunk(plan.model.model, names, trunks, dict(plan.unrolled))
     units = [
-        Unit(name, plan.model.numel(name), trunk is None or name.startswith(f"{trunk}."))
-        for name in names
+        Unit(label, plan.model.numel(name), trunk)
+        for name, label, trunk in zip(names, labels(names), inside)
     ]
     starts = [fqn for c in plan.cuts for fqn in c.before]
     if starts:

@@ -26,7 +26,8 @@ def drawn(
 ) -> Timeline:
     """A random order of a random kind of backward of every stage and microbatch."""
     ranks = max(max(row) for row in homes) + 1
-    through = [rng.randrange(len(homes)) for _ in range(micro)]
+    through = [m % len(homes) for m in range(micro)]  # no replica is idle
+    rng.shuffle(through)
     whole = rng.random() >= split
     kinds = (Kind.F, Kind.B) if whole else (Kind.F, Kind.I, Kind.W)
     left = [

@@ -6,10 +6,7 @@ import random
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from schedlang.orders import order
 from schedlang.timeline import Timeline, timeline

@@ -35,7 +35,7 @@ class Pipeline:
 
     `stages`: this rank's stages by number, of all replicas (two of one stage share it); none on a
     rank that the order leaves idle. `ranks`: the global rank of every place of the timeline,
-    `place` this rank's. Transfers go over `group` (and `down`, see Mail); with one rank none is made.
+    `place` this rank's. Transfers go over `group` (and `down`, see Mail), with one rank none.
     Receives are posted `lookahead` operations early, so that they run beside the computation.
     `handlers` do rows of further kinds, or in another way. Without a cut (one stage) this is a
     plain loop over microbatches. `slices` cut each microbatch along its sequence in training.
@@ -105,6 +105,8 @@ class Pipeline:
             for event in self._order(len(microbatches), train):
                 on_op(event)
                 op = event.op
+                if op.kind is Kind.STEP:
+                    continue  # whoever is told of operations updates the weights
                 if op.kind in COMPUTE:
                     with around(op):
                         self.handlers[op.kind](step, op)

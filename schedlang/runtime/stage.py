@@ -6,7 +6,7 @@ was needed; the first unit of a later stage ends the forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,12 +43,37 @@ class Forwarded:
     loss: torch.Tensor | None = None
 
 
+class Order:
+    """Watches that units are called once each, in the order of the record (S614).
+
+    A forward that goes another way would take values from units that never sent them.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names, self.due = names, 0
+
+    def next(self, unit: int) -> None:
+        """The unit that is called; the number of units where the forward ends."""
+        if unit < self.due:
+            reason = "is called again, which it was not when the model was recorded"
+            raise refusal("S614", self.names[unit], reason, *self.HELPS)
+        if unit > self.due:
+            reason = "is not called, which it was when the model was recorded"
+            raise refusal("S614", self.names[self.due], reason, *self.HELPS)
+        self.due += 1
+
+    HELPS = (
+        "stages fit one way through the model: let every batch take it",
+        "or make it one unit with what calls it: cut elsewhere",
+    )
+
+
 class Stub:
     """Knows the output of every unit for every shape of its arguments, by running it on meta."""
 
     def __init__(self, reference: nn.Module, cut: Cut) -> None:
-        self.names = cut.graph.units
-        self.units = tuple(reference.get_submodule(name) for name in self.names)
+        self.names = cut.graph.labels
+        self.units = tuple(reference.get_submodule(name) for name in cut.graph.units)
         self._known: dict[Any, Any] = {}
         self._outside = capture()  # a run for shapes draws no masks and counts no calls
 
@@ -84,7 +109,8 @@ class Stage:
     never touched. `switch` stands before the units of `model`; the stages of one rank share it.
     `stub` comes from a whole model on meta. `loss(output, batch)` where the model gives none.
     `split=False` lets I do the whole backward and W nothing: for stages with recomputed or
-    gathered weights, where every part of a backward would recompute or gather again.
+    gathered weights, where every part of a backward would recompute or gather again. `late` names
+    the parameters whose gradients W computes, the others are done by I; None: all are late.
     """
 
     def __init__(
@@ -97,8 +123,10 @@ class Stage:
         stub: Stub | None = None,
         loss: Loss | None = None,
         split: bool = True,
+        late: Collection[str] | None = None,
     ) -> None:
         self.model, self.cut, self.index, self.loss, self.split = model, cut, index, loss, split
+        self._late = None if late is None else {id(p) for p in _named(model, late)}
         self.last = index == cut.stages - 1
         self.units = cut.units(index)
         self.incoming = {e[0]: tokens for e, tokens in cut.routes.items() if e[1] == index}
@@ -108,6 +136,10 @@ class Stage:
         if not self.whole:
             self.switch = switch or Switch(model, cut.graph.units)
             self.stub = stub or Stub(hollow_model(model, {}), cut)
+
+    def waits(self, weight: torch.Tensor) -> bool:
+        """Whether the gradient of a weight is left to W."""
+        return self._late is None or id(weight) in self._late
 
     def differentiable(self, token: Token) -> bool:
         """Whether gradients come back for this value."""
@@ -123,8 +155,10 @@ class Stage:
         made: dict[Token, torch.Tensor] = {}
         edges: dict[Token, GradientEdge] = {}
         device = _device(batch)
+        order = Order(self.cut.graph.labels)
 
         def handle(unit: int, original: Any, args: Any, kwargs: Any) -> Any:
+            order.next(unit)
             if unit < self.units.start:
                 return self.stub(unit, args, kwargs, received, device)
             if unit >= self.units.stop:
@@ -138,9 +172,7 @@ class Stage:
                 output = self.model(**batch)
             except StageEnd:
                 return Forwarded(made, edges)
-            if not self.last:
-                name = self.cut.graph.units[self.units.start]
-                raise refusal("S614", name, "starts a stage whose successor was not called")
+            order.next(len(self.cut.graph.units))
             return Forwarded(made, edges, output, loss_of(output, batch, self.loss))
 
     def _capture(
@@ -178,6 +210,10 @@ def enter(leaf: torch.Tensor) -> torch.Tensor:
         return leaf
     entered: torch.Tensor = _Enter.apply(leaf)  # type: ignore[no-untyped-call]
     return entered
+
+
+def _named(model: nn.Module, names: Collection[str]) -> list[nn.Parameter]:
+    return [p for name, p in model.named_parameters() if name in names]
 
 
 def _zeros(leaf: Any, device: Any) -> Any:

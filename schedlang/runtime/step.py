@@ -108,13 +108,14 @@ class Step:
 
     def input_backward(self, work: Work) -> None:
         """The gradients of a stage's inputs; those of its weights may wait."""
-        if not self.pipe.stages[work.stage].split:
+        stage = self.pipe.stages[work.stage]
+        if not stage.split:
             self.backward(work)
             return
         flight = self.flights[work]
         roots, grads = self.roots(flight, work)
         leaves = [*flight.leaves.values(), *(flight.carried.leaves() if flight.carried else ())]
-        flight.split = SplitBackward(roots, grads, leaves)
+        flight.split = SplitBackward(roots, grads, leaves, stage.waits)
         for leaf, grad in zip(leaves, flight.split.inputs()):
             if grad is not None:  # what several later slices have taken gets one from each
                 leaf.grad = grad if leaf.grad is None else leaf.grad + grad

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from schedlang.timeline.needs import GROUPS, Places
 from schedlang.timeline.table import Kind, Timeline, TimelineError
@@ -40,18 +39,3 @@ def check(timeline: Timeline, *, complete: bool = True) -> None:
     timing(t)
     if len(t) != len(timeline):
         check_transfers(timeline)
-
-
-def peak_live(timeline: Timeline) -> NDArray[np.int64]:
-    """The largest number of live activations of each rank, in (stage, microbatch) pairs.
-
-    A forward makes one, the whole backward or the weight gradient frees it.
-    """
-    step = (timeline.kind == Kind.F).astype(np.int64)
-    step -= (timeline.kind == Kind.B) | (timeline.kind == Kind.W)
-    total = np.cumsum(step)
-    peaks = []
-    for low, high in zip(timeline.starts[:-1], timeline.starts[1:]):
-        before = int(total[low - 1]) if low else 0
-        peaks.append(int(total[low:high].max(initial=before)) - before)
-    return np.array(peaks, dtype=np.int64)

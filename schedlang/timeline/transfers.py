@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from schedlang.timeline.needs import dependencies
-from schedlang.timeline.table import COLUMNS, Kind, Rows, Timeline, TimelineError
+from schedlang.timeline.table import COLUMNS, TRANSFERS, Kind, Rows, Timeline, TimelineError
 
 
 def with_transfers(timeline: Timeline, lookahead: int = 1) -> Timeline:
@@ -40,6 +40,11 @@ def with_transfers(timeline: Timeline, lookahead: int = 1) -> Timeline:
     turn = np.concatenate([np.zeros(n, np.int64), np.arange(k), np.arange(k)])
     rows = np.lexsort((turn, phase, place))
     return replace(t, **{name: column[rows] for name, column in columns.items()})
+
+
+def parked(timeline: Timeline) -> Timeline:
+    """Without transfers, with the partner's side of what is parked on it."""
+    return timeline.pick(~np.isin(timeline.kind, TRANSFERS))
 
 
 def check_transfers(t: Timeline) -> None:
