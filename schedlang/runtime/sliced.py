@@ -90,7 +90,7 @@ class Slices:
         visit = Visit(carried, piece.span)
         with scope.visiting(visit), ambient(*([self.mode] if self.mode is not None else [])):
             if self.slicing.carrier == "cache":
-                yield piece.inputs | {"past_key_values": cache(visit), "use_cache": True}
+                yield piece.inputs | {"past_key_values": cache(piece.span), "use_cache": True}
             else:
                 yield piece.inputs
 
