@@ -92,6 +92,12 @@ class Played(Program):
     weights: list[float] = field(default_factory=list)
     letters: list[Letter] = field(default_factory=list)
     answers: Answers = field(default_factory=Answers)
+    _passed: list[Any] = field(default_factory=list)  # gradients of updates inside the step
+
+    def _update(self, made: int) -> None:
+        """The same; its gradients are kept, for tensors are known by where they lie."""
+        super()._update(made)
+        self._passed += [parameter.grad for parameter in self.assembly.parameters.values()]
 
     def _run(
         self, parts: Sequence[Part], scale: Sequence[float] | None, *, train: bool

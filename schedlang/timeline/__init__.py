@@ -2,7 +2,7 @@
 
 from schedlang.timeline.halves import halved
 from schedlang.timeline.memory import peak, peak_live
-from schedlang.timeline.proof import check, peak_live
+from schedlang.timeline.proof import check
 from schedlang.timeline.table import (
     COLUMNS,
     TRANSFERS,
