@@ -14,6 +14,7 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.prepare import Prepared, check_axes, prepare
 from schedlang.passes.propagate import Traced
 from schedlang.passes.reduce import slice_state, sums_of
+from schedlang.passes.sequence import slices_of
 from schedlang.passes.staging import Staged, buffer_stages, local_skeleton, shape_up
 from schedlang.passes.staleness import check_updates
 from schedlang.passes.weigh import weight_of
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from schedlang.runtime.holding import Holding
     from schedlang.runtime.program import Program
     from schedlang.runtime.ranks import Ranks
+    from schedlang.runtime.sliced import Slices
 
 Loss = Callable[..., Any]
 FACETS = ("structure", "dtype", "placement", "recompute", "residence", "stage", "state", "order")
@@ -89,7 +91,7 @@ def build(
     count = plan.mesh.size(plan.data_axes)
     if prepared is None:
         sample = parts.split(batch, 1 if local else count, micro)[0][0].inputs
-        prepared = prepare(plan, sample, loss)
+        prepared = prepare(plan, sample, loss, weight)
     traced, staged, holdings = prepared.traced, prepared.staged, prepared.holdings
     check_updates(staged, optimizer, clip, hollow)
     module = _local_copy(plan, holdings, ranks, hollow)
@@ -99,13 +101,15 @@ def build(
     held = {name for name, holding in holdings.items() if holding.held(plan.mesh, ranks.rank)}
     found = {name: p for name, p in module.named_parameters() if name in held}
     sums = sums_of(plan, traced, holdings, found, ranks)
-    dropout = _dropout(plan, traced, ranks, seed, module)
+    dropout = _dropout(plan, prepared, ranks, seed, module)
+    weight = weight or weight_of(traced, count * micro)
+    slices = slices_of(prepared.slicing, module, traced, weight)
     assembly = Assembly(
-        module=module, pipeline=_pipeline(builder, staged, loss), ranks=ranks,
+        module=module, pipeline=_pipeline(builder, staged, loss, slices), ranks=ranks,
         replicas=plan.data_axes, micro=micro, parameters=found, holdings=holdings,
         buffer_stages=buffer_stages(staged), ties=(*plan.model.ties, *plan.model.shared_buffers),
         keys=tuple(plan.model.model.state_dict()), sums=tuple(sums), sliced=sliced,
-        early=_early(plan, staged, found, sums), weight=weight or weight_of(traced, count * micro),
+        early=_early(plan, staged, found, sums), weight=weight,
         last_rank=_last_rank(plan, staged), stage_axis=staged.axis, dropout=dropout,
         inputs=frozenset(batch), loss_dtype=_loss_dtype(plan),
         without_labels=traced.labels[0].filled if len(traced.labels) == 1 else None,
@@ -238,11 +242,15 @@ def _loss_dtype(plan: Plan) -> torch.dtype:
 # -- random numbers, weights, the executor -----------------------------------------------------
 
 
-def _dropout(plan: Plan, traced: Traced, ranks: Ranks, seed: int | None, module: nn.Module) -> Any:
+def _dropout(
+    plan: Plan, prepared: Prepared, ranks: Ranks, seed: int | None, module: nn.Module
+) -> Any:
     """Logical dropout, where a seed asks for it or several ranks must agree on masks."""
     from schedlang.runtime.random import LogicalDropout, Window
     from schedlang.runtime.scope import named_sites
+    from schedlang.runtime.sliced import windows
 
+    traced, slicing = prepared.traced, prepared.slicing
     if not traced.random or (seed is None and plan.mesh.world == 1):
         return None
     named_sites(module)
@@ -260,10 +268,10 @@ def _dropout(plan: Plan, traced: Traced, ranks: Ranks, seed: int | None, module:
             index[dim] = tag.positions(logical[dim], parts, place)
         return Window(tuple(logical), tuple(index))
 
-    return LogicalDropout(seed or 0, slices)
+    return LogicalDropout(seed or 0, windows(slicing, slices) if slicing else slices)
 
 
-def _pipeline(builder: Builder, staged: Staged, loss: Loss | None) -> Any:
+def _pipeline(builder: Builder, staged: Staged, loss: Loss | None, slices: Slices | None) -> Any:
     from schedlang.runtime.pipeline import Pipeline
     from schedlang.runtime.stage import Stage, Stub
     from schedlang.runtime.units import Switch
@@ -271,7 +279,7 @@ def _pipeline(builder: Builder, staged: Staged, loss: Loss | None) -> Any:
     plan, ranks = builder.plan, builder.ranks
     if staged.axis is None:
         stage = Stage(builder.module, staged.cut, 0, loss=loss)
-        return Pipeline({0: stage}, staged.timeline, {0: ranks.rank})
+        return Pipeline({0: stage}, staged.timeline, (ranks.rank,), slices=slices)
     group = ranks.group(staged.axis)
     down = ranks.again(staged.axis)
     place = plan.mesh.index(ranks.rank, staged.axis)
@@ -280,11 +288,12 @@ def _pipeline(builder: Builder, staged: Staged, loss: Loss | None) -> Any:
     late = _late(plan)
     stages = {
         s: Stage(builder.module, staged.cut, s, switch=switch, stub=stub, loss=loss, late=late)
-        for s, owner in enumerate(staged.ranks)
-        if owner == place
+        for s in staged.stages_at(place)
     }
-    homes = {s: group.ranks[owner] for s, owner in enumerate(staged.ranks)}
-    return Pipeline(stages, staged.timeline, homes, group=group.pg, down=down, lookahead=plan.ahead)
+    return Pipeline(
+        stages, staged.timeline, group.ranks, place, group=group.pg, down=down,
+        lookahead=plan.ahead, slices=slices,
+    )  # fmt: skip
 
 
 def _late(plan: Plan) -> frozenset[str] | None:

@@ -71,7 +71,7 @@ def prepared(case: Case) -> Case:
     plan = case.plan
     micro = plan.micro
     sample = split(case.batches[0], plan.mesh.size(plan.data_axes), micro)[0][0].inputs
-    return replace(case, prepared=prepare(plan, sample, case.loss))
+    return replace(case, prepared=prepare(plan, sample, case.loss, case.weight))
 
 
 def widened(case: Case) -> Case:

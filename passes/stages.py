@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from schedlang.diagnostic import closest
+from schedlang.plan import Cut, Plan
 from schedlang.runtime.graph import refusal
+
+LISTS = ("ModuleList", "ModuleDict", "Sequential")
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,23 @@ def balanced(units: Sequence[Unit], stages: int) -> tuple[int, ...]:
         high = start[k][high]
         places.append(bounds[high])
     return _stages(len(units), places[::-1])
+
+
+def elements(plan: Plan, cut: Cut) -> tuple[str, ...]:
+    """What the lists of a cut hold, before any forward has shown what is called, and how often."""
+    unrolled = dict(plan.unrolled)
+
+    def calls(fqn: str) -> int:
+        inside = [n for name, n in unrolled.items() if name == fqn or name.startswith(f"{fqn}.")]
+        return max(1, sum(inside))
+
+    found = []
+    for trunk in cut.trunks:
+        site = plan.model.sites[trunk]
+        whole = trunk in unrolled or not any(site.is_a(kind) for kind in LISTS)
+        names = [trunk] if whole else [f"{trunk}.{child}" for child in site.children]
+        found += [name for name in names for _ in range(calls(name))]
+    return tuple(found)
 
 
 def placement(stages: int, ranks: int) -> tuple[int, ...]:

@@ -56,13 +56,13 @@ class Boundary:
 class Cut:
     """Cuts of the trunk for one pipeline axis.
 
-    `before` are modules before which a cut falls; `trunk` a list of modules to be cut into equal
-    shares (`balance` "even" or "params"), once the number of stages is known.
+    `before` are modules before which a cut falls; `trunks` lists of modules (and single ones
+    beside them) that are cut into shares in call order, once the number of stages is known.
     """
 
     axis: str
     before: tuple[str, ...] = ()
-    trunk: str | None = None
+    trunks: tuple[str, ...] = ()
     balance: str = "even"
 
 
@@ -121,6 +121,7 @@ class Plan:
     relaxed: tuple[tuple[str, tuple[str, ...]], ...] = ()  # step -> what it may give up
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     boundaries: Mapping[str, tuple[Boundary, ...]] = field(default_factory=dict)
+    unrolled: tuple[tuple[str, int], ...] = ()  # module -> its calls, each a unit of its own
     cuts: tuple[Cut, ...] = ()
     order: Order | None = None
     late: tuple[str, ...] | None = None  # modules whose weight gradients may wait; None: all

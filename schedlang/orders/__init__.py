@@ -3,13 +3,45 @@
 from __future__ import annotations
 
 from schedlang.cost import UNIT_COST, Cost
-from schedlang.orders import flush, interleaved, stale
+from schedlang.orders import (
+    dualpipe,
+    flush,
+    interleaved,
+    opposite,
+    parked,
+    sliced,
+    stale,
+    varuna,
+    wave,
+)
+from schedlang.orders.csv_table import read_table, write_table
 from schedlang.orders.registry import Order, OrderError, Size
 from schedlang.timeline import Timeline
 
-ORDERS: tuple[Order, ...] = (*flush.ORDERS, *interleaved.ORDERS, *stale.ORDERS)
+ORDERS: tuple[Order, ...] = (
+    *flush.ORDERS,
+    *interleaved.ORDERS,
+    *opposite.ORDERS,
+    *dualpipe.ORDERS,
+    *wave.ORDERS,
+    *sliced.ORDERS,
+    *parked.ORDERS,
+    *varuna.ORDERS,
+    *stale.ORDERS,
+)
 
-__all__ = ["ORDERS", "Order", "OrderError", "Size", "chunks_of", "find", "order", "sized"]
+__all__ = [
+    "ORDERS",
+    "Order",
+    "OrderError",
+    "Size",
+    "chunks_of",
+    "find",
+    "order",
+    "read_table",
+    "sized",
+    "write_table",
+]
 
 
 def order(

@@ -24,11 +24,13 @@ from schedlang.runtime.gradient import (
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.outputs import whole_output
 from schedlang.runtime.parts import Batch, Part, followed, rows_of, split
-from schedlang.runtime.pipeline import BACKWARD, Event, Result
+from schedlang.runtime.pipeline import BACKWARD, Event
 from schedlang.runtime.replicas import reshard
 from schedlang.runtime.scope import Scope, entered
+from schedlang.runtime.step import Result
 from schedlang.runtime.training import Training
 from schedlang.runtime.versions import Versions, totals, versions_of
+from schedlang.timeline import Op
 
 
 @dataclass
@@ -129,12 +131,9 @@ class Program:
         return self._whole(results, parts, weights)
 
     def _whole(
-        self, results: list[Result] | None, parts: Sequence[Part], weights: Sequence[float]
+        self, results: Mapping[int, Result], parts: Sequence[Part], weights: Sequence[float]
     ) -> Any:
-        made = None
-        if results is not None:
-            rows = [len(part.rows) for part in parts]
-            made = list(zip([result.output for result in results], rows, weights))
+        made = {k: (r.output, len(parts[k].rows), weights[k]) for k, r in results.items()}
         output, self.left_out = whole_output(self.assembly, made)
         return output
 
@@ -194,11 +193,11 @@ class Program:
 
     def _run(
         self, parts: Sequence[Part], scale: Sequence[float] | None, *, train: bool
-    ) -> list[Result] | None:
+    ) -> dict[int, Result]:
         a = self.assembly
 
-        def around(microbatch: int) -> contextlib.AbstractContextManager[Any]:
-            return entered(Scope(self.step, microbatch, parts[microbatch].rows))
+        def around(op: Op) -> contextlib.AbstractContextManager[Any]:
+            return entered(Scope(self.step, op.microbatch, parts[op.microbatch].rows))
 
         early = a.early if train else None
 
@@ -229,20 +228,20 @@ class Program:
         sum_gradients(a.parameters, a.sums if a.early is None else a.early.rest)
 
     def _finish(
-        self, results: list[Result] | None, weights: Sequence[float], total: float
+        self, results: Mapping[int, Result], weights: Sequence[float], total: float
     ) -> Tensor:
         """Clip by the global norm; the loss and the norm cross the world in one reduction."""
         a = self.assembly
         mesh, rank = a.ranks.mesh, a.ranks.rank
         speaks = {name for name, holding in a.holdings.items() if holding.primary(mesh, rank)}
         value = torch.zeros((), dtype=torch.float64)
-        if results is not None:
-            losses = [result.loss for result in results]
-            assert all(loss is not None for loss in losses), "the model gives no loss: pass `loss=`"
+        if results:
+            losses = {k: result.loss for k, result in results.items()}
+            assert None not in losses.values(), "the model gives no loss: pass `loss=`"
             if a.speaks(rank):
                 shares = [w / total for w in weights]
                 value = torch.stack(
-                    [x.double().cpu() * w for x, w in zip(losses, shares) if x is not None]
+                    [x.double().cpu() * shares[k] for k, x in losses.items() if x is not None]
                 ).sum()
         if mesh.world == 1:
             self.grad_norm = norm_alone(a.parameters, self.clip)

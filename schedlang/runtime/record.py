@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedlang.runtime.constants import Constants
-from schedlang.runtime.graph import Leaf, Reads, StageGraph, Token, refusal
+from schedlang.runtime.graph import Leaf, Reads, StageGraph, Token, labels, refusal
 from schedlang.runtime.meta import hollow_batch, hollow_model
 from schedlang.runtime.units import Switch
 
@@ -86,7 +86,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.units = tuple(units)
+        self.units, self.labels = tuple(units), labels(units)
         self.marks: dict[int, Marks] = {}
         self.owner: dict[int, Token] = {}  # the storage of a returned leaf
         self.alive: list[Any] = []  # a freed storage would give its address to another
@@ -115,9 +115,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def call(self, unit: int, original: Any, args: Any, kwargs: Any) -> Any:
         """One call of a unit: its outputs get marks of their own."""
-        name = self.units[unit]
+        name = self.labels[unit]
         if self.inside is not None:
-            raise refusal(ONCE, name, f"is called inside `{self.units[self.inside]}`")
+            raise refusal(ONCE, name, f"is called inside `{self.labels[self.inside]}`")
         if unit in self.called:
             raise refusal(
                 ONCE,
@@ -126,7 +126,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "cut outside the loop that calls it",
             )
         if self.called and unit < self.called[-1]:
-            after = self.units[self.called[-1]]
+            after = self.labels[self.called[-1]]
             raise refusal(ONCE, name, f"is called after `{after}`, against the order of the list")
         self.called.append(unit)
         self.read[unit] |= self.control
@@ -222,7 +222,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "",
                 "the code between units reads the value of a tensor, and there is no data",
                 "record it on real tensors",
-                note=f"after `{self.units[self.called[-1]]}`" if self.called else "",
+                note=f"after `{self.labels[self.called[-1]]}`" if self.called else "",
             )
         for tensor in self.arguments:
             self.read[self.inside] |= self._of(tensor)
@@ -230,7 +230,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def graph(self, output: Any, loss: torch.Tensor | None) -> StageGraph:
         """The recorded graph, once the forward has ended."""
-        for unit, name in enumerate(self.units):
+        for unit, name in enumerate(self.labels):
             if unit not in self.called:
                 raise refusal(ONCE, name, "is not called in this forward")
         final, partial = self.control, {}

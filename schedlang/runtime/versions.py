@@ -118,7 +118,7 @@ def versions_of(
     """The versions of a pipeline that updates inside the step; None for all others."""
     if not is_stale(pipeline.timeline):
         return None
-    return Versions(pipeline.timeline, pipeline.rank, tuple(parameters.values()), update)
+    return Versions(pipeline.timeline, pipeline.place, tuple(parameters.values()), update)
 
 
 def totals(everyone: Sequence[Sequence[float]], made: Sequence[int]) -> dict[int, float]:

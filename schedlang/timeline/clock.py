@@ -104,7 +104,8 @@ class Clock:
         self.end[rows] = start + self.duration[rows]
         self.at[ranks] += 1
         self.ready[ranks] = 0
-        return ranks
+        moved: Rows = ranks
+        return moved
 
     def _beside(self, ranks: Rows, rows: Rows, start: Ticks) -> None:
         """Take the time of rows on the stream of each; copies wait for the copies before them."""

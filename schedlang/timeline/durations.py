@@ -84,7 +84,7 @@ def _of(t: Timeline, cost: Cost) -> NDArray[Any]:
     part = part / max(1, t.slices)
     table = _column(sliced) * stage[:, None] * part + _column(whole) * stage[:, None]
     table[Kind.BARRIER] = number(cost.barrier)
-    return table
+    return np.asarray(table)
 
 
 def _column(costs: Mapping[Kind, Number]) -> NDArray[Any]:

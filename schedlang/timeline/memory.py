@@ -78,7 +78,7 @@ def _steps(t: Timeline, cost: Cost) -> tuple[Ticks, Fraction | None]:
 
 def _table(changes: list[dict[Kind, Any]], share: NDArray[Any]) -> NDArray[Any]:
     numbers = [[number(change.get(kind, 0)) for kind in Kind] for change in changes]
-    return np.array(numbers, dtype=object)[:, :, None, None] * share
+    return np.asarray(np.array(numbers, dtype=object)[:, :, None, None] * share)
 
 
 def _again(t: Timeline) -> NDArray[np.bool_] | None:
@@ -100,4 +100,4 @@ def _tops(t: Timeline, steps: Ticks) -> Ticks:
     full = t.starts[1:] > low
     before = np.where(low > 0, total[low - 1], 0)
     tops[full] = np.maximum.reduceat(total, low[full]) - before[full]
-    return np.maximum(tops, 0)
+    return tops.clip(0)

@@ -20,8 +20,9 @@ def check(timeline: Timeline, *, complete: bool = True) -> None:
     t = timeline.compute()
     table = Places(t)
     forward, backward, weight = (table.rows_of(*kinds) for kinds in GROUPS)
-    if complete and (forward < 0).any():
-        raise TimelineError(f"{table.name(np.argmax(forward < 0))} has no forward")
+    lacks = (forward < 0) & (table.used() if t.replicas > 1 else True)
+    if complete and lacks.any():
+        raise TimelineError(f"{table.name(np.argmax(lacks))} has no forward")
     trained = bool((backward >= 0).any())
     if trained and ((backward >= 0) != (forward >= 0)).any():
         which = table.name(np.argmax((backward >= 0) != (forward >= 0)))

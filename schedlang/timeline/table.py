@@ -189,16 +189,16 @@ class Timeline:
         several = bool(np.any(np.bincount(self.stage_rank.clip(0), minlength=1) > 1))
         lines = []
         for rank in range(self.ranks):
-            part = slice(int(self.starts[rank]), int(self.starts[rank + 1]))
-            if width is not None and part.stop - part.start > width:  # two characters a word
-                ends = (slice(part.start, part.start + width), slice(part.stop - width, part.stop))
-            else:
-                ends = (part, slice(0))
-            words = [word for end in ends for word in self._words(end, several)]
+            low, high = int(self.starts[rank]), int(self.starts[rank + 1])
+            ends = [(low, high)]
+            if width is not None and high - low > 2 * width:  # a word has two characters at least
+                ends = [(low, low + width), (high - width, high)]
+            words = [word for end in ends for word in self._words(*end, several)]
             lines.append(f"rank {rank}: {_shorten(words, width)}")
         return "\n".join(lines)
 
-    def _words(self, part: slice, several: bool) -> list[str]:
+    def _words(self, low: int, high: int, several: bool) -> list[str]:
+        part = slice(low, high)
         columns = (self.kind[part], self.stage[part], self.microbatch[part], self.slice[part])
         sliced = self.slices > 1
         return [

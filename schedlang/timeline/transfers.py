@@ -49,12 +49,12 @@ def parked(timeline: Timeline) -> Timeline:
 
 def check_transfers(t: Timeline) -> None:
     """Per pair of ranks and direction, receives stand in the order of the sends."""
-    ranks = t.stage_rank
+    homes = t.homes
     sends = np.isin(t.kind, (Kind.SEND_F, Kind.SEND_B))
     receives = np.isin(t.kind, (Kind.RECV_F, Kind.RECV_B))
     keys = []
     for rows, outgoing in ((np.flatnonzero(sends), True), (np.flatnonzero(receives), False)):
-        far = ranks[t.peer[rows]]
+        far = homes[t.replica[rows], t.peer[rows]]
         pair = (t.rank[rows], far) if outgoing else (far, t.rank[rows])
         ends = (t.stage[rows], t.peer[rows]) if outgoing else (t.peer[rows], t.stage[rows])
         back = np.isin(t.kind[rows], (Kind.SEND_B, Kind.RECV_B))
