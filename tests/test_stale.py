@@ -329,7 +329,7 @@ def test_an_optimizer_that_replaces_weights_is_refused() -> None:
 
 
 def test_the_static_proof_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums, messages and weights of every update are in order; weights of the whole step are not."""
+    """Sums, messages and weights of each update are in order; weights of the whole step are not."""
     plan = stale(Chain(), '"PipeDream", micro=8', "dp=2, pp=2", zero="zero(stage=0, over=dp)")
     assert not static(plan, series(16, 0)).problems
     plain = program.totals
