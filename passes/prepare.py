@@ -11,6 +11,7 @@ from schedlang.passes.holdings import holdings_of
 from schedlang.passes.propagate import Traced, propagate
 from schedlang.passes.sequence import slicing_of
 from schedlang.passes.staging import Staged, stages_of
+from schedlang.passes.staleness import check_stale
 from schedlang.passes.weigh import Weight
 from schedlang.plan import Plan
 
@@ -41,6 +42,7 @@ def prepare(
     check_axes(plan)
     traced = propagate(plan, sample, loss)
     staged = stages_of(plan, traced, sample, loss)
+    check_stale(plan, staged)
     slicing = slicing_of(plan, traced, staged, sample, loss, weight)
     return Prepared(traced, staged, holdings_of(plan, staged), slicing)
 

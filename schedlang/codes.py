@@ -183,6 +183,11 @@ CODES: Mapping[str, tuple[str, str]] = {
         "Parameters and buffers are; extra state of modules is not.",
     ),
     "S622": ("an optimizer that looks at whole tensors", "Elementwise ones work on parts."),
+    "S625": (
+        "weights are updated inside the step",
+        "Orders with stale weights (PipeDream and its kin) update each stage by itself, several\n"
+        "times a step: no norm over all stages exists to clip by, and no stage shares a weight.",
+    ),
     "S631": ("a checkpoint cannot be written", "Nothing was changed; the message gives the cause."),
     "S632": ("not a place for a checkpoint", "Only a checkpoint or an empty folder is replaced."),
     "S633": ("no readable checkpoint", "Nothing was changed; the message gives the cause."),

@@ -105,6 +105,8 @@ class Pipeline:
             for event in self._order(len(microbatches), train):
                 on_op(event)
                 op = event.op
+                if op.kind is Kind.STEP:
+                    continue  # whoever is told of operations updates the weights
                 if op.kind in COMPUTE:
                     with around(op):
                         self.handlers[op.kind](step, op)

@@ -29,6 +29,7 @@ from schedlang.runtime.replicas import reshard
 from schedlang.runtime.scope import Scope, entered
 from schedlang.runtime.step import Result
 from schedlang.runtime.training import Training
+from schedlang.runtime.versions import Versions, totals, versions_of
 from schedlang.runtime.watch import Watch
 from schedlang.timeline import Op
 
@@ -54,9 +55,13 @@ class Program:
     watch: Watch | None = None  # notes when the operations of a step run
     left_out: dict[str, str] = field(default_factory=dict)  # of the last output: place -> why
     _inputs: list[Part] = field(default_factory=list)
+    _totals: Mapping[int, float] = field(default_factory=dict)  # update -> its weight
+    _everyone: Sequence[Sequence[float]] = ()  # the weights of a step: replica, microbatch
 
     def __post_init__(self) -> None:
         self._training = Training(self.assembly.module)
+        a = self.assembly
+        self._versions: Versions | None = versions_of(a.pipeline, a.parameters, self._update)
 
     @property
     def module(self) -> nn.Module:
@@ -74,6 +79,8 @@ class Program:
 
         `clip` bounds the true global norm of the gradients.  Without an optimizer the gradients
         stay for the caller's own.  Submodules that were in eval while the model trained stay so.
+        Under an order with stale weights several updates are made inside, each by the mean of its
+        own microbatches; the loss is that of all of them, each under the weights that it met.
         """
         self._check_names(batch)
         self._training.off() if self.evaluate else self._training.on()
@@ -81,15 +88,35 @@ class Program:
         parts, weights, total = self._parts(batch, local)
         if self.follow_inputs:
             parts = self._inputs = [Part(followed(part.inputs), part.rows) for part in parts]
-        results = self._run(parts, [w / total for w in weights], train=True)
-        self._sum()
+        if self._versions is None:
+            results = self._run(parts, [w / total for w in weights], train=True)
+            self._sum()
+        else:
+            self._versions.begin()
+            made = self._versions.made
+            self._totals = totals(self._everyone, made)
+            scale = [w / _positive(self._totals[made[k]]) for k, w in enumerate(weights)]
+            results = self._run(parts, scale, train=True)
+            self._versions.end()
         loss = self._finish(results, weights, total)
         if self.keep_output:
             self.output = self._whole(results, parts, weights)
-        if self.optimizer is not None:
+        if self._versions is None and self.optimizer is not None:
             self.optimizer.step()
         self.step += 1
         return loss
+
+    def _update(self, made: int) -> None:
+        """One of the updates inside a step: of what this rank holds, by what has come together.
+
+        An update of microbatches without any weight (no labels) leaves everything as it is.
+        """
+        if not self._totals[made] > 0:
+            self._zero()
+            return
+        self._sum()
+        if self.optimizer is not None:
+            self.optimizer.step()
 
     def eval_step(self, batch: Batch, *, local: bool = False) -> Any:
         """The output of the whole batch, structured as the model's own, on every rank.
@@ -145,18 +172,21 @@ class Program:
             alone = count * a.micro == 1
             weigh = [[1.0 if alone else a.weight(p.inputs) for p in parts] for parts in everyone]
             weights = weigh[mesh.index(a.ranks.rank, a.replicas)]
+            self._everyone = weigh
             return mine, weights, _positive(sum(map(sum, weigh)))
         (own,) = split(batch, 1, a.micro)
         weights = [a.weight(part.inputs) for part in own]
-        here = torch.tensor([[sum(weights), rows_of(batch)]], dtype=torch.float64)
+        here = torch.tensor([[*weights, rows_of(batch)]], dtype=torch.float64)
         group = a.ranks.group(a.replicas)
+        self._everyone = [weights]
         if group.pg is None:
             return own, weights, _positive(sum(weights))
-        told = here.new_empty(group.size, 2)
+        told = here.new_empty(group.size, len(weights) + 1)
         dist.all_gather_into_tensor(told, here, group=group.pg)
-        first = int(told[: group.rank, 1].sum())  # samples are numbered across all ranks
+        self._everyone = told[:, :-1].tolist()
+        first = int(told[: group.rank, -1].sum())  # samples are numbered across all ranks
         parts = [Part(part.inputs, tuple(first + row for row in part.rows)) for part in own]
-        return parts, weights, _positive(float(told[:, 0].sum()))
+        return parts, weights, _positive(float(sum(map(sum, self._everyone))))
 
     def _defined(self, part: Part, weight: float) -> Part:
         """A part without labels that count has no mean: give it some, its weight is zero anyway."""
@@ -175,6 +205,8 @@ class Program:
         early = a.early if train else None
 
         def on_op(event: Event) -> None:
+            if train and self._versions is not None:
+                self._versions.before(event.op)
             if early is not None:
                 early.before(event.op.stage, event.last)
             if event.op.kind in BACKWARD and event.op.stage in a.sliced:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.runtime.slice_probe import Differs, Trial, forward, refusal, sliced
-from schedlang.runtime.slices import Slicing
 from schedlang.runtime.scope import visit
+from schedlang.runtime.slice_probe import Trial, forward, refusal, sliced
+from schedlang.runtime.slices import Slicing
 
 Outputs = dict[str, list[Tensor]]
 

@@ -61,7 +61,9 @@ class SlicedStep(Step):
         made.append((loss, output))
         if len(made) < len(parts):
             return
-        losses = [value * p.share for (value, _), p in zip(made, parts) if p.share and value is not None]
+        losses = [
+            value * p.share for (value, _), p in zip(made, parts) if p.share and value is not None
+        ]
         whole = torch.stack(losses).sum() if losses else made[0][0]
         output = joined([output for _, output in made], parts) if self.keep else None
         self.results[work.microbatch] = Result(whole, output)

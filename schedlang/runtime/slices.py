@@ -63,7 +63,9 @@ class Slicing:
                 return value
             name = str(getattr(path[0], "key", ""))
             labels = name == self.labels
-            own = value[:, span.start : span.stop + more] if labels else self._cut(name, value, span)
+            own = (
+                value[:, span.start : span.stop + more] if labels else self._cut(name, value, span)
+            )
             return own.contiguous()  # models take views of what they are given
 
         seen: dict[str, Any] = pytree.tree_map_with_path(part, dict(batch))
@@ -80,7 +82,9 @@ class Slicing:
         if value.dim() == 4:  # [rows, heads, queries, keys]
             own = value if value.shape[2] == 1 else value[:, :, span.start : span.stop]
             return own[..., : span.stop]
-        return value[:, : span.stop] if mask and value.dim() == 2 else value[:, span.start : span.stop]
+        return (
+            value[:, : span.stop] if mask and value.dim() == 2 else value[:, span.start : span.stop]
+        )
 
 
 @dataclass(frozen=True)
