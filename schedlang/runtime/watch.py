@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -30,8 +31,8 @@ class Ran(NamedTuple):
 class Watch:
     """Notes the operations of this rank's steps; `steps` has a list for each step watched.
 
-    The moment in common is the end of a barrier. Where a rank waits is known from its mail: an
-    operation takes what other ranks sent before it computes anything.
+    Where a rank waits is known from its mail: an operation takes what other ranks sent before it
+    computes anything.
     """
 
     pipeline: Any
@@ -39,7 +40,8 @@ class Watch:
 
     def __post_init__(self) -> None:
         self.steps: list[list[Ran]] = []
-        self._zero = self._arrived = 0.0
+        self.zeros: list[float] = []
+        self._arrived = 0.0
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -55,7 +57,7 @@ class Watch:
         self.steps.append([])
         if dist.is_initialized():
             dist.barrier()
-        self._zero = time.perf_counter()
+        self.zeros.append(time.perf_counter())
         mail.take = timed
         try:
             yield
@@ -73,13 +75,28 @@ class Watch:
     def _now(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return time.perf_counter() - self._zero
+        return time.perf_counter() - self.zeros[-1]
 
 
 def gathered(watch: Watch) -> list[list[list[Ran]]]:
-    """[rank][step]: what every rank of the job has noted, on every rank."""
-    found: list[Any] = [watch.steps]
+    """[rank][step]: what every rank of the job has noted, on every rank.
+
+    On one machine all ranks read one clock. Between machines the moment in common is the end of the
+    barrier before each step.
+    """
+    own = platform.node(), watch.zeros, watch.steps
+    found: list[Any] = [own]
     if dist.is_initialized() and dist.get_world_size() > 1:
         found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, watch.steps)
-    return found
+        dist.all_gather_object(found, own)
+    if len({node for node, _, _ in found}) > 1:
+        return [steps for _, _, steps in found]
+    first = [min(zeros) for zeros in zip(*(zeros for _, zeros, _ in found))]
+    return [
+        [_later(ran, zero - low) for ran, zero, low in zip(steps, zeros, first)]
+        for _, zeros, steps in found
+    ]
+
+
+def _later(ran: list[Ran], by: float) -> list[Ran]:
+    return [Ran(op, turn + by, start + by, end + by) for op, turn, start, end in ran]
