@@ -150,9 +150,8 @@ def main() -> None:
     names = given.pop("orders")
     sizes = Sizes(**given)
     print(f"torch {torch.__version__}, {sizes}, {STEPS} steps, the median one\n")
-    print(
-        f"{'order':<20}{'measured':>10}{'simulated':>11}{'fitted':>9}{'makespan, over simulated':>27}"
-    )
+    heads = ("measured", "simulated", "fitted", "makespan, over simulated")
+    print("order".ljust(20) + "".join(h.rjust(w) for h, w in zip(heads, (10, 11, 9, 27))))
     batch = {"x": torch.zeros(sizes.micro, WIDTH)}
     with Pool() as pool:
         for name in names:
@@ -171,8 +170,9 @@ def main() -> None:
             ideal = told(found, sizes)
             shares = [float(x.bubble) for x in (found.times, ideal, found.planned)]
             took = float(found.times.makespan), float(ideal.makespan)
-            print(f"{name:<20}{shares[0]:>10.2%}{shares[1]:>11.2%}{shares[2]:>9.2%}"
-                  f"{took[0] * 1e3:>13.0f} / {took[1] * 1e3:.0f} ms = {took[0] / took[1]:.3f}")  # fmt: skip
+            said = f"{took[0] * 1e3:.0f} / {took[1] * 1e3:.0f} ms = {took[0] / took[1]:.3f}"
+            cells = [f"{share:.2%}".rjust(w) for share, w in zip(shares, (10, 11, 9))]
+            print(name.ljust(20) + "".join(cells) + said.rjust(27), flush=True)
 
 
 if __name__ == "__main__":
