@@ -14,7 +14,9 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.prepare import Prepared, check_axes, prepare
 from schedlang.passes.propagate import Traced
 from schedlang.passes.reduce import slice_state, sums_of
+from schedlang.passes.sequence import slices_of
 from schedlang.passes.staging import Staged, buffer_stages, local_skeleton, shape_up
+from schedlang.passes.staleness import check_updates
 from schedlang.passes.weigh import weight_of
 from schedlang.plan import Plan
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from schedlang.runtime.holding import Holding
     from schedlang.runtime.program import Program
     from schedlang.runtime.ranks import Ranks
+    from schedlang.runtime.sliced import Slices
 
 Loss = Callable[..., Any]
 FACETS = ("structure", "dtype", "placement", "recompute", "residence", "stage", "state", "order")
@@ -88,8 +91,9 @@ def build(
     count = plan.mesh.size(plan.data_axes)
     if prepared is None:
         sample = parts.split(batch, 1 if local else count, micro)[0][0].inputs
-        prepared = prepare(plan, sample, loss)
+        prepared = prepare(plan, sample, loss, weight)
     traced, staged, holdings = prepared.traced, prepared.staged, prepared.holdings
+    check_updates(staged, optimizer, clip, hollow)
     module = _local_copy(plan, holdings, ranks, hollow)
     builder = Builder(plan, module, traced, ranks)
     _apply(builder)
@@ -97,13 +101,15 @@ def build(
     held = {name for name, holding in holdings.items() if holding.held(plan.mesh, ranks.rank)}
     found = {name: p for name, p in module.named_parameters() if name in held}
     sums = sums_of(plan, traced, holdings, found, ranks)
-    dropout = _dropout(plan, traced, ranks, seed, module)
+    dropout = _dropout(plan, prepared, ranks, seed, module)
+    weight = weight or weight_of(traced, count * micro)
+    slices = slices_of(prepared.slicing, module, traced, weight)
     assembly = Assembly(
-        module=module, pipeline=_pipeline(builder, staged, loss), ranks=ranks,
+        module=module, pipeline=_pipeline(builder, staged, loss, slices, sliced), ranks=ranks,
         replicas=plan.data_axes, micro=micro, parameters=found, holdings=holdings,
         buffer_stages=buffer_stages(staged), ties=(*plan.model.ties, *plan.model.shared_buffers),
         keys=tuple(plan.model.model.state_dict()), sums=tuple(sums), sliced=sliced,
-        early=_early(plan, staged, found, sums), weight=weight or weight_of(traced, count * micro),
+        early=_early(plan, staged, found, sums), weight=weight,
         last_rank=_last_rank(plan, staged), stage_axis=staged.axis, dropout=dropout,
         inputs=frozenset(batch), loss_dtype=_loss_dtype(plan),
         without_labels=traced.labels[0].filled if len(traced.labels) == 1 else None,
@@ -236,11 +242,15 @@ def _loss_dtype(plan: Plan) -> torch.dtype:
 # -- random numbers, weights, the executor -----------------------------------------------------
 
 
-def _dropout(plan: Plan, traced: Traced, ranks: Ranks, seed: int | None, module: nn.Module) -> Any:
+def _dropout(
+    plan: Plan, prepared: Prepared, ranks: Ranks, seed: int | None, module: nn.Module
+) -> Any:
     """Logical dropout, where a seed asks for it or several ranks must agree on masks."""
     from schedlang.runtime.random import LogicalDropout, Window
     from schedlang.runtime.scope import named_sites
+    from schedlang.runtime.sliced import windows
 
+    traced, slicing = prepared.traced, prepared.slicing
     if not traced.random or (seed is None and plan.mesh.world == 1):
         return None
     named_sites(module)
@@ -258,18 +268,25 @@ def _dropout(plan: Plan, traced: Traced, ranks: Ranks, seed: int | None, module:
             index[dim] = tag.positions(logical[dim], parts, place)
         return Window(tuple(logical), tuple(index))
 
-    return LogicalDropout(seed or 0, slices)
+    return LogicalDropout(seed or 0, windows(slicing, slices) if slicing else slices)
 
 
-def _pipeline(builder: Builder, staged: Staged, loss: Loss | None) -> Any:
+def _pipeline(
+    builder: Builder,
+    staged: Staged,
+    loss: Loss | None,
+    slices: Slices | None,
+    sliced: Mapping[int, Any],
+) -> Any:
     from schedlang.runtime.pipeline import Pipeline
     from schedlang.runtime.stage import Stage, Stub
     from schedlang.runtime.units import Switch
 
     plan, ranks = builder.plan, builder.ranks
     if staged.axis is None:
-        stage = Stage(builder.module, staged.cut, 0, loss=loss)
-        return Pipeline({0: stage}, staged.timeline, {0: ranks.rank})
+        split = _splits(plan, staged, 0, sliced)
+        stage = Stage(builder.module, staged.cut, 0, loss=loss, split=split, late=_late(plan))
+        return Pipeline({0: stage}, staged.timeline, (ranks.rank,), slices=slices)
     group = ranks.group(staged.axis)
     down = ranks.again(staged.axis)
     place = plan.mesh.index(ranks.rank, staged.axis)
@@ -277,12 +294,44 @@ def _pipeline(builder: Builder, staged: Staged, loss: Loss | None) -> Any:
     stub = Stub(local_skeleton(plan, builder.traced), staged.cut)
     late = _late(plan)
     stages = {
-        s: Stage(builder.module, staged.cut, s, switch=switch, stub=stub, loss=loss, late=late)
-        for s, owner in enumerate(staged.ranks)
-        if owner == place
-    }
-    homes = {s: group.ranks[owner] for s, owner in enumerate(staged.ranks)}
-    return Pipeline(stages, staged.timeline, homes, group=group.pg, down=down, lookahead=plan.ahead)
+        s: Stage(
+            builder.module, staged.cut, s, switch=switch, stub=stub, loss=loss,
+            split=_splits(plan, staged, s, sliced), late=late,
+        )
+        for s in staged.stages_at(place)
+    }  # fmt: skip
+    return Pipeline(
+        stages, staged.timeline, group.ranks, place, group=group.pg, down=down,
+        lookahead=plan.ahead, slices=slices, parks=_parks(staged, ranks),
+    )  # fmt: skip
+
+
+def _splits(plan: Plan, staged: Staged, stage: int, sliced: Mapping[int, Any]) -> bool:
+    """Whether a stage's backward is run in halves, where the order has halves.
+
+    Not where weights are gathered, which are gone again when the second half needs them, nor where
+    activations are computed again: each part of a backward would compute all of them.
+    """
+    if stage in sliced:
+        return False
+    units = [staged.cut.graph.units[k] for k in staged.cut.units(stage)]
+    again = {site for a in plan.actions if "recompute" in a.primitive.writes for site in a.sites}
+    return not any(_meet(unit, site) for unit in units for site in again)
+
+
+def _meet(one: str, other: str) -> bool:
+    """Whether a module is, holds or lies in another."""
+    a, b = f"{one}.".lstrip("."), f"{other}.".lstrip(".")
+    return a.startswith(b) or b.startswith(a)
+
+
+def _parks(staged: Staged, ranks: Ranks) -> tuple[Any, ...]:
+    """Groups for activations that are parked on partners, where some are."""
+    from schedlang.timeline import Kind
+
+    if staged.axis is None or not (staged.timeline.kind == Kind.EVICT).any():
+        return ()
+    return tuple(ranks.again(staged.axis) for _ in range(4))
 
 
 def _late(plan: Plan) -> frozenset[str] | None:

@@ -64,7 +64,7 @@ def idle(expected: Observation) -> tuple[Gap, ...]:
 
 def repeating(plan: Plan) -> tuple[Gap, ...]:
     """A pattern of blocks that repeats with every stage hides blocks that count from 0 again."""
-    trunks = {cut.trunk for cut in plan.cuts if cut.trunk is not None}
+    trunks = {trunk for cut in plan.cuts for trunk in cut.trunks if plan.model.children(trunk)}
     stages = 1
     for cut in plan.cuts:
         stages *= plan.mesh.size(cut.axis) * (plan.order.chunks if plan.order else 1)

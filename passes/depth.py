@@ -112,7 +112,7 @@ def shows_all(old: Plan, new: Plan, lists: Sequence[str]) -> bool:
 
 def _stages(plan: Plan, trunk: str) -> int:
     """How many stages a list is cut into by a row about the list itself."""
-    cut = [cut for cut in plan.cuts if cut.trunk == trunk]
+    cut = [cut for cut in plan.cuts if trunk in cut.trunks]
     return plan.stages(cut[0].axis) if cut else 1
 
 

@@ -200,8 +200,8 @@ class Expander:
 
     def _statement(self, node: n.Stmt, roots: Roots, names: Names) -> None:
         match node:
-            case n.Rule(path, call):
-                sites = self._select(path, roots, names)
+            case n.Rule(call=call):
+                sites = self._select(node.paths, roots, names)
                 self._call(call, sites, names, chosen=True)
             case n.Do(_, call):
                 self._call(call, roots, names, chosen=False)
@@ -214,10 +214,11 @@ class Expander:
             case n.Expect():
                 self._not_yet("expect", node.span)
 
-    def _select(self, path: n.Path, roots: Roots, names: Names) -> Roots:
+    def _select(self, paths: Sequence[n.Path], roots: Roots, names: Names) -> Roots:
         if self.selector is None or roots is None:
             return None
-        return self.selector.select(path, roots, names)
+        found = [fqn for path in paths for fqn in self.selector.select(path, roots, names)]
+        return self.selector.sort(found)
 
     def _scope(self, node: n.At, roots: Roots, names: Names) -> Roots:
         if self.selector is None or roots is None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.legality import check_cuts
 from schedlang.passes.propagate import Traced
-from schedlang.passes.stages import Unit, at_units, balanced, even
+from schedlang.passes.stages import Unit, at_units, balanced, check_regions, even
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from schedlang.runtime.graph import Cut
+    from schedlang.runtime.graph import Cut, StageGraph
     from schedlang.timeline import Timeline
 
 Loss = Callable[..., Any]
@@ -39,9 +39,23 @@ class Staged:
         """The place of every stage of replica 0."""
         return self.homes[0]
 
-    def places(self, stage: int) -> frozenset[int]:
-        """The places that hold a stage, over all replicas."""
-        return frozenset(row[stage] for row in self.homes)
+    def stages_at(self, place: int) -> tuple[int, ...]:
+        """The stages that a place runs, of any replica; all of them without a pipeline."""
+        if self.axis is None:
+            return tuple(range(self.cut.stages))
+        return tuple(s for s in range(self.cut.stages) if place in self.places(s))
+
+    def microbatches(self, stage: int, place: int, replica: int | None = None) -> int:
+        """How many microbatches of a step go through a stage at a place, or one replica of it."""
+        from schedlang.timeline import Kind
+
+        t = self.timeline
+        here = (t.kind == Kind.F) & (t.stage == stage) & (t.rank == place) & (t.slice == 0)
+        return int((here if replica is None else here & (t.replica == replica)).sum())
+
+    def places(self, *stages: int) -> frozenset[int]:
+        """The places that hold some of these stages, over all replicas."""
+        return frozenset(row[stage] for row in self.homes for stage in stages)
 
 
 def local_skeleton(plan: Plan, traced: Traced) -> nn.Module:
@@ -83,11 +97,12 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
     Training(skeleton).on()
     try:
         at = [fqn for c in plan.cuts for fqn in c.before]
-        names = units_of(skeleton, batch, at)
+        trunks = [fqn for c in plan.cuts for fqn in c.trunks]
+        names = units_of(skeleton, batch, at, trunks=trunks, unrolled=dict(plan.unrolled))
         graph = record(skeleton, names, batch, loss=loss)
-        made = cut(graph, _stage_numbers(plan, names, timeline.stages))
+        made = cut(graph, _stage_numbers(plan, graph, timeline))
     except Refusal as refusal:
-        raise _placed(refusal, plan, "stage") from refusal
+        raise placed(refusal, plan, "stage") from refusal
     homes = tuple(tuple(row) for row in timeline.homes.tolist())
     return Staged(made, timeline, homes, axis, _trunk(plan))
 
@@ -120,7 +135,7 @@ def _ordered(plan: Plan) -> Timeline:
         return order("GPipe", 1, wanted.micro)
     except OrderError as error:
         told = Diagnostic("S608", error.reason, helps=(error.legal,))
-        raise _placed(Refusal(told), plan, "order") from error
+        raise placed(Refusal(told), plan, "order") from error
 
 
 def _one_stage(plan: Plan, timeline: Timeline) -> Staged:
@@ -130,18 +145,30 @@ def _one_stage(plan: Plan, timeline: Timeline) -> Staged:
     return Staged(Cut(whole, (0,)), timeline, ((0,),), None, _trunk(plan))
 
 
-def _stage_numbers(plan: Plan, names: Sequence[str], stages: int) -> tuple[int, ...]:
-    """The stage of every unit, from the cuts of the plan."""
-    trunk = next((c.trunk for c in plan.cuts if c.trunk is not None), None)
+def _stage_numbers(plan: Plan, graph: StageGraph, timeline: Timeline) -> tuple[int, ...]:
+    """The stage of every unit, from the cuts of the plan; no cut lies inside of a region."""
+    found = _numbers(plan, graph, timeline)
+    check_regions(plan, graph, found)
+    return found
+
+
+def _numbers(plan: Plan, graph: StageGraph, timeline: Timeline) -> tuple[int, ...]:
+    from schedlang.passes.weights import weight_of
+    from schedlang.runtime.units import in_trunk
+
+    trunks = [fqn for c in plan.cuts for fqn in c.trunks]
+    inside = in_trunk(plan.model.model, graph.units, trunks, dict(plan.unrolled))
     units = [
-        Unit(name, plan.model.numel(name), trunk is None or name.startswith(f"{trunk}."))
-        for name in names
+        Unit(label, plan.model.numel(name), trunk)
+        for name, label, trunk in zip(graph.units, graph.labels, inside)
     ]
     starts = [fqn for c in plan.cuts for fqn in c.before]
     if starts:
         return at_units(units, starts)
     balance = plan.cuts[0].balance
-    return balanced(units, stages) if balance == "params" else even(units, stages)
+    if balance == "even":
+        return even(units, timeline.stages)
+    return balanced(units, timeline.stages, weight_of(balance, plan, graph, timeline))
 
 
 def _trunk(plan: Plan) -> frozenset[str]:
@@ -157,7 +184,7 @@ def _trunk(plan: Plan) -> frozenset[str]:
     return frozenset(f"{fqn}.{child}" for fqn in outer for child in plan.model.sites[fqn].children)
 
 
-def _placed(refusal: Refusal, plan: Plan, facet: str) -> Refusal:
+def placed(refusal: Refusal, plan: Plan, facet: str) -> Refusal:
     """The refusal at the first row that writes a facet."""
     row = next((a for a in plan.actions if facet in a.primitive.writes), None)
     return refusal.at(row.span) if row is not None and row.span is not None else refusal

@@ -83,12 +83,11 @@ def whole(tree: n.File, settings: Settings, model: nn.Module) -> Whole:
 
 def _enough_layers(plan: Plan) -> None:
     """Refuse a list that is cut into more stages than it has layers (S613)."""
-    from schedlang.passes.stages import Unit, even
+    from schedlang.passes.stages import Unit, elements, even
 
     for cut in plan.cuts:
-        if cut.trunk is not None:
-            units = [Unit(child, 1) for child in plan.model.children(cut.trunk)]
-            even(units, plan.stages(cut.axis))
+        if cut.trunks:
+            even([Unit(name, 1) for name in elements(plan, cut)], plan.stages(cut.axis))
 
 
 def parts(plan: Plan) -> int:

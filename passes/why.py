@@ -53,12 +53,12 @@ def _trails(node: object, span: Span, above: tuple[str, ...]) -> Iterator[tuple[
             yield from _trails(item, span, above)
     elif isinstance(node, n.Rule):
         if node.call.span == span:
-            yield (*above, spelling.path(node.path))
+            yield (*above, spelling.paths(node.paths))
     elif isinstance(node, n.Do):
         if node.call.span == span:
             yield above
     elif isinstance(node, n.At):
-        paths = ", ".join(map(spelling.path, node.paths))
+        paths = spelling.paths(node.paths)
         yield from _trails(node.block.body, span, (*above, paths))
     elif isinstance(node, n.When):
         orelse = node.orelse.body if node.orelse else ()

@@ -31,7 +31,7 @@ class pipeline_split(Primitive):  # noqa: N801
     """
 
     over: Axis = field(kw_only=True)
-    balance: Literal["even", "params"] = field(default="even", kw_only=True)
+    balance: Literal["even", "params", "time", "memory"] = field(default="even", kw_only=True)
     tied: Literal["replicate", "refuse"] = field(default="replicate", kw_only=True)
 
     example = "layers  pipeline_split(over=pp)"
@@ -53,14 +53,7 @@ class pipeline_split(Primitive):  # noqa: N801
                 "the whole model cannot be a cut",
                 helps=("name its list of blocks: `layers  pipeline_split(over=...)`",),
             )
-        lists = [site for site in sites if self._is_list(site)]
-        if lists and len(sites) > 1:
-            refuse(
-                "S409",
-                "one list is cut, or several modules are cut points",
-                notes=(f"`{lists[0]}` is a list",),
-                helps=("give the list a row of its own",),
-            )
+        lists = [site for site in sites if self._is_trunk(site, plan)]
         if (lists or self.balance != "even") and plan.cuts:
             refuse("S509", "the model is already cut", helps=("one row cuts a list",))
         if self.tied == "refuse" and plan.model.ties and plan.mesh.size(self.over) > 1:
@@ -75,14 +68,13 @@ class pipeline_split(Primitive):  # noqa: N801
     def effect(self, sites: tuple[Site, ...], plan: Plan) -> Plan:
         """Note the cuts; stages are numbered when the number of chunks is known."""
         axis = str(self.over)
-        if len(sites) == 1 and self._is_list(sites[0]):
-            cut = Cut(axis, (), sites[0].fqn, self.balance)
-        else:
-            cut = Cut(axis, tuple(site.fqn for site in sites), None, self.balance)
+        names = tuple(site.fqn for site in sites)
+        trunk = any(self._is_trunk(site, plan) for site in sites)
+        cut = Cut(axis, () if trunk else names, names if trunk else (), self.balance)
         return replace(plan, cuts=(*plan.cuts, cut))
 
     def apply(self, sites: tuple[Site, ...], build: Any) -> None:
         """Nothing of its own: `build` makes the stages."""
 
-    def _is_list(self, site: Site) -> bool:
-        return any(site.is_a(kind) for kind in LISTS)
+    def _is_trunk(self, site: Site, plan: Plan) -> bool:
+        return site.fqn in dict(plan.unrolled) or any(site.is_a(kind) for kind in LISTS)

@@ -157,6 +157,10 @@ CODES: Mapping[str, tuple[str, str]] = {
         "A cut falls between two calls that the model makes once; this module is called often.",
     ),
     "S602": ("a cut separates tied names", "`tied=replicate` keeps a copy on each side."),
+    "S603": (
+        "a cut inside a region",
+        "What is recomputed, fused or replaced as one runs on one stage: cut before or after it.",
+    ),
     "S604": ("the model rejects the batch", "The model itself raised; its message is shown."),
     "S605": ("the batch has no rows", "Tensors of a batch have rows along their first dim."),
     "S606": ("too few rows", "Every part of the batch needs a row: fewer parts or a larger batch."),
@@ -183,6 +187,11 @@ CODES: Mapping[str, tuple[str, str]] = {
         "Parameters and buffers are; extra state of modules is not.",
     ),
     "S622": ("an optimizer that looks at whole tensors", "Elementwise ones work on parts."),
+    "S625": (
+        "weights are updated inside the step",
+        "Orders with stale weights (PipeDream and its kin) update each stage by itself, several\n"
+        "times a step: no norm over all stages exists to clip by, and no stage shares a weight.",
+    ),
     "S631": ("a checkpoint cannot be written", "Nothing was changed; the message gives the cause."),
     "S632": ("not a place for a checkpoint", "Only a checkpoint or an empty folder is replaced."),
     "S633": ("no readable checkpoint", "Nothing was changed; the message gives the cause."),

@@ -134,10 +134,16 @@ class Block(Node):
 
 @dataclass(frozen=True)
 class Rule(Node):
-    """A row: path  primitive(arguments)"""
+    """A row: path, path  primitive(arguments); mostly of one path, `more` are the others."""
 
     path: Path
     call: Call
+    more: tuple[Path, ...] = ()
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """All its paths."""
+        return (self.path, *self.more)
 
 
 @dataclass(frozen=True)

@@ -56,13 +56,13 @@ class Boundary:
 class Cut:
     """Cuts of the trunk for one pipeline axis.
 
-    `before` are modules before which a cut falls; `trunk` a list of modules to be cut into equal
-    shares (`balance` "even" or "params"), once the number of stages is known.
+    `before` are modules before which a cut falls; `trunks` lists of modules (and single ones
+    beside them) that are cut into shares in call order, once the number of stages is known.
     """
 
     axis: str
     before: tuple[str, ...] = ()
-    trunk: str | None = None
+    trunks: tuple[str, ...] = ()
     balance: str = "even"
 
 
@@ -74,6 +74,7 @@ class Order:
     slices   runs of the sequence into which each microbatch is cut
     memory   limit of a search, in microbatches of one rank's share of the model
     table    the text of a table that lists the order; else the name says it
+    every    microbatches of an update, of orders that update inside the step; None: their own
     """
 
     axis: str | None
@@ -83,6 +84,7 @@ class Order:
     slices: int = 1
     memory: float | None = None
     table: str = ""
+    every: int | None = None
 
     def timeline(self, ranks: int) -> Timeline:
         """The operations of every rank; raises OrderError for sizes that the order does not run."""
@@ -119,6 +121,7 @@ class Plan:
     relaxed: tuple[tuple[str, tuple[str, ...]], ...] = ()  # step -> what it may give up
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     boundaries: Mapping[str, tuple[Boundary, ...]] = field(default_factory=dict)
+    unrolled: tuple[tuple[str, int], ...] = ()  # module -> its calls, each a unit of its own
     cuts: tuple[Cut, ...] = ()
     order: Order | None = None
     late: tuple[str, ...] | None = None  # modules whose weight gradients may wait; None: all
@@ -226,10 +229,12 @@ class Plan:
 def _timeline(order: Order, ranks: int) -> Timeline:
     from schedlang import orders
 
-    assert not order.table, "tables are read by the room of orders"
+    if order.table:
+        return orders.read_table(order.table, ranks, order.micro)
     return orders.order(
-        order.name, ranks, order.micro, order.chunks, slices=order.slices, memory=order.memory
-    )
+        order.name, ranks, order.micro, order.chunks,
+        slices=order.slices, memory=order.memory, every=order.every,
+    )  # fmt: skip
 
 
 def _put(known: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:

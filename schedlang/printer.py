@@ -104,8 +104,8 @@ class Printer:
 
     def _statement(self, node: n.Node) -> None:
         match node:
-            case n.Rule(path, call):
-                self._call(spelling.path(path), call.name.text, call.args)
+            case n.Rule(call=call):
+                self._call(spelling.paths(node.paths), call.name.text, call.args)
             case n.Do(path, call):
                 self._call("", spelling.path(path), call.args)
             case n.At(block=block):

@@ -113,8 +113,14 @@ def _block_head(node: n.Node) -> str:
 
 def statement(node: n.Rule | n.Do) -> str:
     """A row on one line."""
-    call = path(node.path) + args(node.call.args)
-    return call if isinstance(node, n.Do) else f"{path(node.path)}  {expr(node.call)}"
+    if isinstance(node, n.Do):
+        return path(node.path) + args(node.call.args)
+    return f"{paths(node.paths)}  {expr(node.call)}"
+
+
+def paths(several: Sequence[n.Path]) -> str:
+    """Selectors that stand side by side."""
+    return ", ".join(map(path, several))
 
 
 def _if(before: str, text: str | None) -> str:

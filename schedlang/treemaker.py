@@ -129,8 +129,9 @@ class TreeMaker:
     def _block(self, meta: Meta, *body: Any) -> n.Block:
         return n.Block(_given(body), span=self._span(meta))
 
-    def _rule(self, meta: Meta, path: n.Path, call: n.Call) -> n.Rule:
-        return n.Rule(path, call, span=self._span(meta))
+    def _rule(self, meta: Meta, path: n.Path, *rest: Any) -> n.Rule:
+        *more, call = rest
+        return n.Rule(path, call, tuple(more), span=self._span(meta))
 
     def _do(self, meta: Meta, path: n.Path, *args: Any) -> n.Do:
         span = self._span(meta)

@@ -29,6 +29,7 @@ class Size:
     cost     times and activations, for orders that are searched; others ignore them
     memory   the most activations a rank may hold, in microbatches of one rank's share of the model
              (1F1B on p ranks needs p); None: what the order itself prescribes
+    every    microbatches of an update, of orders that update inside the step; None: their own
     """
 
     ranks: int
@@ -37,9 +38,15 @@ class Size:
     slices: int = 1
     cost: Cost = UNIT_COST
     memory: Fraction | None = None
+    every: int | None = None
 
 
 Problem = tuple[str, str]  # why a size is not legal, and sizes that are
+
+
+def times(size: Size) -> tuple[Fraction, Fraction, Fraction]:
+    """F, I and W of one microbatch on one rank, exact."""
+    return Fraction(size.cost.f), Fraction(size.cost.i), Fraction(size.cost.w)
 
 
 @dataclass(frozen=True)
@@ -50,13 +57,16 @@ class Order:
     problem   why sizes are not legal and which would be, or None
     chunks    the numbers of stages per rank that it runs, the default first; None: any, by default
               `default_chunks`
+    alone     also runs with one stage per rank, where `chunks` is None and the default is more
     bubble    closed form of the idle time of a rank between its first and its last operation, with
-              F, I and W of a rank's whole share and transfers free; None: none is published
+              F, I and W of a rank's whole share and transfers free; None: none is known, for any
+              size or for this one
     peak      closed form of the most live activations of any rank, in microbatches of one rank's
               share
     replicas  copies of the stages, each microbatch going through one of them
     sliced    it cuts sequences (`slices`)
-    relaxed   what its result may differ in, beyond rounding ("staleness"), or nothing
+    relaxed   what its result may differ in, beyond rounding, or nothing; with "staleness" it
+              updates inside the step (`every`)
     source    the paper or system, with its year and number
     """
 
@@ -67,7 +77,8 @@ class Order:
     problem: Callable[[Size], Problem | None] = lambda size: None
     chunks: tuple[int, ...] | None = (1,)
     default_chunks: int = 1
-    bubble: Callable[[Size], Fraction] | None = None
+    alone: bool = False
+    bubble: Callable[[Size], Fraction | None] | None = None
     peak: Callable[[Size], Fraction] | None = None
     replicas: int = 1
     sliced: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -43,15 +44,28 @@ class Reads:
     buffers: frozenset[str] = frozenset()
 
 
+def labels(units: Sequence[str]) -> tuple[str, ...]:
+    """The name of each unit in messages: `name#k` for the k-th call of a module of several."""
+    counts, turns = Counter(units), Counter[str]()
+    found = []
+    for name in units:
+        found.append(f"{name}#{turns[name]}" if counts[name] > 1 else name)
+        turns[name] += 1
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class StageGraph:
     """The units of a model in call order and what flows between them; a value without tensors.
 
+    `units` are modules; one whose calls are units of their own stands here once for each.
     `final` is what the loss and the outputs read. `between[k]` are the parameters and buffers that
     the code before unit k touches (k = number of units: after the last). `owners` are the units
     that read a parameter themselves; one that only code between units reads is owned by none.
     `partial` are outputs (by path) made of values inside the units given: only the stages of
-    those units have them.
+    those units have them. Of one forward of each unit `flops` are its floating-point operations,
+    `saved` the bytes that it keeps for the backward beside parameters, `given` those of its
+    tensor arguments.
     """
 
     units: tuple[str, ...]
@@ -61,6 +75,14 @@ class StageGraph:
     between: tuple[Reads, ...]
     owners: Mapping[str, frozenset[int]]
     partial: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    flops: tuple[int, ...] = field(default=(), compare=False)
+    saved: tuple[int, ...] = field(default=(), compare=False)
+    given: tuple[int, ...] = field(default=(), compare=False)
+
+    @cached_property
+    def labels(self) -> tuple[str, ...]:
+        """The units' names in messages."""
+        return labels(self.units)
 
     @property
     def glue(self) -> tuple[str, ...]:
@@ -154,11 +176,11 @@ def cut(graph: StageGraph, stage_of: Sequence[int]) -> Cut:
         n = len(graph.units)
         raise refusal("S613", "", f"stages {list(stage_of)} are not runs of the {n} units")
     made = Cut(graph, tuple(stage_of))
-    readers = [*zip(graph.units, graph.reads, stage_of), ("loss", graph.final, stage_of[-1])]
+    readers = [*zip(graph.labels, graph.reads, stage_of), ("loss", graph.final, stage_of[-1])]
     for name, reads, stage in readers:
         foreign = sorted(u for u in reads.inner if stage_of[u] != stage)
         if foreign:
-            unit = graph.units[foreign[0]]
+            unit = graph.labels[foreign[0]]
             raise refusal(
                 "S610",
                 name,

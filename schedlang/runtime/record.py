@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from schedlang.runtime.constants import Constants
-from schedlang.runtime.graph import Leaf, Reads, StageGraph, Token, refusal
+from schedlang.runtime.burden import Burden
+from schedlang.runtime.constants import Constants, Literals
+from schedlang.runtime.graph import Leaf, Reads, StageGraph, Token, labels, refusal
 from schedlang.runtime.meta import hollow_batch, hollow_model
 from schedlang.runtime.units import Switch
 
@@ -59,7 +60,9 @@ def record(
         # drawing numbers here must not change what the program draws later
         undrawn = torch.random.fork_rng(devices=[])
         at_home = torch.device("meta") if meta else nullcontext()
-        with undrawn, torch.enable_grad(), at_home, switch.using(recorder.call), recorder:
+        spelt = Literals(recorder.constants)
+        calls = switch.using(recorder.call)
+        with undrawn, torch.enable_grad(), at_home, calls, recorder, spelt:
             output = subject(**given)
             value = loss_of(output, given, loss)
     finally:
@@ -86,7 +89,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.units = tuple(units)
+        self.units, self.labels = tuple(units), labels(units)
         self.marks: dict[int, Marks] = {}
         self.owner: dict[int, Token] = {}  # the storage of a returned leaf
         self.alive: list[Any] = []  # a freed storage would give its address to another
@@ -102,6 +105,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.leaves: dict[Token, Leaf] = {}
         self.mutated: set[Token] = set()
         self.constants = Constants()
+        self.burden = Burden(len(units))
         for name, parameter in model.named_parameters():
             self._hold(parameter, ("param", name))
         for name, buffer in model.named_buffers():
@@ -109,15 +113,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _hold(self, tensor: torch.Tensor, mark: Mark) -> None:
         self._set(tensor, frozenset({mark}))
+        self.burden.leave_out(tensor)
         storage = _storage(tensor)
         if storage is not None:
             self.held[storage] = mark
 
     def call(self, unit: int, original: Any, args: Any, kwargs: Any) -> Any:
         """One call of a unit: its outputs get marks of their own."""
-        name = self.units[unit]
+        name = self.labels[unit]
         if self.inside is not None:
-            raise refusal(ONCE, name, f"is called inside `{self.units[self.inside]}`")
+            raise refusal(ONCE, name, f"is called inside `{self.labels[self.inside]}`")
         if unit in self.called:
             raise refusal(
                 ONCE,
@@ -126,14 +131,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "cut outside the loop that calls it",
             )
         if self.called and unit < self.called[-1]:
-            after = self.units[self.called[-1]]
+            after = self.labels[self.called[-1]]
             raise refusal(ONCE, name, f"is called after `{after}`, against the order of the list")
         self.called.append(unit)
         self.read[unit] |= self.control
         self.inside = unit
         leaves = pytree.tree_leaves((args, kwargs))
         self.arguments = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        output = original(*args, **kwargs)
+        with self.burden.of(unit, self.arguments):
+            output = original(*args, **kwargs)
         self.inside = None
         leaves, spec = pytree.tree_flatten(output)
         marked = [self._return(unit, k, leaf) for k, leaf in enumerate(leaves)]
@@ -184,6 +190,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if name in CONTROL:
                 self.control |= read
         else:
+            self.burden.ran(unit, func, args, kwargs, output)
             made = frozenset({("inner", unit)})
             self.read[unit] |= read - made
             for kind, what in (self.held[s] for s in known if s in self.held):
@@ -222,7 +229,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "",
                 "the code between units reads the value of a tensor, and there is no data",
                 "record it on real tensors",
-                note=f"after `{self.units[self.called[-1]]}`" if self.called else "",
+                note=f"after `{self.labels[self.called[-1]]}`" if self.called else "",
             )
         for tensor in self.arguments:
             self.read[self.inside] |= self._of(tensor)
@@ -230,7 +237,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def graph(self, output: Any, loss: torch.Tensor | None) -> StageGraph:
         """The recorded graph, once the forward has ended."""
-        for unit, name in enumerate(self.units):
+        for unit, name in enumerate(self.labels):
             if unit not in self.called:
                 raise refusal(ONCE, name, "is not called in this forward")
         final, partial = self.control, {}
@@ -257,6 +264,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tuple(_reads(marks) for marks in self.between),
             {name: frozenset(found) for name, found in self.owners.items()},
             partial,
+            tuple(self.burden.flops),
+            tuple(self.burden.saved),
+            tuple(self.burden.given),
         )
 
 

@@ -6,7 +6,7 @@ was needed; the first unit of a later stage ends the forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from schedlang.runtime.constants import OnMeta
 from schedlang.runtime.graph import Cut, Token, refusal
 from schedlang.runtime.meta import hollow_batch, hollow_model
 from schedlang.runtime.record import loss_of
-from schedlang.runtime.scope import capture
+from schedlang.runtime.scope import capture, visit, visiting
 from schedlang.runtime.units import Switch
 
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
@@ -43,12 +43,37 @@ class Forwarded:
     loss: torch.Tensor | None = None
 
 
+class Order:
+    """Watches that units are called once each, in the order of the record (S614).
+
+    A forward that goes another way would take values from units that never sent them.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names, self.due = names, 0
+
+    def next(self, unit: int) -> None:
+        """The unit that is called; the number of units where the forward ends."""
+        if unit < self.due:
+            reason = "is called again, which it was not when the model was recorded"
+            raise refusal("S614", self.names[unit], reason, *self.HELPS)
+        if unit > self.due:
+            reason = "is not called, which it was when the model was recorded"
+            raise refusal("S614", self.names[self.due], reason, *self.HELPS)
+        self.due += 1
+
+    HELPS = (
+        "stages fit one way through the model: let every batch take it",
+        "or make it one unit with what calls it: cut elsewhere",
+    )
+
+
 class Stub:
     """Knows the output of every unit for every shape of its arguments, by running it on meta."""
 
     def __init__(self, reference: nn.Module, cut: Cut) -> None:
-        self.names = cut.graph.units
-        self.units = tuple(reference.get_submodule(name) for name in self.names)
+        self.names = cut.graph.labels
+        self.units = tuple(reference.get_submodule(name) for name in cut.graph.units)
         self._known: dict[Any, Any] = {}
         self._outside = capture()  # a run for shapes draws no masks and counts no calls
 
@@ -68,7 +93,9 @@ class Stub:
 
     def _shapes(self, unit: int, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
         try:
-            with torch.no_grad(), self._outside(), torch.device("meta"), OnMeta():
+            part = visit()
+            shapes = visiting(part.hollow() if part is not None else None)
+            with torch.no_grad(), self._outside(), shapes, torch.device("meta"), OnMeta():
                 output = self.units[unit](*hollow_batch(args), **hollow_batch(kwargs))
         except (RuntimeError, NotImplementedError) as error:
             name, reason = self.names[unit], "has an output whose shape depends on data"
@@ -130,8 +157,10 @@ class Stage:
         made: dict[Token, torch.Tensor] = {}
         edges: dict[Token, GradientEdge] = {}
         device = _device(batch)
+        order = Order(self.cut.graph.labels)
 
         def handle(unit: int, original: Any, args: Any, kwargs: Any) -> Any:
+            order.next(unit)
             if unit < self.units.start:
                 return self.stub(unit, args, kwargs, received, device)
             if unit >= self.units.stop:
@@ -145,9 +174,7 @@ class Stage:
                 output = self.model(**batch)
             except StageEnd:
                 return Forwarded(made, edges)
-            if not self.last:
-                name = self.cut.graph.units[self.units.start]
-                raise refusal("S614", name, "starts a stage whose successor was not called")
+            order.next(len(self.cut.graph.units))
             return Forwarded(made, edges, output, loss_of(output, batch, self.loss))
 
     def _capture(

@@ -1,88 +1,141 @@
-"""Weights along a timeline: the versions that STEP makes, and their shards gathered and freed."""
+"""Versions of weights in a timeline: which update a microbatch goes into, and what must be kept."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import numpy as np
+from numpy.typing import NDArray
 
-from schedlang.timeline.needs import describe, latest_before
-from schedlang.timeline.table import Kind, Rows, Timeline, TimelineError
+from schedlang.timeline.table import Column, Kind, Rows, Timeline, TimelineError
 
-READERS = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE)
-USERS = (Kind.F, Kind.B, Kind.I, Kind.RECOMPUTE)  # these compute with the weights
+BACKWARD = (Kind.B, Kind.I, Kind.W)
+_READS = (Kind.F, *BACKWARD)
 
 
-def check_versions(t: Timeline, kept: int | None) -> None:
-    """Versions are made one after the other, and read only where they are there.
+def is_stale(timeline: Timeline) -> bool:
+    """Whether weights are updated inside the step."""
+    return bool((timeline.kind == Kind.STEP).any() or timeline.version.any())
 
-    A version below zero is one of earlier steps. `kept`: how many a rank keeps, the newest
-    included; None: as many as are read. Raises TimelineError.
+
+def updates(timeline: Timeline) -> Column:
+    """For each microbatch the version that its gradients make, the same on every stage (from 1).
+
+    Raises TimelineError as `check_versions` does.
     """
-    steps = np.flatnonzero(t.kind == Kind.STEP)
-    reads = np.flatnonzero(np.isin(t.kind, READERS))
-    if not len(steps) and int(t.version[reads].max(initial=0)) <= 0 and kept is None:
+    check_versions(timeline)
+    found: Column = np.ones(timeline.microbatches, dtype=np.int32)
+    for stage in _stages(timeline):
+        found[stage.microbatch[stage.back]] = stage.newest[stage.back] + 1
+    return found
+
+
+def check_versions(timeline: Timeline) -> None:
+    """Raise TimelineError unless every version that is read has been made, and can be kept.
+
+    Updates of a stage are numbered from 1 in the order of its rows, each sums at least one
+    microbatch, none is left over, and each microbatch goes into the same update on every stage. A
+    backward reads what its forward read, which is kept for it, unless the whole stage keeps
+    nothing: then all its rows read the newest weights. A step of synchronous gradients (no STEP
+    rows) has version 0 everywhere.
+    """
+    if not is_stale(timeline):
         return
-    key = _weights(t)
-    order = np.argsort(key[steps], kind="stable")
-    steps = steps[order]
-    first = np.searchsorted(key[steps], key[steps])
-    count = np.arange(len(steps)) - first + 1
-    wrong = np.flatnonzero(t.version[steps] != count)
-    if len(wrong):
-        row, want = int(steps[wrong[0]]), int(count[wrong[0]])
-        raise TimelineError(
-            f"{describe(t, row)} makes version {t.version[row]}, and its stage waits for version "
-            f"{want}"
-        )
-    newest = _before(t, key, steps, reads)
-    late = np.flatnonzero(t.version[reads] > newest)
-    if len(late):
-        row = int(reads[late[0]])
-        raise TimelineError(
-            f"{describe(t, row)} waits for version {t.version[row]} of its weights, and no STEP "
-            f"before it makes that: the newest is {newest[late[0]]}"
-        )
-    if kept is not None:
-        gone = np.flatnonzero(t.version[reads] <= newest - kept)
-        if len(gone):
-            row = int(reads[gone[0]])
-            raise TimelineError(
-                f"{describe(t, row)} reads version {t.version[row]} of its weights when version "
-                f"{newest[gone[0]]} is the newest and {kept} are kept"
+    groups: dict[int, tuple[int, int]] = {}
+    for stage in _stages(timeline):
+        stage.check()
+        for microbatch, made in zip(stage.microbatch[stage.back], stage.newest[stage.back] + 1):
+            known = groups.setdefault(int(microbatch), (int(made), stage.index))
+            if known[0] != made:
+                raise TimelineError(
+                    f"microbatch {microbatch} goes into update {known[0]} of stage {known[1]} and"
+                    f" into update {made} of stage {stage.index}: the same on all stages"
+                )
+
+
+def weight_copies(timeline: Timeline) -> NDArray[np.int64]:
+    """The most versions of its weights that each stage holds at a time; 1 where none is kept."""
+    most = np.ones(timeline.stages, dtype=np.int64)
+    for stage in _stages(timeline):
+        most[stage.index] = stage.copies()
+    return most
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """The rows of one stage that read or make versions, in their order.
+
+    `newest` is the last version made before each row.
+    """
+
+    index: int
+    kind: Column
+    microbatch: Column
+    version: Column
+    newest: Rows
+
+    @property
+    def back(self) -> NDArray[np.bool_]:
+        return np.isin(self.kind, BACKWARD)
+
+    def check(self) -> None:
+        steps = self.kind == Kind.STEP
+        made = self.version[steps]
+        if not np.array_equal(made, np.arange(1, len(made) + 1)):
+            self.refuse(f"makes the versions {made.tolist()}, not 1, 2, .. in this order")
+        if self.back.any() and (not steps.any() or self.newest[self.back].max() == len(made)):
+            self.refuse("has a backward that no update follows")
+        if len(np.unique(self.newest[self.back])) != len(made):
+            self.refuse("has an update without a backward before it")
+        ahead = ~steps & ((self.version > self.newest) | (self.version < 0))
+        if ahead.any():
+            at = int(np.argmax(ahead))
+            self.refuse(
+                f"reads version {self.version[at]} for microbatch {self.microbatch[at]}, when"
+                f" version {self.newest[at]} is the newest"
+            )
+        self.check_kept(~steps)
+
+    def check_kept(self, reads: NDArray[np.bool_]) -> None:
+        forward = np.flatnonzero(self.kind == Kind.F)
+        of = np.zeros(int(self.microbatch.max(initial=0)) + 1, dtype=np.int32)
+        of[self.microbatch[forward]] = self.version[forward]
+        moved = self.back & (self.version != of[self.microbatch])
+        late = reads & (self.version != self.newest)
+        if moved.any() and late.any():
+            at = int(np.argmax(moved))
+            self.refuse(
+                f"reads version {self.version[at]} in a backward of microbatch"
+                f" {self.microbatch[at]} and another one in its forward: that is for stages all of"
+                " whose rows read the newest weights"
             )
 
+    def refuse(self, what: str) -> None:
+        raise TimelineError(f"stage {self.index} {what}")
 
-def check_shards(t: Timeline) -> None:
-    """A stage that is unsharded by rows is so wherever it computes; its gradients are reduced.
-
-    Raises TimelineError for an operation between a RESHARD and the next UNSHARD, and for gradients
-    that come after the last REDUCE of a stage that has any.
-    """
-    if not np.isin(t.kind, (Kind.UNSHARD, Kind.REDUCE)).any():
-        return
-    key = t.rank.astype(np.int64) * t.stages + t.stage
-    gathered = np.flatnonzero(np.isin(t.kind, (Kind.UNSHARD, Kind.RESHARD)))
-    users = np.flatnonzero(np.isin(t.kind, USERS) & np.isin(key, key[t.kind == Kind.UNSHARD]))
-    latest = latest_before(key, gathered, users)
-    wrong = np.flatnonzero((latest < 0) | (t.kind[latest] != Kind.UNSHARD))
-    if len(wrong):
-        raise TimelineError(f"{describe(t, int(users[wrong[0]]))} waits for an UNSHARD before it")
-    reduces = np.flatnonzero(t.kind == Kind.REDUCE)
-    makers = np.isin(t.kind, (Kind.B, Kind.W)) & np.isin(key, key[reduces])
-    rows = np.flatnonzero(makers)
-    last = np.full(t.ranks * t.stages, -1, dtype=np.int64)
-    np.maximum.at(last, key[reduces], reduces)
-    lost = np.flatnonzero(rows > last[key[rows]])
-    if len(lost):
-        raise TimelineError(f"{describe(t, int(rows[lost[0]]))} has no REDUCE after it")
+    def copies(self) -> int:
+        steps = np.flatnonzero(self.kind == Kind.STEP)
+        rows = len(self.kind)
+        born = np.concatenate([[0], steps])
+        dies = np.concatenate([steps, [rows]])  # the newest one is held in any case
+        reads = self.kind != Kind.STEP
+        np.maximum.at(dies, self.version[reads], np.flatnonzero(reads))
+        held = np.zeros(rows + 2, dtype=np.int64)
+        np.add.at(held, born, 1)
+        np.add.at(held, dies, -1)
+        return int(np.cumsum(held).max(initial=1))
 
 
-def _weights(t: Timeline) -> Rows:
-    return t.replica.astype(np.int64) * max(1, t.stages) + t.stage
-
-
-def _before(t: Timeline, key: Rows, steps: Rows, reads: Rows) -> Rows:
-    """The newest version when each row reads: that of the latest STEP before it, else 0."""
-    latest = latest_before(key, steps, reads)
-    if not len(steps):
-        return np.zeros(len(reads), dtype=np.int64)
-    return np.where(latest >= 0, t.version[latest], 0)
+def _stages(timeline: Timeline) -> Iterator[_Stage]:
+    rows = np.flatnonzero(np.isin(timeline.kind, (*_READS, Kind.STEP)))
+    order = np.lexsort((rows, timeline.stage[rows], timeline.replica[rows]))
+    rows = rows[order]
+    place = timeline.replica[rows] * timeline.stages + timeline.stage[rows]
+    for part in np.split(rows, np.flatnonzero(np.diff(place)) + 1):
+        if len(part):
+            kind, version = timeline.kind[part], timeline.version[part]
+            steps = (kind == Kind.STEP).astype(np.int64)
+            newest = np.cumsum(steps) - steps
+            index = int(timeline.stage[part[0]])
+            yield _Stage(index, kind, timeline.microbatch[part], version, newest)

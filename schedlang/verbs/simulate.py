@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from schedlang.verbs.drawing import Page, Pictures, Svg, Trace, Transfers, Width, in_bars
 from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, show_json, verb
 
 if TYPE_CHECKING:
@@ -48,10 +49,11 @@ def simulate(
     model: Model = None,
     knob: Knobs = None,
     mesh: MeshSizes = None,
-    svg: Annotated[Path | None, typer.Option("--svg", help="Draw it into this file.")] = None,
-    trace: Annotated[
-        Path | None, typer.Option("--trace", help="Write a trace for Perfetto or Chrome.")
-    ] = None,
+    svg: Svg = None,
+    html: Page = None,
+    trace: Trace = None,
+    transfers: Transfers = False,
+    width: Width = None,
     as_json: AsJson = False,
 ) -> None:
     """Time a pipeline's timeline: rank span, makespan, bubbles, activations, messages; draw it.
@@ -70,27 +72,16 @@ def simulate(
                  "slices": slices, "memory": memory}  # fmt: skip
         _only_file(given)
         found = _of_schedule(file, model, knob, mesh, costs(cost))
-    _draw(found, svg, trace)
+    title = f"{found.head}, bubble {float(found.times.bubble):.1%}"
+    Pictures(svg, html, trace, transfers).write(found.times, title, found.order, found.cost)
     if as_json:
         show_json(found.to_json())
     else:
-        print(found.text())
+        print(f"{found.text()}\n\n{in_bars(found.times, width)}")
 
 
 def _or(value: int | None, default: int) -> int:
     return default if value is None else value
-
-
-def _draw(found: Simulated, svg: Path | None, trace: Path | None) -> None:
-    from schedlang.passes.trace import trace as traced
-    from schedlang.timeline.svg import svg as drawn
-    from schedlang.verbs.files import write_text
-
-    if svg is not None:
-        title = f"{found.head}, bubble {float(found.times.bubble):.1%}"
-        write_text(svg, drawn(found.timeline, found.cost, title=title))
-    if trace is not None:
-        write_text(trace, traced(found.times))
 
 
 def _named(
