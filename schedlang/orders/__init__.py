@@ -9,6 +9,7 @@ from schedlang.orders import (
     interleaved,
     opposite,
     parked,
+    search,
     sliced,
     stale,
     varuna,
@@ -18,7 +19,7 @@ from schedlang.orders.csv_table import read_table, write_table
 from schedlang.orders.registry import Order, OrderError, Size
 from schedlang.timeline import Timeline
 
-ORDERS: tuple[Order, ...] = (
+KNOWN: tuple[Order, ...] = (
     *flush.ORDERS,
     *interleaved.ORDERS,
     *opposite.ORDERS,
@@ -29,6 +30,7 @@ ORDERS: tuple[Order, ...] = (
     *varuna.ORDERS,
     *stale.ORDERS,
 )
+ORDERS: tuple[Order, ...] = (*KNOWN, search.search(KNOWN))
 
 __all__ = [
     "ORDERS",
@@ -54,6 +56,7 @@ def order(
     cost: Cost = UNIT_COST,
     memory: float | None = None,
     every: int | None = None,
+    barrier: bool = True,
 ) -> Timeline:
     """The compute operations of every rank under a named order.
 
@@ -62,7 +65,17 @@ def order(
     the order does not have.
     """
     found = find(name)
-    size = sized(found, ranks, micro, chunks, slices=slices, cost=cost, memory=memory, every=every)
+    size = sized(
+        found,
+        ranks,
+        micro,
+        chunks,
+        slices=slices,
+        cost=cost,
+        memory=memory,
+        every=every,
+        barrier=barrier,
+    )
     return found.make(size)
 
 
@@ -76,6 +89,7 @@ def sized(
     cost: Cost = UNIT_COST,
     memory: float | None = None,
     every: int | None = None,
+    barrier: bool = True,
 ) -> Size:
     """The sizes of an order, checked; `chunks` None is its own number. Raises OrderError."""
     from fractions import Fraction
@@ -99,7 +113,7 @@ def sized(
     if every is not None:
         _check_every(found, micro, every)
     limit = None if memory is None else Fraction(memory)
-    size = Size(ranks, micro, chunks, slices, cost, limit, every)
+    size = Size(ranks, micro, chunks, slices, cost, limit, every, barrier)
     problem = found.problem(size)
     if problem is not None:
         raise OrderError(*problem)
