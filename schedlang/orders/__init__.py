@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from schedlang.cost import UNIT_COST, Cost
 from schedlang.orders import (
+    block,
+    breadth,
     dualpipe,
     flush,
+    gis,
+    heuristic,
     interleaved,
     opposite,
     parked,
@@ -13,7 +17,9 @@ from schedlang.orders import (
     sliced,
     stale,
     varuna,
+    vee,
     wave,
+    zero_bubble,
 )
 from schedlang.orders.csv_table import read_table, write_table
 from schedlang.orders.registry import Order, OrderError, Size
@@ -22,6 +28,12 @@ from schedlang.timeline import Timeline
 KNOWN: tuple[Order, ...] = (
     *flush.ORDERS,
     *interleaved.ORDERS,
+    *breadth.ORDERS,
+    *zero_bubble.ORDERS,
+    *heuristic.ORDERS,
+    *vee.ORDERS,
+    *block.ORDERS,
+    *gis.ORDERS,
     *opposite.ORDERS,
     *dualpipe.ORDERS,
     *wave.ORDERS,
@@ -102,7 +114,7 @@ def sized(
         )
     if found.chunks is not None and chunks not in found.chunks:
         raise OrderError(*_other_chunks(found, chunks))
-    if found.chunks is None and chunks == 1 and found.default_chunks > 1:
+    if found.chunks is None and chunks == 1 and found.default_chunks > 1 and not found.alone:
         raise OrderError(
             f"{found.name} needs several stages per rank",
             f'chunks={found.default_chunks}, or order="1F1B"',

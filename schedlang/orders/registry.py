@@ -47,6 +47,11 @@ class Size:
 Problem = tuple[str, str]  # why a size is not legal, and sizes that are
 
 
+def times(size: Size) -> tuple[Fraction, Fraction, Fraction]:
+    """F, I and W of one microbatch on one rank, exact."""
+    return Fraction(size.cost.f), Fraction(size.cost.i), Fraction(size.cost.w)
+
+
 @dataclass(frozen=True)
 class Order:
     """A named order.
@@ -55,8 +60,10 @@ class Order:
     problem   why sizes are not legal and which would be, or None
     chunks    the numbers of stages per rank that it runs, the default first; None: any, by default
               `default_chunks`
+    alone     also runs with one stage per rank, where `chunks` is None and the default is more
     bubble    closed form of the idle time of a rank between its first and its last operation, with
-              F, I and W of a rank's whole share and transfers free; None: none is published
+              F, I and W of a rank's whole share and transfers free; None: none is known, for any
+              size or for this one
     peak      closed form of the most live activations of any rank, in microbatches of one rank's
               share
     replicas  copies of the stages, each microbatch going through one of them
@@ -73,7 +80,8 @@ class Order:
     problem: Callable[[Size], Problem | None] = lambda size: None
     chunks: tuple[int, ...] | None = (1,)
     default_chunks: int = 1
-    bubble: Callable[[Size], Fraction] | None = None
+    alone: bool = False
+    bubble: Callable[[Size], Fraction | None] | None = None
     peak: Callable[[Size], Fraction] | None = None
     replicas: int = 1
     sliced: bool = False

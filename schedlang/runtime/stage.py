@@ -19,7 +19,7 @@ from schedlang.runtime.constants import OnMeta
 from schedlang.runtime.graph import Cut, Token, refusal
 from schedlang.runtime.meta import hollow_batch, hollow_model
 from schedlang.runtime.record import loss_of
-from schedlang.runtime.scope import capture
+from schedlang.runtime.scope import capture, visit, visiting
 from schedlang.runtime.units import Switch
 
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
@@ -93,7 +93,9 @@ class Stub:
 
     def _shapes(self, unit: int, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
         try:
-            with torch.no_grad(), self._outside(), torch.device("meta"), OnMeta():
+            part = visit()
+            shapes = visiting(part.hollow() if part is not None else None)
+            with torch.no_grad(), self._outside(), shapes, torch.device("meta"), OnMeta():
                 output = self.units[unit](*hollow_batch(args), **hollow_batch(kwargs))
         except (RuntimeError, NotImplementedError) as error:
             name, reason = self.names[unit], "has an output whose shape depends on data"

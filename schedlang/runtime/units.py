@@ -100,7 +100,7 @@ def units_of(
         if calls.counts[name] > 1 and name in cut and name not in unrolled:
             raise _in_a_loop(calls, name)
     for name in at:
-        if name not in units:
+        if not any(unit == name or unit.startswith(f"{name}.") for unit in units):
             why = (
                 "is never called" if name not in calls.counts else "cannot be the start of a stage"
             )
