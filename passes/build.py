@@ -287,13 +287,35 @@ def _pipeline(builder: Builder, staged: Staged, loss: Loss | None, slices: Slice
     stub = Stub(local_skeleton(plan, builder.traced), staged.cut)
     late = _late(plan)
     stages = {
-        s: Stage(builder.module, staged.cut, s, switch=switch, stub=stub, loss=loss, late=late)
+        s: Stage(
+            builder.module,
+            staged.cut,
+            s,
+            switch=switch,
+            stub=stub,
+            loss=loss,
+            late=late,
+            split=_splits(plan, staged, s),
+        )
         for s in staged.stages_at(place)
     }
     return Pipeline(
         stages, staged.timeline, group.ranks, place, group=group.pg, down=down,
         lookahead=plan.ahead, slices=slices, parks=_parks(staged, ranks),
     )  # fmt: skip
+
+
+def _splits(plan: Plan, staged: Staged, stage: int) -> bool:
+    """Whether weight gradients may come apart from those of inputs.
+
+    Where weights are gathered for a backward, or forwards recomputed in it, each half would gather
+    or recompute again; and fully_shard takes the first half for the whole.
+    """
+    if any(row.stage > 0 and plan.mesh.size(row.axes) > 1 for row in plan.replicas):
+        return False
+    again = [f for a in plan.actions if "recompute" in a.primitive.writes for f in a.sites]
+    units = [staged.cut.graph.units[unit] for unit in staged.cut.units(stage)]
+    return not any(f"{fqn}.".startswith(f"{unit}.") for fqn in again for unit in units)
 
 
 def _parks(staged: Staged, ranks: Ranks) -> tuple[Any, ...]:

@@ -44,9 +44,7 @@ def keep_only(model: nn.Module, made: Cut, stages: list[int]) -> None:
                     table[name] = nn.Parameter(bare) if table is module._parameters else bare
 
 
-def pipeline(
-    model: nn.Module, batch: Any, plan: Timeline, rank: int, **options: Any
-) -> Pipeline:
+def pipeline(model: nn.Module, batch: Any, plan: Timeline, rank: int, **options: Any) -> Pipeline:
     """This rank's part of a pipeline, with nothing but its own stages' tensors."""
     made = cut_model(model, batch, plan.stages)
     mine = np.flatnonzero((plan.homes == rank).any(0)).tolist()

@@ -1,4 +1,4 @@
-"""Activations that lie elsewhere, or are made again: the same gradients, and memory really freed."""
+"""Activations that lie elsewhere, or are made again: equal gradients, memory really freed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import random
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef

@@ -138,7 +138,7 @@ class Pipeline:
         if (count, train) not in self._orders:
             order = self.timeline if train else _evaluation(self.timeline, count)
             assert order.microbatches == count, f"planned for {order.microbatches}, got {count}"
-            order = with_transfers(with_holds(order), self.lookahead)
+            order = with_holds(with_transfers(order, self.lookahead))
             check(order)
             rows = order.rows(self.place)
             last = {op.stage: k for k, op in enumerate(rows) if self._works(op)}
