@@ -41,7 +41,7 @@ class Account:
         """The idle share of the pipeline's ranks at unit cost."""
         from schedlang.timeline import timing
 
-        return None if self.timeline is None else timing(self.timeline).bubble
+        return None if self.timeline is None else float(timing(self.timeline).bubble)
 
     def at(self, place: int | None) -> tuple[Collective, ...]:
         """The collectives in which a rank at one place of the pipeline takes part."""

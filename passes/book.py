@@ -38,12 +38,13 @@ def planned(plan: Plan, prepared: Prepared) -> dict[int, list[Booked]]:
             at = frozenset([place]) if one.stages is None else one.stages
             book[place].append(Booked(mesh.fold(one.axes), frozenset(one.names), at))
     row, whole = slicing(plan)
-    for stage, place in enumerate(staged.ranks if row is not None else ()):
+    for place in book if row is not None else ():
         assert row is not None
         axes = mesh.fold((*row.axes, *whole))
-        units = sliced_names(plan, staged, prepared.holdings, stage)
-        for names in units.values():
-            book[place].append(Booked(axes, frozenset(names), frozenset([place])))
+        for stage in staged.stages_at(place):
+            units = sliced_names(plan, staged, prepared.holdings, stage)
+            for names in units.values():
+                book[place].append(Booked(axes, frozenset(names), frozenset([place])))
     return book
 
 

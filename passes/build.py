@@ -6,7 +6,7 @@ The order is fixed, whatever the order of rows: the local copy with this rank's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,9 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.prepare import Prepared, check_axes, prepare
 from schedlang.passes.propagate import Traced
 from schedlang.passes.reduce import slice_state, sums_of
+from schedlang.passes.sequence import slices_of
 from schedlang.passes.staging import Staged, buffer_stages, local_skeleton, shape_up
+from schedlang.passes.staleness import check_updates
 from schedlang.passes.weigh import weight_of
 from schedlang.plan import Plan
 
@@ -24,9 +26,12 @@ if TYPE_CHECKING:
 
     from schedlang.model import Site
     from schedlang.runtime.assembly import Weight
+    from schedlang.runtime.early import EarlySums
+    from schedlang.runtime.gradient import Sum
     from schedlang.runtime.holding import Holding
     from schedlang.runtime.program import Program
     from schedlang.runtime.ranks import Ranks
+    from schedlang.runtime.sliced import Slices
 
 Loss = Callable[..., Any]
 FACETS = ("structure", "dtype", "placement", "recompute", "residence", "stage", "state", "order")
@@ -86,8 +91,9 @@ def build(
     count = plan.mesh.size(plan.data_axes)
     if prepared is None:
         sample = parts.split(batch, 1 if local else count, micro)[0][0].inputs
-        prepared = prepare(plan, sample, loss)
+        prepared = prepare(plan, sample, loss, weight)
     traced, staged, holdings = prepared.traced, prepared.staged, prepared.holdings
+    check_updates(staged, optimizer, clip, hollow)
     module = _local_copy(plan, holdings, ranks, hollow)
     builder = Builder(plan, module, traced, ranks)
     _apply(builder)
@@ -95,13 +101,15 @@ def build(
     held = {name for name, holding in holdings.items() if holding.held(plan.mesh, ranks.rank)}
     found = {name: p for name, p in module.named_parameters() if name in held}
     sums = sums_of(plan, traced, holdings, found, ranks)
-    dropout = _dropout(plan, traced, ranks, seed, module)
+    dropout = _dropout(plan, prepared, ranks, seed, module)
+    weight = weight or weight_of(traced, count * micro)
+    slices = slices_of(prepared.slicing, module, traced, weight)
     assembly = Assembly(
-        module=module, pipeline=_pipeline(builder, staged, loss), ranks=ranks,
+        module=module, pipeline=_pipeline(builder, staged, loss, slices), ranks=ranks,
         replicas=plan.data_axes, micro=micro, parameters=found, holdings=holdings,
         buffer_stages=buffer_stages(staged), ties=(*plan.model.ties, *plan.model.shared_buffers),
         keys=tuple(plan.model.model.state_dict()), sums=tuple(sums), sliced=sliced,
-        weight=weight or weight_of(traced, count * micro),
+        early=_early(plan, staged, found, sums), weight=weight,
         last_rank=_last_rank(plan, staged), stage_axis=staged.axis, dropout=dropout,
         inputs=frozenset(batch), loss_dtype=_loss_dtype(plan),
         without_labels=traced.labels[0].filled if len(traced.labels) == 1 else None,
@@ -112,6 +120,19 @@ def build(
         _check_optimizer(plan, holdings, optimizer)
         return Program(assembly, optimizer(trained), clip)
     return Program(assembly, None, clip)
+
+
+def _early(
+    plan: Plan, staged: Staged, found: Mapping[str, nn.Parameter], sums: Sequence[Sum]
+) -> EarlySums | None:
+    """The sums that begin before the step ends, where a row asks for it."""
+    from schedlang.runtime.early import EarlySums
+
+    if "gradients" not in plan.overlaps or staged.axis is None:
+        return None
+    held = [(stage, staged.cut.parameters(stage)) for stage in range(staged.cut.stages)]
+    stages = {name: frozenset(s for s, names in held if name in names) for name in found}
+    return EarlySums(found, sums, stages)
 
 
 def _last_rank(plan: Plan, staged: Staged) -> int:
@@ -221,11 +242,15 @@ def _loss_dtype(plan: Plan) -> torch.dtype:
 # -- random numbers, weights, the executor -----------------------------------------------------
 
 
-def _dropout(plan: Plan, traced: Traced, ranks: Ranks, seed: int | None, module: nn.Module) -> Any:
+def _dropout(
+    plan: Plan, prepared: Prepared, ranks: Ranks, seed: int | None, module: nn.Module
+) -> Any:
     """Logical dropout, where a seed asks for it or several ranks must agree on masks."""
     from schedlang.runtime.random import LogicalDropout, Window
     from schedlang.runtime.scope import named_sites
+    from schedlang.runtime.sliced import windows
 
+    traced, slicing = prepared.traced, prepared.slicing
     if not traced.random or (seed is None and plan.mesh.world == 1):
         return None
     named_sites(module)
@@ -243,10 +268,10 @@ def _dropout(plan: Plan, traced: Traced, ranks: Ranks, seed: int | None, module:
             index[dim] = tag.positions(logical[dim], parts, place)
         return Window(tuple(logical), tuple(index))
 
-    return LogicalDropout(seed or 0, slices)
+    return LogicalDropout(seed or 0, windows(slicing, slices) if slicing else slices)
 
 
-def _pipeline(builder: Builder, staged: Staged, loss: Loss | None) -> Any:
+def _pipeline(builder: Builder, staged: Staged, loss: Loss | None, slices: Slices | None) -> Any:
     from schedlang.runtime.pipeline import Pipeline
     from schedlang.runtime.stage import Stage, Stub
     from schedlang.runtime.units import Switch
@@ -254,19 +279,34 @@ def _pipeline(builder: Builder, staged: Staged, loss: Loss | None) -> Any:
     plan, ranks = builder.plan, builder.ranks
     if staged.axis is None:
         stage = Stage(builder.module, staged.cut, 0, loss=loss)
-        return Pipeline({0: stage}, staged.timeline, {0: ranks.rank})
+        return Pipeline({0: stage}, staged.timeline, (ranks.rank,), slices=slices)
     group = ranks.group(staged.axis)
     down = ranks.again(staged.axis)
     place = plan.mesh.index(ranks.rank, staged.axis)
     switch = Switch(builder.module, staged.cut.graph.units)
     stub = Stub(local_skeleton(plan, builder.traced), staged.cut)
+    late = _late(plan)
     stages = {
-        s: Stage(builder.module, staged.cut, s, switch=switch, stub=stub, loss=loss)
-        for s, owner in enumerate(staged.ranks)
-        if owner == place
+        s: Stage(builder.module, staged.cut, s, switch=switch, stub=stub, loss=loss, late=late)
+        for s in staged.stages_at(place)
     }
-    homes = {s: group.ranks[owner] for s, owner in enumerate(staged.ranks)}
-    return Pipeline(stages, staged.timeline, homes, group=group.pg, down=down)
+    return Pipeline(
+        stages, staged.timeline, group.ranks, place, group=group.pg, down=down,
+        lookahead=plan.ahead, slices=slices,
+    )  # fmt: skip
+
+
+def _late(plan: Plan) -> frozenset[str] | None:
+    """Parameters whose gradients may wait, under every name; None: all."""
+    if plan.late is None:
+        return None
+    inside = tuple(f"{fqn}." if fqn else "" for fqn in plan.late)
+    return frozenset(
+        name
+        for fact in plan.model.unique.values()
+        for name in fact.names
+        if any(other.startswith(inside) for other in fact.names)
+    )
 
 
 def _check_optimizer(

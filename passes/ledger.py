@@ -111,7 +111,7 @@ def _stages(
     staged = prepared.staged
     if staged.axis is None:
         return
-    used = frozenset(staged.ranks[stage] for stage in gradient.stages)
+    used = staged.places(*gradient.stages)
     label = placed(axis_row(plan, name, staged.axis))
     lacking = used - (prepared.holdings[name].stages or frozenset())
     if lacking:

@@ -214,7 +214,7 @@ def _forward(program: Program, parts: Sequence[Part]) -> None:
     with ambient(a.dropout) if a.dropout is not None else nullcontext():
         a.pipeline.run(
             [part.inputs for part in parts], train=False,
-            around=lambda micro: entered(Scope(0, micro, parts[micro].rows)),
+            around=lambda op: entered(Scope(0, op.microbatch, parts[op.microbatch].rows)),
         )  # fmt: skip
     crossing.forget()
 

@@ -174,9 +174,9 @@ def _letters(plan: Plan, played: Sequence[Role]) -> Iterator[Diagnostic]:
 def _called(letter: Letter | None) -> str:
     if letter is None:
         return "nothing"
-    back, source, target, microbatch = letter.name
-    what = "the gradient" if back else "the output"
-    return f"{what} of microbatch {microbatch} from stage {source} to stage {target}"
+    name = letter.name
+    what = "the gradient" if name.back else "the output"
+    return f"{what} of microbatch {name.microbatch} from stage {name.source} to stage {name.target}"
 
 
 def _timeline(plan: Plan, prepared: Prepared) -> Iterator[Diagnostic]:

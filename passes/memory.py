@@ -146,10 +146,9 @@ def _working(plan: Plan, staged: Staged, holdings: Mapping[str, Holding], place:
     if row is None:
         return 0
     whole = []
-    for stage, owner in enumerate(staged.ranks):
-        if owner == place or staged.axis is None:
-            units = sliced_names(plan, staged, holdings, stage).values()
-            whole += [gathered_bytes(plan, holdings, names) for names in units]
+    for stage in staged.stages_at(place):
+        units = sliced_names(plan, staged, holdings, stage).values()
+        whole += [gathered_bytes(plan, holdings, names) for names in units]
     largest = sum(sorted(whole)[-2:])
     parameters = sum(whole) if row.stage < 3 else largest
     several = plan.order is not None and plan.order.micro > 1

@@ -60,9 +60,9 @@ def _parameters(
         if not holders:
             yield name, "a parameter is held by no stage"
             continue
-        inside = frozenset(staged.ranks[s] for s in _units(prepared, fact.names))
+        inside = staged.places(*_units(prepared, fact.names))
         used = gradients.found.get(name) if gradients is not None else None
-        reads = frozenset(staged.ranks[s] for s in used.stages) if used is not None else inside
+        reads = staged.places(*used.stages) if used is not None else inside
         if reads - holders:
             yield name, f"stages at {sorted(reads - holders)} use it and do not hold it"
 
@@ -75,7 +75,7 @@ def _buffers(plan: Plan, prepared: Prepared) -> Iterator[tuple[str, str]]:
     assigned = buffer_stages(staged)
     same = {names[0]: names for names in plan.model.shared_buffers}
     for name, _ in plan.model.model.named_buffers():
-        inside = frozenset(staged.ranks[s] for s in _units(prepared, same.get(name, (name,))))
+        inside = staged.places(*_units(prepared, same.get(name, (name,))))
         holders = assigned.get(name)
         if holders is not None and not holders:
             yield name, "a buffer is held by no stage"

@@ -54,7 +54,7 @@ class Parted(Sequential):
                 outputs.append(self.output)
                 inputs.append(self._inputs)
         self._enter(0)
-        self._inputs = _joined(inputs)
+        self._inputs = joined(inputs)
         rows = [len(part.rows) for parts in shares for part in parts]
         self.output = stack(outputs, rows, [w for some in weights for w in some])
         return torch.stack(losses).sum()
@@ -104,7 +104,7 @@ class Parted(Sequential):
         self._at = place
 
 
-def _joined(inputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def joined(inputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What was given to the parts, as one; only its gradients are asked for."""
     import torch
 

@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.holdings import holdings_of
 from schedlang.passes.propagate import Traced, propagate
+from schedlang.passes.sequence import slicing_of
 from schedlang.passes.staging import Staged, stages_of
+from schedlang.passes.staleness import check_stale
+from schedlang.passes.weigh import Weight
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     from schedlang.runtime.holding import Holding
+    from schedlang.runtime.slices import Slicing
 
 Loss = Callable[..., Any]
 
@@ -25,14 +29,22 @@ class Prepared:
     traced: Traced
     staged: Staged
     holdings: Mapping[str, Holding]
+    slicing: Slicing | None = None  # of sequences, where the pipeline cuts them
 
 
-def prepare(plan: Plan, sample: Mapping[str, Any], loss: Loss | None = None) -> Prepared:
+def prepare(
+    plan: Plan,
+    sample: Mapping[str, Any],
+    loss: Loss | None = None,
+    weight: Weight | None = None,
+) -> Prepared:
     """Trace a plan with one microbatch and cut it; raises Refusal where it cannot run."""
     check_axes(plan)
     traced = propagate(plan, sample, loss)
     staged = stages_of(plan, traced, sample, loss)
-    return Prepared(traced, staged, holdings_of(plan, staged))
+    check_stale(plan, staged)
+    slicing = slicing_of(plan, traced, staged, sample, loss, weight)
+    return Prepared(traced, staged, holdings_of(plan, staged), slicing)
 
 
 def check_axes(plan: Plan) -> None:

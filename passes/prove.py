@@ -102,8 +102,9 @@ def _lengthened(case: Case, steps: int) -> Case:
 
 def _class(case: Case) -> str:
     """The equivalence class of a schedule, in a word."""
-    if case.parted:
-        return "relaxed (batch_stats)"
+    names = ["batch_stats"] * case.parted + ["staleness"] * (case.table is not None)
+    if names:
+        return f"relaxed ({', '.join(names)})"
     return "algebraic" if given_up(case.plan) else "exact"
 
 

@@ -34,13 +34,12 @@ def slice_state(
         p for n, p in module.named_parameters()
         if not holdings[n].sliced or not holdings[n].held(plan.mesh, ranks.rank)
     }  # fmt: skip
-    place = plan.mesh.index(ranks.rank, staged.axis) if staged.axis is not None else staged.ranks[0]
+    place = plan.mesh.index(ranks.rank, staged.axis) if staged.axis is not None else 0
     out = {}
-    for stage, owner in enumerate(staged.ranks):
-        if owner == place:
-            out[stage] = one = Sliced(sliced.stage, mesh, ignored)
-            for fqn in sliced_names(plan, staged, holdings, stage):
-                one.add(module.get_submodule(fqn), root=not fqn)
+    for stage in staged.stages_at(place):
+        out[stage] = one = Sliced(sliced.stage, mesh, ignored)
+        for fqn in sliced_names(plan, staged, holdings, stage):
+            one.add(module.get_submodule(fqn), root=not fqn)
     return out
 
 

@@ -59,8 +59,7 @@ def places(plan: Plan, prepared: Prepared) -> dict[int, int]:
     first: dict[object, int] = {}
     found = {}
     for place in range(plan.mesh.size(staged.axis)):
-        stages = [s for s, at in enumerate(staged.ranks) if at == place]
-        look = tuple(_look(plan, prepared, stage) for stage in stages)
+        look = tuple(_look(plan, prepared, stage) for stage in staged.stages_at(place))
         found[place] = first.setdefault(look, place)
     return found
 

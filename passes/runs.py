@@ -54,9 +54,12 @@ def runs(case: Case, evaluate: bool = False) -> Runs:
     still, gaps = _frozen(case)
     told = [plain, replace(clipped, case=still, scale=SCALE)]
     limit, more = _limit(case, plain)
-    told += limit
+    told += [*limit, *_at_once(case, plain)]
     if evaluate:
         told.append(replace(plain, name=EVALUATED, batches=case.batches[:2], evaluate=True))
+    if case.table is not None:  # a norm over stages that update apart is known too late to clip by
+        plainly = [c.name.removesuffix(", clipped") for c in told]
+        told = [replace(c, clip=None, name=name) for c, name in zip(told, plainly)]
     both = replace(seen, all=(*case.batches, *made))
     return Runs(tuple(told), both, tuple(derived), (*gaps, *more))
 
@@ -74,6 +77,17 @@ def _limit(case: Case, plain: Condition) -> tuple[list[Condition], tuple[Gap, ..
     whole = replace(case, parted=False)
     name = "eval mode, where `batch_stats` vanishes"
     return [replace(plain, name=name, batches=case.batches[:2], evaluate=True, case=whole)], ()
+
+
+def _at_once(case: Case, plain: Condition) -> list[Condition]:
+    """Where weights are stale: a run with one update a step, at its end, in which none is."""
+    if case.table is None or case.parted:
+        return []
+    assert case.plan.order is not None
+    order = replace(case.plan.order, every=case.plan.micro)
+    whole = prepared(replace(case, plan=replace(case.plan, order=order)))
+    name = "one update a step, where `staleness` vanishes"
+    return [replace(plain, name=name, batches=case.batches[:2], case=whole)]
 
 
 def batches_of(case: Case) -> Batches:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from schedlang.passes.original import Sequential
     from schedlang.passes.prepare import Prepared
+    from schedlang.passes.replayed import Table
     from schedlang.runtime.program import Program
     from schedlang.runtime.random import LogicalDropout
 
@@ -48,6 +49,13 @@ class Case:
         order = self.plan.order
         return self.plan.mesh.size(self.plan.data_axes), 1 if order is None else order.micro
 
+    @property
+    def table(self) -> Table | None:
+        """The versions of weights that are met, where they are stale; the case is prepared."""
+        from schedlang.passes.replayed import table_of
+
+        return table_of(self.prepared.staged) if self.prepared is not None else None
+
     def with_model(self, module: nn.Module) -> Case:
         """The same for another module of the same names and shapes."""
         from schedlang.model import ModelFacts
@@ -63,7 +71,7 @@ def prepared(case: Case) -> Case:
     plan = case.plan
     micro = plan.micro
     sample = split(case.batches[0], plan.mesh.size(plan.data_axes), micro)[0][0].inputs
-    return replace(case, prepared=prepare(plan, sample, case.loss))
+    return replace(case, prepared=prepare(plan, sample, case.loss, case.weight))
 
 
 def widened(case: Case) -> Case:
@@ -154,9 +162,10 @@ def original(case: Case, told: Sequence[Condition]) -> tuple[Observation, int]:
 def sequential(
     case: Case, condition: Condition, dropout: LogicalDropout | None = None
 ) -> Sequential:
-    """The loop around a copy of the model, under a condition: plain, or by parts if relaxed."""
+    """The loop around a copy of the model, under a condition: plain, or as the rows relax it."""
     from schedlang.passes.original import Sequential
     from schedlang.passes.parted import Parted
+    from schedlang.passes.replayed import Replayed
     from schedlang.passes.weigh import weight_of
     from schedlang.runtime.parts import split
 
@@ -164,15 +173,16 @@ def sequential(
         "loss": case.loss, "clip": condition.clip, "scale": condition.scale,
         "evaluate": condition.evaluate, "dropout": dropout,
     }  # fmt: skip
-    if not case.parted:
+    table = case.table
+    if not case.parted and table is None:
         return Sequential(twin(case), condition.optimizer, **options)
     assert case.prepared is not None
     replicas, micro = case.cuts
     weigh = case.weight or weight_of(case.prepared.traced, replicas * micro)
-    return Parted(
-        twin(case), condition.optimizer, **options,
-        split=lambda batch: split(batch, replicas, micro), weigh=weigh,
-    )  # fmt: skip
+    options |= {"split": lambda batch: split(batch, replicas, micro), "weigh": weigh}
+    if table is not None:
+        return Replayed(twin(case), condition.optimizer, **options, table=table)
+    return Parted(twin(case), condition.optimizer, **options)
 
 
 class Distributed:

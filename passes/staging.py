@@ -39,9 +39,23 @@ class Staged:
         """The place of every stage of replica 0."""
         return self.homes[0]
 
-    def places(self, stage: int) -> frozenset[int]:
-        """The places that hold a stage, over all replicas."""
-        return frozenset(row[stage] for row in self.homes)
+    def stages_at(self, place: int) -> tuple[int, ...]:
+        """The stages that a place runs, of any replica; all of them without a pipeline."""
+        if self.axis is None:
+            return tuple(range(self.cut.stages))
+        return tuple(s for s in range(self.cut.stages) if place in self.places(s))
+
+    def microbatches(self, stage: int, place: int, replica: int | None = None) -> int:
+        """How many microbatches of a step go through a stage at a place, or one replica of it."""
+        from schedlang.timeline import Kind
+
+        t = self.timeline
+        here = (t.kind == Kind.F) & (t.stage == stage) & (t.rank == place) & (t.slice == 0)
+        return int((here if replica is None else here & (t.replica == replica)).sum())
+
+    def places(self, *stages: int) -> frozenset[int]:
+        """The places that hold some of these stages, over all replicas."""
+        return frozenset(row[stage] for row in self.homes for stage in stages)
 
 
 def local_skeleton(plan: Plan, traced: Traced) -> nn.Module:
@@ -88,13 +102,21 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
         graph = record(skeleton, names, batch, loss=loss)
         made = cut(graph, _stage_numbers(plan, graph, timeline))
     except Refusal as refusal:
-        raise _placed(refusal, plan, "stage") from refusal
+        raise placed(refusal, plan, "stage") from refusal
     homes = tuple(tuple(row) for row in timeline.homes.tolist())
     return Staged(made, timeline, homes, axis, _trunk(plan))
 
 
 def timeline_of(plan: Plan) -> Timeline:
-    """The order of the plan; a plan that cuts nothing runs its microbatches one by one.
+    """The order of the plan, with backwards in halves where rows ask for it."""
+    from schedlang.timeline import halved
+
+    made = _ordered(plan)
+    return made if plan.late is None else halved(made)
+
+
+def _ordered(plan: Plan) -> Timeline:
+    """The order alone; a plan that cuts nothing runs its microbatches one by one.
 
     Raises Refusal S608 for sizes that the order does not run.
     """
@@ -113,7 +135,7 @@ def timeline_of(plan: Plan) -> Timeline:
         return order("GPipe", 1, wanted.micro)
     except OrderError as error:
         told = Diagnostic("S608", error.reason, helps=(error.legal,))
-        raise _placed(Refusal(told), plan, "order") from error
+        raise placed(Refusal(told), plan, "order") from error
 
 
 def _one_stage(plan: Plan, timeline: Timeline) -> Staged:
@@ -162,7 +184,7 @@ def _trunk(plan: Plan) -> frozenset[str]:
     return frozenset(f"{fqn}.{child}" for fqn in outer for child in plan.model.sites[fqn].children)
 
 
-def _placed(refusal: Refusal, plan: Plan, facet: str) -> Refusal:
+def placed(refusal: Refusal, plan: Plan, facet: str) -> Refusal:
     """The refusal at the first row that writes a facet."""
     row = next((a for a in plan.actions if facet in a.primitive.writes), None)
     return refusal.at(row.span) if row is not None and row.span is not None else refusal

@@ -57,7 +57,7 @@ def static(
 
     micro = plan.micro
     sample = parts.split(batch, plan.mesh.size(plan.data_axes), micro)[0][0].inputs
-    step = Step(plan, prepare(plan, sample, loss), sample, loss, weight)
+    step = Step(plan, prepare(plan, sample, loss, weight), sample, loss, weight)
     found = gradients(plan, step.prepared, sample, loss)
     if found is None:
         why = "the model returns no loss"

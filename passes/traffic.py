@@ -83,15 +83,25 @@ class _Context:
         found = [a.row for a in self.plan.actions if facet in a.primitive.writes]
         return found[-1] if found else None
 
-    def places(self, fqn: str) -> frozenset[int] | None:
-        """Where along the pipeline a module runs; code between units runs on several."""
-        if self.staged.axis is None:
-            return None
+    def runs(self, fqn: str) -> list[tuple[frozenset[int] | None, int]]:
+        """Where along the pipeline a module runs, and for how many microbatches.
+
+        Code between units runs on several stages, which are not told apart.
+        """
         cut = self.staged.cut
-        for unit, name in enumerate(cut.graph.units):
+        for unit, name in enumerate(cut.graph.units if self.staged.axis is not None else ()):
             if fqn == name or fqn.startswith(f"{name}."):
-                return frozenset([self.staged.ranks[cut.stage_of[unit]]])
-        return None
+                return self.copies(cut.stage_of[unit])
+        return [(None, self.micro)]
+
+    def copies(self, stage: int) -> list[tuple[frozenset[int] | None, int]]:
+        """The places that hold a stage, and how many microbatches each of them runs."""
+        if self.staged.axis is None:
+            return [(None, self.micro)]
+        found: dict[int, set[int]] = {}
+        for place in self.staged.places(stage):
+            found.setdefault(self.staged.microbatches(stage, place), set()).add(place)
+        return [(frozenset(places), count) for count, places in found.items()]
 
 
 def collectives(
@@ -128,11 +138,11 @@ def _activations(
 ) -> Iterator[Collective]:
     heard = _heard(context, batch, loss) if context.traced.edges else []
     for (one, what), count in Counter((e, _what(context.traced, e)) for e in heard).items():
-        yield Collective(
-            one.kind, one.axes, "backward" if one.backward else "forward", what, one.fqn,
-            count * context.micro, one.bytes, context.places(one.fqn),
-            _row_of(context.plan, one.fqn),
-        )  # fmt: skip
+        for places, micro in context.runs(one.fqn):
+            yield Collective(
+                one.kind, one.axes, "backward" if one.backward else "forward", what, one.fqn,
+                count * micro, one.bytes, places, _row_of(context.plan, one.fqn),
+            )  # fmt: skip
 
 
 def _row_of(plan: Plan, fqn: str) -> int | None:
@@ -255,26 +265,33 @@ def _ends(edge: Edge) -> tuple[tuple[str, str], tuple[str, str]]:
 
 def _transfers(context: _Context) -> Iterator[Collective]:
     """What stages send to each other, per value; only between stages of different ranks."""
-    staged, micro = context.staged, context.micro
+    staged = context.staged
     if staged.axis is None:
         return
-    row = context.row("stage")
-    for (source, target), tokens in staged.cut.routes.items():
-        if staged.ranks[source] == staged.ranks[target]:
-            continue
-        for token in tokens:
-            leaf = staged.cut.graph.leaves[token]
-            size = _bytes(leaf.shape, leaf.dtype)
-            fqn = staged.cut.graph.units[token[0]]
-            sent = Collective(
-                "send", (staged.axis,), "forward", f"to stage {target}", fqn, micro, size,
-                frozenset([staged.ranks[source]]), row,
-            )  # fmt: skip
-            yield sent
-            if leaf.differentiable:
-                back = frozenset([staged.ranks[target]])
-                what = f"grad to stage {source}"
-                yield replace(sent, phase="backward", what=what, places=back)
+    for replica, homes in enumerate(staged.homes):
+        for (source, target), tokens in staged.cut.routes.items():
+            ends = homes[source], homes[target]
+            for token in tokens if ends[0] != ends[1] else ():
+                yield from _sent(context, token, (source, target), replica)
+
+
+def _sent(
+    context: _Context, token: tuple[int, int], edge: tuple[int, int], replica: int
+) -> Iterator[Collective]:
+    """One value of an edge between two places, and its gradient."""
+    staged = context.staged
+    assert staged.axis is not None
+    ends = [staged.homes[replica][stage] for stage in edge]
+    leaf, fqn = staged.cut.graph.leaves[token], staged.cut.graph.units[token[0]]
+    count = staged.microbatches(edge[0], ends[0], replica)
+    sent = Collective(
+        "send", (staged.axis,), "forward", f"to stage {edge[1]}", fqn, count,
+        _bytes(leaf.shape, leaf.dtype), frozenset(ends[:1]), context.row("stage"),
+    )  # fmt: skip
+    yield sent
+    if leaf.differentiable:
+        what = f"grad to stage {edge[0]}"
+        yield replace(sent, phase="backward", what=what, places=frozenset(ends[1:]))
 
 
 def _bytes(shape: Iterable[int], dtype: str) -> int:
@@ -293,13 +310,13 @@ def _slices(context: _Context) -> Iterator[Collective]:
     As runtime/replicas.py has them: parameters are gathered once a step, or for every forward and
     backward (stage 3); gradients are reduced once a step, or after every backward (stages 2, 3).
     """
-    plan, staged, micro = context.plan, context.staged, context.micro
+    plan, staged = context.plan, context.staged
     row, whole = slicing(plan)
     if row is None:
         return
     axes, line = plan.mesh.fold(row.axes), context.row("state")
-    for stage, owner in enumerate(staged.ranks):
-        places = None if staged.axis is None else frozenset([owner])
+    copies = [(s, *copy) for s in range(staged.cut.stages) for copy in context.copies(s)]
+    for stage, places, micro in copies:
         for fqn, names in sliced_names(plan, staged, context.holdings, stage).items():
             trained = tuple(n for n in names if plan.model.unique[n].requires_grad)
             size = gathered_bytes(plan, context.holdings, names)

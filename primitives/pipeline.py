@@ -27,6 +27,7 @@ class pipeline(Primitive):  # noqa: N801
     slices   runs of the sequence into which each microbatch is cut, for "Seq1F1B" and "TeraPipe"
     memory   the most activations a rank may hold, in microbatches of one rank's share of the model
              (1F1B on p ranks needs p), for `search` and the heuristics of Zero Bubble
+    every    microbatches of an update, for the orders with stale weights; default: the paper's
 
     Without a cut it is plain gradient accumulation: `pipeline(order="GPipe", micro=4)`.  Orders
     with stale weights (PipeDream and its kin) need `relax(staleness)` on their step.
@@ -37,6 +38,7 @@ class pipeline(Primitive):  # noqa: N801
     chunks: int | None = field(default=None, kw_only=True)
     slices: int = field(default=1, kw_only=True)
     memory: float | None = field(default=None, kw_only=True)
+    every: int | None = field(default=None, kw_only=True)
     table: str = field(default="", init=False)  # the text of the table that `order` names
 
     example = 'pipeline(order="1F1B", micro=4)'
@@ -116,7 +118,9 @@ class pipeline(Primitive):  # noqa: N801
 
         axis = plan.cuts[0].axis if plan.cuts else None
         chunks = self.chunks or (1 if self.is_table else chunks_of(self.order))
-        return Order(axis, self.order, self.micro, chunks, self.slices, self.memory, self.table)
+        return Order(
+            axis, self.order, self.micro, chunks, self.slices, self.memory, self.table, self.every
+        )
 
     def apply(self, site: Site, build: Any) -> None:
         """Nothing of its own: `build` makes the executor."""

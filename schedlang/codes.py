@@ -134,6 +134,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S408": ("not for this scope", "Some rows are about the whole model, some never are."),
     "S409": ("one list or several cut points", "`pipeline_split` takes one kind of selection."),
     "S410": ("the kernel computes something else", "The module is not what the kernel replaces."),
+    "S411": ("no weight gradient", "`split_backward` is for modules with trained weights."),
+    "S412": ("nothing is sent", "Transfers overlap where a model is cut into stages."),
     "S501": ("done twice", "Two rows do the same at one module; drop one."),
     "S502": ("one region inside another", "The inner module would be recomputed twice."),
     "S503": (
@@ -185,6 +187,11 @@ CODES: Mapping[str, tuple[str, str]] = {
         "Parameters and buffers are; extra state of modules is not.",
     ),
     "S622": ("an optimizer that looks at whole tensors", "Elementwise ones work on parts."),
+    "S625": (
+        "weights are updated inside the step",
+        "Orders with stale weights (PipeDream and its kin) update each stage by itself, several\n"
+        "times a step: no norm over all stages exists to clip by, and no stage shares a weight.",
+    ),
     "S631": ("a checkpoint cannot be written", "Nothing was changed; the message gives the cause."),
     "S632": ("not a place for a checkpoint", "Only a checkpoint or an empty folder is replaced."),
     "S633": ("no readable checkpoint", "Nothing was changed; the message gives the cause."),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -16,8 +16,16 @@ class Cost:
     f, i, w    forward, input gradient, weight gradient; a whole backward takes i + w
     comm       a transfer between two ranks
     kept       share of a microbatch's activations that is still held between I and W
-    shares     relative weight of every stage (None: all equal); its mean is one
-    Times are in any one unit. Fractions stay exact.
+    shares     relative weight of every stage (None: all equal), in time and in activations
+    held       relative activations of every stage, where they are not as `shares`
+    slices     relative weight of every slice of a microbatch (None: all equal)
+    between    transfers of some edges (from stage, to stage), where they are not `comm`
+    recompute  a forward that is run again (None: as f)
+    inputs     share of a microbatch's activations that stays while the others are to be recomputed
+    evict, load, offload, reload, unshard, reshard, reduce, step
+               as their operations; all but `step` run on a copy stream beside the computing
+    barrier    what a barrier itself takes, on every rank
+    Times are in any one unit. Fractions and whole numbers stay exact.
     """
 
     f: Number = 1
@@ -26,6 +34,20 @@ class Cost:
     comm: Number = 0
     kept: Number = 1
     shares: Sequence[Number] | None = None
+    held: Sequence[Number] | None = None
+    slices: Sequence[Number] | None = None
+    between: Mapping[tuple[int, int], Number] | None = None
+    recompute: Number | None = None
+    inputs: Number = 0
+    evict: Number = 0
+    load: Number = 0
+    offload: Number = 0
+    reload: Number = 0
+    unshard: Number = 0
+    reshard: Number = 0
+    reduce: Number = 0
+    step: Number = 0
+    barrier: Number = 0
 
 
 UNIT_COST = Cost()

@@ -74,6 +74,7 @@ class Order:
     slices   runs of the sequence into which each microbatch is cut
     memory   limit of a search, in microbatches of one rank's share of the model
     table    the text of a table that lists the order; else the name says it
+    every    microbatches of an update, of orders that update inside the step; None: their own
     """
 
     axis: str | None
@@ -83,6 +84,7 @@ class Order:
     slices: int = 1
     memory: float | None = None
     table: str = ""
+    every: int | None = None
 
     def timeline(self, ranks: int) -> Timeline:
         """The operations of every rank; raises OrderError for sizes that the order does not run."""
@@ -122,7 +124,9 @@ class Plan:
     unrolled: tuple[tuple[str, int], ...] = ()  # module -> its calls, each a unit of its own
     cuts: tuple[Cut, ...] = ()
     order: Order | None = None
-    late: tuple[str, ...] | None = None  # modules whose weights' gradients may wait; None: all
+    late: tuple[str, ...] | None = None  # modules whose weight gradients may wait; None: all
+    overlaps: tuple[str, ...] = ()  # communication that runs beside the computation
+    ahead: int = 1  # operations before its use at which a receive is posted
     replicas: tuple[Replicas, ...] = ()
 
     @staticmethod
@@ -227,8 +231,9 @@ def _timeline(order: Order, ranks: int) -> Timeline:
 
     assert not order.table, "tables are read by the room of orders"
     return orders.order(
-        order.name, ranks, order.micro, order.chunks, slices=order.slices, memory=order.memory
-    )
+        order.name, ranks, order.micro, order.chunks,
+        slices=order.slices, memory=order.memory, every=order.every,
+    )  # fmt: skip
 
 
 def _put(known: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:

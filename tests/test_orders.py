@@ -27,7 +27,9 @@ def test_golden(row: dict[str, Any]) -> None:
     assert (peak_live(t) / row["v"]).tolist() == row["peak_MB_per_rank"]
 
 
-@pytest.mark.parametrize("known", ORDERS, ids=lambda o: o.name)
+@pytest.mark.parametrize(
+    "known", [o for o in ORDERS if o.replicas == 1 and o.bubble and o.peak], ids=lambda o: o.name
+)
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_closed_forms(known: Any, chunks: int) -> None:
     """Every legal size ends, with transfers, and has the bubble and the peak of its paper."""

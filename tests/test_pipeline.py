@@ -6,120 +6,30 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from schedlang.orders import order
-from schedlang.passes import stages as cuts
 from schedlang.runtime import mail
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.graph import Cut, cut
-from schedlang.runtime.meta import hollow_model
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.pipeline import Event, Pipeline
+from schedlang.runtime.pipeline import Event
 from schedlang.runtime.random import LogicalDropout
-from schedlang.runtime.record import record
 from schedlang.runtime.scope import Scope, entered, named_sites
-from schedlang.runtime.stage import Stage, Stub
-from schedlang.runtime.units import Switch, in_trunk, units_of
 from schedlang.timeline import Kind, Op, Timeline, timeline
 from tests import models
+from tests.executing import (
+    GATE,
+    assert_same,
+    cut_model,
+    gradients,
+    pipeline,
+    split_backward,
+    train,
+)
 from tests.models import split, weight
 from tests.ranks import run_ranks
-
-GATE = 1e-12
-
-
-def cut_model(model: nn.Module, batch: Any, stages: int) -> Cut:
-    """The model cut evenly, from a record on the meta device."""
-    names = units_of(model, batch)
-    graph = record(model, names, batch)
-    units = [cuts.Unit(n, 0, t) for n, t in zip(names, in_trunk(model, names))]
-    return cut(graph, cuts.even(units, stages))
-
-
-def keep_only(model: nn.Module, made: Cut, stages: list[int]) -> None:
-    """Put every parameter and buffer that these stages do not hold on the meta device."""
-    params = set().union(*(made.parameters(s) for s in stages))
-    buffers = set().union(*(made.buffers(s) for s in stages))
-    kept = {id(p) for n, p in model.named_parameters() if n in params}
-    kept |= {id(b) for n, b in model.named_buffers() if n in buffers}
-    for module in model.modules():
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is not None and id(tensor) not in kept:
-                    bare = tensor.detach().to("meta")
-                    table[name] = nn.Parameter(bare) if table is module._parameters else bare
-
-
-def pipeline(model: nn.Module, batch: Any, plan: Timeline, rank: int) -> Pipeline:
-    """This rank's part of a pipeline, with nothing but its own stages' tensors."""
-    made = cut_model(model, batch, plan.stages)
-    mine = np.flatnonzero(plan.stage_rank == rank).tolist()
-    stub = Stub(hollow_model(model, {}), made)
-    keep_only(model, made, mine)
-    switch = Switch(model, made.graph.units)
-    stages = {s: Stage(model, made, s, switch=switch, stub=stub) for s in mine}
-    return Pipeline(stages, plan, dict(enumerate(plan.stage_rank.tolist())))
-
-
-def train(rank: int, make: Any, batch: Any, plan: Timeline, shift: bool) -> Any:
-    """One step on one rank: results and gradients by parameter name."""
-    model, parts = make(), split(batch, plan.microbatches)
-    with Float64():
-        pipe = pipeline(model, batch, plan, rank)
-        total = sum(weight(p, shift) for p in parts)
-        results = pipe.run(parts, [weight(p, shift) / total for p in parts])
-    return results, gradients(model)
-
-
-def gradients(model: nn.Module) -> dict[str, Any]:
-    return {name: p.grad for name, p in model.named_parameters() if not p.is_meta}
-
-
-def whole(make: Any, batch: Any) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Loss and gradients of the model as it is, on the whole batch."""
-    model = make()
-    with Float64():
-        output = model(**batch)
-        loss = output if isinstance(output, torch.Tensor) else output.loss
-        loss.backward()
-    return loss.detach(), gradients(model)
-
-
-def assert_same(make: Any, batch: Any, answers: Any, shift: bool = True, count: int = 4) -> None:
-    """The weighed losses and the gradients, summed over ranks, are those of the whole model."""
-    loss, wanted = whole(make, batch)
-    parts = split(batch, count)
-    weights = [weight(part, shift) for part in parts]
-    results = next(r for r, _ in answers if r is not None)
-    value = sum(w * r.loss for w, r in zip(weights, results)) / sum(weights)
-    assert abs(float(value - loss)) <= GATE * abs(float(loss))
-    held = {name for _, grads in answers for name in grads}
-    assert held == set(wanted)
-    largest = max(float(g.norm()) for g in wanted.values() if g is not None)
-    for name, grad in wanted.items():
-        found = [g[name] for _, g in answers if g.get(name) is not None]
-        assert bool(found) == (grad is not None), name
-        if found:
-            error = float((sum(found) - grad).norm())
-            assert error <= GATE * float(grad.norm()) + 1e-15 * largest, (name, error)
-
-
-def split_backward(plan: Timeline) -> Timeline:
-    """The same order with I in place of B and every W one operation later."""
-    rows = []
-    for rank in range(plan.ranks):
-        row: list[Op] = []
-        late: list[Op] = []
-        for op in plan.rows(rank):
-            row += [op._replace(kind=Kind.I)] if op.kind is Kind.B else [op]
-            row += late
-            late = [op._replace(kind=Kind.W)] if op.kind is Kind.B else []
-        rows.append(row + late)
-    return timeline(rows, plan.edges)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +124,7 @@ def _steps(rank: int) -> Any:
         model.zero_grad()
         model.eval()
         evaluated = pipe.run(split(models.tokens(5), 3), train=False, keep_outputs=True)
-    logits = None if evaluated is None else torch.cat([r.output.logits for r in evaluated])
+    logits = torch.cat([r.output.logits for r in evaluated.values()]) if evaluated else None
     return counts, grads, logits, [n for n, g in gradients(model).items() if g is not None]
 
 
@@ -243,10 +153,10 @@ def test_hooks() -> None:
     seen: list[Any] = []
 
     @contextmanager
-    def around(microbatch: int) -> Any:
-        seen.append(("enter", microbatch))
+    def around(op: Op) -> Any:
+        seen.append(("enter", op.microbatch))
         yield
-        seen.append(("leave", microbatch))
+        seen.append(("leave", op.microbatch))
 
     def on_op(event: Event) -> None:
         seen.append((event.op.kind.name, event.op.microbatch, event.last))
@@ -279,8 +189,8 @@ def _dropout(rank: int, batch: Any, plan: Timeline) -> Any:
     named_sites(model)
     samples = [tuple(rows.tolist()) for rows in torch.arange(7).tensor_split(len(parts))]
 
-    def around(microbatch: int) -> Any:
-        return entered(Scope(0, microbatch, samples[microbatch]))
+    def around(op: Op) -> Any:
+        return entered(Scope(0, op.microbatch, samples[op.microbatch]))
 
     with ambient(Float64()), ambient(LogicalDropout(3)):
         pipe = pipeline(model, batch, plan, rank)

@@ -189,7 +189,7 @@ def test_values_inside_units() -> None:
     )
     switch, stub = Switch(model, graph.units), Stub(hollow_model(model, {}), made)
     stages = {s: Stage(model, made, s, switch=switch, stub=stub) for s in range(3)}
-    Pipeline(stages, plan, {s: 0 for s in range(3)}).run([batch])
+    Pipeline(stages, plan).run([batch])
     for name, parameter in model.named_parameters():
         assert torch.allclose(parameter.grad, wanted[name], rtol=1e-14, atol=0), name
 

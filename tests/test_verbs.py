@@ -1,4 +1,4 @@
-"""The verbs about plans on the command line: tree, plan, diff, simulate."""
+"""The verbs about plans on the command line: tree, plan, diff."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from schedlang.cli import app
-from schedlang.timeline import Kind, timing
 
 MODEL = """
 import torch
@@ -95,29 +94,3 @@ def test_diff(folder: Path) -> None:
     assert "parameters per rank, at most 232 B -> " in found.stdout
     value = json.loads(run("diff", folder / "a.sched", folder / "a.sched", "--json").stdout)
     assert value["changes"] == [] and all(c["old"] == c["new"] for c in value["costs"])
-
-
-def test_simulate(tmp_path: Path) -> None:
-    """`simulate` times an order under the costs given, as the timeline's own times are."""
-    from schedlang.orders import order
-
-    words = ("simulate", "--order", "GPipe", "--ranks", 3, "--micro", 5, "--f", 2, "--b", 3)
-    value = json.loads(run(*words, "--comm", 1, "--json").stdout)
-    times = timing(order("GPipe", 3, 5), {Kind.F: 2.0, Kind.B: 3.0}, 1.0)
-    assert (value["makespan"], value["bubble"]) == (times.makespan, times.bubble)
-    assert value["live"] == [5, 5, 5]
-    found = run(*words, "--svg", tmp_path / "t.svg", "--trace", tmp_path / "t.json")
-    assert found.exit_code == 0 and "rank 2: F0 F1" in found.stdout
-    assert len(json.loads((tmp_path / "t.json").read_text())["traceEvents"]) == 3 + 30
-
-
-def test_simulate_refuses(folder: Path) -> None:
-    """Unknown orders, sizes that an order does not have, negative costs: exit 2, with a remedy."""
-    for words, said in (
-        (("--order", "1F1BB"), "1F1B"),
-        (("--order", "Interleaved1F1B"), "chunks=2"),
-        (("--f", "-1"), "none below zero"),
-        ((folder / "a.sched",), "has no pipeline"),
-    ):
-        found = run("simulate", *words)
-        assert found.exit_code == 2 and said in found.output, found.output

@@ -3,13 +3,45 @@
 from __future__ import annotations
 
 from schedlang.cost import UNIT_COST, Cost
-from schedlang.orders import flush, interleaved
+from schedlang.orders import (
+    dualpipe,
+    flush,
+    interleaved,
+    opposite,
+    parked,
+    sliced,
+    stale,
+    varuna,
+    wave,
+)
+from schedlang.orders.csv_table import read_table, write_table
 from schedlang.orders.registry import Order, OrderError, Size
 from schedlang.timeline import Timeline
 
-ORDERS: tuple[Order, ...] = (*flush.ORDERS, *interleaved.ORDERS)
+ORDERS: tuple[Order, ...] = (
+    *flush.ORDERS,
+    *interleaved.ORDERS,
+    *opposite.ORDERS,
+    *dualpipe.ORDERS,
+    *wave.ORDERS,
+    *sliced.ORDERS,
+    *parked.ORDERS,
+    *varuna.ORDERS,
+    *stale.ORDERS,
+)
 
-__all__ = ["ORDERS", "Order", "OrderError", "Size", "chunks_of", "find", "order", "sized"]
+__all__ = [
+    "ORDERS",
+    "Order",
+    "OrderError",
+    "Size",
+    "chunks_of",
+    "find",
+    "order",
+    "read_table",
+    "sized",
+    "write_table",
+]
 
 
 def order(
@@ -21,6 +53,7 @@ def order(
     slices: int = 1,
     cost: Cost = UNIT_COST,
     memory: float | None = None,
+    every: int | None = None,
 ) -> Timeline:
     """The compute operations of every rank under a named order.
 
@@ -29,7 +62,8 @@ def order(
     the order does not have.
     """
     found = find(name)
-    return found.make(sized(found, ranks, micro, chunks, slices=slices, cost=cost, memory=memory))
+    size = sized(found, ranks, micro, chunks, slices=slices, cost=cost, memory=memory, every=every)
+    return found.make(size)
 
 
 def sized(
@@ -41,6 +75,7 @@ def sized(
     slices: int = 1,
     cost: Cost = UNIT_COST,
     memory: float | None = None,
+    every: int | None = None,
 ) -> Size:
     """The sizes of an order, checked; `chunks` None is its own number. Raises OrderError."""
     from fractions import Fraction
@@ -61,8 +96,10 @@ def sized(
     if slices > 1 and not found.sliced:
         able = ", ".join(o.name for o in ORDERS if o.sliced)
         raise OrderError(f"{found.name} does not cut sequences", f"slices=1, or one of {able}")
+    if every is not None:
+        _check_every(found, micro, every)
     limit = None if memory is None else Fraction(memory)
-    size = Size(ranks, micro, chunks, slices, cost, limit)
+    size = Size(ranks, micro, chunks, slices, cost, limit, every)
     problem = found.problem(size)
     if problem is not None:
         raise OrderError(*problem)
@@ -81,6 +118,20 @@ def find(name: str) -> Order:
         if name.lower() in (known.name.lower(), *(a.lower() for a in known.aliases)):
             return known
     raise OrderError(f"there is no order `{name}`", "orders: " + ", ".join(o.name for o in ORDERS))
+
+
+def _check_every(found: Order, micro: int, every: int) -> None:
+    """Updates inside a step are of equally many microbatches, and not every order has them."""
+    if "staleness" not in found.relaxed:
+        stale = ", ".join(o.name for o in ORDERS if "staleness" in o.relaxed)
+        raise OrderError(
+            f"{found.name} makes one update a step", f"leave `every` out, or one of {stale}"
+        )
+    if every < 1 or micro % every:
+        legal = ", ".join(str(n) for n in range(1, micro + 1) if micro % n == 0)
+        raise OrderError(
+            f"{micro} microbatches are no whole number of updates of {every}", f"every= {legal}"
+        )
 
 
 def _other_chunks(found: Order, chunks: int) -> tuple[str, str]:

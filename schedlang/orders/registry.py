@@ -29,6 +29,7 @@ class Size:
     cost     times and activations, for orders that are searched; others ignore them
     memory   the most activations a rank may hold, in microbatches of one rank's share of the model
              (1F1B on p ranks needs p); None: what the order itself prescribes
+    every    microbatches of an update, of orders that update inside the step; None: their own
     """
 
     ranks: int
@@ -37,6 +38,7 @@ class Size:
     slices: int = 1
     cost: Cost = UNIT_COST
     memory: Fraction | None = None
+    every: int | None = None
 
 
 Problem = tuple[str, str]  # why a size is not legal, and sizes that are
@@ -56,7 +58,8 @@ class Order:
               share
     replicas  copies of the stages, each microbatch going through one of them
     sliced    it cuts sequences (`slices`)
-    relaxed   what its result may differ in, beyond rounding ("staleness"), or nothing
+    relaxed   what its result may differ in, beyond rounding, or nothing; with "staleness" it
+              updates inside the step (`every`)
     source    the paper or system, with its year and number
     """
 

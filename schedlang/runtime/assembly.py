@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from schedlang.runtime.early import EarlySums
 from schedlang.runtime.gradient import Sum
 from schedlang.runtime.holding import Holding
 from schedlang.runtime.parts import Batch
@@ -26,6 +27,7 @@ class Assembly:
 
     parameters  first name -> the parameter of this rank, of the stages that it holds
     sums        reductions after the last backward, in this order on all ranks
+    early       those of them that begin as soon as a stage has ended; None: none
     weight      how much a part of the batch weighs in the mean loss
     """
 
@@ -44,6 +46,7 @@ class Assembly:
     weight: Weight
     last_rank: int  # a rank of the last stage, at place 0 of all other axes
     stage_axis: str | None = None
+    early: EarlySums | None = None
     dropout: LogicalDropout | None = None
     outputs_missing: tuple[str, ...] = ()
     loss_dtype: torch.dtype = torch.float32  # the same on every rank

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,8 +37,25 @@ def sum_gradients(parameters: Mapping[str, nn.Parameter], sums: Sequence[Sum]) -
     A parameter that got no gradient on any rank of the group keeps none.
     """
     for one in sums:
-        for bucket in _buckets([parameters[name] for name in one.names]):
-            _sum_bucket(bucket, one.group)
+        for bucket, work in begin(parameters, [one]):
+            if work is not None:
+                work.wait()
+            bucket.unpack()
+
+
+def begin(parameters: Mapping[str, nn.Parameter], sums: Sequence[Sum]) -> list[tuple[Bucket, Any]]:
+    """Start sums of gradients: each bucket with the work to wait for before it is unpacked."""
+    started = []
+    for one in sums:
+        for members in _buckets([parameters[name] for name in one.names]):
+            bucket = Bucket(members)
+            count("all-reduce", one.group, bucket.flat)
+            group = one.group.pg
+            work = None if group is None else dist.all_reduce(
+                bucket.flat, group=group, async_op=True
+            )  # fmt: skip
+            started.append((bucket, work))
+    return started
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -62,24 +80,29 @@ def _local(parameter: nn.Parameter) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _sum_bucket(parameters: Sequence[nn.Parameter], group: Group) -> None:
-    locals_ = [_local(parameter) for parameter in parameters]
-    grads = [local_gradient(parameter) for parameter in parameters]
-    # one number a parameter behind the values: on how many ranks it got a gradient
-    there = torch.tensor([g is not None for g in grads], dtype=locals_[0].dtype)
-    parts = [
-        (g if g is not None else torch.zeros_like(p)).reshape(-1) for g, p in zip(grads, locals_)
-    ]
-    flat = torch.cat([*parts, there.to(parts[0].device)])
-    count("all-reduce", group, flat)
-    if group.pg is not None:
-        dist.all_reduce(flat, group=group.pg)
-    counts = flat[-len(parameters) :].tolist()
-    at = 0
-    for parameter, local, got in zip(parameters, locals_, counts):
-        if got:
-            _set_gradient(parameter, flat[at : at + local.numel()].view_as(local))
-        at += local.numel()
+class Bucket:
+    """The gradients of some parameters in one flat tensor, and how many ranks had each."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.locals = [_local(parameter) for parameter in parameters]
+        grads = [local_gradient(parameter) for parameter in parameters]
+        # one number a parameter behind the values: on how many ranks it got a gradient
+        there = torch.tensor([g is not None for g in grads], dtype=self.locals[0].dtype)
+        parts = [
+            (g if g is not None else torch.zeros_like(p)).reshape(-1)
+            for g, p in zip(grads, self.locals)
+        ]
+        self.flat = torch.cat([*parts, there.to(parts[0].device)])
+
+    def unpack(self) -> None:
+        """Give every parameter its part of the sum."""
+        counts = self.flat[-len(self.parameters) :].tolist()
+        at = 0
+        for parameter, local, got in zip(self.parameters, self.locals, counts):
+            if got:
+                _set_gradient(parameter, self.flat[at : at + local.numel()].view_as(local))
+            at += local.numel()
 
 
 def _set_gradient(parameter: nn.Parameter, value: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,18 +21,30 @@ _LIST = re.compile(r"\[\d+\]")  # a place in a list, as pytree writes it
 Weighed = tuple[Any, int, float]  # an output, its rows, and what it weighs in a mean
 
 
-def whole_output(a: Assembly, parts: Sequence[Weighed] | None) -> tuple[Any, dict[str, str]]:
+def whole_output(a: Assembly, parts: Mapping[int, Weighed]) -> tuple[Any, dict[str, str]]:
     """The whole output, and by path what is left out of it (None stands there), and why.
 
-    `parts` are those of this rank's microbatches, None where another rank holds the last stage.
-    Every rank calls this alike.
+    `parts` are those of the microbatches whose last stage is on this rank; every rank calls this.
     """
     output = None
-    if parts is not None:
-        with torch.no_grad():
-            made = [(_gathered(_own(a, output)), rows, weight) for output, rows, weight in parts]
+    with torch.no_grad():
+        own = {k: (_gathered(_own(a, out)), *rest) for k, (out, *rest) in parts.items()}
+    if made := _of_all_copies(a, own):
         output = _across_replicas(a, (stack(*zip(*made)), *map(sum, list(zip(*made))[1:])))
     return cleaned(_from_last(a, output))
+
+
+def _of_all_copies(a: Assembly, own: Mapping[int, Any]) -> list[Any]:
+    """All microbatches in order, on the ranks of the last stage's first copy; nothing elsewhere."""
+    pipe = a.pipeline
+    last = pipe.timeline.stages - 1
+    places = {pipe.home(last, replica) for replica in range(pipe.timeline.replicas)}
+    if a.stage_axis is not None and len(places) > 1:
+        line = a.ranks.group(a.stage_axis)
+        found: list[Any] = [None] * line.size
+        dist.all_gather_object(found, own, group=line.pg)
+        own = {k: one for part in found for k, one in part.items()}
+    return [own[k] for k in sorted(own)] if pipe.place == pipe.home(last) else []
 
 
 def cleaned(output: Any) -> tuple[Any, dict[str, str]]:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from schedlang.runtime.carry import Span
 from schedlang.runtime.constants import OnMeta
+from schedlang.runtime.flight import Message
 from schedlang.runtime.graph import Cut
 from schedlang.runtime.mail import Mail
 from schedlang.runtime.meta import hollow_batch
 from schedlang.runtime.parts import Batch, Part
-from schedlang.runtime.pipeline import Result
+from schedlang.runtime.pipeline import Pipeline
 from schedlang.runtime.program import Program
+from schedlang.runtime.step import Result
 from schedlang.runtime.trace import tensors_in
 
 # what multiplies (True) or divides in place
@@ -65,14 +69,11 @@ class Answers(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Letter:
-    """A message between stages as the pipeline means it: between which ranks, and what it is.
-
-    `name` tells backward or forward, from which stage to which, and the microbatch.
-    """
+    """A message between stages as the pipeline means it: between which ranks, and what it is."""
 
     ends: tuple[int, int]
     sends: bool
-    name: tuple[bool, int, int, int]
+    name: Message
     tensors: int
 
 
@@ -95,7 +96,7 @@ class Played(Program):
 
     def _run(
         self, parts: Sequence[Part], scale: Sequence[float] | None, *, train: bool
-    ) -> list[Result] | None:
+    ) -> dict[int, Result]:
         pipeline = self.assembly.pipeline
         plain = pipeline.run
 
@@ -128,13 +129,29 @@ def play(program: Program, cut: Cut, batch: Batch) -> Played:
     parts, _, _ = played._parts(batch, local=False)
     for edge, tokens in cut.routes.items():  # as after the first step: nobody asks for sizes
         leaves = [cut.graph.leaves[token] for token in tokens]
-        layout = tuple((getattr(torch, leaf.dtype), leaf.shape) for leaf in leaves)
-        for part in parts:
+        for part, replica in product(parts, range(pipeline.timeline.replicas)):
             shape = (True, signature(hollow_batch(part.inputs)))
-            pipeline._layouts[edge, shape] = layout
+            for index, resized in enumerate(_sizes(pipeline, part)):
+                layout = tuple((getattr(torch, leaf.dtype), resized(leaf.shape)) for leaf in leaves)
+                pipeline.sizes.learn(shape, Message(False, *edge, replica, 0, index), layout)
     with torch.device("meta"), played.answers:
         played.train_step(batch)
     return played
+
+
+def _sizes(pipeline: Pipeline, part: Part) -> list[Callable[[Any], tuple[int, ...]]]:
+    """For each slice of a part the shape that a value of the whole sequence has there."""
+    if pipeline.slices is None:
+        return [tuple]
+
+    def along(span: Span) -> Callable[[Any], tuple[int, ...]]:
+        def resized(shape: Any) -> tuple[int, ...]:
+            tokens = len(shape) > 1 and shape[1] == span.total
+            return (shape[0], span.length, *shape[2:]) if tokens else tuple(shape)
+
+        return resized
+
+    return [along(one.piece.span) for one in pipeline.slices.of(part.inputs)]
 
 
 def _overhear(mail: Mail, letters: list[Letter]) -> None:

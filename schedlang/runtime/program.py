@@ -24,10 +24,13 @@ from schedlang.runtime.gradient import (
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.outputs import whole_output
 from schedlang.runtime.parts import Batch, Part, followed, rows_of, split
-from schedlang.runtime.pipeline import BACKWARD, Event, Result
+from schedlang.runtime.pipeline import BACKWARD, Event
 from schedlang.runtime.replicas import reshard
 from schedlang.runtime.scope import Scope, entered
+from schedlang.runtime.step import Result
 from schedlang.runtime.training import Training
+from schedlang.runtime.versions import Versions, totals, versions_of
+from schedlang.timeline import Op
 
 
 @dataclass
@@ -50,9 +53,13 @@ class Program:
     output: Any = None
     left_out: dict[str, str] = field(default_factory=dict)  # of the last output: place -> why
     _inputs: list[Part] = field(default_factory=list)
+    _totals: Mapping[int, float] = field(default_factory=dict)  # update -> its weight
+    _everyone: Sequence[Sequence[float]] = ()  # the weights of a step: replica, microbatch
 
     def __post_init__(self) -> None:
         self._training = Training(self.assembly.module)
+        a = self.assembly
+        self._versions: Versions | None = versions_of(a.pipeline, a.parameters, self._update)
 
     @property
     def module(self) -> nn.Module:
@@ -70,6 +77,8 @@ class Program:
 
         `clip` bounds the true global norm of the gradients.  Without an optimizer the gradients
         stay for the caller's own.  Submodules that were in eval while the model trained stay so.
+        Under an order with stale weights several updates are made inside, each by the mean of its
+        own microbatches; the loss is that of all of them, each under the weights that it met.
         """
         self._check_names(batch)
         self._training.off() if self.evaluate else self._training.on()
@@ -77,15 +86,35 @@ class Program:
         parts, weights, total = self._parts(batch, local)
         if self.follow_inputs:
             parts = self._inputs = [Part(followed(part.inputs), part.rows) for part in parts]
-        results = self._run(parts, [w / total for w in weights], train=True)
-        sum_gradients(self.assembly.parameters, self.assembly.sums)
+        if self._versions is None:
+            results = self._run(parts, [w / total for w in weights], train=True)
+            self._sum()
+        else:
+            self._versions.begin()
+            made = self._versions.made
+            self._totals = totals(self._everyone, made)
+            scale = [w / _positive(self._totals[made[k]]) for k, w in enumerate(weights)]
+            results = self._run(parts, scale, train=True)
+            self._versions.end()
         loss = self._finish(results, weights, total)
         if self.keep_output:
             self.output = self._whole(results, parts, weights)
-        if self.optimizer is not None:
+        if self._versions is None and self.optimizer is not None:
             self.optimizer.step()
         self.step += 1
         return loss
+
+    def _update(self, made: int) -> None:
+        """One of the updates inside a step: of what this rank holds, by what has come together.
+
+        An update of microbatches without any weight (no labels) leaves everything as it is.
+        """
+        if not self._totals[made] > 0:
+            self._zero()
+            return
+        self._sum()
+        if self.optimizer is not None:
+            self.optimizer.step()
 
     def eval_step(self, batch: Batch, *, local: bool = False) -> Any:
         """The output of the whole batch, structured as the model's own, on every rank.
@@ -102,12 +131,9 @@ class Program:
         return self._whole(results, parts, weights)
 
     def _whole(
-        self, results: list[Result] | None, parts: Sequence[Part], weights: Sequence[float]
+        self, results: Mapping[int, Result], parts: Sequence[Part], weights: Sequence[float]
     ) -> Any:
-        made = None
-        if results is not None:
-            rows = [len(part.rows) for part in parts]
-            made = list(zip([result.output for result in results], rows, weights))
+        made = {k: (r.output, len(parts[k].rows), weights[k]) for k, r in results.items()}
         output, self.left_out = whole_output(self.assembly, made)
         return output
 
@@ -144,18 +170,21 @@ class Program:
             alone = count * a.micro == 1
             weigh = [[1.0 if alone else a.weight(p.inputs) for p in parts] for parts in everyone]
             weights = weigh[mesh.index(a.ranks.rank, a.replicas)]
+            self._everyone = weigh
             return mine, weights, _positive(sum(map(sum, weigh)))
         (own,) = split(batch, 1, a.micro)
         weights = [a.weight(part.inputs) for part in own]
-        here = torch.tensor([[sum(weights), rows_of(batch)]], dtype=torch.float64)
+        here = torch.tensor([[*weights, rows_of(batch)]], dtype=torch.float64)
         group = a.ranks.group(a.replicas)
+        self._everyone = [weights]
         if group.pg is None:
             return own, weights, _positive(sum(weights))
-        told = here.new_empty(group.size, 2)
+        told = here.new_empty(group.size, len(weights) + 1)
         dist.all_gather_into_tensor(told, here, group=group.pg)
-        first = int(told[: group.rank, 1].sum())  # samples are numbered across all ranks
+        self._everyone = told[:, :-1].tolist()
+        first = int(told[: group.rank, -1].sum())  # samples are numbered across all ranks
         parts = [Part(part.inputs, tuple(first + row for row in part.rows)) for part in own]
-        return parts, weights, _positive(float(told[:, 0].sum()))
+        return parts, weights, _positive(float(sum(map(sum, self._everyone))))
 
     def _defined(self, part: Part, weight: float) -> Part:
         """A part without labels that count has no mean: give it some, its weight is zero anyway."""
@@ -164,13 +193,19 @@ class Program:
 
     def _run(
         self, parts: Sequence[Part], scale: Sequence[float] | None, *, train: bool
-    ) -> list[Result] | None:
+    ) -> dict[int, Result]:
         a = self.assembly
 
-        def around(microbatch: int) -> contextlib.AbstractContextManager[Any]:
-            return entered(Scope(self.step, microbatch, parts[microbatch].rows))
+        def around(op: Op) -> contextlib.AbstractContextManager[Any]:
+            return entered(Scope(self.step, op.microbatch, parts[op.microbatch].rows))
+
+        early = a.early if train else None
 
         def on_op(event: Event) -> None:
+            if train and self._versions is not None:
+                self._versions.before(event.op)
+            if early is not None:
+                early.before(event.op.stage, event.last)
             if event.op.kind in BACKWARD and event.op.stage in a.sliced:
                 a.sliced[event.op.stage].before_backward(event.last)
 
@@ -185,21 +220,28 @@ class Program:
         crossing.forget()
         return results
 
+    def _sum(self) -> None:
+        """What is left of the reductions when the last backward has ended."""
+        a = self.assembly
+        if a.early is not None:
+            a.early.finish()
+        sum_gradients(a.parameters, a.sums if a.early is None else a.early.rest)
+
     def _finish(
-        self, results: list[Result] | None, weights: Sequence[float], total: float
+        self, results: Mapping[int, Result], weights: Sequence[float], total: float
     ) -> Tensor:
         """Clip by the global norm; the loss and the norm cross the world in one reduction."""
         a = self.assembly
         mesh, rank = a.ranks.mesh, a.ranks.rank
         speaks = {name for name, holding in a.holdings.items() if holding.primary(mesh, rank)}
         value = torch.zeros((), dtype=torch.float64)
-        if results is not None:
-            losses = [result.loss for result in results]
-            assert all(loss is not None for loss in losses), "the model gives no loss: pass `loss=`"
+        if results:
+            losses = {k: result.loss for k, result in results.items()}
+            assert None not in losses.values(), "the model gives no loss: pass `loss=`"
             if a.speaks(rank):
                 shares = [w / total for w in weights]
                 value = torch.stack(
-                    [x.double().cpu() * w for x, w in zip(losses, shares) if x is not None]
+                    [x.double().cpu() * shares[k] for k, x in losses.items() if x is not None]
                 ).sum()
         if mesh.world == 1:
             self.grad_norm = norm_alone(a.parameters, self.clip)

@@ -1,4 +1,4 @@
-"""Where in the run we are: step, microbatch, samples, and the module being executed.
+"""Where in the run we are: step, microbatch, samples, slice, and the module being executed.
 
 Whatever must not depend on the layout (a dropout mask above all) asks here. The state is kept per
 thread, and `capture` takes all of it along, so that a recomputation can stand where its forward
@@ -42,6 +42,7 @@ class Frame:
 
 class _Here(threading.local):
     scope: Scope | None = None
+    slice: Any = None  # of the sequence: a Visit
 
     def __init__(self) -> None:
         self.frame = Frame()
@@ -68,27 +69,45 @@ def next_call(where: str) -> int:
     return number
 
 
+def skip_calls(where: str, count: int) -> None:
+    """Count calls at a site that are made elsewhere in this pass."""
+    calls = _here.frame.calls
+    calls[where] = calls.get(where, 0) + count
+
+
+def visit() -> Any:
+    """What runs of a sequence in this thread, if it is cut; None where sequences are whole."""
+    return _here.slice
+
+
 @contextmanager
-def _placed(scope: Scope | None, frame: Frame) -> Iterator[None]:
-    before = _here.scope, _here.frame
-    _here.scope, _here.frame = scope, frame
+def _placed(scope: Scope | None, frame: Frame, part: Any) -> Iterator[None]:
+    before = _here.scope, _here.frame, _here.slice
+    _here.scope, _here.frame, _here.slice = scope, frame, part
     try:
         yield
     finally:
-        _here.scope, _here.frame = before
+        _here.scope, _here.frame, _here.slice = before
 
 
 @contextmanager
 def entered(scope: Scope) -> Iterator[None]:
     """Run one operation of a microbatch, forward or backward; what it leaves is forgotten."""
-    with _placed(scope, Frame()):
+    with _placed(scope, Frame(), None):
+        yield
+
+
+@contextmanager
+def visiting(part: Any) -> Iterator[None]:
+    """Run the operation of one slice of the sequence, in the scope that holds."""
+    with _placed(_here.scope, Frame(), part):
         yield
 
 
 def capture() -> Callable[[], Any]:
-    """Remember scope, site and call counts; each call of the result is a context with them."""
-    scope, frame = _here.scope, _here.frame.copy()
-    return lambda: _placed(scope, frame.copy())
+    """Remember scope, slice, site and call counts; each call of the result is a context of them."""
+    scope, frame, part = _here.scope, _here.frame.copy(), _here.slice
+    return lambda: _placed(scope, frame.copy(), part)
 
 
 def named_sites(module: nn.Module, prefix: str = "") -> list[RemovableHandle]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,19 @@ class SplitBackward:
     a node on the way to an input from which a weight is reached too. `weights()` goes on from the
     branches into the weights alone. A weight below several branches is done in the first half,
     because a pass from the upper branch would run through the lower. Without inputs the first
-    half is nothing and the second is the whole backward.
+    half is nothing and the second is the whole backward. Weights that `waits` denies are done in
+    the first half too.
     """
 
     def __init__(
-        self, roots: Sequence[Any], grads: Sequence[Any], leaves: Sequence[torch.Tensor]
+        self,
+        roots: Sequence[Any],
+        grads: Sequence[Any],
+        leaves: Sequence[torch.Tensor],
+        waits: Callable[[torch.Tensor], bool] = lambda weight: True,
     ) -> None:
         self.roots, self.grads, self.leaves = list(roots), list(grads), list(leaves)
+        self.waits = waits
         self._later: list[tuple[list[Any], list[torch.Tensor], list[torch.Tensor]]] = []
 
     def inputs(self) -> list[torch.Tensor | None]:
@@ -37,8 +43,9 @@ class SplitBackward:
         loose = [k for k, start in enumerate(starts) if start not in graph.toward]
         below = [*branches.values(), *(graph.weights([starts[k]]) for k in loose)]
         count = Counter(weight for weights in below for weight in weights)
-        early = [weight for weight, times in count.items() if times > 1]
-        late = [[w for w in weights if count[w] == 1] for weights in below]
+        early = [w for w, times in count.items() if times > 1 or not self.waits(_variable(w))]
+        done = set(early)
+        late = [[w for w in weights if w not in done] for weights in below]
         kept: dict[Node, tuple[Any, ...]] = {}
         handles = [_keep(node, kept) for node in branches]
         wanted = [*self.leaves, *(_variable(weight) for weight in early)]

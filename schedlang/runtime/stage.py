@@ -6,7 +6,9 @@ was needed; the first unit of a later stage ends the forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,8 @@ from schedlang.runtime.constants import OnMeta
 from schedlang.runtime.graph import Cut, Token, refusal
 from schedlang.runtime.meta import hollow_batch, hollow_model
 from schedlang.runtime.record import loss_of
-from schedlang.runtime.scope import capture
+from schedlang.runtime.scope import capture, named_sites, skip_calls
+from schedlang.runtime.skipped import Counted
 from schedlang.runtime.units import Switch
 
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
@@ -74,6 +77,11 @@ class Stub:
     def __init__(self, reference: nn.Module, cut: Cut) -> None:
         self.names = cut.graph.labels
         self.units = tuple(reference.get_submodule(name) for name in cut.graph.units)
+        called = Counter(cut.graph.units)
+        self.often = {name for name, count in called.items() if count > 1}
+        for name in self.often:
+            named_sites(reference.get_submodule(name), prefix=name)
+        self.modules = cut.graph.units
         self._known: dict[Any, Any] = {}
         self._outside = capture()  # a run for shapes draws no masks and counts no calls
 
@@ -84,22 +92,31 @@ class Stub:
         key = (unit, self.units[unit].training, _signature((args, kwargs)))
         if key not in self._known:
             self._known[key] = self._shapes(unit, args, kwargs)
-        leaves, spec = self._known[key]
+        leaves, spec, draws = self._known[key]
+        for site, count in draws.items():
+            skip_calls(site, count)
         made = [
             received[(unit, k)] if (unit, k) in received else _zeros(leaf, device)
             for k, leaf in enumerate(leaves)
         ]
         return pytree.tree_unflatten(made, spec)
 
-    def _shapes(self, unit: int, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+    def _shapes(
+        self, unit: int, args: Any, kwargs: Any
+    ) -> tuple[list[Any], Any, Mapping[str, int]]:
+        counted = Counted()
         try:
-            with torch.no_grad(), self._outside(), torch.device("meta"), OnMeta():
+            with ExitStack() as stack:
+                for mode in (torch.no_grad(), self._outside(), torch.device("meta"), OnMeta()):
+                    stack.enter_context(mode)
+                if self.modules[unit] in self.often:  # a later call draws what comes after
+                    stack.enter_context(counted)
                 output = self.units[unit](*hollow_batch(args), **hollow_batch(kwargs))
         except (RuntimeError, NotImplementedError) as error:
             name, reason = self.names[unit], "has an output whose shape depends on data"
             raise refusal("S612", name, reason, note=str(error)) from error
         leaves, spec = pytree.tree_flatten(output)
-        return leaves, spec
+        return leaves, spec, counted.calls
 
 
 class Stage:
@@ -109,7 +126,8 @@ class Stage:
     never touched. `switch` stands before the units of `model`; the stages of one rank share it.
     `stub` comes from a whole model on meta. `loss(output, batch)` where the model gives none.
     `split=False` lets I do the whole backward and W nothing: for stages with recomputed or
-    gathered weights, where every part of a backward would recompute or gather again.
+    gathered weights, where every part of a backward would recompute or gather again. `late` names
+    the parameters whose gradients W computes, the others are done by I; None: all are late.
     """
 
     def __init__(
@@ -122,8 +140,10 @@ class Stage:
         stub: Stub | None = None,
         loss: Loss | None = None,
         split: bool = True,
+        late: Collection[str] | None = None,
     ) -> None:
         self.model, self.cut, self.index, self.loss, self.split = model, cut, index, loss, split
+        self._late = None if late is None else {id(p) for p in _named(model, late)}
         self.last = index == cut.stages - 1
         self.units = cut.units(index)
         self.incoming = {e[0]: tokens for e, tokens in cut.routes.items() if e[1] == index}
@@ -133,6 +153,10 @@ class Stage:
         if not self.whole:
             self.switch = switch or Switch(model, cut.graph.units)
             self.stub = stub or Stub(hollow_model(model, {}), cut)
+
+    def waits(self, weight: torch.Tensor) -> bool:
+        """Whether the gradient of a weight is left to W."""
+        return self._late is None or id(weight) in self._late
 
     def differentiable(self, token: Token) -> bool:
         """Whether gradients come back for this value."""
@@ -203,6 +227,10 @@ def enter(leaf: torch.Tensor) -> torch.Tensor:
         return leaf
     entered: torch.Tensor = _Enter.apply(leaf)  # type: ignore[no-untyped-call]
     return entered
+
+
+def _named(model: nn.Module, names: Collection[str]) -> list[nn.Parameter]:
+    return [p for name, p in model.named_parameters() if name in names]
 
 
 def _zeros(leaf: Any, device: Any) -> Any:

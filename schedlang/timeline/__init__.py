@@ -1,6 +1,8 @@
 """The timeline of a pipeline: one table of operations that is proven, timed, drawn and run."""
 
-from schedlang.timeline.proof import check, peak_live
+from schedlang.timeline.halves import halved
+from schedlang.timeline.memory import peak, peak_live
+from schedlang.timeline.proof import check
 from schedlang.timeline.table import (
     COLUMNS,
     TRANSFERS,
@@ -32,6 +34,8 @@ __all__ = [
     "Timing",
     "chain",
     "check",
+    "halved",
+    "peak",
     "peak_live",
     "timeline",
     "timing",

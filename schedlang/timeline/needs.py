@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from schedlang.timeline.table import Kind, Rows, Timeline, TimelineError
 
 GROUPS = ((Kind.F,), (Kind.B, Kind.I), (Kind.W,))
+BACKWARD = GROUPS[1]
+WORK = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE)
+# what must come between a forward and its backward, in this order, where it is there at all
+ASIDE = ((Kind.EVICT, Kind.LOAD), (Kind.OFFLOAD, Kind.RELOAD), (Kind.RECOMPUTE,))
 
 
 class Places:
@@ -32,6 +37,12 @@ class Places:
             raise TimelineError(f"{describe(self.t, row)} is there twice")
         return found
 
+    def used(self) -> NDArray[np.bool_]:
+        """Places of microbatches that go through a replica: it has a row of them on some stage."""
+        found = np.zeros(self.shape, dtype=bool)
+        found[self.where] = True
+        return np.broadcast_to(found.any(axis=(1, 3), keepdims=True), self.shape)
+
     def name(self, flat: Any) -> str:
         """A place of the table in words."""
         replica, stage, microbatch, part = np.unravel_index(int(flat), self.shape)
@@ -41,23 +52,85 @@ class Places:
 
 
 def dependencies(timeline: Timeline) -> tuple[Rows, Rows]:
-    """Pairs of compute rows (made, used): the second needs what the first made."""
+    """Pairs of compute rows (made, used): the second needs what the first made.
+
+    Between ranks they are the transfers. Slices of one stage and microbatch go forward in order,
+    because they carry keys and values, and backward in reverse.
+    """
     table = Places(timeline)
     forward, backward, weight = (table.rows_of(*kinds) for kinds in GROUPS)
     source = np.array([s for s, _ in timeline.edges], dtype=np.int64)
     target = np.array([d for _, d in timeline.edges], dtype=np.int64)
     inside = (source < table.shape[1]) & (target < table.shape[1])
     source, target = source[inside], target[inside]
-    made = (forward[:, source], backward[:, target], forward, backward)
-    used = (forward[:, target], backward[:, source], backward, weight)
-    before = np.concatenate([x.ravel() for x in made])
-    after = np.concatenate([x.ravel() for x in used])
+    pairs = [
+        (forward[:, source], forward[:, target]),
+        (backward[:, target], backward[:, source]),
+        (forward, backward),
+        (backward, weight),
+    ]
+    if table.shape[3] > 1:
+        pairs += [(forward[..., :-1], forward[..., 1:]), (backward[..., 1:], backward[..., :-1])]
+    there = set(np.flatnonzero(np.bincount(timeline.kind, minlength=len(Kind))).tolist())
+    for kinds in ASIDE:
+        steps = [forward, *(table.rows_of(k) for k in kinds if k in there), backward]
+        pairs += list(zip(steps[:-1], steps[1:])) if len(steps) > 2 else []
+    found = [_both(a, b) for a, b in pairs]
+    if there & {Kind.UNSHARD, Kind.REDUCE}:
+        found += [_latest(timeline, (Kind.UNSHARD,), WORK)]
+        found += [_latest(timeline, (Kind.REDUCE,), (Kind.STEP,))]
+    return np.concatenate([a for a, _ in found]), np.concatenate([b for _, b in found])
+
+
+def _both(before: Rows, after: Rows) -> tuple[Rows, Rows]:
     there = (before >= 0) & (after >= 0)
     return before[there], after[there]
+
+
+def _latest(t: Timeline, makers: tuple[Kind, ...], users: tuple[Kind, ...]) -> tuple[Rows, Rows]:
+    """For each user the latest maker of its stage that stands before it on its rank."""
+    key = (t.rank.astype(np.int64) * max(1, t.stages) + t.stage) * (len(t) + 1) + np.arange(len(t))
+    made, used = (np.flatnonzero(np.isin(t.kind, kinds)) for kinds in (makers, users))
+    made = made[np.argsort(key[made])]
+    at = np.searchsorted(key[made], key[used]) - 1
+    made, used = made[at[at >= 0]], used[at >= 0]
+    same = (t.rank[made] == t.rank[used]) & (t.stage[made] == t.stage[used])
+    return made[same], used[same]
+
+
+def barriers(t: Timeline, copies: Any) -> tuple[Rows, Rows, Rows]:
+    """The waits of barriers: (before, barrier) with the barrier of the first rank, and the others'.
+
+    Barrier k of the first rank waits for the rows before barrier k of every rank; the third array
+    are the barriers of the other ranks, which start as the first one's does, given in pairs with
+    it. Raises TimelineError where ranks have different numbers of them.
+    """
+    rows = np.flatnonzero(t.kind == Kind.BARRIER)
+    count = np.bincount(t.rank[rows], minlength=t.ranks)
+    if count.min(initial=0) != count.max(initial=0):
+        few, many = int(count.argmin()), int(count.argmax())
+        raise TimelineError(
+            f"rank {few} has {count[few]} barriers and rank {many} has {count[many]}: "
+            f"{describe(t, int(rows[t.rank[rows] == many][count[few]]))} waits for rank {few}"
+        )
+    table = rows.reshape(t.ranks, -1)
+    before, waits = [], []
+    for plain in (False, True):
+        stream = np.flatnonzero(copies == plain)
+        at = np.searchsorted(stream, table) - 1
+        there = at >= 0
+        last = np.where(there, stream[at], 0) if len(stream) else np.zeros_like(table)
+        there &= t.rank[last] == np.arange(t.ranks)[:, None]
+        before.append(last[there])
+        waits.append(np.broadcast_to(table[0], table.shape)[there])
+    return np.concatenate(before), np.concatenate(waits), table
 
 
 def describe(timeline: Timeline, row: int) -> str:
     """An operation in words, for messages."""
     op = timeline.pick(np.array([row]))
     kind = Kind(int(op.kind[0])).name
-    return f"{kind} of stage {op.stage[0]}, microbatch {op.microbatch[0]} (rank {op.rank[0]})"
+    text = f"{kind} of stage {op.stage[0]}, microbatch {op.microbatch[0]}"
+    text += f", slice {op.slice[0]}" if timeline.slices > 1 else ""
+    text += f", replica {op.replica[0]}" if timeline.replicas > 1 else ""
+    return f"{text} (rank {op.rank[0]})"

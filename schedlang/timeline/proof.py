@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from schedlang.timeline.needs import GROUPS, Places
 from schedlang.timeline.table import Kind, Timeline, TimelineError
@@ -21,8 +20,9 @@ def check(timeline: Timeline, *, complete: bool = True) -> None:
     t = timeline.compute()
     table = Places(t)
     forward, backward, weight = (table.rows_of(*kinds) for kinds in GROUPS)
-    if complete and (forward < 0).any():
-        raise TimelineError(f"{table.name(np.argmax(forward < 0))} has no forward")
+    lacks = (forward < 0) & (table.used() if t.replicas > 1 else True)
+    if complete and lacks.any():
+        raise TimelineError(f"{table.name(np.argmax(lacks))} has no forward")
     trained = bool((backward >= 0).any())
     if trained and ((backward >= 0) != (forward >= 0)).any():
         which = table.name(np.argmax((backward >= 0) != (forward >= 0)))
@@ -39,18 +39,3 @@ def check(timeline: Timeline, *, complete: bool = True) -> None:
     timing(t)
     if len(t) != len(timeline):
         check_transfers(timeline)
-
-
-def peak_live(timeline: Timeline) -> NDArray[np.int64]:
-    """The largest number of live activations of each rank, in (stage, microbatch) pairs.
-
-    A forward makes one, the whole backward or the weight gradient frees it.
-    """
-    step = (timeline.kind == Kind.F).astype(np.int64)
-    step -= (timeline.kind == Kind.B) | (timeline.kind == Kind.W)
-    total = np.cumsum(step)
-    peaks = []
-    for low, high in zip(timeline.starts[:-1], timeline.starts[1:]):
-        before = int(total[low - 1]) if low else 0
-        peaks.append(int(total[low:high].max(initial=before)) - before)
-    return np.array(peaks, dtype=np.int64)

@@ -169,8 +169,9 @@ class Timeline:
         return replace(self, **{name: getattr(self, name)[rows] for name in COLUMNS})
 
     def compute(self) -> Timeline:
-        """Without the transfers."""
-        return self.pick(~np.isin(self.kind, TRANSFERS))
+        """Without what `with_transfers` adds: sends, receives and the partner's side of EVICT."""
+        added = np.isin(self.kind, (*TRANSFERS, *AWAY))
+        return self.pick(~added) if added.any() else self
 
     def forward_only(self) -> Timeline:
         """The forwards alone, for evaluation."""
@@ -188,12 +189,22 @@ class Timeline:
         several = bool(np.any(np.bincount(self.stage_rank.clip(0), minlength=1) > 1))
         lines = []
         for rank in range(self.ranks):
-            words = [
-                f"{op.stage if several else ''}{op.kind.name}{op.microbatch}"
-                for op in self.rows(rank)
-            ]
+            low, high = int(self.starts[rank]), int(self.starts[rank + 1])
+            ends = [(low, high)]
+            if width is not None and high - low > 2 * width:  # a word has two characters at least
+                ends = [(low, low + width), (high - width, high)]
+            words = [word for end in ends for word in self._words(*end, several)]
             lines.append(f"rank {rank}: {_shorten(words, width)}")
         return "\n".join(lines)
+
+    def _words(self, low: int, high: int, several: bool) -> list[str]:
+        part = slice(low, high)
+        columns = (self.kind[part], self.stage[part], self.microbatch[part], self.slice[part])
+        sliced = self.slices > 1
+        return [
+            f"{s if several else ''}{Kind(k).name}{m}{f'.{c}' if sliced else ''}"
+            for k, s, m, c in zip(*(x.tolist() for x in columns))
+        ]
 
 
 COLUMNS = tuple(f.name for f in fields(Timeline) if f.name not in ("ranks", "edges"))

@@ -2,121 +2,180 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schedlang.timeline.needs import dependencies, describe
+from schedlang.cost import Number
+from schedlang.timeline.clock import Clock, Needs, Ticks
+from schedlang.timeline.durations import Costs, durations
+from schedlang.timeline.needs import barriers, dependencies, describe
 from schedlang.timeline.table import UNIT, Kind, Rows, Timeline, TimelineError
 
 Floats = NDArray[np.float64]
 
+# these run on a rank's copy stream, beside its computing, one after the other
+COPIES = (
+    Kind.OFFLOAD, Kind.RELOAD, Kind.EVICT, Kind.LOAD, Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE,
+)  # fmt: skip
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Timing:
-    """Start and end of every compute operation, in the units of the costs."""
+    """Start and end of every compute operation, and what follows from them.
+
+    Spans, bubbles and sums are exact fractions where all costs are, else floats. `begins` and
+    `ends` count in ticks of `tick` units of cost (None: in units of cost, as floats).
+    """
 
     timeline: Timeline
-    start: Floats
-    end: Floats
+    begins: Ticks
+    ends: Ticks
+    tick: Fraction | None
+    sent: Rows
+    sending_ticks: Ticks
 
-    @property
-    def makespan(self) -> float:
+    @cached_property
+    def start(self) -> Floats:
+        """Start of every operation, in units of cost, as floats."""
+        return self._floats(self.begins)
+
+    @cached_property
+    def end(self) -> Floats:
+        """End of every operation, in units of cost, as floats."""
+        return self._floats(self.ends)
+
+    @cached_property
+    def makespan(self) -> Any:
         """From zero to the end of the last operation of all ranks."""
-        return float(self.end.max(initial=0.0))
+        return self._number(self.ends.max() if len(self.ends) else 0)
 
-    @property
-    def rank_span(self) -> float:
+    @cached_property
+    def rank_span(self) -> Any:
         """The longest time of one rank from its first operation to its last (no barrier)."""
         first, last = self._ends()
-        return float((last - first).max(initial=0.0))
+        return self._number((last - first).max() if len(first) else 0)
 
-    @property
-    def busy(self) -> Floats:
-        """Time at work, per rank."""
+    @cached_property
+    def busy(self) -> NDArray[Any]:
+        """Time at work, per rank; copies beside the work do not count."""
         t = self.timeline
-        return np.bincount(t.rank, self.end - self.start, minlength=t.ranks).astype(np.float64)
+        took = self.ends - self.begins
+        took[np.isin(t.kind, COPIES)] = 0
+        found = np.zeros(t.ranks, dtype=took.dtype)
+        low = t.starts[:-1][self._full]
+        if len(low):
+            found[self._full] = np.add.reduceat(took, low)
+        return self._numbers(found)
 
     @property
-    def bubble(self) -> float:
+    def bubble(self) -> Any:
         """Idle share of the ranks under a barrier at the end (over the makespan)."""
-        return 1.0 - float(self.busy.mean()) / self.makespan if self.makespan else 0.0
+        return 1 - self.busy.mean() / self.makespan if self.makespan else self._number(0)
 
     @property
-    def span_bubble(self) -> float:
+    def span_bubble(self) -> Any:
         """Idle share without a barrier (over the rank span), the measure of Zero Bubble."""
-        return 1.0 - float(self.busy.mean()) / self.rank_span if self.rank_span else 0.0
+        return 1 - self.busy.mean() / self.rank_span if self.rank_span else self._number(0)
 
-    def _ends(self) -> tuple[Floats, Floats]:
+    @property
+    def messages(self) -> int:
+        """Transfers between ranks, activations that are parked on another one included."""
+        return int(self.sent.sum())
+
+    @property
+    def sending(self) -> NDArray[Any]:
+        """Time in which messages of each rank are on their way, added up."""
+        return self._numbers(self.sending_ticks)
+
+    @cached_property
+    def _full(self) -> NDArray[np.bool_]:
         starts = self.timeline.starts
-        full = starts[1:] > starts[:-1]
-        return self.start[starts[:-1][full]], self.end[starts[1:][full] - 1]
+        full: NDArray[np.bool_] = starts[1:] > starts[:-1]
+        return full
+
+    def _ends(self) -> tuple[Ticks, Ticks]:
+        low = self.timeline.starts[:-1][self._full]
+        if not len(low):
+            return self.begins, self.ends
+        return np.minimum.reduceat(self.begins, low), np.maximum.reduceat(self.ends, low)
+
+    def _floats(self, ticks: Ticks) -> Floats:
+        scale = 1.0 if self.tick is None else float(self.tick)
+        return ticks.astype(np.float64) * scale
+
+    def _number(self, ticks: Any) -> Any:
+        return float(ticks) if self.tick is None else int(ticks) * self.tick
+
+    def _numbers(self, ticks: Ticks) -> NDArray[Any]:
+        if self.tick is None:
+            return ticks
+        return np.array([int(x) * self.tick for x in ticks.tolist()], dtype=object)
 
 
-def timing(
-    timeline: Timeline,
-    cost: Mapping[Kind, float] | Floats = UNIT,
-    transfer: float = 0.0,
-) -> Timing:
+def timing(timeline: Timeline, cost: Costs = UNIT, transfer: Number = 0.0) -> Timing:
     """When every compute operation runs, each rank in its order, as early as its inputs are there.
 
-    `cost`: time per kind, or one per compute row; `transfer`: time of a transfer between ranks.
-    Raises TimelineError, naming what each rank waits for, if the order never ends.
+    `cost`: a `Cost`, whose chunks and slices take their parts of it; or time per kind, the same
+    for every stage, or one time per compute row, both with `transfer` between ranks. Raises
+    TimelineError, naming what each rank waits for, if the order never ends.
     """
     t = timeline.compute()
-    if isinstance(cost, Mapping):
-        table = np.array([cost.get(kind, 0.0) for kind in Kind], dtype=np.float64)
-        duration = table[t.kind]
-    else:
-        duration = np.asarray(cost, dtype=np.float64)
     made, used = dependencies(t)
+    took = durations(t, cost, transfer, made, used)
+    if min(took.rows.min(initial=0), took.lags.min(initial=0)) < 0:
+        raise ValueError("costs are times: none below zero")
+    copies = np.isin(t.kind, COPIES)
     apart = t.rank[made] != t.rank[used]
-    live = apart | (made > used)  # an earlier row of the same rank has ended anyway
-    start, end = _simulate(
-        t, duration, made[live], used[live], np.where(apart, transfer, 0.0)[live]
+    sent, sending = _sent(t, made[apart], took.lags[apart])
+    live = apart | (made > used) | copies[made]  # else the rank has done it anyway
+    pairs = made[live], used[live], took.lags[live]
+    clock = Clock(
+        t.starts, took.rows, _needs(t, copies, took.rows, *pairs), copies if copies.any() else None
     )
-    return Timing(t, start, end)
+    if waits := clock.run():
+        raise TimelineError("the order never ends: " + never_ends(t, waits))
+    return Timing(t, clock.start, clock.end, took.tick, sent, sending)
 
 
-def _simulate(
-    t: Timeline, duration: Floats, made: Rows, used: Rows, lag: Floats
-) -> tuple[Floats, Floats]:
-    """Event simulation, near-linear: every row is visited once, and once more when it must wait."""
-    order = np.argsort(used, kind="stable")
-    first = np.searchsorted(used[order], np.arange(len(t) + 1)).tolist()
-    needs, lags = made[order].tolist(), lag[order].tolist()
-    cost, stop = duration.tolist(), t.starts[1:].tolist()
-    at, free = t.starts[:-1].tolist(), [0.0] * t.ranks
-    start, end = [0.0] * len(t), [-1.0] * len(t)
-    waiting: dict[int, list[int]] = {}
-    stack = list(range(t.ranks - 1, -1, -1))
-    while stack:
-        rank = stack.pop()
-        row, now = at[rank], free[rank]
-        while row < stop[rank]:
-            ready, missing = now, -1
-            for k in range(first[row], first[row + 1]):
-                arrived = end[needs[k]]
-                if arrived < 0.0:
-                    missing = needs[k]
-                    break
-                ready = max(ready, arrived + lags[k])
-            if missing >= 0:
-                waiting.setdefault(missing, []).append(rank)
-                break
-            start[row] = ready
-            now = end[row] = ready + cost[row]
-            if row in waiting:
-                stack.extend(waiting.pop(row))
-            row += 1
-        at[rank], free[rank] = row, now
-    if waiting:
-        pairs = [
-            f"{describe(t, at[r])} waits for {describe(t, q)}"
-            for q, ranks in waiting.items()
-            for r in ranks
-        ]
-        raise TimelineError("the order never ends: " + "; ".join(pairs[:4]))
-    return np.array(start), np.array(end)
+def _needs(
+    t: Timeline, copies: NDArray[np.bool_], took: Ticks, made: Rows, used: Rows, lags: Ticks
+) -> Needs:
+    """The needs of every row, those of barriers too."""
+    if not (t.kind == Kind.BARRIER).any():
+        return Needs.of(len(t), made, used, lags)
+    before, waits, table = barriers(t, copies)
+    first = np.broadcast_to(table[0], table[1:].shape).ravel()
+    others = table[1:].ravel()
+    none = np.zeros(len(before), dtype=lags.dtype)
+    return Needs.of(
+        len(t),
+        np.concatenate([made, before, first]),
+        np.concatenate([used, waits, others]),
+        np.concatenate([lags, none, -took[first]]),  # all start as the first one does
+    )
+
+
+def _sent(t: Timeline, made: Rows, lags: Ticks) -> tuple[Rows, Ticks]:
+    """Messages that each rank sends, and their time."""
+    sending = np.zeros(t.ranks, dtype=lags.dtype)
+    np.add.at(sending, t.rank[made], lags)
+    away = t.rank[t.kind == Kind.EVICT]
+    home = t.peer[(t.kind == Kind.LOAD) & (t.peer >= 0)]
+    return np.bincount(np.concatenate([t.rank[made], away, home]), minlength=t.ranks), sending
+
+
+def never_ends(t: Timeline, waits: dict[int, int]) -> str:
+    """A circle of rows that wait for each other, in words; the ranks stand at the keys."""
+    at = {int(t.rank[row]): row for row in waits}
+    rank, seen = next(iter(at)), list[int]()
+    while rank in at and rank not in seen:
+        seen.append(rank)
+        rank = int(t.rank[waits[at[rank]]])
+    circle = seen[seen.index(rank) :] if rank in seen else seen
+    pairs = [f"{describe(t, at[r])} waits for {describe(t, waits[at[r]])}" for r in circle[:6]]
+    return "; ".join(pairs + (["and so on"] if len(circle) > 6 else []))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from schedlang.timeline.needs import dependencies
-from schedlang.timeline.table import COLUMNS, Kind, Rows, Timeline, TimelineError
+from schedlang.timeline.table import COLUMNS, TRANSFERS, Kind, Rows, Timeline, TimelineError
 
 
 def with_transfers(timeline: Timeline, lookahead: int = 1) -> Timeline:
@@ -42,14 +42,19 @@ def with_transfers(timeline: Timeline, lookahead: int = 1) -> Timeline:
     return replace(t, **{name: column[rows] for name, column in columns.items()})
 
 
+def parked(timeline: Timeline) -> Timeline:
+    """Without transfers, with the partner's side of what is parked on it."""
+    return timeline.pick(~np.isin(timeline.kind, TRANSFERS))
+
+
 def check_transfers(t: Timeline) -> None:
     """Per pair of ranks and direction, receives stand in the order of the sends."""
-    ranks = t.stage_rank
+    homes = t.homes
     sends = np.isin(t.kind, (Kind.SEND_F, Kind.SEND_B))
     receives = np.isin(t.kind, (Kind.RECV_F, Kind.RECV_B))
     keys = []
     for rows, outgoing in ((np.flatnonzero(sends), True), (np.flatnonzero(receives), False)):
-        far = ranks[t.peer[rows]]
+        far = homes[t.replica[rows], t.peer[rows]]
         pair = (t.rank[rows], far) if outgoing else (far, t.rank[rows])
         ends = (t.stage[rows], t.peer[rows]) if outgoing else (t.peer[rows], t.stage[rows])
         back = np.isin(t.kind[rows], (Kind.SEND_B, Kind.RECV_B))

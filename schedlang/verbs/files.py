@@ -57,11 +57,16 @@ def accounted(one: Planned) -> Account:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file whole or not at all; packed if its name ends in .gz."""
+    import gzip
+
+    data = text.encode()
+    if path.suffix == ".gz":
+        data = gzip.compress(data, 6, mtime=0)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(text)
+        with os.fdopen(handle, "wb") as out:
+            out.write(data)
         os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
-from schedlang.orders import ORDERS
+from schedlang.orders import ORDERS, Size, chunks_of
 from tests.properties.models import Block, Config, Short, configs
 
 # verbs in the order in which their rows may stand
 PHASES = (
     *("replace_kernel", "fuse", "pad", "shard", "checkpoint", "offload", "unroll"),
-    *("pipeline_split", "zero", "pipeline", "verify"),
+    *("pipeline_split", "split_backward", "zero", "overlap", "pipeline", "verify"),
 )
 Axes = tuple[tuple[str, int], ...]
 
@@ -284,12 +284,37 @@ def pipeline_split(config: Config, sizes: dict[str, int], length: int) -> list[S
 
 @generator
 def pipeline(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """Every order that exists; interleaved ones where there are blocks enough."""
+    """Every order that gives up rounding alone, where there are blocks enough for its stages."""
     found = []
+    ranks = sizes.get("pp", 1)
     for known in ORDERS:
+        fits = chunks_of(known.name) * ranks <= len(config.blocks)
+        aside = known.replicas > 1 or known.name == "Varuna"  # proven beside the executor
+        if known.relaxed or known.sliced or aside or not fits:
+            continue
         for micro in (1, 2, 3):
-            found.append(f'pipeline(order="{known.name}", micro={micro})')
+            if ranks == 1 or known.problem(Size(ranks, micro, chunks_of(known.name))) is None:
+                found.append(f'pipeline(order="{known.name}", micro={micro})')
     return [step("pipeline", [row], ["order"]) for row in found]
+
+
+@generator
+def split_backward(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """Some blocks, whose weight gradients wait."""
+    return [
+        step("split_backward", [f"{_at(place)}  split_backward()"], [f"late {_at(place)}"])
+        for place in range(len(config.blocks))
+    ]
+
+
+@generator
+def overlap(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """Transfers, where there are stages; gradients anywhere."""
+    found = [step("overlap", ["overlap(gradients)"], ["overlap"])]
+    if sizes.get("pp", 1) > 1:
+        rows = ["overlap(transfers, ahead=0)", "overlap(transfers, gradients, ahead=3)"]
+        found += [step("overlap", [row], ["overlap"], ["pp"]) for row in rows]
+    return found
 
 
 @generator

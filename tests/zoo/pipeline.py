@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from schedlang.passes import build
-from schedlang.runtime import gradient, holding, mail, parts, pipeline, program, stage
+from schedlang.runtime import gradient, holding, mail, parts, program, stage, step
 from schedlang.runtime.program import Program
 from schedlang.runtime.trace import LabelRule
 from schedlang.runtime.training import Training
@@ -136,20 +136,20 @@ def layers_counted_from_the_stage(patch: Patch, site: Site) -> None:
 
 
 def _sent_back(patch: Patch, change: Any) -> None:
-    """Gradients between stages as `change(step, source, target, microbatch, values)` has them."""
-    plain = pipeline._Step._deliver
+    """Gradients between stages as `change(step, source, target, values)` has them."""
+    plain = step.Step.deliver
 
-    def deliver(self: Any, back: bool, source: int, target: int, micro: int, values: Any) -> None:
-        values = change(self, source, target, micro, values) if back else values
-        plain(self, back, source, target, micro, values)
+    def deliver(self: Any, back: bool, source: int, target: int, work: Any, values: Any) -> None:
+        values = change(self, source, target, values) if back else values
+        plain(self, back, source, target, work, values)
 
-    patch.setattr(pipeline._Step, "_deliver", deliver)
+    patch.setattr(step.Step, "deliver", deliver)
 
 
 @bug("P13", "pipeline_split", Operator.DETACH, "pp", row="pipeline_split")
 def boundary_detached(patch: Patch, site: Site) -> None:
     """No gradient goes back to the stage before."""
-    _sent_back(patch, lambda step, source, target, micro, values: list(map(_zeros, values)))
+    _sent_back(patch, lambda step, source, target, values: list(map(_zeros, values)))
 
 
 def _zeros(x: Tensor) -> Tensor:
@@ -162,8 +162,8 @@ def gradient_of_another_microbatch(patch: Patch, site: Site) -> None:
     """A gradient that is cached on its way back is taken for that of the next microbatch."""
     seen: dict[Any, Any] = {}
 
-    def cached(step: Any, source: int, target: int, micro: int, values: Any) -> Any:
-        key = (id(step), source, target)
+    def cached(at: Any, source: int, target: int, values: Any) -> Any:
+        key = (id(at), source, target)
         before = seen.get(key, values)
         seen[key] = [value.clone() for value in values]
         same = all(a.shape == b.shape for a, b in zip(before, values))
@@ -185,12 +185,12 @@ def received_into_one_buffer(patch: Patch, site: Site) -> None:
     plain, buffers = mail.Mail.take, dict[Any, Tensor]()
 
     def take(self: Any, key: Any) -> Any:
-        back, source, target, _ = key
-        if back:
+        if key.back:
             return plain(self, key)
         out = []
         for place, got in enumerate(plain(self, key)):
-            buffer = buffers.setdefault((source, target, place, got.shape, got.dtype), got.clone())
+            slot = (key.source, key.target, place, got.shape, got.dtype)
+            buffer = buffers.setdefault(slot, got.clone())
             buffer.copy_(got)
             out.append(buffer.data)
         return out
@@ -201,15 +201,15 @@ def received_into_one_buffer(patch: Patch, site: Site) -> None:
 @bug("P17", "pipeline_split", Operator.CONSTANT, "pp", row="pipeline_split")
 def boundary_in_bfloat16(patch: Patch, site: Site) -> None:
     """What goes between stages is rounded on its way."""
-    plain = pipeline._Step._deliver
+    plain = step.Step.deliver
 
-    def deliver(self: Any, back: bool, source: int, target: int, micro: int, values: Any) -> None:
+    def deliver(self: Any, back: bool, source: int, target: int, work: Any, values: Any) -> None:
         with torch._C.DisableTorchFunction():
             values = [v.to(torch.bfloat16).to(v.dtype) if v.is_floating_point() else v
                       for v in values]  # fmt: skip
-        plain(self, back, source, target, micro, values)
+        plain(self, back, source, target, work, values)
 
-    patch.setattr(pipeline._Step, "_deliver", deliver)
+    patch.setattr(step.Step, "deliver", deliver)
 
 
 @bug("P18", "pipeline_split", Operator.SKIP, "pp", row="pipeline_split",
@@ -288,9 +288,9 @@ def loss_of_the_last_microbatch(patch: Patch, site: Site) -> None:
     plain = Program._finish
 
     def finish(self: Any, results: Any, weights: Any, total: float) -> Tensor:
-        if results is None or len(results) < 2:
+        if len(results) < 2:
             return plain(self, results, weights, total)
-        return plain(self, results[-1:], [sum(weights)], total)
+        return plain(self, {0: results[max(results)]}, [sum(weights)], total)
 
     patch.setattr(Program, "_finish", finish)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from schedlang.passes import build
-from schedlang.runtime import gradient, holding, pipeline, program, ranks, replicas
+from schedlang.runtime import gradient, holding, program, ranks, replicas, step
 from schedlang.runtime.program import Program
 from schedlang.runtime.trace import LabelRule
 from tests.zoo.bug import Operator, Patch, Site, bug
@@ -108,15 +108,15 @@ def group_of_one(patch: Patch, site: Site) -> None:
 @bug("D07", "pipeline", Operator.ALIAS, "accumulated", "pp", row="pipeline")
 def overwritten_instead_of_added(patch: Patch, site: Site) -> None:
     """The gradient of a microbatch takes the place of those before it."""
-    at_work, plain = running_program(patch), pipeline._Step._backward
+    at_work, plain = running_program(patch), step.Step.backward
 
-    def backward(self: Any, stage: Any, microbatch: int) -> None:
+    def backward(self: Any, work: Any) -> None:
         now = at_work()
         for p in now.assembly.parameters.values() if now is not None else ():
             p.grad = None
-        plain(self, stage, microbatch)
+        plain(self, work)
 
-    patch.setattr(pipeline._Step, "_backward", backward)
+    patch.setattr(step.Step, "backward", backward)
 
 
 @bug("D08", "zero", Operator.SKIP, "odd", row="zero(stage=1")

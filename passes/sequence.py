@@ -1,0 +1,87 @@
+"""How the model of a plan runs on slices of its sequences, where its pipeline cuts them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostic import Refusal
+from schedlang.passes.propagate import Traced
+from schedlang.passes.staging import Loss, Staged, placed
+from schedlang.passes.weigh import Weight, weight_of
+from schedlang.plan import Plan
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from schedlang.runtime.slice_probe import Trial
+    from schedlang.runtime.sliced import Slices
+    from schedlang.runtime.slices import Slicing
+
+
+def slicing_of(
+    plan: Plan,
+    traced: Traced,
+    staged: Staged,
+    sample: Mapping[str, Any],
+    loss: Loss | None,
+    weight: Weight | None,
+) -> Slicing | None:
+    """What the probe finds for a microbatch; None where sequences stay whole.
+
+    Raises Refusal S655 at the row that asks for slices if the model cannot be cut so. A model
+    without values is not tried: it cannot be built either.
+    """
+    count = staged.timeline.slices
+    if count == 1:
+        return None
+    try:
+        return _found(plan, traced, sample, loss, weight, count)
+    except Refusal as refusal:
+        raise placed(refusal, plan, "order") from refusal
+
+
+def _found(
+    plan: Plan,
+    traced: Traced,
+    sample: Mapping[str, Any],
+    loss: Loss | None,
+    weight: Weight | None,
+    count: int,
+) -> Slicing:
+    from schedlang.runtime.slice_probe import guess, probe, trial_of
+    from schedlang.runtime.slices import Slicing
+
+    Slicing(count, "calls").pieces(sample)  # are there enough tokens?
+    rule = traced.labels[0] if len(traced.labels) == 1 else None
+    weigh = weight or weight_of(traced, count)
+    model = plan.model.model
+
+    def trial(short: bool) -> Trial:
+        return trial_of(
+            model, sample, count, loss=loss, weight=weigh, rule=rule, random=traced.random,
+            short=short,
+        )  # fmt: skip
+
+    if _hollow(model):
+        return guess(trial(short=True), count)
+    try:
+        return probe(trial(short=True), count)
+    except Exception:  # fewer blocks or tokens may be what it cannot bear: its own code raises
+        return probe(trial(short=False), count)
+
+
+def _hollow(model: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def slices_of(
+    slicing: Slicing | None, model: nn.Module, traced: Traced, weight: Weight
+) -> Slices | None:
+    """What cuts the microbatches of the local model, if they are cut."""
+    from schedlang.runtime.sliced import Slices
+
+    if slicing is None:
+        return None
+    fill = traced.labels[0].filled if len(traced.labels) == 1 else None
+    return Slices(model, slicing, weight, fill=fill)

@@ -1,0 +1,116 @@
+"""What cannot go with updates inside the step: shared weights, sliced state, clipping."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.plan import Action, Plan
+
+if TYPE_CHECKING:
+    from schedlang.passes.staging import Staged
+
+SYNCHRONOUS = 'use a synchronous order: `pipeline(order="1F1B", micro=...)`'
+
+
+def check_stale(plan: Plan, staged: Staged) -> None:
+    """Refuse a plan with stale weights that has no clear meaning (S625), or no proven table."""
+    from schedlang.timeline import TimelineError
+    from schedlang.timeline.versions import check_versions, is_stale
+
+    if not is_stale(staged.timeline):
+        return
+    row = _row(plan, "order")
+    try:
+        check_versions(staged.timeline)
+    except TimelineError as error:
+        _refuse(f"the order has wrong versions of weights: {error}", row, helps=(SYNCHRONOUS,))
+    _check_stages(staged, row)
+    _check_shared(staged, row)
+    _check_sliced(plan)
+    _check_recomputed(plan, staged)
+
+
+def check_updates(staged: Staged, optimizer: Any, clip: float | None, hollow: bool) -> None:
+    """Refuse to clip by a norm that does not exist, and updates without an optimizer (S625)."""
+    from schedlang.timeline.versions import is_stale
+
+    if not is_stale(staged.timeline):
+        return
+    if clip is not None:
+        _refuse(
+            "gradients cannot be clipped by their norm where stages update apart", None,
+            notes=("the first stage has made several updates when the last one makes its first:"
+                   " no norm of all gradients exists",),
+            helps=("leave `clip` out", SYNCHRONOUS),
+        )  # fmt: skip
+    if optimizer is None and not hollow:
+        _refuse(
+            "weights are updated inside the step, and there is no optimizer", None,
+            helps=("give one: `sch.build(batch=batch, optimizer=...)`", SYNCHRONOUS),
+        )  # fmt: skip
+
+
+def _check_stages(staged: Staged, row: Action | None) -> None:
+    places = [place for replica in staged.homes for place in replica]
+    if len(set(places)) == len(places):
+        return
+    _refuse(
+        "stages of one rank would update apart", row,
+        notes=("under stale weights each rank runs one stage, with an optimizer of its own",),
+        helps=("use a table with one stage on each rank", SYNCHRONOUS),
+    )  # fmt: skip
+
+
+def _check_shared(staged: Staged, row: Action | None) -> None:
+    """A weight of two stages would be updated by each at its own time."""
+    if staged.axis is None or not staged.cut.shared:
+        return
+    name, stages = next(iter(staged.cut.shared.items()))
+    said = " and ".join(map(str, stages))
+    _refuse(
+        f"`{name}` is used by the stages {said}, which update at different times", row,
+        notes=("a tied weight has one value only where all its users wait for one update",),
+        helps=("untie it (`tie_word_embeddings=False` in most configs)", SYNCHRONOUS),
+    )  # fmt: skip
+
+
+def _check_sliced(plan: Plan) -> None:
+    if not any(one.stage and plan.mesh.size(one.axes) > 1 for one in plan.replicas):
+        return
+    _refuse(
+        "sliced state cannot be kept in several versions", _row(plan, "state"),
+        notes=("the order keeps whole weights of each version, and slices are of one",),
+        helps=("`zero(stage=0, ...)` keeps state whole", SYNCHRONOUS),
+    )  # fmt: skip
+
+
+def _check_recomputed(plan: Plan, staged: Staged) -> None:
+    """A recomputed forward would meet other weights than the first one, where nothing is kept."""
+    row = _row(plan, "recompute")
+    if row is None or not _moves(staged):
+        return
+    _refuse(
+        "recomputation would run at other weights than the forward did", row,
+        notes=("the order keeps no version: a backward meets the weights as they are by then",),
+        helps=('keep them: `pipeline(order="PipeDream", micro=...)`', "or drop this row"),
+    )  # fmt: skip
+
+
+def _moves(staged: Staged) -> bool:
+    """Whether some backward reads other weights than its forward."""
+    from schedlang.passes.replayed import table_of
+
+    table = table_of(staged)
+    return table is not None and table.forward != table.backward
+
+
+def _row(plan: Plan, facet: str) -> Action | None:
+    return next((a for a in plan.actions if facet in a.primitive.writes), None)
+
+
+def _refuse(
+    title: str, row: Action | None, *, notes: tuple[str, ...] = (), helps: tuple[str, ...] = ()
+) -> NoReturn:
+    refusal = Refusal(Diagnostic("S625", title, notes=notes, helps=helps))
+    raise refusal.at(row.span) if row is not None and row.span is not None else refusal

@@ -1,0 +1,159 @@
+"""Timelines as one self-contained page: orders, sizes and costs are chosen in the browser."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+from importlib import resources
+from typing import Any
+
+from schedlang.cost import UNIT_COST, Cost
+from schedlang.orders import ORDERS, Order, OrderError, order
+from schedlang.timeline import Kind, Timeline
+from schedlang.timeline.durations import weights
+from schedlang.timeline.looks import FAINTEST, fill, word
+from schedlang.timeline.packed import packed
+from schedlang.timeline.svg import OTHER_SHAPE, SHAPES, STYLE
+
+RANKS, MICRO, CHUNKS, SLICES = (2, 4, 8), (4, 8, 16), (2, 4), (2, 4)
+SHEET = (
+    "body{margin:2em auto;max-width:1240px;padding:0 1em;font:14px system-ui,sans-serif;"
+    "background:#fff;color:#1f2328}form{display:flex;flex-wrap:wrap;gap:.6em 1.2em}"
+    "input[type=number]{width:5em}#frame{overflow:auto;margin:1em 0}svg{max-width:100%}"
+    "td,th{padding:1px 12px 1px 0;text-align:left;font-variant-numeric:tabular-nums}"
+    "#peaks div{height:10px;background:#0072b2}#others tr{cursor:pointer}.now{font-weight:700}"
+    ".key span{display:inline-block;width:12px;height:12px;margin:0 4px 0 12px}"
+    "@media(prefers-color-scheme:dark){body{background:#0d1117;color:#e6edf3}"
+    "#peaks div{background:#56b4e9}}"
+)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A timeline that a page opens with, and the order or the file that it is of."""
+
+    order: str
+    timeline: Timeline
+
+
+def timeline_page(shown: Shown | None = None, cost: Cost = UNIT_COST) -> str:
+    """The page: every order at some sizes, and `shown`, with which it opens, at its own.
+
+    Timelines are those of the registry, packed; the page's script only times and draws them.
+    Orders that look at costs are made for `cost`.
+    """
+    entries = list(_entries(cost))
+    first = {"order": "1F1B", "ranks": 4, "micro": 8, "variant": ""}
+    if shown is not None:
+        t = shown.timeline
+        form = _form(shown.order, max(1, t.stages // t.ranks), t.slices)
+        mine = _entry(shown.order, t.microbatches, form, t)
+        mine["timeline"] |= _shares(t, cost)
+        first = {key: mine[key] for key in first}
+        entries = [mine, *(e for e in entries if any(e[key] != first[key] for key in first))]
+        entries.sort(key=lambda e: [o.name for o in ORDERS].index(e["order"]) if _known(e) else -1)
+    book = {
+        "entries": entries, "first": first, "faintest": FAINTEST,
+        "cost": {key: float(getattr(cost, key)) for key in ("f", "i", "w", "comm")},
+        "sources": {one.name: one.source for one in ORDERS},
+        "looks": [
+            {"fill": fill(kind), "word": word(kind), "shape": SHAPES.get(kind, OTHER_SHAPE)}
+            for kind in Kind
+        ],
+    }  # fmt: skip
+    text = json.dumps(book, separators=(",", ":"))
+    return _page(base64.b64encode(zlib.compress(text.encode(), 9)).decode(), shown)
+
+
+def _shares(t: Timeline, cost: Cost) -> dict[str, list[float]]:
+    """What stages and slices weigh, where they are not all alike."""
+    given = {"shares": (cost.shares, t.stages), "parts": (cost.slices, t.slices)}
+    return {
+        name: [float(x) for x in weights(values, count, name)]
+        for name, (values, count) in given.items()
+        if values is not None
+    }
+
+
+def _known(entry: dict[str, Any]) -> bool:
+    return any(one.name == entry["order"] for one in ORDERS)
+
+
+def variants(known: Order) -> Iterator[tuple[int, int, str]]:
+    """(chunks, slices, name) of the forms in which an order is shown."""
+    for chunks in known.chunks or CHUNKS:
+        for slices in SLICES if known.sliced else (1,):
+            yield chunks, slices, _form(known.name, chunks, slices)
+
+
+def _form(name: str, chunks: int, slices: int) -> str:
+    """What tells a timeline from others of its order and sizes, in words."""
+    known = next((one for one in ORDERS if one.name == name), None)
+    fixed = known is not None and known.chunks is not None and len(known.chunks) == 1
+    words = [f"{chunks} stages a rank"] if chunks > 1 and not fixed else []
+    words += [f"{slices} slices"] if slices > 1 else []
+    return ", ".join(words)
+
+
+def _entries(cost: Cost) -> Iterator[dict[str, Any]]:
+    """Every order at the sizes offered, where it has them."""
+    for known in ORDERS:
+        for chunks, slices, name in variants(known):
+            for ranks in RANKS:
+                for micro in MICRO:
+                    try:
+                        made = order(known.name, ranks, micro, chunks, slices=slices, cost=cost)
+                    except OrderError:
+                        continue
+                    yield _entry(known.name, micro, name, made)
+
+
+def _entry(name: str, micro: int, variant: str, timeline: Timeline) -> dict[str, Any]:
+    return {
+        "order": name, "ranks": timeline.ranks, "micro": micro, "variant": variant,
+        "timeline": packed(timeline),
+    }  # fmt: skip
+
+
+def _page(data: str, shown: Shown | None) -> str:
+    title = escape(f"{shown.order}: timeline" if shown else "timelines")
+    script = resources.files("schedlang.timeline").joinpath("page.js").read_text()
+    selects = "".join(
+        f'<label>{text} <select id="{name}"></select></label>'
+        for name, text in (("order", "order"), ("variant", "form"), ("ranks", "ranks"),
+                           ("micro", "microbatches"))
+    )  # fmt: skip
+    costs = "".join(
+        f'<label>{text} <input id="{name}" type="number" min="0" step="any"></label>'
+        for name, text in (("f", "F"), ("i", "I"), ("w", "W"), ("comm", "transfer"))
+    )
+    key = "".join(
+        f'<span style="background:{fill(kind)}"></span>{word(kind)}'
+        for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
+    )
+    heads = "".join(
+        f"<th>{text}</th>"
+        for text in ("order", "form", "makespan", "bubble", "without barrier", "live at most")
+    )
+    return (
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n'
+        '<meta name="viewport" content="width=device-width"><meta name="color-scheme" '
+        f'content="light dark"><style>{SHEET}{STYLE}</style>\n'
+        f'<h1>{title}</h1><form onsubmit="return false">{selects}{costs}'
+        '<label><input id="transfers" type="checkbox"> transfers</label></form>\n'
+        '<p id="source"></p><p><b id="told"></b></p><p class="key">'
+        f"{key}; later stages of a rank are fainter, a second replica is hatched</p>\n"
+        '<div id="frame"><svg xmlns="http://www.w3.org/2000/svg" id="drawing" role="img" '
+        'aria-label="timeline"></svg></div>\n'
+        "<p>F, I and W are the times of one microbatch on one rank's whole share of the model; a "
+        "whole backward takes I + W, a stage of several on a rank its part. Activations are in "
+        "microbatches of one rank's share.</p>\n"
+        '<h2>live activations, at most</h2><table id="peaks"></table>\n'
+        f"<h2>all orders at these sizes</h2><table><thead><tr>{heads}</tr></thead>"
+        '<tbody id="others"></tbody></table>\n'
+        f'<script type="text/plain" id="data">{data}</script>\n<script>{script}</script>\n</html>\n'
+    )

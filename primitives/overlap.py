@@ -1,0 +1,58 @@
+"""overlap: let transfers between stages run beside the computation, further ahead."""
+
+from __future__ import annotations
+
+from dataclasses import field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from schedlang.kinds import Many
+from schedlang.plan import Plan
+from schedlang.primitive import Primitive, refuse
+
+if TYPE_CHECKING:
+    from schedlang.model import Site
+
+
+class overlap(Primitive):  # noqa: N801
+    """Say which communication runs beside the computation.
+
+    transfers   receives between stages are posted `ahead` operations before they are needed
+                (without a row: 1; 0 posts each when it is needed); a message more is held for each
+    gradients   sums over replicas begin when a stage's last backward has ended, and run beside the
+                backwards of other stages; without a row they follow the whole step
+    """
+
+    what: Many[Literal["transfers", "gradients"]] = ()
+    ahead: int = field(default=2, kw_only=True)
+
+    example = "overlap(gradients)"
+    reads = frozenset({"stage"})
+    writes = frozenset({"order"})
+    takes = "model"
+
+    def check(self, site: Site, plan: Plan) -> None:
+        """Refuse nothing to overlap, and a second row about the same."""
+        if site.fqn:
+            refuse("S408", "what overlaps is said for the whole model",
+                   f"this stands inside `{site}`",
+                   helps=("move the row out of its `at`",))  # fmt: skip
+        if not self.what:
+            refuse("S304", "nothing is named that could overlap",
+                   helps=("name it: `overlap(transfers)`, `overlap(gradients)`",))  # fmt: skip
+        if self.ahead < 0:
+            refuse("S304", "a receive is posted before it is needed, not after",
+                   helps=("`ahead=0` or more",))  # fmt: skip
+        if "transfers" in self.what and not plan.cuts:
+            refuse("S412", "there are no stages between which anything is sent",
+                   helps=("cut the model above: `layers  pipeline_split(over=pp)`",))  # fmt: skip
+        twice = set(self.what) & set(plan.overlaps)
+        if twice:
+            refuse("S509", f"`{min(twice)}` overlap already", helps=("drop one of the two rows",))
+
+    def effect(self, site: Site, plan: Plan) -> Plan:
+        """Note it."""
+        ahead = self.ahead if "transfers" in self.what else plan.ahead
+        return replace(plan, overlaps=(*plan.overlaps, *self.what), ahead=ahead)
+
+    def apply(self, site: Site, build: Any) -> None:
+        """Nothing of its own: the executor obeys."""

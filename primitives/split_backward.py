@@ -1,0 +1,52 @@
+"""split_backward: compute a module's weight gradients after the input gradients of its stage."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.plan import Plan
+from schedlang.primitive import Primitive, refuse
+
+if TYPE_CHECKING:
+    from schedlang.model import Site
+
+
+class split_backward(Primitive):  # noqa: N801
+    """Let the weight gradients of these modules wait until the input gradients have been sent.
+
+    before   one backward for each microbatch: gradients of inputs and of weights together
+    after    the gradient of the stage's input first, which the stage before waits for; then those
+             of the modules' weights
+
+    Under an order that splits backwards itself (ZB-H1, ZB-V, ..) only the weights of these modules
+    wait; without such a row all do.  Under another (1F1B, ..) the weights follow at once, beside
+    the transfer (Oh et al., Out-of-order backprop, 2022; Qi et al., Zero Bubble, 2401.10241).
+    """
+
+    example = "layers.*  split_backward()"
+    writes = frozenset({"order"})
+
+    def check(self, site: Site, plan: Plan) -> None:
+        """Refuse modules without weights."""
+        if not _has_parameters(site, plan):
+            refuse(
+                "S411",
+                "there is no weight gradient to wait for",
+                f"`{site}` has no parameters",
+                helps=("name modules with weights, such as `**:Linear`",),
+            )
+        if site.fqn in (plan.late or ()):
+            refuse("S509", "its backward is split already", helps=("drop one of the two rows",))
+
+    def effect(self, site: Site, plan: Plan) -> Plan:
+        """Note the module."""
+        return replace(plan, late=(*(plan.late or ()), site.fqn))
+
+    def apply(self, site: Site, build: Any) -> None:
+        """Nothing of its own: the executor splits."""
+
+
+def _has_parameters(site: Site, plan: Plan) -> bool:
+    prefix = f"{site.fqn}." if site.fqn else ""
+    return any(name.startswith(prefix) for name in plan.model.parameters)

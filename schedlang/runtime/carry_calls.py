@@ -1,0 +1,150 @@
+"""Carried keys and values at a model's own calls of torch's attention, and positions by length.
+
+For models that know no cache. Causal calls of `scaled_dot_product_attention` see the keys of all
+slices before; lines that count positions by the length of what they are given, such as
+`torch.arange(x.shape[1])` or `self.table[: x.shape[1]]`, count on from the slice's start.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime import scope
+from schedlang.runtime.carry import Span, Visit
+from schedlang.runtime.modes import Ambient
+from schedlang.runtime.slices import Place
+
+_OURS = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
+
+
+class Calls(Ambient):
+    """Where a slice runs: keys and values joined, positions moved at the places given."""
+
+    def __init__(self, places: Collection[Place]) -> None:
+        super().__init__()
+        self.places = frozenset(places)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        visit = scope.visit()
+        if visit is not None:
+            if func is F.scaled_dot_product_attention:
+                args, kwargs = _attend(visit, args, kwargs)
+            elif self.places and func in POSITIONS and caller() in self.places:
+                args, kwargs = POSITIONS[func](visit.span, args, kwargs)
+        return self.run(func, types, args, kwargs)
+
+
+class Watch(Ambient):
+    """Notes in a whole forward the lines that count positions up to its length.
+
+    `tables` are ids of the model's parameters and buffers. A line that also does something else of
+    the kind is in `others`.
+    """
+
+    def __init__(self, length: int, tables: Collection[int]) -> None:
+        super().__init__()
+        self.span = Span(1, 1, 1 + length, 1 + length)  # moved by one: does it make a difference?
+        self.tables = frozenset(tables)
+        self.found: set[Place] = set()
+        self.others: set[Place] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in POSITIONS:
+            moved = POSITIONS[func](self.span, args, kwargs)[0] is not args
+            counts = func is torch.arange or id(args[0]) in self.tables
+            if moved or counts:
+                (self.found if moved and counts else self.others).add(caller())
+        return self.run(func, types, args, kwargs)
+
+
+def caller() -> Place:
+    """The line of the model that is running: the innermost outside of torch and of this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def _attend(visit: Visit, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    given = {**dict(zip(_ARGUMENTS, args)), **kwargs}
+    query, key, value = given["query"], given["key"], given["value"]
+    span, mask = visit.span, given.get("attn_mask")
+    if query.shape[-2] != span.length or key.shape[-2] != span.length:
+        return args, kwargs  # not along the sequence
+    causal = bool(given.get("is_causal"))
+    if not causal and (mask is None or mask.shape[-1] != span.stop):
+        raise _not_causal(mask is None)
+    turn = scope.next_call("keys and values")
+    given["key"] = visit.join((turn, "keys"), key)
+    given["value"] = visit.join((turn, "values"), value)
+    if causal and span.start:
+        given["attn_mask"], given["is_causal"] = _lower_right(visit, query.device), False
+    return (), given
+
+
+def _lower_right(visit: Visit, device: torch.device) -> Tensor:
+    """Which keys each query of the slice sees; one for all layers."""
+    if "mask" not in visit.memo:
+        span = visit.span
+        ones = torch.ones(span.length, span.stop, dtype=torch.bool, device=device)
+        visit.memo["mask"] = ones.tril(span.start)
+    mask: Tensor = visit.memo["mask"]
+    return mask
+
+
+def _not_causal(without: bool) -> Refusal:
+    what = "without a mask" if without else "with a mask of its own slice only"
+    return Refusal(
+        Diagnostic(
+            "S655", f"`{scope.site() or 'the model'}` attends {what}",
+            notes=("a slice sees the slices before it, and none after: attention must be causal",),
+            helps=("say so: `scaled_dot_product_attention(q, k, v, is_causal=True)`",
+                   "or leave `slices` out of the row"),
+        )
+    )  # fmt: skip
+
+
+def _arange(span: Span, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """torch.arange(length) and torch.arange(0, length)."""
+    upto = args if args else tuple(kwargs[n] for n in ("start", "end") if n in kwargs)
+    if upto not in ((span.length,), (0, span.length)):
+        return args, kwargs
+    rest = {name: value for name, value in kwargs.items() if name not in ("start", "end")}
+    return (span.start, span.stop), rest
+
+
+def _getitem(span: Span, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """table[:length] of a parameter or buffer; of two such dims the first counts queries."""
+    tensor, index = args
+    several = isinstance(index, tuple)
+    made, found = [], 0
+    runs = [type(i) is slice and i.start in (None, 0) and i.stop == span.length and i.step in (None, 1)
+            for i in (index if several else (index,))]  # fmt: skip
+    for item, run in zip(index if several else (index,), runs):
+        found += run
+        last = found == sum(runs) == 2
+        made.append(slice(0 if last else span.start, span.stop) if run else item)
+    if not found:
+        return args, kwargs
+    return (tensor, tuple(made) if several else made[0]), kwargs
+
+
+POSITIONS: dict[Any, Callable[[Span, Any, dict[str, Any]], tuple[Any, dict[str, Any]]]] = {
+    torch.arange: _arange,
+    Tensor.__getitem__: _getitem,
+}

@@ -1,0 +1,77 @@
+"""--cost of a command line: what the operations of a pipeline take."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any, NoReturn
+
+from schedlang.cost import Cost, Number
+from schedlang.diagnostic import Diagnostic, Refusal, guess
+
+# as they are written, and the fields of a Cost that they are; B stands for I and W together
+FIELDS = {
+    name if name in ("F", "I", "W") else name.lower(): name.lower()
+    for name in (
+        "F", "I", "W", "comm", "kept", "inputs", "recompute", "evict", "load", "offload", "reload",
+        "unshard", "reshard", "reduce", "step", "barrier",
+    )
+}  # fmt: skip
+SHARES = ("kept", "inputs")  # of a microbatch's activations, none above one
+NAMES = ("F", "I", "W", "B", *list(FIELDS)[3:])
+
+
+def costs(text: str | None) -> Cost:
+    """A cost as it is written, `F=18.5,I=18.1,W=9.3,comm=0.6`; refuses what it cannot read (S109).
+
+    What is left out: F is 1, I and W are as F, everything else takes no time. `B=` stands for both
+    halves of a backward. Whole numbers and fractions (`1/3`) are exact.
+    """
+    given: dict[str, Number] = {}
+    for part in (text or "").split(","):
+        if not part.strip():
+            continue
+        name, equals, value = (word.strip() for word in part.partition("="))
+        known = {n.lower(): n for n in NAMES}.get(name.lower())
+        if known is None:
+            _bad(part, f"there is no cost `{name}`", guess(name, NAMES, "costs:"))
+        if not equals or known in given:
+            why = "it is given twice" if equals else "it has no value"
+            _bad(part, why, f"write it once, as `{known}=1.5`")
+        given[known] = _value(known, part, value)
+    return _cost(given)
+
+
+def _cost(given: dict[str, Number]) -> Cost:
+    if "B" in given and given.keys() & {"I", "W"}:
+        _bad("B", "B is I and W together", "give B, or I and W")
+    forward = given.get("F", 1)
+    if "B" in given:
+        whole = given.pop("B")
+        half = whole / 2 if isinstance(whole, float) else Fraction(whole) / 2
+        given |= {"I": half, "W": half}
+    cost = Cost(f=forward, i=forward, w=forward)
+    fields: dict[str, Any] = {FIELDS[name]: value for name, value in given.items()}
+    cost = replace(cost, **fields)
+    if not cost.f + cost.i + cost.w:
+        _bad("F=0", "nothing takes any time", "one of F, I and W is above zero")
+    return cost
+
+
+def _value(name: str, part: str, text: str) -> Number:
+    """A number: whole or a fraction where it is written so."""
+    try:
+        value: Number = Fraction(text) if "/" in text or text.isdigit() else float(text)
+    except (ValueError, ZeroDivisionError):
+        _bad(part, "this is no number", f"write `{name}=1.5` or `{name}=3/2`")
+    if not math.isfinite(value) or value < 0:
+        _bad(part, "a cost is a time, none below zero", f"write `{name}=1.5`")
+    if name in SHARES and value > 1:
+        _bad(part, f"`{name}` is a share of a microbatch's activations", f"write `{name}=0.5`")
+    return value
+
+
+def _bad(part: str, why: str, help_: str) -> NoReturn:
+    title = f"`--cost {part.strip()}` cannot be read: {why}"
+    raise Refusal(Diagnostic("S109", title, helps=(help_,)))

@@ -1,0 +1,64 @@
+"""The pictures of a timeline that a verb was asked for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from schedlang.cost import Cost
+    from schedlang.timeline import Timing
+
+Svg = Annotated[Path | None, typer.Option("--svg", help="Draw it into this file.")]
+Page = Annotated[
+    Path | None, typer.Option("--html", help="As a page on which all orders can be chosen.")
+]
+Trace = Annotated[
+    Path | None,
+    typer.Option("--trace", help="Write a trace for Perfetto or Chrome; *.gz is packed."),
+]
+
+Transfers = Annotated[bool, typer.Option("--transfers", help="Draw the transfers, too (SVG).")]
+Width = Annotated[
+    int | None, typer.Option(help="Columns of the bars; as wide as the terminal, or 100.")
+]
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Where to write which picture; None: it was not asked for."""
+
+    svg: Path | None = None
+    html: Path | None = None
+    trace: Path | None = None
+    transfers: bool = False
+
+    def write(self, times: Timing, title: str, order: str, cost: Cost) -> None:
+        """Write them; `order` is the name under which the page shows the timeline."""
+        from schedlang.passes.timeline_page import Shown, timeline_page
+        from schedlang.passes.trace import trace
+        from schedlang.timeline.svg import drawn
+        from schedlang.verbs.files import write_text
+
+        if self.svg is not None:
+            write_text(self.svg, drawn({"": times}, title=title, transfers=self.transfers))
+        if self.trace is not None:
+            write_text(self.trace, trace(times))
+        if self.html is not None:
+            write_text(self.html, timeline_page(Shown(order, times.timeline), cost))
+
+
+def in_bars(times: Timing, width: int | None = None) -> str:
+    """A bar for each rank, in colour where a terminal shows it (and NO_COLOR is not set)."""
+    from schedlang.timeline.bars import bars
+
+    live = sys.stdout.isatty()
+    if width is None:
+        width = shutil.get_terminal_size((100, 24)).columns if live else 100
+    return bars(times, width, colour=live and not os.environ.get("NO_COLOR"))

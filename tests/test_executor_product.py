@@ -1,0 +1,68 @@
+"""Orders of any placement through the whole product: built, trained, sharded, counted, proven."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from schedlang import plan as plans
+from schedlang.passes.static import static
+from schedlang.plan import Plan
+from tests import models
+from tests.drawn_orders import Homes, drawn
+from tests.engine import Threads
+from tests.proofs import adamw, assert_near, planned, sequential, trained
+from tests.proofs import proven as proves
+
+TWO_WAYS = ((0, 1), (1, 0))
+V = ((0, 1, 1, 0),)
+BATCHES = (models.tokens(9), models.tokens(10, seed=2))
+
+
+def plan_of(patch: pytest.MonkeyPatch, homes: Homes, more: str = "", mesh: str = "pp=2") -> Plan:
+    """GPT-2 under a drawn order with these places, and further rows."""
+    stages = len(homes[0])
+    edges = [(s, s + 1) for s in range(stages - 1)]
+    patch.setattr(
+        plans, "_timeline", lambda order, _: drawn(random.Random(3), homes, order.micro, edges)
+    )
+    chunks = stages // (max(homes[0]) + 1)
+    rows = (
+        f'transformer.h pipeline_split(over=pp)\n{more}\npipeline(order="Interleaved1F1B", micro=4'
+    )
+    return planned(models.gpt2(), f"{rows}, chunks={chunks})", mesh)
+
+
+@pytest.mark.parametrize(
+    ("homes", "more", "mesh"),
+    [
+        (V, "", "pp=2"),
+        (TWO_WAYS, "", "pp=2"),
+        (TWO_WAYS, "zero(stage=3, over=dp)", "dp=2, pp=2"),
+        (V, "zero(stage=2, over=dp)", "dp=2, pp=2"),
+    ],
+)
+def test_trained(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch, homes: Homes, more: str, mesh: str
+) -> None:
+    """Losses, norms, clipped gradients, parameters and moments are those of the plain loop."""
+    plan = plan_of(monkeypatch, homes, more, mesh)
+    seen = trained(threads, plan, BATCHES, adamw, clip=0.5)  # type: ignore[arg-type]
+    assert_near(seen, sequential(plan.model.model, BATCHES, adamw, clip=0.5))
+
+
+def test_proven(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`verify` holds with replicas: outputs in training and evaluation, copies equal, state saved."""
+    proves(threads, plan_of(monkeypatch, TWO_WAYS), BATCHES)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("homes", "more", "mesh"),
+    [(V, "", "pp=2"), (TWO_WAYS, "zero(stage=1, over=dp)", "dp=2, pp=2")],
+)
+def test_static(monkeypatch: pytest.MonkeyPatch, homes: Homes, more: str, mesh: str) -> None:
+    """The static proofs hold: sums over all copies of a stage, messages of each replica matched."""
+    found = static(plan_of(monkeypatch, homes, more, mesh), models.tokens(8))
+    assert all(claim.checked for claim in found.claims), found.claims
+    assert not found.problems, found.problems

@@ -1,0 +1,169 @@
+"""Orders of two directions: Chimera, GEMS and DualPipe, and what their papers say of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from schedlang.cost import Cost
+from schedlang.orders import OrderError, find, order, sized
+from schedlang.timeline import Kind, Op, Timeline, peak, timing, with_transfers
+
+# (F, I, W) as integers, so that all times are exact
+COSTS = [(1, 1, 1), (2, 1, 1), (3, 2, 1), (2, 2, 1), (7, 5, 3), (3, 1, 1), (8, 1, 1), (1, 2, 1)]
+
+
+def _idle(t: Timeline, cost: Cost) -> tuple[Any, Any]:
+    """Idle time of a rank within the makespan, and within the longest span of a rank."""
+    times = timing(t, cost)
+    work = t.microbatches * (cost.f + cost.i + cost.w)
+    return times.makespan - work, times.rank_span - work
+
+
+@pytest.mark.parametrize("name", ["Chimera", "GEMS", "DualPipe"])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
+def test_two_directions(name: str, ranks: int) -> None:
+    """Stages lie in opposite directions, and each microbatch passes all stages of one of them."""
+    tried = 0
+    for micro in (2, 3, 4, 6, 8, 10, 16, 18, 20):
+        try:
+            t = order(name, ranks, micro)
+        except OrderError:
+            continue
+        tried += 1
+        timing(with_transfers(t))
+        assert t.homes.tolist() == [list(range(ranks)), list(reversed(range(ranks)))]
+        assert set(zip(t.microbatch.tolist(), t.replica.tolist())) == {
+            (m, m % 2) for m in range(micro)
+        }
+        done = Counter(zip(t.kind.tolist(), t.stage.tolist(), t.microbatch.tolist()))
+        whole = {k for k in done if k[0] in (Kind.F, Kind.B, Kind.I)}
+        assert len(whole) == 2 * ranks * micro and set(done.values()) == {1}
+        loads = Counter(zip(t.rank.tolist(), t.replica.tolist()))
+        assert name == "DualPipe" or micro % 2 or len(set(loads.values())) == 1
+    assert tried >= 2 or (ranks % 2 and name != "GEMS")
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 6, 8, 16])
+def test_chimera_rates(ranks: int) -> None:
+    """The bubble rates of the paper's Table 2, at F = B and at B = 2F, and its activations."""
+    for micro in (ranks, 2 * ranks, 5 * ranks):
+        equal = timing(order("chimera", ranks, micro), Cost(2, 1, 1))
+        assert equal.bubble == Fraction(ranks - 2, 2 * micro + ranks - 2)
+    one = order("chimera", ranks, ranks)
+    double = timing(one, Cost(1, 1, 1))
+    assert double.bubble == Fraction(ranks - 2) / (Fraction(3, 2) * ranks + ranks - 2)
+    held = peak(one)
+    assert (held.min(), held.max()) == (ranks // 2 + 1, ranks)
+
+
+@pytest.mark.parametrize("name", ["Chimera", "GEMS"])
+@pytest.mark.parametrize("costs", COSTS)
+def test_closed_forms_of_directions(name: str, costs: tuple[int, int, int]) -> None:
+    """Idle time and activations are the closed forms for every legal size, exactly."""
+    cost, tried = Cost(*costs), 0
+    for ranks in (2, 3, 4, 6, 8):
+        for micro in range(2, 4 * ranks + 3):
+            try:
+                size = sized(find(name), ranks, micro, cost=cost)
+            except OrderError:
+                continue
+            t = find(name).make(size)
+            makespan, span = _idle(t, cost)
+            assert makespan == find(name).bubble(size)
+            assert span == makespan or (name == "GEMS" and micro % 2 == 0)
+            assert peak(t).max() == find(name).peak(size)
+            tried += 1
+    assert tried > 30
+
+
+def test_gems_rate() -> None:
+    """With B = 2F and many microbatches the rate tends to (p-1) / (p + 1/2)."""
+    for ranks in (2, 4, 8):
+        rate = timing(order("gems", ranks, 400), Cost()).bubble
+        assert abs(rate - Fraction(ranks - 1) / (ranks + Fraction(1, 2))) < Fraction(1, 200)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 6, 8, 16])
+@pytest.mark.parametrize("more", [0, 2, 8])
+def test_dualpipe_closed_form(ranks: int, more: int) -> None:
+    """Idle time is the closed form where I <= F, and p + 1 microbatches are live."""
+    t = order("dualpipe", ranks, 2 * ranks + more)
+    for costs in COSTS[:-1]:
+        size = sized(find("dualpipe"), ranks, 2 * ranks + more, cost=Cost(*costs))
+        assert _idle(t, size.cost) == (find("dualpipe").bubble(size),) * 2
+    assert peak(t).max() == find("dualpipe").peak(size) == ranks + 1
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 6, 8])
+@pytest.mark.parametrize("costs", [(1, 1, 1), (2, 2, 1), (1, 2, 1), (3, 4, 2)])
+def test_dualpipe_as_published(ranks: int, costs: tuple[int, int, int]) -> None:
+    """With F&B as one cell, (p/2 - 1)(F&B + B - 3W): Table 2 of the DeepSeek-V3 report."""
+    f, i, w = costs
+    for micro in (2 * ranks, 4 * ranks):
+        idle = _cells(order("dualpipe", ranks, micro), f, i, w)
+        assert max(idle) == (ranks // 2 - 1) * ((f + i + w) + (i + w) - 3 * w)
+
+
+def _cells(t: Timeline, f: int, i: int, w: int) -> list[int]:
+    """Idle time of every rank where a forward and the backward after it are one operation."""
+    took = {Kind.F: f, Kind.B: i + w, Kind.I: i, Kind.W: w}
+    rows = []
+    for rank in range(t.ranks):
+        cells: list[list[Op]] = []
+        for op in t.rows(rank):
+            joins = op.kind is Kind.B and cells and [o.kind for o in cells[-1]] == [Kind.F]
+            cells[-1].append(op) if joins else cells.append([op])
+        rows.append(cells)
+    end: dict[tuple[str, int, int], int] = {}
+    free, at = [0] * t.ranks, [0] * t.ranks
+    for _ in range(len(t) * t.ranks):
+        for rank, cells in enumerate(rows):
+            if at[rank] == len(cells):
+                continue
+            cell = cells[at[rank]]
+            needs = [need for op in cell for need in _needs(op, t.stages)]
+            if all(need in end for need in needs):
+                free[rank] = max([free[rank], *(end[need] for need in needs)])
+                free[rank] += sum(took[op.kind] for op in cell)
+                end |= {(_role(op), op.stage, op.microbatch): free[rank] for op in cell}
+                at[rank] += 1
+    assert all(at[rank] == len(cells) for rank, cells in enumerate(rows))
+    return [end - sum(took[op.kind] for op in t.rows(rank)) for rank, end in enumerate(free)]
+
+
+def _role(op: Op) -> str:
+    return "B" if op.kind is Kind.I else op.kind.name
+
+
+def _needs(op: Op, stages: int) -> list[tuple[str, int, int]]:
+    if op.kind is Kind.F:
+        return [("F", op.stage - 1, op.microbatch)] if op.stage else []
+    if op.kind is Kind.W:
+        return [("B", op.stage, op.microbatch)]
+    back = [("B", op.stage + 1, op.microbatch)] if op.stage + 1 < stages else []
+    return [("F", op.stage, op.microbatch), *back]
+
+
+@pytest.mark.parametrize("name", ["Chimera", "GEMS", "DualPipe"])
+def test_proposed_sizes_of_directions(name: str) -> None:
+    """Every size that a refusal proposes is accepted."""
+    refused = 0
+    for ranks in range(1, 10):
+        for micro in range(1, 26):
+            try:
+                order(name, ranks, micro)
+            except OrderError as error:
+                refused += 1
+                for words in error.legal.split(" or "):
+                    legal = {"ranks": ranks, "micro": micro}
+                    for word in words.split(" with "):
+                        if word.endswith(" ranks"):
+                            legal["ranks"] = int(word.removesuffix(" ranks"))
+                        else:
+                            legal["micro"] = int(word.removeprefix("micro="))
+                    order(name, legal["ranks"], legal["micro"])
+    assert refused > 20

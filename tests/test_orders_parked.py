@@ -1,0 +1,99 @@
+"""BPipe and Varuna: what is parked on a partner, and what is computed again."""
+
+from __future__ import annotations
+
+import pytest
+
+from schedlang.cost import Cost
+from schedlang.orders import OrderError, find, order, sized
+from schedlang.timeline import Kind, Timeline, check, peak, timing, with_transfers
+
+ASIDE = (Kind.EVICT, Kind.LOAD)
+
+
+def _walk(t: Timeline, rank: int) -> tuple[int, int]:
+    """The most activations that lie on a rank, and the most that it has away, by its rows."""
+    here: set[int] = set()
+    away: set[int] = set()
+    most = far = 0
+    for op in t.rows(rank):
+        if op.kind is Kind.F:
+            here.add(op.microbatch)
+        elif op.kind is Kind.B:
+            here.remove(op.microbatch)  # fails unless it is at home
+        elif op.kind is Kind.EVICT:
+            here.remove(op.microbatch)
+            away.add(op.microbatch)
+        elif op.kind is Kind.LOAD:
+            away.remove(op.microbatch)
+            here.add(op.microbatch)
+        assert op.kind not in ASIDE or op.peer == t.ranks - 1 - rank
+        most, far = max(most, len(here)), max(far, len(away))
+    assert not here and not away
+    return most, far
+
+
+@pytest.mark.parametrize("ranks", range(1, 12))
+def test_bpipe(ranks: int) -> None:
+    """1F1B, and no rank holds more than ceil((p+2)/2) whenever its partner sends or asks."""
+    for micro in (1, 2, 3, 5, 8, 16, 30):
+        t, bound = order("BPipe", ranks, micro), -(-(ranks + 2) // 2)
+        check(with_transfers(t))
+        plain = t.pick((t.kind != Kind.EVICT) & (t.kind != Kind.LOAD))
+        assert plain == order("1F1B", ranks, micro)
+        walks = [_walk(t, rank) for rank in range(ranks)]
+        for rank in range(ranks):
+            assert walks[rank][0] + walks[-1 - rank][1] <= bound
+        assert max(most for most, _ in walks) == min(ranks, micro, bound)
+        assert peak(t).max() == find("BPipe").peak(sized(find("BPipe"), ranks, micro))
+
+
+def test_bpipe_bubble() -> None:
+    """Its bubble is that of 1F1B."""
+    for ranks, micro in ((4, 8), (7, 9), (8, 32)):
+        size = sized(find("bpipe"), ranks, micro)
+        idle = timing(find("bpipe").make(size), Cost()).makespan - 3 * micro
+        assert idle == find("bpipe").bubble(size) == 3 * (ranks - 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 5, 8, 9])
+@pytest.mark.parametrize("memory", range(1, 8))
+def test_memory_of_bpipe(ranks: int, memory: int) -> None:
+    """A limit is kept, or refused with the smallest that can be."""
+    try:
+        t = order("bpipe", ranks, 12, memory=memory)
+    except OrderError as error:
+        least = int(error.legal.removeprefix("memory="))
+        assert least > memory and (ranks > 4 or least == (ranks + 2) // 2)
+        t, memory = order("bpipe", ranks, 12, memory=least), least
+    walks = [_walk(t, rank) for rank in range(ranks)]
+    assert all(walks[r][0] + walks[-1 - r][1] <= memory for r in range(ranks))
+    assert peak(t).max() <= memory
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_varuna(ranks: int) -> None:
+    """The last rank recomputes nothing, the others do so right before each backward."""
+    for micro in (1, 2, 5, 8, 20):
+        t = order("Varuna", ranks, micro)
+        check(with_transfers(t))
+        for rank in range(ranks):
+            rows = t.rows(rank)
+            again = [op for op in rows if op.kind is Kind.RECOMPUTE]
+            assert len(again) == (0 if rank == ranks - 1 else micro)
+            for op, after in zip(rows, rows[1:]):
+                if op.kind is Kind.RECOMPUTE or rank == ranks - 1 and op.kind is Kind.F:
+                    assert after == op._replace(kind=Kind.B)
+
+
+def test_varuna_is_its_generator() -> None:
+    """The table for 4 ranks and 5 microbatches is what the published generator prints."""
+    assert order("varuna", 4, 5).text() == (
+        "rank 0: F0 F1 F2 F3 F4 RECOMPUTE0 B0 RECOMPUTE1 B1 RECOMPUTE2 B2 RECOMPUTE3 B3 "
+        "RECOMPUTE4 B4\n"
+        "rank 1: F0 F1 F2 F3 F4 RECOMPUTE0 B0 RECOMPUTE1 B1 RECOMPUTE2 B2 RECOMPUTE3 B3 "
+        "RECOMPUTE4 B4\n"
+        "rank 2: F0 F1 F2 RECOMPUTE0 B0 RECOMPUTE1 B1 RECOMPUTE2 B2 F3 F4 RECOMPUTE3 B3 "
+        "RECOMPUTE4 B4\n"
+        "rank 3: F0 B0 F1 B1 F2 B2 F3 B3 F4 B4"
+    )

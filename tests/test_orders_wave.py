@@ -1,0 +1,56 @@
+"""Hanayo: waves over the ranks, against an independent list scheduler's published runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from schedlang.cost import Cost
+from schedlang.orders import OrderError, order
+from schedlang.timeline import check, peak, timing, with_transfers
+
+
+@pytest.mark.parametrize(
+    ("ranks", "waves", "bubble"),
+    [(4, 1, 0.333), (4, 2, 0.213), (4, 4, 0.119), (8, 1, 0.368), (8, 2, 0.238), (8, 4, 0.135)],
+)
+def test_bubbles_of_waves(ranks: int, waves: int, bubble: float) -> None:
+    """With m = p and B = 2F the bubbles are those of an independent simulation, p in flight."""
+    t = order("Hanayo", ranks, ranks, 2 * waves)
+    assert round(float(timing(t, Cost()).bubble), 3) == bubble
+    assert peak(t).max() == ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("waves", [1, 2, 3])
+def test_waves(ranks: int, waves: int) -> None:
+    """Stages go forth and back over the ranks; every size ends and is complete."""
+    forth = [*range(ranks)]
+    for micro in (1, 2, 3, 5, 8, 17):
+        t = order("wave", ranks, micro, 2 * waves)
+        check(with_transfers(t))
+        assert t.stage_rank.tolist() == (forth + forth[::-1]) * waves
+        assert peak(t).max() <= min(micro, 2 * ranks)
+
+
+@pytest.mark.parametrize("memory", [1, 2, 3, 4, 5])
+def test_memory_of_waves(memory: int) -> None:
+    """`memory` bounds the microbatches in flight, and more of it is never slower here."""
+    spans = []
+    for limit in range(1, memory + 1):
+        t = order("hanayo", 4, 16, 4, memory=limit)
+        check(with_transfers(t))
+        assert peak(t).max() <= limit
+        spans.append(timing(t, Cost()).makespan)
+    assert spans == sorted(spans, reverse=True)
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 5])
+def test_proposed_chunks_of_waves(chunks: int) -> None:
+    """An odd number of stages per rank is refused with numbers that are accepted."""
+    with pytest.raises(OrderError) as caught:
+        order("hanayo", 4, 4, chunks)
+    for word in caught.value.legal.split(" or "):
+        if word.startswith("chunks="):
+            order("hanayo", 4, 4, int(word.removeprefix("chunks=").rstrip(",")))
+    with pytest.raises(OrderError, match="memory=1"):
+        order("hanayo", 4, 4, memory=0.5)
