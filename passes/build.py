@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.model import Site
-    from schedlang.runtime.assembly import Weight
+    from schedlang.runtime.assembly import Assembly, Weight
     from schedlang.runtime.early import EarlySums
     from schedlang.runtime.gradient import Sum
     from schedlang.runtime.holding import Holding
@@ -113,11 +113,18 @@ def build(
         without_labels=traced.labels[0].filled if len(traced.labels) == 1 else None,
         outputs_missing=staged.cut.missing if staged.axis is not None else (),
     )  # fmt: skip
-    trained = [(name, p) for name, p in found.items() if p.requires_grad]
-    if optimizer is not None and trained:
-        _check_optimizer(plan, holdings, optimizer)
-        return Program(assembly, optimizer(trained), clip)
-    return Program(assembly, None, clip)
+    return Program(assembly, _optimizer(plan, assembly, optimizer), clip)
+
+
+def _optimizer(
+    plan: Plan, a: Assembly, make: Callable[..., torch.optim.Optimizer] | None
+) -> torch.optim.Optimizer | None:
+    """The optimizer of what this rank trains; None where there is nothing."""
+    trained = [(name, p) for name, p in a.parameters.items() if p.requires_grad]
+    if make is None or not trained:
+        return None
+    _check_optimizer(plan, a.holdings, make)
+    return make(trained)
 
 
 def _early(
