@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from fractions import Fraction
@@ -12,7 +13,7 @@ import pytest
 
 from schedlang.cost import Cost
 from schedlang.orders import find, order, sized
-from schedlang.orders.heuristic import KEPT
+from schedlang.orders.heuristic import KEPT, Knobs, draft
 from schedlang.orders.interleaved import accounted
 from schedlang.timeline import check, peak, timing, with_transfers
 
@@ -73,11 +74,13 @@ def test_2p_as_the_paper_counts(cost: Cost) -> None:
         assert timing(t, cost).rank_span <= timing(order("ZB-1p", p, m, cost=cost), cost).rank_span
 
 
-def test_shares_of_stages() -> None:
-    """The heuristic knows that stages differ: its own end is the simulator's, less or equal."""
-    cost = Cost(4, 4, 2, shares=(Fraction(1, 2), 1, 1, Fraction(3, 2)))
-    blind = timing(order("ZB-2p", 4, 12, cost=Cost(4, 4, 2)), cost).rank_span
-    assert timing(order("ZB-2p", 4, 12, cost=cost), cost).rank_span <= blind
+@pytest.mark.parametrize("cost", [*COSTS, Cost(4, 3, 2, 1, shares=(Fraction(1, 2), 1, 1, 1.5))])
+def test_a_draft_knows_its_time(cost: Cost) -> None:
+    """Of all eight orders the heuristic knows the span to which the simulator comes."""
+    size = sized(find("ZB-2p"), 4, 11, cost=cost)
+    for knobs in itertools.product((True, False), repeat=3):
+        made = draft(size, Fraction(6), Knobs(*knobs))
+        assert made.span == timing(made.timeline(), cost).rank_span, knobs
 
 
 @pytest.mark.parametrize(
