@@ -33,7 +33,7 @@ def test_golden(row: dict[str, Any]) -> None:
 COSTS = [(1, 1, 1), (3, 4, 2), (5, 2, 1), (2, 3, 4), (7, 1, 5), (2, 5, 3)]
 
 
-@pytest.mark.parametrize("known", ORDERS, ids=lambda o: o.name)
+@pytest.mark.parametrize("known", [o for o in ORDERS if o.name != "Search"], ids=lambda o: o.name)
 def test_closed_forms(known: Order) -> None:
     """Every legal size ends, with transfers; bubble and peak are exactly those that are stated."""
     tried = stated = 0
