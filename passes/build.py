@@ -25,13 +25,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.model import Site
-    from schedlang.runtime.assembly import Weight
+    from schedlang.runtime.assembly import Assembly, Weight
     from schedlang.runtime.early import EarlySums
     from schedlang.runtime.gradient import Sum
     from schedlang.runtime.holding import Holding
     from schedlang.runtime.program import Program
     from schedlang.runtime.ranks import Ranks
-    from schedlang.runtime.sliced import Slices
 
 Loss = Callable[..., Any]
 FACETS = ("structure", "dtype", "placement", "recompute", "residence", "stage", "state", "order")
@@ -87,8 +86,7 @@ def build(
     from schedlang.runtime.program import Program
 
     ranks = check_job(plan)
-    micro = plan.micro
-    count = plan.mesh.size(plan.data_axes)
+    micro, count = plan.micro, plan.mesh.size(plan.data_axes)
     if prepared is None:
         sample = parts.split(batch, 1 if local else count, micro)[0][0].inputs
         prepared = prepare(plan, sample, loss, weight)
@@ -103,23 +101,30 @@ def build(
     sums = sums_of(plan, traced, holdings, found, ranks)
     dropout = _dropout(plan, prepared, ranks, seed, module)
     weight = weight or weight_of(traced, count * micro)
-    slices = slices_of(prepared.slicing, module, traced, weight)
+    pipeline = _pipeline(builder, prepared, loss, weight, sliced)
     assembly = Assembly(
-        module=module, pipeline=_pipeline(builder, staged, loss, slices), ranks=ranks,
-        replicas=plan.data_axes, micro=micro, parameters=found, holdings=holdings,
-        buffer_stages=buffer_stages(staged), ties=(*plan.model.ties, *plan.model.shared_buffers),
-        keys=tuple(plan.model.model.state_dict()), sums=tuple(sums), sliced=sliced,
-        early=_early(plan, staged, found, sums), weight=weight,
-        last_rank=_last_rank(plan, staged), stage_axis=staged.axis, dropout=dropout,
-        inputs=frozenset(batch), loss_dtype=_loss_dtype(plan),
+        module=module, pipeline=pipeline, ranks=ranks, replicas=plan.data_axes, micro=micro,
+        parameters=found, holdings=holdings, buffer_stages=buffer_stages(staged),
+        ties=(*plan.model.ties, *plan.model.shared_buffers), sums=tuple(sums), sliced=sliced,
+        keys=tuple(plan.model.model.state_dict()), weight=weight,
+        early=_early(plan, staged, found, sums), last_rank=_last_rank(plan, staged),
+        stage_axis=staged.axis, dropout=dropout, inputs=frozenset(batch),
+        loss_dtype=_loss_dtype(plan),
         without_labels=traced.labels[0].filled if len(traced.labels) == 1 else None,
         outputs_missing=staged.cut.missing if staged.axis is not None else (),
     )  # fmt: skip
-    trained = [(name, p) for name, p in found.items() if p.requires_grad]
-    if optimizer is not None and trained:
-        _check_optimizer(plan, holdings, optimizer)
-        return Program(assembly, optimizer(trained), clip)
-    return Program(assembly, None, clip)
+    return Program(assembly, _optimizer(plan, assembly, optimizer), clip)
+
+
+def _optimizer(
+    plan: Plan, a: Assembly, make: Callable[..., torch.optim.Optimizer] | None
+) -> torch.optim.Optimizer | None:
+    """The optimizer of what this rank trains; None where there is nothing."""
+    trained = [(name, p) for name, p in a.parameters.items() if p.requires_grad]
+    if make is None or not trained:
+        return None
+    _check_optimizer(plan, a.holdings, make)
+    return make(trained)
 
 
 def _early(
@@ -271,14 +276,22 @@ def _dropout(
     return LogicalDropout(seed or 0, windows(slicing, slices) if slicing else slices)
 
 
-def _pipeline(builder: Builder, staged: Staged, loss: Loss | None, slices: Slices | None) -> Any:
+def _pipeline(
+    builder: Builder,
+    prepared: Prepared,
+    loss: Loss | None,
+    weight: Weight,
+    sliced: Mapping[int, Any],
+) -> Any:
     from schedlang.runtime.pipeline import Pipeline
     from schedlang.runtime.stage import Stage, Stub
     from schedlang.runtime.units import Switch
 
-    plan, ranks = builder.plan, builder.ranks
+    plan, ranks, staged = builder.plan, builder.ranks, prepared.staged
+    slices = slices_of(prepared.slicing, builder.module, builder.traced, weight)
     if staged.axis is None:
-        stage = Stage(builder.module, staged.cut, 0, loss=loss)
+        split = _splits(plan, staged, 0, sliced)
+        stage = Stage(builder.module, staged.cut, 0, loss=loss, split=split, late=_late(plan))
         return Pipeline({0: stage}, staged.timeline, (ranks.rank,), slices=slices)
     group = ranks.group(staged.axis)
     down = ranks.again(staged.axis) if ranks.one_way else None
@@ -288,34 +301,34 @@ def _pipeline(builder: Builder, staged: Staged, loss: Loss | None, slices: Slice
     late = _late(plan)
     stages = {
         s: Stage(
-            builder.module,
-            staged.cut,
-            s,
-            switch=switch,
-            stub=stub,
-            loss=loss,
-            late=late,
-            split=_splits(plan, staged, s),
+            builder.module, staged.cut, s, switch=switch, stub=stub, loss=loss,
+            split=_splits(plan, staged, s, sliced), late=late,
         )
         for s in staged.stages_at(place)
-    }
+    }  # fmt: skip
     return Pipeline(
         stages, staged.timeline, group.ranks, place, group=group.pg, down=down,
         lookahead=plan.ahead, slices=slices, parks=_parks(staged, ranks),
     )  # fmt: skip
 
 
-def _splits(plan: Plan, staged: Staged, stage: int) -> bool:
-    """Whether weight gradients may come apart from those of inputs.
+def _splits(plan: Plan, staged: Staged, stage: int, sliced: Mapping[int, Any]) -> bool:
+    """Whether a stage's backward is run in halves, where the order has halves.
 
-    Where weights are gathered for a backward, or forwards recomputed in it, each half would gather
-    or recompute again; and fully_shard takes the first half for the whole.
+    Not where weights are gathered, which are gone again when the second half needs them, nor where
+    activations are computed again: each part of a backward would compute all of them.
     """
-    if any(row.stage > 0 and plan.mesh.size(row.axes) > 1 for row in plan.replicas):
+    if stage in sliced:
         return False
-    again = [f for a in plan.actions if "recompute" in a.primitive.writes for f in a.sites]
-    units = [staged.cut.graph.units[unit] for unit in staged.cut.units(stage)]
-    return not any(f"{fqn}.".startswith(f"{unit}.") for fqn in again for unit in units)
+    units = [staged.cut.graph.units[k] for k in staged.cut.units(stage)]
+    again = {site for a in plan.actions if "recompute" in a.primitive.writes for site in a.sites}
+    return not any(_meet(unit, site) for unit in units for site in again)
+
+
+def _meet(one: str, other: str) -> bool:
+    """Whether a module is, holds or lies in another."""
+    a, b = f"{one}.".lstrip("."), f"{other}.".lstrip(".")
+    return a.startswith(b) or b.startswith(a)
 
 
 def _parks(staged: Staged, ranks: Ranks) -> tuple[Any, ...]:

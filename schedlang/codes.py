@@ -157,6 +157,10 @@ CODES: Mapping[str, tuple[str, str]] = {
         "A cut falls between two calls that the model makes once; this module is called often.",
     ),
     "S602": ("a cut separates tied names", "`tied=replicate` keeps a copy on each side."),
+    "S603": (
+        "a cut inside a region",
+        "What is recomputed, fused or replaced as one runs on one stage: cut before or after it.",
+    ),
     "S604": ("the model rejects the batch", "The model itself raised; its message is shown."),
     "S605": ("the batch has no rows", "Tensors of a batch have rows along their first dim."),
     "S606": ("too few rows", "Every part of the batch needs a row: fewer parts or a larger batch."),
@@ -174,6 +178,14 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S618": ("`build` takes something else", "`sch.build(batch=, loss=, optimizer=, clip=, ...)`."),
     "S619": ("another batch than it was built for", "Build from a batch as it will be trained on."),
     "S621": ("parts of the batch do not add up", "Say what a part weighs: `weight(batch)`."),
+    "S655": (
+        "sequences that cannot be cut",
+        "Slices need a causal model whose tokens meet in attention only: by a cache of\n"
+        "transformers or in `scaled_dot_product_attention(.., is_causal=True)`.",
+    ),
+    "S656": ("no sequences", "Slices cut dim 1 of the batch's tensors."),
+    "S657": ("padding before a slice", "Pad on the right, or leave sequences whole."),
+    "S658": ("packed rows in slices", "One document per row, or sequences that stay whole."),
     "S623": (
         "a model without values",
         "It lies on the meta device: `plan` and `diff` work, runs need values.",

@@ -55,9 +55,7 @@ def pipeline(model: nn.Module, batch: Any, plan: Timeline, rank: int, **options:
     return Pipeline(stages, plan, range(plan.ranks), rank, **options)
 
 
-def train(
-    rank: int, make: Any, batch: Any, plan: Timeline, shift: bool, **options: Any
-) -> Any:
+def train(rank: int, make: Any, batch: Any, plan: Timeline, shift: bool, **options: Any) -> Any:
     """One step on one rank: results and gradients by parameter name."""
     model, parts = make(), split(batch, plan.microbatches)
     with Float64():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class Trial:
     weight: Weight
     rule: LabelRule | None
     random: bool
+    alike: Mapping[str, str] = field(default_factory=dict)  # see small_model.Small
 
 
 @dataclass
@@ -105,7 +106,8 @@ def trial_of(
     total = length_of(sample)
     lengths = TOKENS if total >= sum(TOKENS) and short else _lengths(total, count)
     batch = _small(model, sample, sum(lengths), rule)
-    return Trial(small_copy(model, short=short), batch, lengths, loss, weight, rule, random)
+    small = small_copy(model, short=short)
+    return Trial(small.model, batch, lengths, loss, weight, rule, random, small.alike)
 
 
 def _lengths(total: int, count: int) -> tuple[int, ...]:
@@ -246,14 +248,14 @@ def _shorter(batch: Mapping[str, Any], total: int, length: int) -> dict[str, Any
 class _Noting(LogicalDropout):
     """Logical masks that note their shapes, by slice, module and turn."""
 
-    def __init__(self, found: dict[Any, tuple[int, ...]], inner: Any) -> None:
+    def __init__(self, found: dict[Any, tuple[int, ...]], within: Any) -> None:
         super().__init__(0, self._note)
-        self.found, self.inner = found, inner
+        self.found, self.within = found, within
 
     def _note(self, site: str, call: int, shape: tuple[int, ...]) -> Window | None:
         part = visit()
         self.found[(part.span.index if part else None, site, call)] = shape
-        window: Window | None = self.inner(site, call, shape) if self.inner else None
+        window: Window | None = self.within(site, call, shape) if self.within else None
         return window
 
 
@@ -283,20 +285,22 @@ def forward(trial: Trial, model: nn.Module, batch: Mapping[str, Any]) -> tuple[A
 
 def watched(trial: Trial) -> Seen:
     """A pass over the whole sequence, in training."""
-    model, draws = trial.model, {}
+    model = trial.model
+    draws: dict[Any, tuple[int, ...]] = {}
     model.zero_grad(set_to_none=True)
     Training(model).on()
     named_sites(model)
     with running(trial, draws):
         value = loss_of(model(**trial.batch), trial.batch, trial.loss)
         assert value is not None, "the model gives no loss"
-        value.backward()
+        torch.autograd.backward(value)
     return Seen(value.detach(), _gradients(model), draws)
 
 
 def sliced(trial: Trial, slicing: Slicing) -> Seen:
     """A pass by slices."""
-    model, draws = trial.model, {}
+    model = trial.model
+    draws: dict[Any, tuple[int, ...]] = {}
     model.zero_grad(set_to_none=True)
     fill = trial.rule.filled if trial.rule else None
     slices = Slices(
@@ -339,7 +343,17 @@ def _tagged(trial: Trial, slicing: Slicing, whole: Seen) -> Slicing:
     for (_, site, call), shape in whole.draws.items():
         drawn = [parts.get((k, site, call)) for k in range(len(trial.lengths))]
         tags[(site, call)] = _dims(site, shape, drawn, trial.lengths, stops)
-    return replace(slicing, draws=tags)
+    return replace(slicing, draws=_spread(tags, trial.alike))
+
+
+def _spread(tags: Tags, alike: Mapping[str, str]) -> dict[tuple[str, int], tuple[str, ...]]:
+    """The same for the blocks that were left out."""
+    found = dict(tags)
+    for block, stands in alike.items():
+        for (site, call), dims in tags.items():
+            if site == stands or site.startswith(f"{stands}."):
+                found[(block + site[len(stands) :], call)] = dims
+    return found
 
 
 def _dims(
