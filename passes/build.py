@@ -294,7 +294,7 @@ def _pipeline(
         stage = Stage(builder.module, staged.cut, 0, loss=loss, split=split, late=_late(plan))
         return Pipeline({0: stage}, staged.timeline, (ranks.rank,), slices=slices)
     group = ranks.group(staged.axis)
-    down = ranks.again(staged.axis)
+    down = ranks.again(staged.axis) if ranks.one_way else None
     place = plan.mesh.index(ranks.rank, staged.axis)
     switch = Switch(builder.module, staged.cut.graph.units)
     stub = Stub(local_skeleton(plan, builder.traced), staged.cut)

@@ -70,6 +70,8 @@ class Order:
     sliced    it cuts sequences (`slices`)
     relaxed   what its result may differ in, beyond rounding, or nothing; with "staleness" it
               updates inside the step (`every`)
+    kept      share of a microbatch's activations between I and W, where its paper counts less than
+              one; it is used where no `Cost.kept` is given
     source    the paper or system, with its year and number
     """
 
@@ -85,4 +87,5 @@ class Order:
     peak: Callable[[Size], Fraction] | None = None
     replicas: int = 1
     sliced: bool = False
+    kept: Fraction | None = None
     relaxed: frozenset[str] = field(default_factory=frozenset)

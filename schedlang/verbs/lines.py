@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from schedlang.cost import Cost
 from schedlang.diagnostic import Diagnostic, Refusal, closest
 
 if TYPE_CHECKING:
+    from schedlang.orders import Order
     from schedlang.timeline import Timeline
     from schedlang.verbs.simulated import Simulated
 
@@ -45,21 +46,23 @@ def named(asked: Asked, cost: Cost) -> Simulated:
         for value, default in ((asked.stages, 4), (asked.micro, 8), (asked.slices, 1))
     )
     chunks = chunks_of(order) if asked.chunks is None else asked.chunks
+    if known.kept is not None and cost.kept == 1 and asked.memory is None:
+        cost = replace(cost, kept=known.kept)
     line = legal(
         lambda: ordered(
             order, ranks, micro, chunks, slices=slices, cost=cost, memory=asked.memory,
             every=asked.every,
         )
     )  # fmt: skip
-    return simulated(line, cost, known, micro, chunks, slices, asked.memory)
+    return simulated(line, cost, known.name, micro, chunks, slices, asked.memory)
 
 
-def _known(order: str) -> str:
-    """The order's own name."""
+def _known(order: str) -> Order:
+    """The order of a name, or a refusal that guesses which was meant."""
     from schedlang.orders import ORDERS, OrderError, find
 
     try:
-        return find(order).name
+        return find(order)
     except OrderError as error:
         near = closest(order, [name for one in ORDERS for name in (one.name, *one.aliases)])
         helps = (f"did you mean `{near}`?",) if near is not None else ()
