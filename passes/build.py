@@ -105,7 +105,7 @@ def build(
     weight = weight or weight_of(traced, count * micro)
     slices = slices_of(prepared.slicing, module, traced, weight)
     assembly = Assembly(
-        module=module, pipeline=_pipeline(builder, staged, loss, slices), ranks=ranks,
+        module=module, pipeline=_pipeline(builder, staged, loss, slices, sliced), ranks=ranks,
         replicas=plan.data_axes, micro=micro, parameters=found, holdings=holdings,
         buffer_stages=buffer_stages(staged), ties=(*plan.model.ties, *plan.model.shared_buffers),
         keys=tuple(plan.model.model.state_dict()), sums=tuple(sums), sliced=sliced,
@@ -271,14 +271,21 @@ def _dropout(
     return LogicalDropout(seed or 0, windows(slicing, slices) if slicing else slices)
 
 
-def _pipeline(builder: Builder, staged: Staged, loss: Loss | None, slices: Slices | None) -> Any:
+def _pipeline(
+    builder: Builder,
+    staged: Staged,
+    loss: Loss | None,
+    slices: Slices | None,
+    sliced: Mapping[int, Any],
+) -> Any:
     from schedlang.runtime.pipeline import Pipeline
     from schedlang.runtime.stage import Stage, Stub
     from schedlang.runtime.units import Switch
 
     plan, ranks = builder.plan, builder.ranks
     if staged.axis is None:
-        stage = Stage(builder.module, staged.cut, 0, loss=loss)
+        split = _splits(plan, staged, 0, sliced)
+        stage = Stage(builder.module, staged.cut, 0, loss=loss, split=split, late=_late(plan))
         return Pipeline({0: stage}, staged.timeline, (ranks.rank,), slices=slices)
     group = ranks.group(staged.axis)
     down = ranks.again(staged.axis)
@@ -287,13 +294,44 @@ def _pipeline(builder: Builder, staged: Staged, loss: Loss | None, slices: Slice
     stub = Stub(local_skeleton(plan, builder.traced), staged.cut)
     late = _late(plan)
     stages = {
-        s: Stage(builder.module, staged.cut, s, switch=switch, stub=stub, loss=loss, late=late)
+        s: Stage(
+            builder.module, staged.cut, s, switch=switch, stub=stub, loss=loss,
+            split=_splits(plan, staged, s, sliced), late=late,
+        )
         for s in staged.stages_at(place)
-    }
+    }  # fmt: skip
     return Pipeline(
         stages, staged.timeline, group.ranks, place, group=group.pg, down=down,
-        lookahead=plan.ahead, slices=slices,
+        lookahead=plan.ahead, slices=slices, parks=_parks(staged, ranks),
     )  # fmt: skip
+
+
+def _splits(plan: Plan, staged: Staged, stage: int, sliced: Mapping[int, Any]) -> bool:
+    """Whether a stage's backward is run in halves, where the order has halves.
+
+    Not where weights are gathered, which are gone again when the second half needs them, nor where
+    activations are computed again: each part of a backward would compute all of them.
+    """
+    if stage in sliced:
+        return False
+    units = [staged.cut.graph.units[k] for k in staged.cut.units(stage)]
+    again = {site for a in plan.actions if "recompute" in a.primitive.writes for site in a.sites}
+    return not any(_meet(unit, site) for unit in units for site in again)
+
+
+def _meet(one: str, other: str) -> bool:
+    """Whether a module is, holds or lies in another."""
+    a, b = f"{one}.".lstrip("."), f"{other}.".lstrip(".")
+    return a.startswith(b) or b.startswith(a)
+
+
+def _parks(staged: Staged, ranks: Ranks) -> tuple[Any, ...]:
+    """Groups for activations that are parked on partners, where some are."""
+    from schedlang.timeline import Kind
+
+    if staged.axis is None or not (staged.timeline.kind == Kind.EVICT).any():
+        return ()
+    return tuple(ranks.again(staged.axis) for _ in range(4))
 
 
 def _late(plan: Plan) -> frozenset[str] | None:

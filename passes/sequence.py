@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Refusal
@@ -36,7 +38,10 @@ def slicing_of(
     if count == 1:
         return None
     try:
-        return _found(plan, traced, sample, loss, weight, count)
+        found = _found(plan, traced, sample, loss, weight, count)
+        found = replace(found, grain=_grain(traced))
+        found.pieces(sample)  # are there enough tokens?
+        return found
     except Refusal as refusal:
         raise placed(refusal, plan, "order") from refusal
 
@@ -52,7 +57,7 @@ def _found(
     from schedlang.runtime.slice_probe import guess, probe, trial_of
     from schedlang.runtime.slices import Slicing
 
-    Slicing(count, "calls").pieces(sample)  # are there enough tokens?
+    Slicing(count, "calls").pieces(sample)
     rule = traced.labels[0] if len(traced.labels) == 1 else None
     weigh = weight or weight_of(traced, count)
     model = plan.model.model
@@ -69,6 +74,22 @@ def _found(
         return probe(trial(short=True), count)
     except Exception:  # fewer blocks or tokens may be what it cannot bear: its own code raises
         return probe(trial(short=False), count)
+
+
+def _grain(traced: Traced) -> int:
+    """What lengths must be multiples of: over how many ranks activations are split by tokens."""
+    from schedlang.placement import S
+    from schedlang.runtime.crossing import dim_of
+
+    edges = [edge for edges in traced.edges.values() for edge in edges]
+    return math.lcm(
+        *(
+            edge.group.size
+            for edge in edges
+            for place in (edge.arrives, edge.wants, edge.computes, edge.leaves)
+            if isinstance(place, S) and dim_of(place) == 1
+        )
+    )
 
 
 def _hollow(model: nn.Module) -> bool:

@@ -119,7 +119,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        *past, new = grad.split(ctx.sizes, ctx.dim)
+        *past, new = torch.split(grad, ctx.sizes, ctx.dim)
         return None, None, None, new, *past
 
 
@@ -127,10 +127,17 @@ class _Join(torch.autograd.Function):
 class Visit:
     """One slice of one microbatch on one stage, while it runs."""
 
-    carried: Carried
+    carried: Carried | None
     span: Span
     memo: dict[str, Any] = field(default_factory=dict)
 
     def join(self, key: Hashable, new: Tensor, dim: int = -2) -> Tensor:
         """See Carried.join."""
+        if self.carried is None:
+            dim = dim % new.dim()
+            return new.new_empty([*new.shape[:dim], self.span.stop, *new.shape[dim + 1 :]])
         return self.carried.join(key, new, dim, self.span)
+
+    def hollow(self) -> Visit:
+        """The same for shapes only: it notes nothing, and joins with nothing."""
+        return Visit(None, self.span)

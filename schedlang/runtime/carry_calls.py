@@ -133,15 +133,20 @@ def _getitem(span: Span, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[s
     tensor, index = args
     several = isinstance(index, tuple)
     made, found = [], 0
-    runs = [type(i) is slice and i.start in (None, 0) and i.stop == span.length and i.step in (None, 1)
-            for i in (index if several else (index,))]  # fmt: skip
-    for item, run in zip(index if several else (index,), runs):
+    items = index if several else (index,)
+    runs = [type(item) is slice and _first(item) == span.length for item in items]
+    for item, run in zip(items, runs):
         found += run
         last = found == sum(runs) == 2
         made.append(slice(0 if last else span.start, span.stop) if run else item)
     if not found:
         return args, kwargs
     return (tensor, tuple(made) if several else made[0]), kwargs
+
+
+def _first(item: slice) -> Any:
+    """How many of the first elements a slice takes; None if it takes others."""
+    return item.stop if item.start in (None, 0) and item.step in (None, 1) else None
 
 
 POSITIONS: dict[Any, Callable[[Span, Any, dict[str, Any]], tuple[Any, dict[str, Any]]]] = {

@@ -43,19 +43,23 @@ def fault(trial: Trial, slicing: Slicing, error: Exception) -> Refusal:
         parts = [p[:, :n] for p, n in zip(found.get(name, ()), trial.lengths)]
         alike = len(parts) == len(trial.lengths) and all(p.dim() > 1 for p in parts)
         joined = torch.cat(parts, 1) if alike else None
-        if outputs[0].dim() > 1 and outputs[0].shape[1] == total:
-            if joined is None or joined.shape != outputs[0].shape or not _near(joined, outputs[0]):
-                return refusal(
-                    f"`{kind}` cannot be cut along its sequences",
-                    f"`{name}` gives a slice something else than it gives within the sequence",
-                    "positions that it counts by shapes, or tokens that it mixes by other means "
-                    "than keys and values of an attention, begin anew in every slice",
-                )
+        if outputs[0].dim() < 2 or outputs[0].shape[1] != total:
+            continue
+        if joined is None or joined.shape != outputs[0].shape or not _near(joined, outputs[0]):
+            return refusal(
+                f"`{kind}` cannot be cut along its sequences",
+                f"`{name}` gives a slice something else than it gives within the sequence",
+                "positions that it counts by shapes, or tokens that it mixes by other means than "
+                "keys and values of an attention, begin anew in every slice",
+            )
     return refusal(f"`{kind}` cannot be cut along its sequences", str(error))
 
 
 def _where(found: Outputs) -> list[str]:
-    return [f"after `{list(found)[-1]}`"] if found else []
+    """The module that ended last before a slice failed."""
+    upto = max((len(outputs) for outputs in found.values()), default=0)
+    done = [name for name, outputs in found.items() if len(outputs) == upto]
+    return [f"in slice {upto - 1}, after `{done[-1]}`"] if upto > 1 else []
 
 
 def _near(a: Tensor, b: Tensor) -> bool:

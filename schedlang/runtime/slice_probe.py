@@ -246,14 +246,14 @@ def _shorter(batch: Mapping[str, Any], total: int, length: int) -> dict[str, Any
 class _Noting(LogicalDropout):
     """Logical masks that note their shapes, by slice, module and turn."""
 
-    def __init__(self, found: dict[Any, tuple[int, ...]], inner: Any) -> None:
+    def __init__(self, found: dict[Any, tuple[int, ...]], within: Any) -> None:
         super().__init__(0, self._note)
-        self.found, self.inner = found, inner
+        self.found, self.within = found, within
 
     def _note(self, site: str, call: int, shape: tuple[int, ...]) -> Window | None:
         part = visit()
         self.found[(part.span.index if part else None, site, call)] = shape
-        window: Window | None = self.inner(site, call, shape) if self.inner else None
+        window: Window | None = self.within(site, call, shape) if self.within else None
         return window
 
 
@@ -283,20 +283,22 @@ def forward(trial: Trial, model: nn.Module, batch: Mapping[str, Any]) -> tuple[A
 
 def watched(trial: Trial) -> Seen:
     """A pass over the whole sequence, in training."""
-    model, draws = trial.model, {}
+    model = trial.model
+    draws: dict[Any, tuple[int, ...]] = {}
     model.zero_grad(set_to_none=True)
     Training(model).on()
     named_sites(model)
     with running(trial, draws):
         value = loss_of(model(**trial.batch), trial.batch, trial.loss)
         assert value is not None, "the model gives no loss"
-        value.backward()
+        torch.autograd.backward(value)
     return Seen(value.detach(), _gradients(model), draws)
 
 
 def sliced(trial: Trial, slicing: Slicing) -> Seen:
     """A pass by slices."""
-    model, draws = trial.model, {}
+    model = trial.model
+    draws: dict[Any, tuple[int, ...]] = {}
     model.zero_grad(set_to_none=True)
     fill = trial.rule.filled if trial.rule else None
     slices = Slices(

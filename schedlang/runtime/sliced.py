@@ -90,7 +90,7 @@ class Slices:
         visit = Visit(carried, piece.span)
         with scope.visiting(visit), ambient(*([self.mode] if self.mode is not None else [])):
             if self.slicing.carrier == "cache":
-                yield piece.inputs | {"past_key_values": cache(visit), "use_cache": True}
+                yield piece.inputs | {"past_key_values": cache(piece.span), "use_cache": True}
             else:
                 yield piece.inputs
 
@@ -105,15 +105,15 @@ def _one_more(module: nn.Module, args: Any, output: Any) -> Any:
 
 def _check_left(batch: Batch) -> None:
     for name, value in batch.items():
-        if "mask" in name and isinstance(value, Tensor) and value.dim() == 2:
-            if not value.is_meta and not bool(value[:, 0].all()):
-                raise Refusal(
-                    Diagnostic(
-                        "S657", f"`{name}` pads sequences on the left",
-                        notes=("a first slice of nothing but padding has no key to attend to",),
-                        helps=("pad on the right", "or leave `slices` out of the row"),
-                    )
-                )  # fmt: skip
+        mask = "mask" in name and isinstance(value, Tensor) and value.dim() == 2
+        if mask and not value.is_meta and not bool(value[:, 0].all()):
+            raise Refusal(
+                Diagnostic(
+                    "S657", f"`{name}` pads sequences on the left",
+                    notes=("a first slice of nothing but padding has no key to attend to",),
+                    helps=("pad on the right", "or leave `slices` out of the row"),
+                )
+            )  # fmt: skip
 
 
 def _check_packed(batch: Batch) -> None:
@@ -132,6 +132,12 @@ def _check_packed(batch: Batch) -> None:
 
 
 # -- outputs and masks ---------------------------------------------------------------------------
+
+
+def whole_loss(losses: Sequence[Tensor], pieces: Sequence[Weighed]) -> Tensor:
+    """The mean loss of a microbatch; a slice that weighs nothing may have no number."""
+    shares = [(value, p.share) for value, p in zip(losses, pieces) if p.share]
+    return torch.stack([v * share for v, share in shares]).sum() if shares else losses[0]
 
 
 def joined(outputs: Sequence[Any], pieces: Sequence[Weighed]) -> Any:
@@ -203,7 +209,7 @@ def run(
         losses.append(value)
     for part, value in reversed(list(zip(pieces, losses))):
         back(carried, part, value)
-    return sum(p.share * v.detach() for p, v in zip(pieces, losses) if p.share), outputs
+    return whole_loss([v.detach() for v in losses], pieces), outputs
 
 
 def back(carried: Carried, part: Weighed, value: Tensor) -> None:

@@ -11,7 +11,7 @@ import torch
 from schedlang.runtime.carry import Carried
 from schedlang.runtime.flight import Work
 from schedlang.runtime.graph import Token
-from schedlang.runtime.sliced import joined
+from schedlang.runtime.sliced import Slices, joined, whole_loss
 from schedlang.runtime.stage import Forwarded, Stage
 from schedlang.runtime.step import Result, Step
 
@@ -37,7 +37,7 @@ class SlicedStep(Step):
 
     def __init__(self, pipe: Any, batches: Any, *rest: Any) -> None:
         super().__init__(pipe, batches, *rest)
-        self.slices = pipe.slices
+        self.slices: Slices = pipe.slices
         self.parts = [self.slices.of(batch) for batch in batches]
         self.carried: dict[Work, Carried] = defaultdict(Carried)
         self.made: dict[int, list[tuple[torch.Tensor | None, Any]]] = defaultdict(list)
@@ -53,7 +53,8 @@ class SlicedStep(Step):
 
     def weight(self, work: Work) -> float:
         """The share of a slice in its microbatch."""
-        return self.scale[work.microbatch] * self.parts[work.microbatch][work.slice].share
+        share: float = self.parts[work.microbatch][work.slice].share
+        return self.scale[work.microbatch] * share
 
     def finish(self, work: Work, loss: torch.Tensor | None, output: Any) -> None:
         """Put the slices together once the last one is there."""
@@ -61,10 +62,7 @@ class SlicedStep(Step):
         made.append((loss, output))
         if len(made) < len(parts):
             return
-        losses = [
-            value * p.share for (value, _), p in zip(made, parts) if p.share and value is not None
-        ]
-        whole = torch.stack(losses).sum() if losses else made[0][0]
+        whole = whole_loss([value for value, _ in made if value is not None], parts)
         output = joined([output for _, output in made], parts) if self.keep else None
         self.results[work.microbatch] = Result(whole, output)
         del self.made[work.microbatch]

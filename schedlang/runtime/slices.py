@@ -33,6 +33,7 @@ class Slicing:
     places   lines of the model that count positions by the length of what they are given
     draws    (module, turn) of a random draw -> per dim of one sample "", "rows" or "keys"
     left     whether sequences may be padded on the left
+    grain    lengths are multiples of it, where ranks split sequences between them
     """
 
     count: int
@@ -45,6 +46,7 @@ class Slicing:
     places: frozenset[Place] = frozenset()
     draws: Mapping[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
     left: bool = True
+    grain: int = 1
 
     def pieces(self, batch: Batch, lengths: tuple[int, ...] | None = None) -> list[Piece]:
         """The slices of a microbatch, equal in length but for one token where none are given.
@@ -52,7 +54,7 @@ class Slicing:
         Raises Refusal S606 for a sequence shorter than the slices are many.
         """
         total, rows = length_of(batch), rows_of(batch)
-        spans = _spans(total, lengths or even(total, self.count))
+        spans = _spans(total, lengths or even(total, self.count, self.grain))
         return [self._piece(batch, span, rows) for span in spans]
 
     def _piece(self, batch: Batch, span: Span, rows: int) -> Piece:
@@ -63,9 +65,8 @@ class Slicing:
                 return value
             name = str(getattr(path[0], "key", ""))
             labels = name == self.labels
-            own = (
-                value[:, span.start : span.stop + more] if labels else self._cut(name, value, span)
-            )
+            until = span.stop + more
+            own = value[:, span.start : until] if labels else self._cut(name, value, span)
             return own.contiguous()  # models take views of what they are given
 
         seen: dict[str, Any] = pytree.tree_map_with_path(part, dict(batch))
@@ -82,9 +83,8 @@ class Slicing:
         if value.dim() == 4:  # [rows, heads, queries, keys]
             own = value if value.shape[2] == 1 else value[:, :, span.start : span.stop]
             return own[..., : span.stop]
-        return (
-            value[:, : span.stop] if mask and value.dim() == 2 else value[:, span.start : span.stop]
-        )
+        first = 0 if mask and value.dim() == 2 else span.start
+        return value[:, first : span.stop]
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,10 @@ def length_of(batch: Batch) -> int:
     )  # fmt: skip
 
 
-def even(total: int, count: int) -> tuple[int, ...]:
-    """Lengths that differ by at most one."""
-    return tuple(len(run) for run in shares(total, count))
+def even(total: int, count: int, grain: int = 1) -> tuple[int, ...]:
+    """Lengths that differ by at most `grain`, multiples of it as far as the whole is one."""
+    *most, last = (grain * len(run) for run in shares(total // grain, count))
+    return (*most, last + total % grain)
 
 
 def _spans(total: int, lengths: tuple[int, ...]) -> list[Span]:

@@ -21,7 +21,7 @@ from schedlang.runtime.constants import OnMeta
 from schedlang.runtime.graph import Cut, Token, refusal
 from schedlang.runtime.meta import hollow_batch, hollow_model
 from schedlang.runtime.record import loss_of
-from schedlang.runtime.scope import capture, named_sites, skip_calls
+from schedlang.runtime.scope import capture, named_sites, skip_calls, visit, visiting
 from schedlang.runtime.skipped import Counted
 from schedlang.runtime.units import Switch
 
@@ -106,8 +106,11 @@ class Stub:
     ) -> tuple[list[Any], Any, Mapping[str, int]]:
         counted = Counted()
         try:
+            part = visit()
+            shapes = visiting(part.hollow() if part is not None else None)
             with ExitStack() as stack:
-                for mode in (torch.no_grad(), self._outside(), torch.device("meta"), OnMeta()):
+                modes = (torch.no_grad(), self._outside(), shapes, torch.device("meta"), OnMeta())
+                for mode in modes:
                     stack.enter_context(mode)
                 if self.modules[unit] in self.often:  # a later call draws what comes after
                     stack.enter_context(counted)
