@@ -59,7 +59,7 @@ def _found(
 
     Slicing(count, "calls").pieces(sample)
     rule = traced.labels[0] if len(traced.labels) == 1 else None
-    weigh = weight or weight_of(traced, count)
+    weigh = weight or _weight(traced, count)
     model = plan.model.model
 
     def trial(short: bool) -> Trial:
@@ -97,12 +97,22 @@ def _hollow(model: nn.Module) -> bool:
 
 
 def slices_of(
-    slicing: Slicing | None, model: nn.Module, traced: Traced, weight: Weight
+    slicing: Slicing | None, model: nn.Module, traced: Traced, weight: Weight | None
 ) -> Slices | None:
-    """What cuts the microbatches of the local model, if they are cut."""
+    """What cuts the microbatches of the local model, if they are cut; `weight` is a user's own."""
     from schedlang.runtime.sliced import Slices
 
     if slicing is None:
         return None
     fill = traced.labels[0].filled if len(traced.labels) == 1 else None
-    return Slices(model, slicing, weight, fill=fill)
+    return Slices(model, slicing, weight or _weight(traced, slicing.count), fill=fill)
+
+
+def _weight(traced: Traced, count: int) -> Weight:
+    """What a slice weighs in the mean: its labels that count; its tokens where there are none."""
+    from schedlang.runtime.parts import rows_of
+    from schedlang.runtime.slices import length_of
+
+    if traced.labels:
+        return weight_of(traced, count)
+    return lambda batch: float(rows_of(batch) * length_of(batch))

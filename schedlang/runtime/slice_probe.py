@@ -24,7 +24,7 @@ from schedlang.runtime.random import LogicalDropout, Window
 from schedlang.runtime.record import loss_of
 from schedlang.runtime.scope import Scope, entered, named_sites, visit
 from schedlang.runtime.sliced import Loss, Slices, run, windows
-from schedlang.runtime.slices import Place, Slicing, Weight, length_of
+from schedlang.runtime.slices import Place, Slicing, Weight, along, length_of, masks_of
 from schedlang.runtime.small_model import small_copy
 from schedlang.runtime.trace import LabelRule
 from schedlang.runtime.training import Training
@@ -45,6 +45,7 @@ class Trial:
     rule: LabelRule | None
     random: bool
     alike: Mapping[str, str] = field(default_factory=dict)  # see small_model.Small
+    along: frozenset[str] = frozenset()  # inputs that run along the sequence
 
 
 @dataclass
@@ -88,7 +89,9 @@ def guess(trial: Trial, count: int) -> Slicing:
     given = cache and style == "padded" and trial.loss is None
     shift = "given" if given else "none" if style == "none" else "head"
     source = trial.rule.source if trial.rule else ""
-    return Slicing(count, "cache" if cache else "calls", source, shift)
+    carrier = "cache" if cache else "calls"
+    masks = masks_of(trial.batch)
+    return Slicing(count, carrier, source, shift, along=trial.along, keys=masks)
 
 
 def trial_of(
@@ -107,7 +110,9 @@ def trial_of(
     lengths = TOKENS if total >= sum(TOKENS) and short else _lengths(total, count)
     batch = _small(model, sample, sum(lengths), rule)
     small = small_copy(model, short=short)
-    return Trial(small.model, batch, lengths, loss, weight, rule, random, small.alike)
+    return Trial(
+        small.model, batch, lengths, loss, weight, rule, random, small.alike, along(sample)
+    )
 
 
 def _lengths(total: int, count: int) -> tuple[int, ...]:
@@ -119,7 +124,7 @@ def _small(
 ) -> dict[str, Any]:
     """Two rows of `total` tokens; what is constant there is drawn, masks pad the last row."""
     rows, length = rows_of(sample), length_of(sample)
-    keep = min(rows, 2)
+    keep, masks = min(rows, 2), masks_of(sample)
     generator = torch.Generator().manual_seed(0)
     sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
 
@@ -132,7 +137,7 @@ def _small(
         if cut.dim() == 4 and cut.shape[-1] == length:
             cut = cut[:, :, :total, :total]
         cut = cut.detach().to("cpu", copy=True)
-        if "mask" in name and cut.dim() == 2:
+        if name in masks:
             cut[:] = 1
             cut[-1, total - 2 :] = 0
         elif name == (rule.source if rule else None) or _constant(cut):
@@ -156,16 +161,18 @@ def candidates(trial: Trial) -> Iterator[Slicing]:
     style, count = shift_of(trial), len(trial.lengths)
     source = trial.rule.source if trial.rule else ""
     ignore = trial.rule.ignore_index if trial.rule else -100
-    base = Slicing(count, "calls", source, "none", ignore)
+    masks = masks_of(trial.batch)
+    base = Slicing(count, "calls", source, "none", ignore, along=trial.along, keys=masks)
     head = replace(base, shift="head", head=_head(trial)) if style != "none" else base
     if has_cache(trial.model):
         if style == "padded" and trial.loss is None:
             yield replace(base, carrier="cache", shift="given")
         yield replace(head, carrier="cache")
         return
-    places = _places(trial)
-    yield replace(head, places=places)
-    yield replace(head, places=places, masks="rows")
+    head = replace(head, places=_places(trial))
+    yield head
+    if masks:
+        yield replace(head, keys=frozenset())
 
 
 def has_cache(model: nn.Module) -> bool:
@@ -380,7 +387,7 @@ def _dims(
 
 def _left(trial: Trial, slicing: Slicing) -> bool:
     """Whether rows that begin with padding, a whole slice of it and more, come out right, too."""
-    masks = [n for n, v in trial.batch.items() if "mask" in n and v.dim() == 2]
+    masks = masks_of(trial.batch)
     if not masks:
         return True
     padded = {name: v.clone() if isinstance(v, Tensor) else v for name, v in trial.batch.items()}
