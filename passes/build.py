@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.model import Site
-    from schedlang.runtime.assembly import Weight
+    from schedlang.runtime.assembly import Assembly, Weight
     from schedlang.runtime.early import EarlySums
     from schedlang.runtime.gradient import Sum
     from schedlang.runtime.holding import Holding
@@ -100,7 +100,7 @@ def build(
     found = {name: p for name, p in module.named_parameters() if name in held}
     sums = sums_of(plan, traced, holdings, found, ranks)
     dropout = _dropout(plan, prepared, ranks, seed, module)
-    pipeline = _pipeline(builder, prepared, loss, weight)
+    pipeline = _pipeline(builder, prepared, loss, weight, sliced)
     weight = weight or weight_of(traced, count * micro)
     assembly = Assembly(
         module=module, pipeline=pipeline, ranks=ranks, replicas=plan.data_axes, micro=micro,
@@ -112,11 +112,18 @@ def build(
         without_labels=traced.labels[0].filled if len(traced.labels) == 1 else None,
         outputs_missing=staged.cut.missing if staged.axis is not None else (),
     )  # fmt: skip
-    trained = [(name, p) for name, p in found.items() if p.requires_grad]
-    if optimizer is not None and trained:
-        _check_optimizer(plan, holdings, optimizer)
-        return Program(assembly, optimizer(trained), clip)
-    return Program(assembly, None, clip)
+    return Program(assembly, _optimizer(plan, assembly, optimizer), clip)
+
+
+def _optimizer(
+    plan: Plan, a: Assembly, make: Callable[..., torch.optim.Optimizer] | None
+) -> torch.optim.Optimizer | None:
+    """The optimizer of what this rank trains; None where there is nothing."""
+    trained = [(name, p) for name, p in a.parameters.items() if p.requires_grad]
+    if make is None or not trained:
+        return None
+    _check_optimizer(plan, a.holdings, make)
+    return make(trained)
 
 
 def _early(
@@ -268,7 +275,13 @@ def _dropout(
     return LogicalDropout(seed or 0, windows(slicing, slices) if slicing else slices)
 
 
-def _pipeline(builder: Builder, prepared: Prepared, loss: Loss | None, weight: Any) -> Any:
+def _pipeline(
+    builder: Builder,
+    prepared: Prepared,
+    loss: Loss | None,
+    weight: Weight | None,
+    sliced: Mapping[int, Any],
+) -> Any:
     from schedlang.runtime.pipeline import Pipeline
     from schedlang.runtime.stage import Stage, Stub
     from schedlang.runtime.units import Switch
@@ -276,7 +289,8 @@ def _pipeline(builder: Builder, prepared: Prepared, loss: Loss | None, weight: A
     plan, ranks, staged = builder.plan, builder.ranks, prepared.staged
     slices = slices_of(prepared.slicing, builder.module, builder.traced, weight)
     if staged.axis is None:
-        stage = Stage(builder.module, staged.cut, 0, loss=loss)
+        split = _splits(plan, staged, 0, sliced)
+        stage = Stage(builder.module, staged.cut, 0, loss=loss, split=split, late=_late(plan))
         return Pipeline({0: stage}, staged.timeline, (ranks.rank,), slices=slices)
     group = ranks.group(staged.axis)
     down = ranks.again(staged.axis)
@@ -285,13 +299,44 @@ def _pipeline(builder: Builder, prepared: Prepared, loss: Loss | None, weight: A
     stub = Stub(local_skeleton(plan, builder.traced), staged.cut)
     late = _late(plan)
     stages = {
-        s: Stage(builder.module, staged.cut, s, switch=switch, stub=stub, loss=loss, late=late)
+        s: Stage(
+            builder.module, staged.cut, s, switch=switch, stub=stub, loss=loss,
+            split=_splits(plan, staged, s, sliced), late=late,
+        )
         for s in staged.stages_at(place)
-    }
+    }  # fmt: skip
     return Pipeline(
         stages, staged.timeline, group.ranks, place, group=group.pg, down=down,
-        lookahead=plan.ahead, slices=slices,
+        lookahead=plan.ahead, slices=slices, parks=_parks(staged, ranks),
     )  # fmt: skip
+
+
+def _splits(plan: Plan, staged: Staged, stage: int, sliced: Mapping[int, Any]) -> bool:
+    """Whether a stage's backward is run in halves, where the order has halves.
+
+    Not where weights are gathered, which are gone again when the second half needs them, nor where
+    activations are computed again: each part of a backward would compute all of them.
+    """
+    if stage in sliced:
+        return False
+    units = [staged.cut.graph.units[k] for k in staged.cut.units(stage)]
+    again = {site for a in plan.actions if "recompute" in a.primitive.writes for site in a.sites}
+    return not any(_meet(unit, site) for unit in units for site in again)
+
+
+def _meet(one: str, other: str) -> bool:
+    """Whether a module is, holds or lies in another."""
+    a, b = f"{one}.".lstrip("."), f"{other}.".lstrip(".")
+    return a.startswith(b) or b.startswith(a)
+
+
+def _parks(staged: Staged, ranks: Ranks) -> tuple[Any, ...]:
+    """Groups for activations that are parked on partners, where some are."""
+    from schedlang.timeline import Kind
+
+    if staged.axis is None or not (staged.timeline.kind == Kind.EVICT).any():
+        return ()
+    return tuple(ranks.again(staged.axis) for _ in range(4))
 
 
 def _late(plan: Plan) -> frozenset[str] | None:

@@ -16,7 +16,7 @@ from schedlang.plan import Plan
 if TYPE_CHECKING:
     from torch import nn
 
-    from schedlang.runtime.slice_probe import Trial
+    from schedlang.runtime.slice_trial import Trial
     from schedlang.runtime.sliced import Slices
     from schedlang.runtime.slices import Slicing
 
@@ -54,7 +54,9 @@ def _found(
     weight: Weight | None,
     count: int,
 ) -> Slicing:
-    from schedlang.runtime.slice_probe import guess, probe, trial_of
+    from schedlang.runtime.slice_faults import refusal
+    from schedlang.runtime.slice_probe import guess, probe
+    from schedlang.runtime.slice_trial import trial_of
     from schedlang.runtime.slices import Slicing
 
     Slicing(count, "calls").pieces(sample)
@@ -73,7 +75,15 @@ def _found(
     try:
         return probe(trial(short=True), count)
     except Exception:  # fewer blocks or tokens may be what it cannot bear: its own code raises
+        pass
+    try:
         return probe(trial(short=False), count)
+    except Refusal:
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        kind = type(model).__name__
+        raise refusal(f"`{kind}` does not run on a small batch, to be tried", said) from error
 
 
 def _grain(traced: Traced) -> int:

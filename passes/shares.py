@@ -8,7 +8,7 @@ from typing import Any
 
 from schedlang.diagnostic import Diagnostic
 from schedlang.passes.claim import Claim, facet_row, placed
-from schedlang.passes.roles import Role, Step
+from schedlang.passes.roles import Role, Step, shortened
 from schedlang.passes.weigh import weight_of
 
 NEAR = 1e-9
@@ -72,10 +72,13 @@ def counted(step: Step) -> float | None:
 
 
 def _step(step: Step, played: Sequence[Role]) -> Iterator[Diagnostic]:
-    """Of a batch whose parts are alike, those of all replicas weigh one."""
+    """Of a batch whose parts are alike, those of all replicas weigh one in each update."""
+    from schedlang.timeline.versions import updates
+
     count = step.plan.mesh.size(step.plan.data_axes)
+    times = int(updates(shortened(step).prepared.staged.timeline).max())  # of a step
     for role in played:
-        total = sum(role.weights) * count
+        total = sum(role.weights) * count / times
         if not math.isclose(total, 1.0, rel_tol=NEAR):
             said = f"the microbatches of rank {role.rank} weigh {total:g} of their share"
             yield Diagnostic("S716", said, _row(step))

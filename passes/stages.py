@@ -1,15 +1,21 @@
-"""Cut points to the stage of every unit: by name, evenly, or by the smallest largest stage."""
+"""Cut points to the stage of every unit: by name, evenly, or by the lightest heaviest stage."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
-from schedlang.diagnostic import closest
+from schedlang.diagnostic import Diagnostic, Label, Refusal, closest
 from schedlang.plan import Cut, Plan
 from schedlang.runtime.graph import refusal
+from schedlang.source import NOWHERE
 
+if TYPE_CHECKING:
+    from schedlang.runtime.graph import StageGraph
+
+Weight = Callable[[int, int, int], float]
 LISTS = ("ModuleList", "ModuleDict", "Sequential")
 
 
@@ -29,20 +35,25 @@ class Unit:
 def at_units(units: Sequence[Unit], starts: Sequence[str]) -> tuple[int, ...]:
     """A new stage starts at each unit named. Gives the stage of every unit."""
     names = [unit.name for unit in units]
-    for start in starts:
-        if start not in names:
-            guess = closest(start, names)
-            helps = (f"did you mean `{guess}`?",) if guess else (", ".join(names),)
-            raise refusal("S613", start, "is no unit at which a stage can start", *helps)
-    places = [names.index(start) for start in starts]
-    if places != sorted(set(places)) or 0 in places:
+    places = [_place(names, start) for start in starts]
+    if len(places) != len(set(places)) or 0 in places:
         raise refusal(
             "S613",
             "",
-            "stages start in the order in which units are called, after the first unit",
-            ", ".join(sorted({*starts} - {names[0]}, key=names.index)),
+            "stages start at different units, each after the first unit",
+            ", ".join(names[place] for place in sorted({*places} - {0})) or names[1],
         )
     return _stages(len(units), places)
+
+
+def _place(names: Sequence[str], start: str) -> int:
+    """The first unit that is a module or lies inside it."""
+    for place, name in enumerate(names):
+        if name == start or name.startswith((f"{start}.", f"{start}#")):
+            return place
+    guess = closest(start, names)
+    helps = (f"did you mean `{guess}`?",) if guess else (", ".join(names),)
+    raise refusal("S613", start, "is no unit at which a stage can start", *helps)
 
 
 def at_indices(units: Sequence[Unit], starts: Sequence[int]) -> tuple[int, ...]:
@@ -67,29 +78,30 @@ def even(units: Sequence[Unit], stages: int) -> tuple[int, ...]:
     return at_units(units, [trunk[start] for start in starts])
 
 
-def balanced(units: Sequence[Unit], stages: int) -> tuple[int, ...]:
-    """The cut whose largest stage has the fewest parameters; every stage has a trunk unit.
+def balanced(units: Sequence[Unit], stages: int, weight: Weight | None = None) -> tuple[int, ...]:
+    """The cut whose heaviest stage is lightest; every stage has a trunk unit.
 
-    Exact, by dynamic programming over runs of units (linear partition; Skiena, The Algorithm
-    Design Manual, §10.5). Of equal cuts the one with the earliest starts.
+    `weight(stage, first, after)` of the units first to after - 1 on a stage, which need not be a
+    sum over units; by default their parameters. Exact, by dynamic programming over runs of units
+    (linear partition; Skiena, The Algorithm Design Manual, §10.5). Of equal cuts the one with the
+    earliest starts.
     """
     trunk = [k for k, unit in enumerate(units) if unit.trunk]
     _enough(len(trunk), stages)
-    sums = [0, *accumulate(unit.params for unit in units)]
     bounds = [0, *trunk[1:], len(units)]  # units before the trunk go with its first, and so on
     n = len(trunk)
-
-    def weight(low: int, high: int) -> int:
-        return sums[bounds[high]] - sums[bounds[low]]
-
-    best = [[0] * (n + 1) for _ in range(stages + 1)]
+    if weight is None:
+        sums = [0, *accumulate(unit.params for unit in units)]
+        weight = lambda stage, low, high: sums[high] - sums[low]  # noqa: E731
+    best = [[0.0] * (n + 1) for _ in range(stages + 1)]
     start = [[0] * (n + 1) for _ in range(stages + 1)]
     for high in range(1, n + 1):
-        best[1][high] = weight(0, high)
+        best[1][high] = weight(0, 0, bounds[high])
     for k in range(2, stages + 1):
         for high in range(k, n + 1):
             options = (
-                (max(best[k - 1][low], weight(low, high)), low) for low in range(k - 1, high)
+                (max(best[k - 1][low], weight(k - 1, bounds[low], bounds[high])), low)
+                for low in range(k - 1, high)
             )
             best[k][high], start[k][high] = min(options)
     places, high = [], n
@@ -97,6 +109,30 @@ def balanced(units: Sequence[Unit], stages: int) -> tuple[int, ...]:
         high = start[k][high]
         places.append(bounds[high])
     return _stages(len(units), places[::-1])
+
+
+REGIONS = {"recompute": "recomputes", "structure": "computes"}
+
+
+def check_regions(plan: Plan, graph: StageGraph, stage_of: Sequence[int]) -> None:
+    """Refuse a cut inside of what a row recomputes or computes as one (S603)."""
+    rows = [(a, f) for a in plan.actions for f in REGIONS if f in a.primitive.writes]
+    for action, facet in rows:
+        for site in action.sites:
+            inside = [k for k, name in enumerate(graph.units) if name.startswith(f"{site}.")]
+            cuts = [graph.labels[b] for a, b in pairwise(inside) if stage_of[a] != stage_of[b]]
+            if cuts:
+                does = REGIONS[facet]
+                what = "checkpointed" if facet == "recompute" else "replaced"
+                other = Label(action.span or NOWHERE, f"{does} `{site}` as one")
+                raise Refusal(
+                    Diagnostic(
+                        "S603", f"a {what} region may not reach across a pipeline cut",
+                        Label(text=f"cuts it in two before `{cuts[0]}`"), (other,),
+                        helps=(f"cut before or after `{site}`",
+                               f"or let `{action.name}` take the modules inside, one by one"),
+                    )
+                )  # fmt: skip
 
 
 def elements(plan: Plan, cut: Cut) -> tuple[str, ...]:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.legality import check_cuts
 from schedlang.passes.propagate import Traced
-from schedlang.passes.stages import Unit, at_units, balanced, even
+from schedlang.passes.stages import Unit, at_units, balanced, check_regions, even
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from schedlang.runtime.graph import Cut
+    from schedlang.runtime.graph import Cut, StageGraph
     from schedlang.timeline import Timeline
 
 Loss = Callable[..., Any]
@@ -91,6 +91,8 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
     axis = plan.cuts[0].axis if plan.cuts else None
     timeline = timeline_of(plan)
     if axis is None or timeline.stages == 1:
+        if traced.entries:
+            _as_often(plan, traced)
         return _one_stage(plan, timeline)
     check_cuts(plan)
     skeleton = local_skeleton(plan, traced)
@@ -100,11 +102,21 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
         trunks = [fqn for c in plan.cuts for fqn in c.trunks]
         names = units_of(skeleton, batch, at, trunks=trunks, unrolled=dict(plan.unrolled))
         graph = record(skeleton, names, batch, loss=loss)
-        made = cut(graph, _stage_numbers(plan, names, timeline.stages))
+        made = cut(graph, _stage_numbers(plan, graph, timeline))
     except Refusal as refusal:
         raise placed(refusal, plan, "stage") from refusal
     homes = tuple(tuple(row) for row in timeline.homes.tolist())
     return Staged(made, timeline, homes, axis, _trunk(plan))
+
+
+def _as_often(plan: Plan, traced: Traced) -> None:
+    """Refuse a row about another number of calls than the model makes (S601)."""
+    from schedlang.runtime.units import check_calls
+
+    try:
+        check_calls(dict(plan.unrolled), traced.entries)
+    except Refusal as refusal:
+        raise placed(refusal, plan, "stage") from refusal
 
 
 def timeline_of(plan: Plan) -> Timeline:
@@ -145,22 +157,30 @@ def _one_stage(plan: Plan, timeline: Timeline) -> Staged:
     return Staged(Cut(whole, (0,)), timeline, ((0,),), None, _trunk(plan))
 
 
-def _stage_numbers(plan: Plan, names: Sequence[str], stages: int) -> tuple[int, ...]:
-    """The stage of every unit, from the cuts of the plan."""
-    from schedlang.runtime.graph import labels
+def _stage_numbers(plan: Plan, graph: StageGraph, timeline: Timeline) -> tuple[int, ...]:
+    """The stage of every unit, from the cuts of the plan; no cut lies inside of a region."""
+    found = _numbers(plan, graph, timeline)
+    check_regions(plan, graph, found)
+    return found
+
+
+def _numbers(plan: Plan, graph: StageGraph, timeline: Timeline) -> tuple[int, ...]:
+    from schedlang.passes.weights import weight_of
     from schedlang.runtime.units import in_trunk
 
     trunks = [fqn for c in plan.cuts for fqn in c.trunks]
-    inside = in_trunk(plan.model.model, names, trunks, dict(plan.unrolled))
+    inside = in_trunk(plan.model.model, graph.units, trunks, dict(plan.unrolled))
     units = [
         Unit(label, plan.model.numel(name), trunk)
-        for name, label, trunk in zip(names, labels(names), inside)
+        for name, label, trunk in zip(graph.units, graph.labels, inside)
     ]
     starts = [fqn for c in plan.cuts for fqn in c.before]
     if starts:
         return at_units(units, starts)
     balance = plan.cuts[0].balance
-    return balanced(units, stages) if balance == "params" else even(units, stages)
+    if balance == "even":
+        return even(units, timeline.stages)
+    return balanced(units, timeline.stages, weight_of(balance, plan, graph, timeline))
 
 
 def _trunk(plan: Plan) -> frozenset[str]:

@@ -28,6 +28,7 @@ def check_stale(plan: Plan, staged: Staged) -> None:
     _check_stages(staged, row)
     _check_shared(staged, row)
     _check_sliced(plan)
+    _check_early(plan)
     _check_recomputed(plan, staged)
 
 
@@ -82,6 +83,17 @@ def _check_sliced(plan: Plan) -> None:
         "sliced state cannot be kept in several versions", _row(plan, "state"),
         notes=("the order keeps whole weights of each version, and slices are of one",),
         helps=("`zero(stage=0, ...)` keeps state whole", SYNCHRONOUS),
+    )  # fmt: skip
+
+
+def _check_early(plan: Plan) -> None:
+    if "gradients" not in plan.overlaps:
+        return
+    _refuse(
+        "gradients are summed at every update of a stage, not once a step",
+        next((a for a in plan.actions if a.name == "overlap"), None),
+        notes=("no other stage of the rank has a backward left beside which a sum could run",),
+        helps=("leave it at `overlap(transfers)`", SYNCHRONOUS),
     )  # fmt: skip
 
 

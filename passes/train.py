@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,10 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
+    from schedlang.passes.measured import Measured
     from schedlang.runtime.measure import Memory
+    from schedlang.runtime.program import Program
+    from schedlang.runtime.watch import Watch
 
 RATES = {"adamw": 3e-3, "sgd": 0.1}  # by optimizer
 
@@ -30,6 +34,7 @@ class Course:
     optimizer: str = "adamw"
     rate: float | None = None
     seed: int = 0
+    watched: int = 0  # of how many steps at the end the operations are timed
 
     @property
     def lr(self) -> float:
@@ -54,6 +59,7 @@ class Trained:
 
     steps: tuple[Step, ...]
     memory: tuple[Memory, ...]
+    measured: Measured | None = None
 
     @property
     def settled(self) -> tuple[Step, ...]:
@@ -82,7 +88,7 @@ class Trained:
             "step_seconds": self.median,
             "memory": [one.to_json() for one in self.memory],
             "activations": "not measured" if self.memory[0].peak is None else "in the peak",
-        }
+        } | ({} if self.measured is None else {"pipeline": self.measured.to_json()})
 
 
 Tell = Callable[[Step], None]
@@ -103,12 +109,34 @@ def train(course: Course, tell: Tell | None = None) -> Trained:
         course.plan, batch, loss=course.loss, weight=course.weight, seed=course.seed,
         optimizer=optimizer(course.optimizer, course.lr),
     )  # fmt: skip
+    watch = _watch(program) if course.watched else None
     steps = []
     for number in range(course.steps):
         batch = home(course.batch(course.seed + number)) if number else batch
-        steps.append(_step(program, number, batch))
+        program.watch = watch if number >= course.steps - course.watched else None
+        with program.watch.step() if program.watch is not None else nullcontext():
+            steps.append(_step(program, number, batch))
         tell(steps[-1])
-    return Trained(tuple(steps), _everyones(program))
+    seen = None if watch is None else _measured(course.plan, program, watch)
+    return Trained(tuple(steps), _everyones(program), seen)
+
+
+def _watch(program: Program) -> Watch:
+    from schedlang.runtime.watch import Watch
+
+    device = program.assembly.pipeline.mail.device
+    return Watch(program.assembly.pipeline, device)
+
+
+def _measured(plan: Plan, program: Program, watch: Watch) -> Measured:
+    """The median watched step of the pipeline at place 0 of all other axes."""
+    from schedlang.passes.measured import settled
+    from schedlang.runtime.watch import gathered
+
+    everyone, axis = gathered(watch), plan.cuts[0].axis
+    zero = dict.fromkeys(plan.mesh.sizes, 0)
+    places = [plan.mesh.rank(zero | {axis: k}) for k in range(plan.mesh.size(axis))]
+    return settled(program.assembly.pipeline.timeline, [everyone[rank] for rank in places])
 
 
 def _step(program: Any, number: int, batch: Mapping[str, Any]) -> Step:

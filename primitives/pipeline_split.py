@@ -31,7 +31,7 @@ class pipeline_split(Primitive):  # noqa: N801
     """
 
     over: Axis = field(kw_only=True)
-    balance: Literal["even", "params"] = field(default="even", kw_only=True)
+    balance: Literal["even", "params", "time", "memory"] = field(default="even", kw_only=True)
     tied: Literal["replicate", "refuse"] = field(default="replicate", kw_only=True)
 
     example = "layers  pipeline_split(over=pp)"

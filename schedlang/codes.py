@@ -157,6 +157,10 @@ CODES: Mapping[str, tuple[str, str]] = {
         "A cut falls between two calls that the model makes once; this module is called often.",
     ),
     "S602": ("a cut separates tied names", "`tied=replicate` keeps a copy on each side."),
+    "S603": (
+        "a cut inside a region",
+        "What is recomputed, fused or replaced as one runs on one stage: cut before or after it.",
+    ),
     "S604": ("the model rejects the batch", "The model itself raised; its message is shown."),
     "S605": ("the batch has no rows", "Tensors of a batch have rows along their first dim."),
     "S606": ("too few rows", "Every part of the batch needs a row: fewer parts or a larger batch."),

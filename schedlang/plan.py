@@ -229,7 +229,8 @@ class Plan:
 def _timeline(order: Order, ranks: int) -> Timeline:
     from schedlang import orders
 
-    assert not order.table, "tables are read by the room of orders"
+    if order.table:
+        return orders.read_table(order.table, ranks, order.micro)
     return orders.order(
         order.name, ranks, order.micro, order.chunks,
         slices=order.slices, memory=order.memory, every=order.every,

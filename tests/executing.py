@@ -44,7 +44,7 @@ def keep_only(model: nn.Module, made: Cut, stages: list[int]) -> None:
                     table[name] = nn.Parameter(bare) if table is module._parameters else bare
 
 
-def pipeline(model: nn.Module, batch: Any, plan: Timeline, rank: int) -> Pipeline:
+def pipeline(model: nn.Module, batch: Any, plan: Timeline, rank: int, **options: Any) -> Pipeline:
     """This rank's part of a pipeline, with nothing but its own stages' tensors."""
     made = cut_model(model, batch, plan.stages)
     mine = np.flatnonzero((plan.homes == rank).any(0)).tolist()
@@ -52,14 +52,14 @@ def pipeline(model: nn.Module, batch: Any, plan: Timeline, rank: int) -> Pipelin
     keep_only(model, made, mine)
     switch = Switch(model, made.graph.units)
     stages = {s: Stage(model, made, s, switch=switch, stub=stub) for s in mine}
-    return Pipeline(stages, plan, range(plan.ranks), rank)
+    return Pipeline(stages, plan, range(plan.ranks), rank, **options)
 
 
-def train(rank: int, make: Any, batch: Any, plan: Timeline, shift: bool) -> Any:
+def train(rank: int, make: Any, batch: Any, plan: Timeline, shift: bool, **options: Any) -> Any:
     """One step on one rank: results and gradients by parameter name."""
     model, parts = make(), split(batch, plan.microbatches)
     with Float64():
-        pipe = pipeline(model, batch, plan, rank)
+        pipe = pipeline(model, batch, plan, rank, **options)
         total = sum(weight(p, shift) for p in parts)
         results = pipe.run(parts, [weight(p, shift) / total for p in parts])
     return results, gradients(model)

@@ -11,7 +11,9 @@ VOCAB = 61
 SIZES = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
 
-def gpt2(layers: int = 4, dropout: float = 0.0, by_layer: bool = False) -> nn.Module:
+def gpt2(
+    layers: int = 4, dropout: float = 0.0, by_layer: bool = False, tied: bool = True
+) -> nn.Module:
     """GPT-2, embedding and head tied; `by_layer`: each layer scales its scores by its number."""
     import transformers
 
@@ -19,7 +21,7 @@ def gpt2(layers: int = 4, dropout: float = 0.0, by_layer: bool = False) -> nn.Mo
     config = transformers.GPT2Config(
         n_embd=16, n_layer=layers, n_head=2, n_positions=16,
         resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
-        scale_attn_by_inverse_layer_idx=by_layer, **SIZES,
+        scale_attn_by_inverse_layer_idx=by_layer, tie_word_embeddings=tied, **SIZES,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config).double()
 

@@ -27,10 +27,11 @@ from schedlang.syntax import parse
 Batch = Mapping[str, Any]
 
 
-def planned(model: nn.Module, rows: str, mesh: str = "") -> Plan:
+def planned(model: nn.Module, rows: str, mesh: str = "", relax: str = "") -> Plan:
     """The plan of some rows, written without a header, on a mesh (`dp=2, tp=2`)."""
     head = f"mesh({mesh})\n\n" if mesh else ""
-    text = f'schedule 1\n\n{head}step "all" {{\n{rows}\n}}\n'
+    word = f"relax({relax}) " if relax else ""
+    text = f'schedule 1\n\n{head}step "all" {word}{{\n{rows}\n}}\n'
     return Schedule(model, parse(Source("rows.sched", text)), Settings()).plan()
 
 

@@ -53,7 +53,7 @@ def test_trained(
 
 
 def test_proven(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`verify` holds with replicas: outputs in training and evaluation, copies equal, state saved."""
+    """`verify` holds with replicas: outputs of training and evaluation, copies, saved state."""
     proves(threads, plan_of(monkeypatch, TWO_WAYS), BATCHES)  # type: ignore[arg-type]
 
 

@@ -57,12 +57,15 @@ class Toy(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(CLASSES, 8)
         self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.again = nn.Linear(8, 8)
         self.head = nn.Linear(8, CLASSES, bias=False)
 
     def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         x = self.embed(ids)
         for layer in self.layers:
             x = layer(x)
+        for _ in range(3):
+            x = x + torch.tanh(self.again(x))
         logits = self.head(x)
         loss = F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1))
         return {"loss": loss, "logits": logits}
@@ -89,7 +92,7 @@ def _row(name: str) -> str:
     """The example as a row at the top of a schedule for Toy."""
     example = registry()[name].example
     path = example.split()[0]
-    inside = not path.startswith(("layers", "embed", name))
+    inside = not path.startswith(("layers", "embed", "again", name))
     return f"at layers.* {{ {example} }}" if inside else example
 
 

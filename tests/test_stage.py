@@ -340,6 +340,7 @@ def test_cuts() -> None:
     assert cuts.even(UNITS, 5) == (0, 0, 1, 2, 3, 4, 4)
     assert cuts.at_indices(UNITS, [1, 4]) == (0, 0, 1, 1, 1, 2, 2)
     assert cuts.at_units(UNITS, ["h.2", "head"]) == (0, 0, 0, 1, 1, 1, 2)
+    assert cuts.at_units(UNITS, ["head", "h.2"]) == (0, 0, 0, 1, 1, 1, 2)  # any order
     assert cuts.placement(6, 3) == (0, 1, 2, 0, 1, 2)
 
 
@@ -366,7 +367,7 @@ def test_balanced_is_best() -> None:
     [
         (lambda: cuts.even(UNITS, 6), "5 units of the trunk cannot be cut into 6 stages"),
         (lambda: cuts.at_units(UNITS, ["h.9"]), "did you mean"),
-        (lambda: cuts.at_units(UNITS, ["h.3", "h.1"]), "h.1, h.3"),
+        (lambda: cuts.at_units(UNITS, ["h.3", "h.1", "h.3"]), "different units.*\n.*h.1, h.3"),
         (lambda: cuts.at_units(UNITS, ["embed"]), "after the first unit"),
         (lambda: cuts.at_indices(UNITS, [0]), "no cut before unit 0"),
         (lambda: cuts.placement(5, 2), "4 stages"),

@@ -4,23 +4,36 @@ from __future__ import annotations
 
 from schedlang.cost import UNIT_COST, Cost
 from schedlang.orders import (
+    block,
+    breadth,
     dualpipe,
     flush,
+    gis,
+    heuristic,
     interleaved,
     opposite,
     parked,
+    search,
     sliced,
     stale,
     varuna,
+    vee,
     wave,
+    zero_bubble,
 )
 from schedlang.orders.csv_table import read_table, write_table
 from schedlang.orders.registry import Order, OrderError, Size
 from schedlang.timeline import Timeline
 
-ORDERS: tuple[Order, ...] = (
+KNOWN: tuple[Order, ...] = (
     *flush.ORDERS,
     *interleaved.ORDERS,
+    *breadth.ORDERS,
+    *zero_bubble.ORDERS,
+    *heuristic.ORDERS,
+    *vee.ORDERS,
+    *block.ORDERS,
+    *gis.ORDERS,
     *opposite.ORDERS,
     *dualpipe.ORDERS,
     *wave.ORDERS,
@@ -29,6 +42,7 @@ ORDERS: tuple[Order, ...] = (
     *varuna.ORDERS,
     *stale.ORDERS,
 )
+ORDERS: tuple[Order, ...] = (*KNOWN, search.search(KNOWN))
 
 __all__ = [
     "ORDERS",
@@ -54,6 +68,7 @@ def order(
     cost: Cost = UNIT_COST,
     memory: float | None = None,
     every: int | None = None,
+    barrier: bool = True,
 ) -> Timeline:
     """The compute operations of every rank under a named order.
 
@@ -62,7 +77,17 @@ def order(
     the order does not have.
     """
     found = find(name)
-    size = sized(found, ranks, micro, chunks, slices=slices, cost=cost, memory=memory, every=every)
+    size = sized(
+        found,
+        ranks,
+        micro,
+        chunks,
+        slices=slices,
+        cost=cost,
+        memory=memory,
+        every=every,
+        barrier=barrier,
+    )
     return found.make(size)
 
 
@@ -76,6 +101,7 @@ def sized(
     cost: Cost = UNIT_COST,
     memory: float | None = None,
     every: int | None = None,
+    barrier: bool = True,
 ) -> Size:
     """The sizes of an order, checked; `chunks` None is its own number. Raises OrderError."""
     from fractions import Fraction
@@ -88,7 +114,7 @@ def sized(
         )
     if found.chunks is not None and chunks not in found.chunks:
         raise OrderError(*_other_chunks(found, chunks))
-    if found.chunks is None and chunks == 1 and found.default_chunks > 1:
+    if found.chunks is None and chunks == 1 and found.default_chunks > 1 and not found.alone:
         raise OrderError(
             f"{found.name} needs several stages per rank",
             f'chunks={found.default_chunks}, or order="1F1B"',
@@ -99,7 +125,7 @@ def sized(
     if every is not None:
         _check_every(found, micro, every)
     limit = None if memory is None else Fraction(memory)
-    size = Size(ranks, micro, chunks, slices, cost, limit, every)
+    size = Size(ranks, micro, chunks, slices, cost, limit, every, barrier)
     problem = found.problem(size)
     if problem is not None:
         raise OrderError(*problem)

@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 
 from schedlang.orders.lay import lay, merge
-from schedlang.orders.registry import Order, Size
+from schedlang.orders.registry import Order, Size, times
 from schedlang.timeline import Timeline
 
 
@@ -21,6 +21,11 @@ def _one_f_one_b(size: Size) -> Timeline:
     return _one_chunk(size, [min(size.ranks - 1 - r, size.micro) for r in range(size.ranks)])
 
 
+def _eager(size: Size) -> Timeline:
+    """Twice the warm-up of 1F1B, which hides transfers: 2 (p-r) - 1 forwards before a backward."""
+    return _one_chunk(size, [min(2 * (size.ranks - 1 - r), size.micro) for r in range(size.ranks)])
+
+
 def _one_chunk(size: Size, warmup: list[int]) -> Timeline:
     rows = []
     for rank, first in enumerate(warmup):
@@ -31,8 +36,7 @@ def _one_chunk(size: Size, warmup: list[int]) -> Timeline:
 
 def _idle(size: Size) -> Fraction:
     """(p-1) (F + I + W)."""
-    cost = size.cost
-    return (size.ranks - 1) * (Fraction(cost.f) + Fraction(cost.i) + Fraction(cost.w))
+    return (size.ranks - 1) * sum(times(size), Fraction(0))
 
 
 ORDERS = (
@@ -51,5 +55,13 @@ ORDERS = (
         aliases=("Schedule1F1B", "PipeDream-Flush"),
         bubble=_idle,
         peak=lambda size: Fraction(min(size.ranks, size.micro)),
+    ),
+    Order(
+        "Eager1F1B",
+        "DAPPLE, Fan et al. 2021, policy PB of early backward",
+        _eager,
+        aliases=("1F1B-eager", "DAPPLE-PB"),
+        bubble=_idle,
+        peak=lambda size: Fraction(min(2 * size.ranks - 1, size.micro)),
     ),
 )

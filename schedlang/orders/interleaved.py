@@ -6,56 +6,58 @@ from fractions import Fraction
 
 import numpy as np
 
-from schedlang.orders.lay import lay, merge
-from schedlang.orders.registry import Order, Problem, Size
+from schedlang.cost import Number
+from schedlang.orders.lay import Ints, laid, merge
+from schedlang.orders.registry import Order, Size, times
 from schedlang.timeline import Timeline
 
 
 def _interleaved(size: Size) -> Timeline:
-    """Microbatches go through a rank's chunks in groups of p.
+    """Microbatches go through a rank's chunks in rounds of p, as in torch; see `rounds`."""
+    sizes, rows = rounds(size.micro, size.ranks), []
+    for rank in range(size.ranks):
+        forward, backward = depth_first(rank, size, sizes)
+        warmup = 2 * (size.ranks - 1 - rank) + (size.chunks - 1) * sizes[0]
+        rows.append(merge(forward, backward, min(warmup, len(forward))))
+    return laid(rows, size.micro)
 
-    Groups are of m // (m // p) where p does not divide m, as in torch.
+
+def rounds(micro: int, group: int) -> list[int]:
+    """Microbatches in rounds of at least `group`, as equal as can be, the larger ones first.
+
+    With smaller rounds first or last, ranks would wait for each other for ever.
     """
-    rows = [_rank(rank, size) for rank in range(size.ranks)]
-    return lay([row[0] for row in rows], [row[1] for row in rows], size.micro)
+    count = max(1, micro // group)
+    least, more = divmod(micro, count)
+    return [least + 1] * more + [least] * (count - more)
 
 
-def _rank(rank: int, size: Size) -> tuple[np.ndarray, np.ndarray]:
-    ranks, micro, chunks, group = size.ranks, size.micro, size.chunks, _group(size)
-    k = np.arange(micro * chunks)
-    chunk = (k // group) % chunks
-    microbatch = (k // (group * chunks)) * group + k % group
-    forward = (chunk * ranks + rank) * micro + microbatch
-    backward = ((chunks - 1 - chunk) * ranks + rank) * micro + microbatch
-    warmup = min(2 * (ranks - 1 - rank) + (chunks - 1) * group, micro * chunks)
-    return merge(forward, backward, warmup)
+def depth_first(rank: int, size: Size, sizes: list[int]) -> tuple[Ints, Ints]:
+    """Units of a rank's forwards and backwards: each round through one chunk after the other."""
+    turn = np.repeat(np.arange(len(sizes)), sizes) * size.chunks
+    order = np.argsort((turn + np.arange(size.chunks)[:, None]).ravel(), kind="stable")
+    chunk, microbatch = np.divmod(order, size.micro)
+    stages = chunk * size.ranks + rank, (size.chunks - 1 - chunk) * size.ranks + rank
+    return stages[0] * size.micro + microbatch, stages[1] * size.micro + microbatch
 
 
-def _group(size: Size) -> int:
-    return size.micro // max(1, size.micro // size.ranks)
+def idle(size: Size) -> Fraction:
+    """(p-1) (F + I + W) / v; with m < p a rank waits p - m more turns for each further chunk."""
+    turns = size.ranks - 1 + (size.chunks - 1) * max(0, size.ranks - size.micro)
+    return turns * sum(times(size), Fraction(0)) / size.chunks
 
 
-def _problem(size: Size) -> Problem | None:
-    rounds = max(1, size.micro // size.ranks)
-    if size.micro % rounds == 0:
-        return None
-    lower = (size.micro // size.ranks) * size.ranks
-    return (
-        f"{size.micro} microbatches do not split into {rounds} equal groups for {size.ranks} ranks",
-        f"micro={lower} or micro={lower + size.ranks}",
-    )
+def accounted(span: Number, size: Size) -> Number:
+    """The cost of 1F1B-I as Zero Bubble's Table 5 accounts for it: p transfers less.
 
-
-def _idle(size: Size) -> Fraction:
-    """(p-1) (F + I + W) / v."""
-    cost = size.cost
-    whole = Fraction(cost.f) + Fraction(cost.i) + Fraction(cost.w)
-    return (size.ranks - 1) * whole / size.chunks
+    `span` is the simulated rank span.
+    """
+    return span - size.ranks * size.cost.comm
 
 
 def _peak(size: Size) -> Fraction:
-    """min(2(p-1) + (v-1) g + 1, v m) stage activations on rank 0, of 1/v each."""
-    most = 2 * (size.ranks - 1) + (size.chunks - 1) * _group(size) + 1
+    """min(2(p-1) + (v-1) g + 1, v m) stage activations on rank 0, 1/v each; g the first round."""
+    most = 2 * (size.ranks - 1) + (size.chunks - 1) * rounds(size.micro, size.ranks)[0] + 1
     return Fraction(min(most, size.chunks * size.micro), size.chunks)
 
 
@@ -65,10 +67,9 @@ ORDERS = (
         "Narayanan et al. 2021 (2104.04473), §2.2",
         _interleaved,
         aliases=("ScheduleInterleaved1F1B", "1F1B-I", "Interleaved"),
-        problem=_problem,
         chunks=None,
         default_chunks=2,
-        bubble=_idle,
+        bubble=idle,
         peak=_peak,
     ),
 )

@@ -47,3 +47,20 @@ def merge(forward: Ints, backward: Ints, warmup: int) -> tuple[Column, Ints]:
     kind[place_f], unit[place_f] = Kind.F, forward
     kind[place_b], unit[place_b] = Kind.B, backward
     return kind, unit
+
+
+def weave(forward: Ints, backward: Ints, warmup: int, lag: int) -> tuple[Column, Ints]:
+    """`warmup` forwards, then one F and one I in turn; W stands right after the `lag`-th I later.
+
+    What has no partner left runs on alone; the weight gradients left over come last.
+    """
+    k = np.arange(len(forward))
+    turn = np.concatenate([3 * (k - warmup), 3 * k + 1, 3 * (k + lag) + 2])
+    order = np.argsort(turn, kind="stable")
+    kind = np.repeat(np.array([Kind.F, Kind.I, Kind.W], dtype=np.int32), len(k))
+    return kind[order], np.concatenate([forward, backward, backward])[order]
+
+
+def laid(rows: Sequence[tuple[Column, Ints]], micro: int) -> Timeline:
+    """A timeline from one pair of kinds and units per rank."""
+    return lay([row[0] for row in rows], [row[1] for row in rows], micro)

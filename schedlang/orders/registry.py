@@ -30,6 +30,8 @@ class Size:
     memory   the most activations a rank may hold, in microbatches of one rank's share of the model
              (1F1B on p ranks needs p); None: what the order itself prescribes
     every    microbatches of an update, of orders that update inside the step; None: their own
+    barrier  all ranks wait for each other before the optimizer: a search shortens the makespan,
+             without it the longest span of a rank
     """
 
     ranks: int
@@ -39,9 +41,15 @@ class Size:
     cost: Cost = UNIT_COST
     memory: Fraction | None = None
     every: int | None = None
+    barrier: bool = True
 
 
 Problem = tuple[str, str]  # why a size is not legal, and sizes that are
+
+
+def times(size: Size) -> tuple[Fraction, Fraction, Fraction]:
+    """F, I and W of one microbatch on one rank, exact."""
+    return Fraction(size.cost.f), Fraction(size.cost.i), Fraction(size.cost.w)
 
 
 @dataclass(frozen=True)
@@ -52,8 +60,10 @@ class Order:
     problem   why sizes are not legal and which would be, or None
     chunks    the numbers of stages per rank that it runs, the default first; None: any, by default
               `default_chunks`
+    alone     also runs with one stage per rank, where `chunks` is None and the default is more
     bubble    closed form of the idle time of a rank between its first and its last operation, with
-              F, I and W of a rank's whole share and transfers free; None: none is published
+              F, I and W of a rank's whole share and transfers free; None: none is known, for any
+              size or for this one
     peak      closed form of the most live activations of any rank, in microbatches of one rank's
               share
     replicas  copies of the stages, each microbatch going through one of them
@@ -70,7 +80,8 @@ class Order:
     problem: Callable[[Size], Problem | None] = lambda size: None
     chunks: tuple[int, ...] | None = (1,)
     default_chunks: int = 1
-    bubble: Callable[[Size], Fraction] | None = None
+    alone: bool = False
+    bubble: Callable[[Size], Fraction | None] | None = None
     peak: Callable[[Size], Fraction] | None = None
     replicas: int = 1
     sliced: bool = False

@@ -6,9 +6,10 @@ import ast
 import linecache
 import os
 import sys
+import traceback
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -18,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from schedlang.runtime.constants import OnMeta
+from schedlang.runtime.constants import Literals, OnMeta
+from schedlang.runtime.graph import refusal
 from schedlang.runtime.meta import hollow_batch, hollow_model
 
 TORCH = os.path.join("torch", "nn", "modules", "")
@@ -51,36 +53,57 @@ def calls_of(model: nn.Module, kwargs: Mapping[str, Any], meta: bool) -> Calls:
     given = dict(hollow_batch(dict(kwargs)) if meta else kwargs)
     model = hollow_model(model, {}) if meta else model
     order: list[str] = []
-    seen: set[str] = set()
+    first: dict[str, list[FrameType]] = {}
     again: dict[str, tuple[str, int]] = {}
     handles = []
     for name, module in model.named_modules():
 
         def before(module: nn.Module, args: Any, name: str = name) -> None:
-            if name in seen and name not in again:
-                again[name] = _caller(sys._getframe(1), module)
-            seen.add(name)
             order.append(name)
+            if name not in first:
+                first[name] = list(_frames(sys._getframe(1)))
+            elif name not in again:
+                again[name] = _common(first[name], _frames(sys._getframe(1)))
 
         handles.append(module.register_forward_pre_hook(before))
     try:
-        mode: Any = OnMeta(kwargs, given) if meta else nullcontext()
-        at_home = torch.device("meta") if meta else nullcontext()
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), at_home, mode:
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), ExitStack() as stack:
+            if meta:
+                mode = OnMeta(kwargs, given)
+                for one in (torch.device("meta"), mode, Literals(mode.constants)):
+                    stack.enter_context(one)
             model(**given)
+    except NotImplementedError as error:
+        reason = "asks for values while it is recorded, and there is no data"
+        raise refusal("S612", _inner(error), reason, note=str(error)) from error
     finally:
         for handle in handles:
             handle.remove()
     return Calls(tuple(order), again)
 
 
-def _caller(frame: FrameType | None, module: nn.Module) -> tuple[str, int]:
-    """File and line of the call: not in torch, not in a method of the module itself."""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if TORCH not in file and frame.f_locals.get("self") is not module:
-            return file, frame.f_lineno
+def _inner(error: BaseException) -> str:
+    """File and line of the model's own code that an error came out of."""
+    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+    own = [f for f in frames if f"{os.sep}torch{os.sep}" not in f[0] and f[0] != __file__]
+    own = [f for f in own if not f[0].startswith(str(Path(__file__).parent))]
+    return f"{Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames on the stack outside of torch, innermost first; none of this file."""
+    while frame is not None and frame.f_code.co_filename != __file__:
+        if TORCH not in frame.f_code.co_filename:
+            yield frame
         frame = frame.f_back
+
+
+def _common(first: Sequence[FrameType], now: Iterable[FrameType]) -> tuple[str, int]:
+    """File and line, now, of the innermost frame from which both calls were made."""
+    before = set(first)
+    for frame in now:
+        if frame in before:
+            return frame.f_code.co_filename, frame.f_lineno
     return "", 0
 
 

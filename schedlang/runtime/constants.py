@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.fx.experimental import _config as shapes
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -108,7 +109,7 @@ class Constants:
         size = bare.untyped_storage().nbytes() // max(1, bare.element_size())
         if bare.untyped_storage().nbytes() > LIMIT or bare.shape != value.shape:
             return
-        flat = torch.zeros(size, dtype=value.dtype)
+        flat = torch.zeros(size, dtype=value.dtype, device="cpu")
         flat.as_strided(bare.shape, bare.stride(), bare.storage_offset()).copy_(value)
         self.values[_storage(bare)] = flat
         self.alive.append(bare.untyped_storage())
@@ -116,6 +117,46 @@ class Constants:
     def _forget(self, written: Iterable[torch.Tensor]) -> None:
         for bare in written:
             self.values.pop(_storage(bare), None)
+
+
+class Literals(TorchFunctionMode):
+    """Tells `constants` of numbers that a model spells out; on the meta device they are lost.
+
+    Both are made below all dispatch: tensors from numbers, and lists that stand as an index.
+    """
+
+    def __init__(self, constants: Constants) -> None:
+        super().__init__()
+        self.constants = constants
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in INDEXING and args[0].is_meta:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            spelt = tuple(self._tensor(i) if isinstance(i, list) else i for i in index)
+            args = (args[0], spelt, *args[2:])
+        output = func(*args, **kwargs)
+        if func in MAKING and output.is_meta and _plain(args[0]):
+            self.constants.know(func(*args, **{**kwargs, "device": "cpu"}), output)
+        return output
+
+    def _tensor(self, numbers: list[Any]) -> Any:
+        if not _plain(numbers):
+            return numbers
+        real = torch.tensor(numbers, device="cpu")
+        bare = real.to("meta")
+        self.constants.know(real, bare)
+        return bare
+
+
+INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+MAKING = (torch.tensor, torch.as_tensor)
+
+
+def _plain(data: Any) -> bool:
+    return all(isinstance(value, int | bool) for value in pytree.tree_leaves(data))
 
 
 class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd.graph import GradientEdge
 
+from schedlang.runtime.bag import Bag
 from schedlang.runtime.graph import Token
-from schedlang.runtime.mail import Layout
 from schedlang.runtime.split import SplitBackward
 from schedlang.timeline import Op
 
@@ -60,13 +60,13 @@ class Flight:
 
     leaves   what was received, where gradients go back from
     edges    where the gradients of what was sent enter
-    layouts  of the gradients that each later stage will send
     split    the second half of a backward that was begun
+    bag      what its forward saved, where that is carried away in between
     """
 
     leaves: dict[Token, torch.Tensor]
     edges: Mapping[Token, GradientEdge]
-    layouts: dict[int, Layout]
     loss: torch.Tensor | None = None
     split: SplitBackward | None = None
     carried: Carried | None = None
+    bag: Bag | None = None

@@ -63,7 +63,9 @@ class StageGraph:
     the code before unit k touches (k = number of units: after the last). `owners` are the units
     that read a parameter themselves; one that only code between units reads is owned by none.
     `partial` are outputs (by path) made of values inside the units given: only the stages of
-    those units have them.
+    those units have them. Of one forward of each unit `flops` are its floating-point operations,
+    `saved` the bytes that it keeps for the backward beside parameters, `given` those of its
+    tensor arguments.
     """
 
     units: tuple[str, ...]
@@ -73,6 +75,9 @@ class StageGraph:
     between: tuple[Reads, ...]
     owners: Mapping[str, frozenset[int]]
     partial: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    flops: tuple[int, ...] = field(default=(), compare=False)
+    saved: tuple[int, ...] = field(default=(), compare=False)
+    given: tuple[int, ...] = field(default=(), compare=False)
 
     @cached_property
     def labels(self) -> tuple[str, ...]:

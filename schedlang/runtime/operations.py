@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from schedlang.runtime import parking
+from schedlang.runtime.again import recompute
 from schedlang.runtime.flight import Message, work_of
 from schedlang.runtime.step import Step, differentiable
 from schedlang.timeline import Kind, Op
@@ -47,4 +49,11 @@ HANDLERS: Mapping[Kind, Handler] = {
     Kind.SEND_B: _send,
     Kind.RECV_F: _receive,
     Kind.RECV_B: _receive,
+    Kind.RECOMPUTE: recompute,
+    Kind.EVICT: lambda step, op: step.pipe.parking.evict(step, op),
+    Kind.HOLD: lambda step, op: step.pipe.parking.hold(step, op),
+    Kind.GIVE: lambda step, op: step.pipe.parking.give(step, op),
+    Kind.LOAD: lambda step, op: step.pipe.parking.load(step, op),
+    Kind.OFFLOAD: parking.offload,
+    Kind.RELOAD: parking.reload,
 }

@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from schedlang.runtime.flight import Work, work_of
 from schedlang.runtime.mail import Mail
 from schedlang.runtime.operations import HANDLERS, Handler
+from schedlang.runtime.parking import Groups, Parking
 from schedlang.runtime.sizes import Sizes
 from schedlang.runtime.sliced import Slices
 from schedlang.runtime.sliced_step import SlicedStep
@@ -54,6 +57,7 @@ class Pipeline:
         lookahead: int = 1,
         handlers: Mapping[Kind, Handler] | None = None,
         slices: Slices | None = None,
+        parks: Groups = (),
     ) -> None:
         assert timeline.slices == (slices.slicing.count if slices else 1), "slices are not cut so"
         self.slices = slices
@@ -69,6 +73,11 @@ class Pipeline:
             for replica in range(self.timeline.replicas)
         }
         self.mail = Mail(group, down, torch.device(device), pairs)
+        sent = timeline.pick(timeline.kind == Kind.EVICT)
+        partners = {(self.ranks[a], self.ranks[b]) for a, b in zip(sent.rank, sent.peer)}
+        self.parking: Parking = Parking(parks, self.mail.device, partners)
+        self.away = self._planned(Kind.EVICT, Kind.OFFLOAD)
+        self.again = self._planned(Kind.RECOMPUTE)
         self.sizes = Sizes()
         self.lookahead = lookahead
         self.handlers = {**HANDLERS, **(handlers or {})}
@@ -82,6 +91,12 @@ class Pipeline:
     def rank_of(self, stage: int, replica: int = 0) -> int:
         """The global rank that runs a replica of a stage."""
         return self.ranks[self.home(stage, replica)]
+
+    def _planned(self, *kinds: Kind) -> frozenset[Work]:
+        """What this rank does one of these kinds of operations to."""
+        t = self.timeline
+        mine = t.pick((t.rank == self.place) & np.isin(t.kind, kinds))
+        return frozenset(work_of(op) for op in mine.rows(self.place))
 
     def run(
         self,
@@ -113,6 +128,7 @@ class Pipeline:
                 else:
                     self.handlers[op.kind](step, op)
         self.mail.finish()
+        self.parking.finish()
         return dict(sorted(step.results.items()))
 
     def _order(self, count: int, train: bool) -> tuple[Event, ...]:

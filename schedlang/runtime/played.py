@@ -30,12 +30,13 @@ SCALES = {Tensor.mul_: True, Tensor.__imul__: True, Tensor.div_: False, Tensor._
 class Answers(TorchFunctionMode):
     """Answers for values that a meta tensor does not have, and remembers what was put side by side.
 
-    `together` tells for each result of `torch.cat` the storages that it was made of.
+    `together` tells for each result of `torch.cat` the storages that it was made of; it keeps all
+    of them, because another tensor may come to lie where one was.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.together: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
+        self.together: dict[int, tuple[list[Tensor], tuple[int, ...]]] = {}
         self.scaled: dict[int, float] = {}  # storage -> what multiplied it, outside of the model
         self.outside = True  # of the model: nobody knows any value there
 
@@ -62,8 +63,8 @@ class Answers(TorchFunctionMode):
             self.scaled[at] = self.scaled.get(at, 1.0) * times
         out = func(*args, **kwargs)
         if func is torch.cat and out.is_meta:
-            made_of = tuple(storage(t) for t in tensors_in(args[0]))
-            self.together[id(out)] = (out, made_of)
+            parts = list(tensors_in(args[0]))
+            self.together[id(out)] = ([out, *parts], tuple(map(storage, parts)))
         return out
 
 

@@ -30,6 +30,7 @@ from schedlang.runtime.scope import Scope, entered
 from schedlang.runtime.step import Result
 from schedlang.runtime.training import Training
 from schedlang.runtime.versions import Versions, totals, versions_of
+from schedlang.runtime.watch import Watch
 from schedlang.timeline import Op
 
 
@@ -51,6 +52,7 @@ class Program:
     evaluate: bool = False  # train in eval mode: no dropout, statistics as they stand
     keep_output: bool = False  # also keep the output of a training step, in `output`
     output: Any = None
+    watch: Watch | None = None  # notes when the operations of a step run
     left_out: dict[str, str] = field(default_factory=dict)  # of the last output: place -> why
     _inputs: list[Part] = field(default_factory=list)
     _totals: Mapping[int, float] = field(default_factory=dict)  # update -> its weight
@@ -197,7 +199,8 @@ class Program:
         a = self.assembly
 
         def around(op: Op) -> contextlib.AbstractContextManager[Any]:
-            return entered(Scope(self.step, op.microbatch, parts[op.microbatch].rows))
+            scope = entered(Scope(self.step, op.microbatch, parts[op.microbatch].rows))
+            return scope if self.watch is None else self.watch.around(op, scope)
 
         early = a.early if train else None
 

@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from schedlang.runtime.constants import Constants
+from schedlang.runtime.burden import Burden
+from schedlang.runtime.constants import Constants, Literals
 from schedlang.runtime.graph import Leaf, Reads, StageGraph, Token, labels, refusal
 from schedlang.runtime.meta import hollow_batch, hollow_model
 from schedlang.runtime.units import Switch
@@ -59,7 +60,9 @@ def record(
         # drawing numbers here must not change what the program draws later
         undrawn = torch.random.fork_rng(devices=[])
         at_home = torch.device("meta") if meta else nullcontext()
-        with undrawn, torch.enable_grad(), at_home, switch.using(recorder.call), recorder:
+        spelt = Literals(recorder.constants)
+        calls = switch.using(recorder.call)
+        with undrawn, torch.enable_grad(), at_home, calls, recorder, spelt:
             output = subject(**given)
             value = loss_of(output, given, loss)
     finally:
@@ -102,6 +105,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.leaves: dict[Token, Leaf] = {}
         self.mutated: set[Token] = set()
         self.constants = Constants()
+        self.burden = Burden(len(units))
         for name, parameter in model.named_parameters():
             self._hold(parameter, ("param", name))
         for name, buffer in model.named_buffers():
@@ -109,6 +113,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _hold(self, tensor: torch.Tensor, mark: Mark) -> None:
         self._set(tensor, frozenset({mark}))
+        self.burden.leave_out(tensor)
         storage = _storage(tensor)
         if storage is not None:
             self.held[storage] = mark
@@ -133,7 +138,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.inside = unit
         leaves = pytree.tree_leaves((args, kwargs))
         self.arguments = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        output = original(*args, **kwargs)
+        with self.burden.of(unit, self.arguments):
+            output = original(*args, **kwargs)
         self.inside = None
         leaves, spec = pytree.tree_flatten(output)
         marked = [self._return(unit, k, leaf) for k, leaf in enumerate(leaves)]
@@ -184,6 +190,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if name in CONTROL:
                 self.control |= read
         else:
+            self.burden.ran(unit, func, args, kwargs, output)
             made = frozenset({("inner", unit)})
             self.read[unit] |= read - made
             for kind, what in (self.held[s] for s in known if s in self.held):
@@ -257,6 +264,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tuple(_reads(marks) for marks in self.between),
             {name: frozenset(found) for name, found in self.owners.items()},
             partial,
+            tuple(self.burden.flops),
+            tuple(self.burden.saved),
+            tuple(self.burden.given),
         )
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
+from schedlang.runtime.bag import Bag
 from schedlang.runtime.flight import Carried, Flight, Message, Work
 from schedlang.runtime.graph import Token, refusal
+from schedlang.runtime.kept_inputs import Kept
 from schedlang.runtime.mail import Layout, layout_of
 from schedlang.runtime.split import SplitBackward
 from schedlang.runtime.stage import Forwarded, Stage, enter, signature
@@ -29,6 +32,9 @@ class Step:
     """The state of one step; every operation of a timeline reads and changes it.
 
     flights   what stages keep of each microbatch between forward and backward
+    kept      of forwards without a graph, which run again before their backward
+    hosts     what lies in host memory, with the device that it came from
+    layouts   of the gradients that each later stage will send
     here      messages between two stages of this rank; `outbox`: those that wait to be sent
     results   of the microbatches whose last stage is here
     """
@@ -47,6 +53,9 @@ class Step:
         alone = len(pipe.timeline.edges) == 0
         self.signatures = [None if alone else (train, signature(batch)) for batch in batches]
         self.flights: dict[Work, Flight] = {}
+        self.kept: dict[Work, Kept] = {}
+        self.hosts: dict[Work, list[tuple[torch.Tensor, torch.device]]] = {}
+        self.layouts: dict[Work, dict[int, Layout]] = {}
         self.here: dict[Message, list[torch.Tensor]] = {}
         self.outbox: dict[Message, list[torch.Tensor]] = {}
         self.results: dict[int, Result] = {}
@@ -70,36 +79,63 @@ class Step:
     def forward(self, work: Work) -> None:
         """Run a stage on what earlier stages sent; hand on what later ones need."""
         stage = self.pipe.stages[work.stage]
-        leaves: dict[Token, torch.Tensor] = {}
         received: dict[Token, torch.Tensor] = {}
         for source, tokens in stage.incoming.items():
-            for token, value in zip(tokens, self.collect(False, source, work.stage, work)):
-                if self.train and stage.differentiable(token):
-                    leaves[token] = value.requires_grad_()
-                    received[token] = enter(value)
-                else:
-                    received[token] = value
-        done, carried = self.run(stage, work, received)
-        layouts = {}
+            received.update(zip(tokens, self.collect(False, source, work.stage, work)))
+        if self.train and work in self.pipe.again:
+            self.kept[work] = Kept.now(received, self.pipe.mail.device)
+            mutated = stage.cut.graph.leaves  # the second run must see what the first one did
+            own = {t: v.clone() if mutated[t].mutated else v for t, v in received.items()}
+            with torch.no_grad():
+                done, _ = self.run(stage, work, own)
+        else:
+            done = self.launch(work, received)
+        layouts = self.layouts.setdefault(work, {}) if self.train else {}
         for target, tokens in stage.outgoing.items():
-            values = [done.made[token] for token in tokens]
-            if self.train:
-                layouts[target] = layout_of([done.made[t] for t in differentiable(stage, tokens)])
+            near = self.pipe.home(target, work.replica) == self.pipe.place
+            leaves = stage.cut.graph.leaves  # what several stages here write into is each one's own
+            values = [
+                value.clone() if near and leaves[token].mutated else value
+                for token, value in ((token, done.made[token]) for token in tokens)
+            ]
+            layouts[target] = layout_of([done.made[t] for t in differentiable(stage, tokens)])
             self.deliver(False, work.stage, target, work, values)
         if stage.last:
             if self.train and done.loss is None:
                 raise refusal("S615", "", "the model gives no loss", "give `loss(output, batch)`")
             loss = None if done.loss is None else done.loss.detach()
             self.finish(work, loss, _detached(done.output, self.keep))
+
+    def launch(self, work: Work, received: Mapping[Token, torch.Tensor]) -> Forwarded:
+        """Run a stage's forward, and keep what its backward needs."""
+        stage = self.pipe.stages[work.stage]
+        leaves: dict[Token, torch.Tensor] = {}
+        entered = dict(received)
+        for token, value in received.items() if self.train else ():
+            if stage.differentiable(token):
+                leaves[token] = value.requires_grad_()
+                entered[token] = enter(value)
+        bag = self.bag(stage, work) if work in self.pipe.away else None
+        with nullcontext() if bag is None else bag.collecting():
+            done, carried = self.run(stage, work, entered)
+        if bag is not None:
+            bag.close(leaves.values())
         if self.train:
             loss = done.loss if stage.last else None
-            self.flights[work] = Flight(leaves, done.edges, layouts, loss, carried=carried)
+            self.flights[work] = Flight(leaves, done.edges, loss, carried=carried, bag=bag)
+        return done
+
+    def bag(self, stage: Stage, work: Work) -> Bag:
+        """A bag for what a forward saves, but for weights, buffers and inputs of the model."""
+        inputs = pytree.tree_leaves(dict(self.batches[work.microbatch]))
+        given = [value for value in inputs if isinstance(value, torch.Tensor)]
+        return Bag(lambda: (*stage.model.parameters(), *stage.model.buffers(), *given))
 
     # -- backward ----------------------------------------------------------------------------------
 
     def backward(self, work: Work) -> None:
         """All gradients of a stage, of its inputs and of its weights."""
-        flight = self.flights[work]  # tells what gradients look like
+        flight = self.flights[work]
         roots, grads = self.roots(flight, work)
         del self.flights[work]
         if roots:
@@ -131,12 +167,15 @@ class Step:
     def roots(self, flight: Flight, work: Work) -> tuple[list[Any], list[Any]]:
         """Where gradients enter this stage, and the gradients."""
         stage = self.pipe.stages[work.stage]
+        if flight.bag is not None:
+            flight.bag.open()
         total: dict[Token, torch.Tensor] = {}
         for target, tokens in stage.outgoing.items():
             values = self.collect(True, target, work.stage, work)
             self.pipe.mail.free(_name(False, work.stage, target, work))
             for token, value in zip(differentiable(stage, tokens), values):
                 total[token] = total[token] + value if token in total else value
+        self.layouts.pop(work, None)
         there = [token for token in total if token in flight.edges]
         roots: list[Any] = [flight.edges[token] for token in there]
         grads: list[Any] = [total[token] for token in there]
@@ -180,8 +219,8 @@ class Step:
 
     def gradient_layout(self, work: Work, target: int) -> Layout | None:
         """The layout of gradients is that of the values sent; unknown before the forward."""
-        flight = self.flights.get(work)
-        return None if flight is None else flight.layouts[target]
+        layouts = self.layouts.get(work)
+        return None if layouts is None else layouts[target]
 
 
 def _name(back: bool, source: int, target: int, work: Work) -> Message:

@@ -48,7 +48,7 @@ class Versions:
         self._last = {op.version: k for k, op in enumerate(rows) if op.kind in _READS}
         self._rows = rows
         self.made: list[int] = updates(timeline).tolist()
-        self.newest = self._shown = 0
+        self.newest = self._shown = self._at = 0
         self._kept: dict[int, list[Tensor]] = {}
         self.begin()
 

@@ -13,6 +13,8 @@ import typer
 
 if TYPE_CHECKING:
     from schedlang.cost import Cost
+    from schedlang.passes.measured import Measured
+    from schedlang.plan import Plan
     from schedlang.timeline import Timing
 
 Svg = Annotated[Path | None, typer.Option("--svg", help="Draw it into this file.")]
@@ -28,6 +30,16 @@ Transfers = Annotated[bool, typer.Option("--transfers", help="Draw the transfers
 Width = Annotated[
     int | None, typer.Option(help="Columns of the bars; as wide as the terminal, or 100.")
 ]
+
+Run = Annotated[
+    Path | None,
+    typer.Option(
+        "--timeline",
+        metavar="OUT.svg|html|json",
+        help="Draw the pipeline as it ran under the plan; json is for Perfetto or Chrome.",
+    ),
+]
+WATCHED = 5  # steps at the end of a run whose operations are timed; the median one is drawn
 
 
 @dataclass(frozen=True)
@@ -62,3 +74,29 @@ def in_bars(times: Timing, width: int | None = None) -> str:
     if width is None:
         width = shutil.get_terminal_size((100, 24)).columns if live else 100
     return bars(times, width, colour=live and not os.environ.get("NO_COLOR"))
+
+
+def check_timeline(path: Path | None, plan: Plan) -> None:
+    """Refuse a picture of a run that has no pipeline (S609), or of another form (S109)."""
+    from schedlang.diagnostic import Diagnostic, Refusal
+
+    if path is None:
+        return
+    if path.suffix not in (".svg", ".html", ".json"):
+        title = f"`--timeline {path.name}` is no picture, page or trace"
+        raise Refusal(Diagnostic("S109", title, helps=("name it *.svg, *.html or *.json",)))
+    if not plan.cuts:
+        title = "this plan has no pipeline, so there is no timeline to draw"
+        raise Refusal(Diagnostic("S609", title, helps=("leave out `--timeline`",)))
+
+
+def write_measured(path: Path, found: Measured, title: str) -> None:
+    """A measured step beside its simulated one, in the form that the name asks for."""
+    from schedlang.passes.measured_page import measured_page, measured_svg, measured_trace
+    from schedlang.verbs.files import write_text
+
+    if path.suffix == ".json":
+        write_text(path, measured_trace(found))
+    else:
+        make = measured_svg if path.suffix == ".svg" else measured_page
+        write_text(path, make(found, title))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from schedlang.verbs.drawing import WATCHED, Run, check_timeline, write_measured
 from schedlang.verbs.outcome import (
     REFUSED,
     UNCHECKED,
@@ -38,6 +39,7 @@ def run(
     plan: Annotated[
         Path | None, typer.Option(metavar="P.json", help="A saved plan, in place of FILE.")
     ] = None,
+    timeline: Run = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a few steps under a schedule on the model file's batches; report speed and memory.
@@ -51,9 +53,11 @@ def run(
     first = os.environ.get("RANK", "0") == "0"
     try:
         found, planned = _planned(file, plan, model, knob, mesh, seed)
+        check_timeline(timeline, planned)
         course = Course(
-            planned, found.batch, found.loss, found.weight, steps, optimizer.lower(), lr, seed
-        )
+            planned, found.batch, found.loss, found.weight, steps, optimizer.lower(), lr, seed,
+            WATCHED if timeline is not None else 0,
+        )  # fmt: skip
         check(course)
         shown = _Shown(course, quiet=as_json or not first)
         title = file or plan
@@ -63,6 +67,8 @@ def run(
         if first:
             raise
         raise typer.Exit(REFUSED) from None
+    if timeline is not None and first and trained.measured is not None:
+        write_measured(timeline, trained.measured, title.name)
     if as_json and first:
         facts = {"mesh": dict(planned.mesh.sizes), "world": planned.mesh.world, "steps": steps}
         show_json({"exit": 0, **facts, "optimizer": course.optimizer, "lr": course.lr}
@@ -206,6 +212,7 @@ def _report(name: str, course: Course, trained: Trained) -> str:
         f"  loss    {steps[0].loss:.4f} -> {steps[-1].loss:.4f}",
         f"  speed   {trained.per_second:,.0f} {steps[0].unit}/s{padded}",
         f"  step    {trained.median * 1e3:,.1f} ms (median)",
+        *([f"  pipe    {trained.measured.text()}"] if trained.measured is not None else []),
         "  memory  parameters   gradients   optimizer"
         + ("" if _on_cpu(trained) else "        peak"),
         *_memory(trained),

@@ -12,8 +12,8 @@ from tests.properties.models import Block, Config, Short, configs
 
 # verbs in the order in which their rows may stand
 PHASES = (
-    *("replace_kernel", "fuse", "pad", "shard", "checkpoint", "offload", "pipeline_split"),
-    *("split_backward", "zero", "overlap", "pipeline", "verify"),
+    *("replace_kernel", "fuse", "pad", "shard", "checkpoint", "offload", "unroll"),
+    *("pipeline_split", "split_backward", "zero", "overlap", "pipeline", "verify"),
 )
 Axes = tuple[tuple[str, int], ...]
 
@@ -256,12 +256,26 @@ def replace_kernel(config: Config, sizes: dict[str, int], length: int) -> list[S
 
 
 @generator
+def unroll(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """What a block calls twice, so that stages may meet inside it; and blocks called once."""
+    found = []
+    for place, block in enumerate(config.blocks):
+        at = _at(place)
+        row = f"{at}.lin  unroll(2)" if block.kind == "twice" else f"{at}  unroll(1)"
+        # a region that is recomputed or fused as one cannot be cut
+        found.append(step("unroll", [row], [f"unroll {at}", f"checkpoint {at}", f"kernel {at}"]))
+    return found
+
+
+@generator
 def pipeline_split(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     """The list of blocks, or blocks at which stages start."""
     stages, count = sizes.get("pp", 0), len(config.blocks)
     if not stages or count < stages:
         return []
-    rows = ["blocks  pipeline_split(over=pp)", "blocks  pipeline_split(over=pp, balance=params)"]
+    rows = ["blocks  pipeline_split(over=pp)", "blocks  pipeline_split(over=pp, balance=params)",
+            "blocks  pipeline_split(over=pp, balance=time)",
+            "blocks  pipeline_split(over=pp, balance=memory)"]  # fmt: skip
     if stages > 1:
         last = ", ".join(str(k) for k in range(count - stages + 1, count))
         rows.append(f"blocks[{last}]  pipeline_split(over=pp)")

@@ -9,6 +9,7 @@ from tests.zoo import (  # noqa: F401
     pipeline,
     replicas,
     saved,
+    stale,
     steps,
     tensor,
     unwritten,

@@ -62,11 +62,13 @@ class Scene:
     loss: Any = None
     optimizer: Any = None  # instead of AdamW in the second condition
     holds: bool = True  # False: the faithful runtime refuses it
+    relax: str = ""  # what its step gives up
 
     def case(self) -> Case:
         """The proof of it in float64."""
         batches = tuple(self.batches(seed) for seed in self.steps)
-        return Case(planned(self.model(), self.rows, self.mesh), batches, self.loss, dtype="none")
+        plan = planned(self.model(), self.rows, self.mesh, self.relax)
+        return Case(plan, batches, self.loss, dtype="none")
 
 
 def _tokens(rows: int = 6) -> Callable[[int], Any]:
@@ -107,6 +109,16 @@ SCENES: dict[str, Scene] = {
         networks.made(lambda: networks.Points(*(networks.Residual() for _ in range(4)))),
         'blocks pipeline_split(over=pp)\npipeline(order="Interleaved1F1B", micro=2, chunks=2)',
         "pp=2", points,
+    ),
+    "stale": Scene(
+        networks.made(lambda: networks.Points(*(networks.NormedBlock() for _ in range(2)))),
+        'blocks pipeline_split(over=pp)\npipeline(order="PipeDream", micro=4)', "pp=2",
+        lambda seed: points(seed, 6), relax="staleness",
+    ),
+    "stale, not kept": Scene(
+        networks.made(lambda: networks.Points(*(networks.Residual() for _ in range(2)))),
+        'blocks pipeline_split(over=pp)\npipeline(order="PipeMare", micro=4, every=1)', "pp=2",
+        lambda seed: points(seed, 6), relax="staleness",
     ),
     "recomputed": _gpt2("transformer.h.* checkpoint()", ""),
     "counting": _alone(networks.Counting, "blocks.* checkpoint()", holds=False),

@@ -1,0 +1,67 @@
+"""unroll: make each call of a module that is called in a loop a place where stages may meet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.plan import Plan
+from schedlang.primitive import Primitive, refuse
+
+if TYPE_CHECKING:
+    from schedlang.model import Site
+
+
+class unroll(Primitive):  # noqa: N801
+    """Count the calls of one module as units of their own, so that a cut may fall between two.
+
+    before   for k in range(times): x = f(x)      one module, called often: a cut is refused
+    after    x = f(x); x = f(x); ...; x = f(x)    as many units, which share f's parameters
+
+    A `pipeline_split` of the module below this row cuts its calls in equal shares; of a list that
+    holds it, calls and modules together, in the order in which the model makes them.  Parameters
+    keep their names; each stage that calls the module holds them, and their gradients are summed,
+    as those of tied weights are.  The model must make exactly `times` calls in every forward.
+
+    Alone it changes nothing.  ALBERT (Lan et al. 2020) and Universal Transformers (Dehghani et al.
+    2019) call one block in a loop.
+    """
+
+    times: int
+
+    example = "again  unroll(3)"
+    reads = frozenset({"structure"})
+    writes = frozenset({"stage"})
+    gives_up = frozenset()
+
+    def check(self, site: Site, plan: Plan) -> None:
+        """Refuse what is no count, the model itself, a second row, and one below the cut."""
+        if self.times < 1:
+            refuse("S304", "a module is called at least once", helps=("use 1 or more",))
+        if not site.fqn:
+            refuse("S408", "the model itself is called once", helps=("name a module in its loop",))
+        if plan.cuts:
+            refuse(
+                "S503",
+                "`unroll` must stand above `pipeline_split`, which counts calls as units",
+                helps=("move this row above the `pipeline_split`",),
+            )
+        for other, times in plan.unrolled:
+            if other == site.fqn:
+                refuse("S501", f"`{site}` is unrolled already, {times} times",
+                       helps=("drop one of the two rows",))  # fmt: skip
+            inner, outer = sorted((other, site.fqn), key=len, reverse=True)
+            if inner.startswith(f"{outer}."):
+                refuse(
+                    "S502",
+                    "a call inside a call cannot be a unit of its own",
+                    notes=(f"`{inner}` lies inside `{outer}`",),
+                    helps=("unroll one of the two",),
+                )
+
+    def effect(self, site: Site, plan: Plan) -> Plan:
+        """Note the number of calls; they are counted when there is a batch."""
+        return replace(plan, unrolled=(*plan.unrolled, (site.fqn, self.times)))
+
+    def apply(self, site: Site, build: Any) -> None:
+        """Nothing of its own: `build` makes the stages."""

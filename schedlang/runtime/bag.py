@@ -1,0 +1,183 @@
+"""What autograd saved in one forward of a stage, as a bag that can be carried elsewhere and back.
+
+Saved-tensor hooks around the forward put every storage that autograd wants to keep into the bag,
+once however many views of it are saved. Parameters, buffers, inputs of the model and tensors of
+classes of their own stay where they are: they are shared with others. What is carried away is
+bytes; it comes back to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+SMALL = 1 << 16  # bytes; smaller storages travel together
+ALIGNED = 64  # bytes, at which storages begin that travel together
+
+
+@dataclass
+class _Slot:
+    """One storage of some bytes; they lie in `raw` from `start` on, or are away.
+
+    `views` are tensors over it with their counts of writes when they were saved.
+    """
+
+    size: int
+    raw: Tensor | None
+    start: int = 0
+    views: list[tuple[Tensor, int]] = field(default_factory=list)
+
+    def check(self) -> None:
+        """As autograd does for what it saves itself."""
+        if any(view._version != count for view, count in self.views):
+            raise RuntimeError("a value that backward needs was written into after it was saved")
+
+    def taken(self) -> Tensor:
+        """The bytes, of which this slot lets go."""
+        self.check()
+        raw, self.raw = self.raw, None
+        assert raw is not None
+        self.views.clear()
+        return raw[self.start : self.start + self.size]
+
+
+class _Saved(NamedTuple):
+    """A saved tensor: which slot, and how it is seen in there."""
+
+    slot: int
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class Bag:
+    """The storages that one forward saved; `stays()` are tensors whose memory is not taken.
+
+    They are asked for in the course of the forward: fully_shard gathers weights in it.
+    """
+
+    def __init__(self, stays: Callable[[], Iterable[Tensor]]) -> None:
+        self._stays = stays
+        self._slots: list[_Slot] = []
+        self._known: dict[int, int] = {}  # while the forward runs: address -> slot
+        self._leaves: list[tuple[Tensor, _Saved]] = []
+        self._bring: Callable[[], Sequence[Tensor]] | None = None
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes of it are on this rank now."""
+        return sum(slot.size for slot in self._slots if slot.raw is not None)
+
+    def collecting(self) -> AbstractContextManager[Any]:
+        """Around a forward: what it saves goes into this bag."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def close(self, leaves: Iterable[Tensor]) -> None:
+        """The forward has ended; the memory of its received `leaves` is the bag's as well."""
+        for leaf in leaves:
+            if _address(leaf) in self._known:
+                self._leaves.append((leaf, self._put(leaf)))
+        self._known.clear()
+        self._stays = tuple
+
+    def sizes(self) -> list[int]:
+        """The bytes of each part."""
+        return [sum(map(_room, part)) for part in self._parts()]
+
+    def pack(self) -> list[Tensor]:
+        """The bytes of the bag in parts; it refers to none of them any more."""
+        packed = []
+        for part in self._parts():
+            raws = [slot.taken() for slot in part]
+            for leaf, _ in self._leaves:
+                leaf.data = leaf.data.new_zeros(()).expand(leaf.shape)
+            packed.append(raws[0] if len(raws) == 1 else _together(raws))
+        return packed
+
+    def bring(self, parts: Callable[[], Sequence[Tensor]]) -> None:
+        """The bytes are on their way: `parts()` waits for them, at the first need."""
+        self._bring = parts
+
+    def open(self) -> None:
+        """Before a backward: everything is in its place again."""
+        bring, self._bring = self._bring, None
+        for part, raw in zip(self._parts(), bring() if bring is not None else ()):
+            at = 0
+            for slot in part:
+                slot.raw, slot.start = raw, at
+                at += _room(slot)
+        for leaf, saved in self._leaves if bring is not None else ():
+            leaf.data = self._view(saved)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        key = _address(tensor)
+        taken = (
+            key in self._known or _plain(tensor) and key not in set(map(_address, self._stays()))
+        )
+        return self._put(tensor) if taken else tensor
+
+    def _put(self, tensor: Tensor) -> _Saved:
+        key = _address(tensor)
+        if key not in self._known:
+            self._known[key] = len(self._slots)
+            storage = tensor.untyped_storage()
+            raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            self._slots.append(_Slot(storage.nbytes(), raw))
+        view = tensor.detach()  # has the same count of writes
+        slot = self._known[key]
+        self._slots[slot].views.append((view, view._version))
+        offset = int(view.storage_offset())
+        return _Saved(slot, view.dtype, offset, view.size(), view.stride())
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        self._slots[saved.slot].check()
+        return self._view(saved)
+
+    def _view(self, saved: _Saved) -> Tensor:
+        slot = self._slots[saved.slot]
+        assert slot.raw is not None, "a backward began before what it needs was called back"
+        at = slot.start // saved.dtype.itemsize + saved.offset
+        empty = torch.empty(0, dtype=saved.dtype, device=slot.raw.device)
+        return empty.set_(slot.raw.untyped_storage(), at, saved.size, saved.stride)
+
+    def _parts(self) -> list[list[_Slot]]:
+        """Large storages alone, all small ones together."""
+        small = [slot for slot in self._slots if slot.size < SMALL]
+        large = [[slot] for slot in self._slots if slot.size >= SMALL]
+        return [*large, *([small] if small else [])]
+
+
+def _room(slot: _Slot) -> int:
+    return -(-slot.size // ALIGNED) * ALIGNED
+
+
+def _together(raws: Sequence[Tensor]) -> Tensor:
+    """Storages in one run of bytes, each at a place where any dtype may begin."""
+    rooms = [-(-raw.numel() // ALIGNED) * ALIGNED for raw in raws]
+    flat = torch.zeros(sum(rooms), dtype=torch.uint8, device=raws[0].device)
+    at = 0
+    for raw, room in zip(raws, rooms):
+        flat[at : at + raw.numel()].copy_(raw)
+        at += room
+    return flat
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Whether a tensor is bytes in memory and nothing else."""
+    if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_meta:
+        return False
+    return not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
+
+
+def _address(tensor: Tensor) -> int:
+    """Equal for tensors in the same memory; tensors of other classes lie nowhere in particular."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return int(local.untyped_storage()._cdata) if local.layout == torch.strided else id(tensor)

@@ -1,0 +1,105 @@
+"""A model cut into stages that all run in this process, compared with the model as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from schedlang.orders import order
+from schedlang.passes import stages as cuts
+from schedlang.runtime.float64 import Float64
+from schedlang.runtime.graph import Cut, cut
+from schedlang.runtime.meta import hollow_model
+from schedlang.runtime.pipeline import Pipeline
+from schedlang.runtime.record import loss_of, record
+from schedlang.runtime.stage import Stage, Stub
+from schedlang.runtime.units import Switch, in_trunk, units_of
+from schedlang.timeline import Op, Timeline, timeline
+
+GATE = 1e-9
+
+
+class Compared(NamedTuple):
+    """Relative error of the loss, the largest of a gradient, and the gradient that has it."""
+
+    loss: float
+    worst: float
+    at: str
+
+    @property
+    def ok(self) -> bool:
+        """Both are rounding in float64."""
+        return self.loss <= GATE and self.worst <= GATE
+
+
+def cut_evenly(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    stages: int,
+    trunks: Sequence[str] = (),
+    unrolled: Mapping[str, int] | None = None,
+    loss: Any = None,
+) -> Cut:
+    """The model in stages of equally many trunk units, from a record on the meta device."""
+    unrolled = unrolled or {}
+    names = units_of(model, batch, trunks=trunks, unrolled=unrolled)
+    graph = record(model, names, batch, loss=loss)
+    inside = in_trunk(model, names, trunks, unrolled)
+    units = [cuts.Unit(n, 0, t) for n, t in zip(graph.labels, inside)]
+    return cut(graph, cuts.even(units, stages))
+
+
+def on_one_rank(plan: Timeline) -> Timeline:
+    """The same rows on one rank, in an order that all dependencies allow."""
+    rows = sorted((op for r in range(plan.ranks) for op in plan.rows(r)), key=_turn)
+    return timeline([rows], plan.edges)
+
+
+def _turn(op: Op) -> tuple[int, int, int]:
+    back = op.kind.name != "F"
+    return (op.microbatch, back, -op.stage if back else op.stage)
+
+
+def in_stages(
+    model: nn.Module, made: Cut, batches: Sequence[Mapping[str, Any]], loss: Any = None
+) -> list[Any]:
+    """Run every stage of a cut, one microbatch after the other; gradients are in the model."""
+    switch, stub = Switch(model, made.graph.units), Stub(hollow_model(model, {}), made)
+    stages = {
+        s: Stage(model, made, s, switch=switch, stub=stub, loss=loss) for s in range(made.stages)
+    }
+    plan = on_one_rank(order("GPipe", made.stages, len(batches)))
+    try:
+        results = Pipeline(stages, plan, dict.fromkeys(stages, 0)).run(batches)
+    finally:
+        switch.remove()
+    return list(results.values())
+
+
+def compared(model: nn.Module, made: Cut, batch: Mapping[str, Any], loss: Any = None) -> Compared:
+    """The stages beside the whole: loss, and every gradient, also which parameters have one."""
+    with Float64():
+        output = model(**batch)
+        value = loss_of(output, batch, loss)
+        assert value is not None
+        value.backward()
+        wanted = {n: p.grad for n, p in model.named_parameters()}
+        model.zero_grad()
+        (result,) = in_stages(model, made, [batch], loss)
+    largest = max(float(g.norm()) for g in wanted.values() if g is not None)
+    worst, at = 0.0, ""
+    for name, parameter in model.named_parameters():
+        got, grad = parameter.grad, wanted[name]
+        if grad is None or got is None:
+            gone = grad if grad is not None else got
+            error = float("inf") if gone is not None and gone.any() else 0.0
+        else:
+            floor = 1e-12 * largest
+            error = max(0.0, float((got - grad).norm()) - floor) / (float(grad.norm()) + 1e-300)
+        if not error <= worst:
+            worst, at = error, name
+    model.zero_grad()
+    off = abs(float(result.loss - value.detach())) / abs(float(value.detach()))
+    return Compared(off, worst, at)

@@ -1,0 +1,147 @@
+"""Every causal language model of transformers, tiny, cut in three stages and compared."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from schedlang.runtime.float64 import Float64
+from tests.alone import Compared, compared, cut_evenly
+
+# what makes a model tiny, by whatever name its configuration has for it
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "model_dim"), 64),
+    **dict.fromkeys(("word_embed_proj_dim", "embedding_size", "lru_width"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 4),
+    **dict.fromkeys(("decoder_layers", "num_decoder_layers"), 4),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim"), 128),
+    **dict.fromkeys(("encoder_ffn_dim", "d_ff", "ffn_hidden_size", "dff"), 128),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 128),
+    **dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts"), 4),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 32),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 8),
+    **dict.fromkeys(("head_dim", "v_head_dim", "mamba_d_head", "attention_head_size"), 16),
+    **dict.fromkeys(("mamba_d_state", "state_size", "mamba_n_heads"), 8),
+    **dict.fromkeys(("n_shared_experts", "n_group", "topk_group", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("mamba_n_groups", "n_groups"), 1),
+    **dict.fromkeys(("mamba_expand", "expand", "num_key_value_heads", "encoder_layers"), 2),
+    **dict.fromkeys(("hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout"), 0.0),
+    **dict.fromkeys(("attention_dropout", "activation_dropout", "hidden_dropout_prob"), 0.0),
+    **dict.fromkeys(("attention_probs_dropout_prob", "attn_dropout", "residual_dropout"), 0.0),
+    "vocab_size": 256, "num_experts_per_tok": 2, "attention_window_size": 16,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False,
+}  # fmt: skip
+# models that are told why they cannot be cut so
+REFUSED = {"hrm_text": "called in a loop", "jetmoe": "asks for values while it is recorded"}
+DEPTH = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
+HEADS = ("head", "rope", "lora", "mamba", "expand", "state", "groups", "experts_per_tok")
+# tried in turn: some configurations check that their numbers fit together
+SMALLER: tuple[Mapping[str, Any], ...] = (
+    SIZES,
+    {**SIZES, "rotary_dim": 8, "head_dim": 8, "hidden_size_per_layer_input": 0},
+    {name: value for name, value in SIZES.items() if not any(word in name for word in HEADS)},
+    {name: SIZES[name] for name in (*DEPTH, "vocab_size", "pad_token_id", "use_cache")},
+)
+PER_LAYER = ("layer_types", "mlp_layer_types")  # lists as long as the model was deep
+MOST = 60_000_000  # parameters; a configuration that stays larger is left out
+
+
+def kinds() -> list[str]:
+    """Every model type of transformers that has a causal language model."""
+    from transformers.models.auto import modeling_auto as auto
+
+    return sorted(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def tiny(kind: str, small: Mapping[str, Any]) -> nn.Module:
+    """The model of a type, from its configuration class, with small numbers."""
+    import transformers
+    from transformers.models.auto import configuration_auto, modeling_auto
+
+    made = configuration_auto.CONFIG_MAPPING[kind]
+    base = made()
+    text = base.get_text_config() if hasattr(base, "get_text_config") else base
+    known = {name: value for name, value in small.items() if name in text.to_dict()}
+    if text is not base:
+        config = made(text_config=type(text)(**known))
+    else:
+        lists = {name: None for name in PER_LAYER if name in base.to_dict()}
+        try:
+            config = made(**known, **lists)
+        except Exception:  # whatever a configuration makes of it
+            config = made(**known)
+    name = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    torch.manual_seed(0)
+    return getattr(transformers, name[0] if isinstance(name, tuple | list) else name)(config)
+
+
+def trunk_of(model: nn.Module) -> str:
+    """The largest list of at least two modules: what its user would cut."""
+    sizes = {
+        name: sum(p.numel() for p in module.parameters())
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) >= 2
+    }
+    return max(sizes, key=lambda name: sizes[name])
+
+
+class NotTiny(Exception):
+    """The model is out of the survey: too large, or it does not run by itself."""
+
+
+def ready(kind: str) -> tuple[nn.Module, dict[str, Any]]:
+    """The model in float64 and a batch that it takes; raises NotTiny where there is none."""
+    said = ""
+    for small in SMALLER:
+        try:
+            return _ready(kind, small)
+        except Exception as error:
+            said = said or f"{type(error).__name__}: {error}"
+    raise NotTiny(said)
+
+
+def _ready(kind: str, small: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    with torch.device("meta"):
+        size = sum(p.numel() for p in tiny(kind, small).parameters())
+    if size > MOST:
+        raise NotTiny(f"{size} parameters")
+    model = tiny(kind, small).double()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the grouped product has no float64
+    if hasattr(model, "set_default_language"):
+        model.set_default_language(next(iter(model.config.languages)))
+    ids = torch.randint(3, 250, (2, 16), generator=torch.Generator().manual_seed(0))
+    batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    with Float64(), torch.no_grad():
+        model(**batch)
+    return model, batch
+
+
+def survey(model: nn.Module, batch: dict[str, Any], stages: int = 3) -> Compared:
+    """One model cut in stages, and compared."""
+    made = cut_evenly(model, batch, stages, [trunk_of(model)])
+    return compared(model, made, batch)
+
+
+def answer(kind: str) -> dict[str, Any]:
+    """The outcome as plain values: `ok`, or why not."""
+    try:
+        found = survey(*ready(kind))
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        return {"kind": kind, "ok": False, "why": " ".join(said.split())[:300]}
+    return {"kind": kind, "ok": found.ok, **found._asdict()}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for asked in sys.argv[1:] or kinds():
+        print(json.dumps(answer(asked)), flush=True)

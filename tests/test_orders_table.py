@@ -1,0 +1,128 @@
+"""Tables of orders: read and written as torch does, and refused where they are broken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schedlang.orders import ORDERS, OrderError, order, read_table, write_table
+from schedlang.timeline import Kind, Op, Timeline, timeline
+
+
+def _runtime(t: Timeline) -> Any:
+    """torch's runtime for tables, without stages, as far as it reads and writes them."""
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+    made = object.__new__(_PipelineScheduleRuntime)
+    made._stages, made._num_stages, made._n_microbatches = [], t.stages, t.microbatches
+    made.pp_group_size, made._defer_pp_recv, made.pipeline_order = t.ranks, False, {}
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2), ("Hanayo", 4)]
+)
+def test_torch_reads_and_writes_our_tables(name: str, chunks: int, tmp_path: Path) -> None:
+    """torch loads a table of ours, and what it dumps, with or without messages, is the order."""
+    t = order(name, 4, 8, chunks)
+    ours, theirs = tmp_path / "ours.csv", tmp_path / "theirs.csv"
+    ours.write_text(write_table(t))
+    runtime = _runtime(t)
+    runtime._load_csv(str(ours))
+    for form in ("compute_only", "compute_comms"):
+        runtime._dump_csv(str(theirs), format=form)
+        text = theirs.read_bytes().decode()
+        assert read_table(text) == t and read_table(text, 4, 8) == t
+        assert ("SEND_F" in text) == (form == "compute_comms")
+
+
+@pytest.mark.parametrize("name", ["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])
+def test_torch_tables_with_split_backwards(name: str, tmp_path: Path) -> None:
+    """Tables of torch's own zero-bubble orders, idle cells included, are read operation by
+    operation."""
+    from torch.distributed.pipelining import schedules
+
+    made = object.__new__(getattr(schedules, name))
+    made.pp_group_size, made._n_microbatches, made._num_stages = 4, 8, 8
+    made.n_local_stages, made.num_stages = 2, 8
+    made.number_of_rounds, made.microbatches_per_round = 2, 4
+    made.pipeline_order = {r: made._calculate_single_rank_operations(r) for r in range(4)}
+    if hasattr(made, "_add_bubbles_to_actions"):
+        made.pipeline_order = made._add_bubbles_to_actions(4)
+    made._dump_csv = schedules.PipelineScheduleMulti._dump_csv.__get__(made)
+    path = tmp_path / "torch.csv"
+    made._dump_csv(str(path))
+    t = read_table(path.read_text())
+    for rank, actions in made.pipeline_order.items():
+        expected = [str(action) for action in actions if action is not None]
+        assert [f"{o.stage}{o.kind.name}{o.microbatch}" for o in t.rows(rank)] == expected
+    assert (t.kind == Kind.W).sum() > 0
+
+
+def test_overlapped_cells() -> None:
+    """Cells that torch overlaps run one after the other, as torch's DualPipeV writes them."""
+    from torch.distributed.pipelining.schedules import _Action
+
+    pair = (_Action.from_str("0F1"), _Action.from_str("1B0"))
+    cell = str(_Action.from_str(f"({pair[0]};{pair[1]})OVERLAP_F_B"))
+    t = read_table(f"0F0,1F0,{cell},1F1,0B0,,1B1,0B1\n")
+    assert t.text() == "rank 0: 0F0 1F0 0F1 1B0 1F1 0B0 1B1 0B1"
+
+
+@pytest.mark.parametrize("known", [o for o in ORDERS if o.chunks is not None], ids=lambda o: o.name)
+def test_every_order_survives_its_table(known: Any) -> None:
+    """Replicas, slices, versions, recomputed and parked operations are read as written."""
+    for ranks, micro in ((4, 8), (8, 16)):
+        t = order(known.name, ranks, micro, slices=3 if known.sliced else 1)
+        if not known.relaxed:
+            assert read_table(write_table(t)) == t
+
+
+def test_versions_survive() -> None:
+    """A table keeps versions, and the steps that make them."""
+    rows = [Op(Kind.F, 0, 0), Op(Kind.B, 0, 0), Op(Kind.STEP, 0, 0, version=1)]
+    t = timeline([[*rows, Op(Kind.F, 0, 1, version=1), Op(Kind.B, 0, 1, version=1)]])
+    assert write_table(t) == "0F0,0B0,0STEP0v1,0F1v1,0B1v1\n"
+    assert read_table(write_table(t)) == t
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no operation"),
+        ("0F0,0B0,0F0", r"line 1, column 9: `0F0` does again .* line 1, column 1"),
+        ("0F0,0I0,0B0,0W0", r"line 1, column 9: `0B0` does again what `0I0`"),
+        ("0F0\n1F0,1B0", "line 1: `0B0` is missing"),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0", "line 2: `1F1` is missing"),
+        ("0F0,0B0\n2F0,2B0", "`1F0` is missing"),
+        ("0F0,0I0", "line 1: `0W0` is missing"),
+        ("0F0,0B0,0W0", "line 1, column 9: `0W0` has no input gradient"),
+        ("0F0,0B0\n 0F1,0B1", r"line 2, column 2: stage 0 is on rank 1, and at line 1, column 1"),
+        ("0F0, 0Q0 ,0B0", "line 1, column 6: `0Q0` is no operation"),
+        ("0F0,F1,0B0", "line 1, column 5: `F1`"),
+        ("0F0x,0B0", "line 1, column 1: `0F0x`"),
+        ("0F,0B0", "line 1, column 1: `0F` does not say"),
+        ("0EVICT0,0F0,0B0", "name a partner"),
+        ("0F0~1,0B0", "name a partner"),
+        ("0B0,0F0", "never ends"),
+        ("0F0,0B0\n1B0,1F0", "never ends"),
+        ("0F0,0B0r1", "line 1, column 5: `0B0r1` is of another replica"),
+        ("0F0s1,0B0s1,0F0,0B0", "never ends"),
+    ],
+)
+def test_broken_tables(text: str, message: str) -> None:
+    """Each is refused with line and column, or with what is missing."""
+    with pytest.raises(OrderError, match=message):
+        read_table(text)
+
+
+def test_wrong_sizes() -> None:
+    """A table for other ranks or microbatches is refused with its own; blank lines may follow."""
+    text = write_table(order("1F1B", 2, 4))
+    assert read_table(text + "\n \n", 2, 4) == order("1F1B", 2, 4)
+    with pytest.raises(OrderError, match="ranks=2"):
+        read_table(text, 4, 4)
+    with pytest.raises(OrderError, match="micro=4"):
+        read_table(text, 2, 8)
