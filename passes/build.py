@@ -100,16 +100,15 @@ def build(
     found = {name: p for name, p in module.named_parameters() if name in held}
     sums = sums_of(plan, traced, holdings, found, ranks)
     dropout = _dropout(plan, prepared, ranks, seed, module)
-    weight = weight or weight_of(traced, count * micro)
     pipeline = _pipeline(builder, prepared, loss, weight, sliced)
+    weight = weight or weight_of(traced, count * micro)
     assembly = Assembly(
         module=module, pipeline=pipeline, ranks=ranks, replicas=plan.data_axes, micro=micro,
         parameters=found, holdings=holdings, buffer_stages=buffer_stages(staged),
         ties=(*plan.model.ties, *plan.model.shared_buffers), sums=tuple(sums), sliced=sliced,
-        keys=tuple(plan.model.model.state_dict()), weight=weight,
+        keys=tuple(plan.model.model.state_dict()), weight=weight, loss_dtype=_loss_dtype(plan),
         early=_early(plan, staged, found, sums), last_rank=_last_rank(plan, staged),
         stage_axis=staged.axis, dropout=dropout, inputs=frozenset(batch),
-        loss_dtype=_loss_dtype(plan),
         without_labels=traced.labels[0].filled if len(traced.labels) == 1 else None,
         outputs_missing=staged.cut.missing if staged.axis is not None else (),
     )  # fmt: skip
@@ -280,7 +279,7 @@ def _pipeline(
     builder: Builder,
     prepared: Prepared,
     loss: Loss | None,
-    weight: Weight,
+    weight: Weight | None,
     sliced: Mapping[int, Any],
 ) -> Any:
     from schedlang.runtime.pipeline import Pipeline
