@@ -13,6 +13,7 @@ from schedlang.orders import (
     interleaved,
     opposite,
     parked,
+    search,
     sliced,
     stale,
     varuna,
@@ -24,7 +25,7 @@ from schedlang.orders.csv_table import read_table, write_table
 from schedlang.orders.registry import Order, OrderError, Size
 from schedlang.timeline import Timeline
 
-ORDERS: tuple[Order, ...] = (
+KNOWN: tuple[Order, ...] = (
     *flush.ORDERS,
     *interleaved.ORDERS,
     *breadth.ORDERS,
@@ -41,6 +42,7 @@ ORDERS: tuple[Order, ...] = (
     *varuna.ORDERS,
     *stale.ORDERS,
 )
+ORDERS: tuple[Order, ...] = (*KNOWN, search.search(KNOWN))
 
 __all__ = [
     "ORDERS",
@@ -66,6 +68,7 @@ def order(
     cost: Cost = UNIT_COST,
     memory: float | None = None,
     every: int | None = None,
+    barrier: bool = True,
 ) -> Timeline:
     """The compute operations of every rank under a named order.
 
@@ -74,7 +77,17 @@ def order(
     the order does not have.
     """
     found = find(name)
-    size = sized(found, ranks, micro, chunks, slices=slices, cost=cost, memory=memory, every=every)
+    size = sized(
+        found,
+        ranks,
+        micro,
+        chunks,
+        slices=slices,
+        cost=cost,
+        memory=memory,
+        every=every,
+        barrier=barrier,
+    )
     return found.make(size)
 
 
@@ -88,6 +101,7 @@ def sized(
     cost: Cost = UNIT_COST,
     memory: float | None = None,
     every: int | None = None,
+    barrier: bool = True,
 ) -> Size:
     """The sizes of an order, checked; `chunks` None is its own number. Raises OrderError."""
     from fractions import Fraction
@@ -111,7 +125,7 @@ def sized(
     if every is not None:
         _check_every(found, micro, every)
     limit = None if memory is None else Fraction(memory)
-    size = Size(ranks, micro, chunks, slices, cost, limit, every)
+    size = Size(ranks, micro, chunks, slices, cost, limit, every, barrier)
     problem = found.problem(size)
     if problem is not None:
         raise OrderError(*problem)

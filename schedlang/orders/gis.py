@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from math import ceil
 
 from schedlang.orders.interleaved import depth_first, rounds
 from schedlang.orders.lay import laid, weave
@@ -49,7 +50,7 @@ def _problem(size: Size) -> Problem | None:
     least = _held(size, _group(size))
     if size.memory is None or least <= size.memory:
         return None
-    return f"GIS-H holds up to {least} microbatches", f"memory={float(least):.12g}"
+    return f"a rank of GIS-H holds {float(least):.3g} microbatches", f"memory={ceil(least)}"
 
 
 def _gis_idle(size: Size) -> Fraction | None:

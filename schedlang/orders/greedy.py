@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-import numpy as np
-
 from schedlang.cost import Number
-from schedlang.orders.lay import lay
-from schedlang.timeline import Kind, Timeline
 
 
 @dataclass(frozen=True)
@@ -39,58 +35,6 @@ def listed(jobs: Jobs, ranks: int, limit: Sequence[Number] | None = None) -> lis
     `limit`: the most activations that each rank may hold, in the units of `gain`.
     """
     return _Run(jobs, ranks, limit).all()
-
-
-def chain_jobs(
-    homes: Sequence[int],
-    micro: int,
-    times: Sequence[Number],
-    urgency: Callable[[int, int, int], Number],
-    *,
-    gains: Sequence[Number] = (1, -1, 0),
-    comm: Number = 0,
-    in_flight: int | None = None,
-) -> Jobs:
-    """The jobs of a chain of stages, numbered (kind * stages + stage) * micro + microbatch.
-
-    homes      the rank of every stage
-    times      of F and B, or of F, I and W; kinds are numbered alike
-    urgency    of (kind, stage, microbatch); equal ones: the lower number first
-    gains      activations made by each kind
-    in_flight  how many microbatches may be between their first forward and their last backward
-    """
-    stages, kinds = len(homes), range(len(times))
-
-    def number(kind: int, stage: int, microbatch: int) -> int:
-        return (kind * stages + stage) * micro + microbatch
-
-    def needs(kind: int, stage: int, microbatch: int) -> list[int]:
-        if kind == 2:
-            return [number(1, stage, microbatch)]
-        found = [number(0, stage, microbatch)] if kind else []
-        before = stage - 1 if kind == 0 else stage + 1
-        if 0 <= before < stages:
-            found.append(number(kind, before, microbatch))
-        if kind == stage == 0 and in_flight is not None and microbatch >= in_flight:
-            found.append(number(1, 0, microbatch - in_flight))
-        return found
-
-    every = [(k, s, m) for k in kinds for s in range(stages) for m in range(micro)]
-    return Jobs(
-        [homes[s] for _, s, _ in every],
-        [times[k] for k, _, _ in every],
-        [urgency(*one) for one in every],
-        [needs(*one) for one in every],
-        [gains[k] for k, _, _ in every],
-        comm,
-    )
-
-
-def rows_of(rows: Sequence[Sequence[int]], stages: int, micro: int, *, split: bool) -> Timeline:
-    """The timeline of rows of jobs that are numbered as by `chain_jobs`."""
-    names = np.array([Kind.F, Kind.I, Kind.W] if split else [Kind.F, Kind.B], np.int32)
-    parts = [np.divmod(np.array(row, np.int64), stages * micro) for row in rows]
-    return lay([names[kind] for kind, _ in parts], [unit for _, unit in parts], micro)
 
 
 class _Run:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import product
@@ -204,20 +204,22 @@ def searched(size: Size, limit: Fraction) -> Timeline:
     return laid(rows, size.micro)
 
 
-def _limited(times: int) -> Callable[[Size], Timeline]:
-    """The order under `Size.memory`, or where there is none under the paper's own limit.
+def _zb_1p(size: Size) -> Timeline:
+    """Within p microbatches, as 1F1B, or within `Size.memory`."""
+    return searched(size, Fraction(size.ranks) if size.memory is None else size.memory)
 
-    That is p or 2p activations. Of its own accord the paper counts less than a whole one between
-    I and W (`KEPT`); so does this where neither a limit nor a share is given.
+
+def _zb_2p(size: Size) -> Timeline:
+    """Within 2p microbatches as the paper counts them, or within `Size.memory` as `kept` does.
+
+    The paper counts less than a whole microbatch between I and W. So does this where neither a
+    limit nor a share is given; with whole ones, 2p would not do for what the paper reports.
     """
-
-    def make(size: Size) -> Timeline:
-        if size.memory is not None:
-            return searched(size, size.memory)
-        own = replace(size, cost=replace(size.cost, kept=KEPT)) if size.cost.kept == 1 else size
-        return searched(own, Fraction(times * size.ranks))
-
-    return make
+    if size.memory is not None:
+        return searched(size, size.memory)
+    kept = KEPT if size.cost.kept == 1 else size.cost.kept
+    counted = replace(size, cost=replace(size.cost, kept=kept))
+    return searched(counted, Fraction(2 * size.ranks))
 
 
 def _problem(size: Size) -> Problem | None:
@@ -228,6 +230,6 @@ def _problem(size: Size) -> Problem | None:
 
 PAPER = "Qi et al., Zero Bubble, 2023 (2401.10241), §3.1: {} microbatches of activations"
 ORDERS = (
-    Order("ZB-1p", PAPER.format("p"), _limited(1), problem=_problem),
-    Order("ZB-2p", PAPER.format("2p"), _limited(2), problem=_problem),
+    Order("ZB-1p", PAPER.format("p"), _zb_1p, problem=_problem),
+    Order("ZB-2p", PAPER.format("2p"), _zb_2p, problem=_problem),
 )

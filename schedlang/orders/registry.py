@@ -30,6 +30,8 @@ class Size:
     memory   the most activations a rank may hold, in microbatches of one rank's share of the model
              (1F1B on p ranks needs p); None: what the order itself prescribes
     every    microbatches of an update, of orders that update inside the step; None: their own
+    barrier  all ranks wait for each other before the optimizer: a search shortens the makespan,
+             without it the longest span of a rank
     """
 
     ranks: int
@@ -39,6 +41,7 @@ class Size:
     cost: Cost = UNIT_COST
     memory: Fraction | None = None
     every: int | None = None
+    barrier: bool = True
 
 
 Problem = tuple[str, str]  # why a size is not legal, and sizes that are

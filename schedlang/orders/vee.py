@@ -71,17 +71,19 @@ def v_row(size: Size, rank: int, steps: Sequence[int] | Ints) -> tuple[Column, I
 
 
 def _zb_v_idle(size: Size) -> Fraction | None:
-    """(p-1) (max(F, I) - W), so none at equal times; for W <= F, I and 2p - 1 microbatches."""
+    """(p-1) (I - W), so none at equal times; for W <= F <= I and 2p - 1 microbatches."""
     f, i, w = times(size)
-    if w > min(f, i) or size.micro < 2 * size.ranks - 1:
-        return None
-    return (size.ranks - 1) * (max(f, i) - w)
+    enough = size.micro >= 2 * size.ranks - 1
+    return (size.ranks - 1) * (i - w) if w <= f <= i and enough else None
 
 
 def _dualpipe_v_idle(size: Size) -> Fraction | None:
-    """(p-1) (F + I - min(I, W)) / 2 for I <= F and 2p microbatches, F and B not overlapped."""
+    """(p-1) (F + I - min(I, W)) / 2 for I <= F <= I + W and 2p microbatches.
+
+    The paper's own form counts F and B that overlap as one: (p-1) (F&B + B - 3W) / 2.
+    """
     f, i, w = times(size)
-    if i > f or size.micro < 2 * size.ranks:
+    if not i <= f <= i + w or size.micro < 2 * size.ranks:
         return None
     return (size.ranks - 1) * (f + i - min(i, w)) / 2
 
@@ -98,7 +100,7 @@ ORDERS = (
     ),
     Order(
         "DualPipeV",
-        "DeepSeek-V3, 2024 (2412.19437), cut in half after Sea AI Lab; its §'s p is 2p stages",
+        "DualPipe of DeepSeek-V3, 2024 (2412.19437), cut in half as in PyTorch's ScheduleDualPipeV",
         _dualpipe_v,
         aliases=("ScheduleDualPipeV",),
         chunks=(2,),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from schedlang.orders.greedy import chain_jobs, listed, rows_of
+from schedlang.orders.chain import Chain
 from schedlang.orders.registry import Order, Problem, Size
 from schedlang.timeline import Timeline
 
@@ -22,17 +22,16 @@ def _hanayo(size: Size) -> Timeline:
     microbatches in flight; without it up to 2p - 1 of them come to be when there are many.
     """
     stages = size.ranks * size.chunks
-    homes = [home(stage, size.ranks) for stage in range(stages)]
-    jobs = chain_jobs(
-        homes,
+    homes = tuple(home(stage, size.ranks) for stage in range(stages))
+    times = ((FORWARD,) * stages, (BACKWARD,) * stages)
+    chain = Chain(size.ranks, homes, times, ((1,) * stages, (-1,) * stages))
+    made = chain.listed(
         size.micro,
-        (FORWARD, BACKWARD),
         lambda kind, stage, microbatch: (1 - kind) * size.micro + microbatch,
         in_flight=None if size.memory is None else int(size.memory),
     )
-    rows = listed(jobs, size.ranks)
-    assert rows is not None, "nothing but its own inputs holds a microbatch up"
-    return rows_of(rows, stages, size.micro, split=False)
+    assert made is not None, "nothing but its own inputs holds a microbatch up"
+    return made
 
 
 def _problem(size: Size) -> Problem | None:

@@ -1,0 +1,153 @@
+"""The search of orders: optimal where that can be known, and never past the limit."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from schedlang.cost import Cost
+from schedlang.orders import ORDERS, OrderError, Size, find, order
+from schedlang.orders.chain import Chain
+from schedlang.orders.repetend import repetends
+from schedlang.orders.search import searched
+from schedlang.timeline import Kind, Timeline, check, peak, timeline, timing, with_transfers
+from schedlang.timeline.table import Op
+from tests.pipeline_optimum import Problem, faster
+
+COSTS = [(1, 1, 1), (2, 3, 1), (3, 2, 2)]
+SMALL = [(2, 4, 1), (2, 6, 2), (3, 4, 1), (3, 4, 2), (3, 4, 3), (3, 8, 2), (4, 4, 2)]
+
+
+def _makespan(ranks: int, micro: int, memory: float | None, cost: Cost, chunks: int = 1) -> int:
+    t = order("search", ranks, micro, chunks, memory=memory, cost=cost)
+    check(with_transfers(t))
+    assert memory is None or peak(t, cost).max() <= memory
+    return int(timing(t, cost).makespan)
+
+
+def _unparked(ranks: int, micro: int, memory: int, cost: Cost) -> int:
+    """The makespan where nothing is parked on other ranks, which the oracle knows nothing of."""
+    known = tuple(one for one in ORDERS if one.name not in ("Search", "BPipe"))
+    t = searched(Size(ranks, micro, memory=Fraction(memory), cost=cost), known)
+    check(with_transfers(t))
+    assert peak(t, cost).max() <= memory and (t.kind <= Kind.W).all()
+    return int(timing(t, cost).makespan)
+
+
+@pytest.mark.parametrize("costs", COSTS)
+@pytest.mark.parametrize(("ranks", "micro", "memory"), SMALL)
+def test_optimal(ranks: int, micro: int, memory: int, costs: tuple[int, int, int]) -> None:
+    """No order at all is faster, by branch and bound over all of them, which finds one as fast."""
+    found = _unparked(ranks, micro, memory, Cost(*costs))
+    problem = Problem(ranks, micro, costs, memory)
+    assert not faster(problem, found) and faster(problem, found + 1)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("costs", COSTS)
+@pytest.mark.parametrize(("ranks", "micro", "memory"), [(4, 4, 3), (4, 6, 3), (4, 8, 3)])
+def test_near_optimal(ranks: int, micro: int, memory: int, costs: tuple[int, int, int]) -> None:
+    """Within 5 % of the optimum where the memory binds hardest."""
+    found = _unparked(ranks, micro, memory, Cost(*costs))
+    problem = Problem(ranks, micro, costs, memory)
+    assert not faster(problem, -(-found * 95 // 100)) and faster(problem, found + 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("costs", COSTS)
+def test_reaches_the_bound(ranks: int, costs: tuple[int, int, int]) -> None:
+    """With the memory of 1F1B at equal F, I and W no rank waits but for its first forward."""
+    f, i, w = costs
+    found = _makespan(ranks, 3 * ranks, 2 * ranks, Cost(*costs))
+    least = (ranks - 1) * f + 3 * ranks * (f + i + w)
+    assert least <= found <= least * 1.06
+    if costs == (1, 1, 1):
+        assert found == least == _makespan(ranks, 3 * ranks, ranks, Cost())
+
+
+def _short_1f1b(ranks: int, micro: int, memory: int) -> Timeline:
+    """1F1B whose warm-ups are as long as the memory allows."""
+    rows = []
+    for rank in range(ranks):
+        first = min(ranks - 1 - rank, memory - 1, micro)
+        row = [Op(Kind.F, rank, m) for m in range(first)]
+        for m in range(micro):
+            row += [Op(Kind.F, rank, first + m)] if first + m < micro else []
+            row.append(Op(Kind.B, rank, m))
+        rows.append(row)
+    return timeline(rows)
+
+
+@pytest.mark.parametrize("cost", [Cost(), Cost(5, 3, 4, 1), Cost(Fraction(3, 2), 1, 2, 0, 0)])
+def test_never_worse_than_1f1b(cost: Cost) -> None:
+    """Under any limit it is at least as fast as 1F1B under that limit, and as known orders."""
+    for ranks, micro in ((2, 3), (4, 6)):
+        for memory in range(1, ranks + 1):
+            t = order("search", ranks, micro, memory=memory, cost=cost)
+            time = timing(t, cost).makespan
+            assert time <= timing(_short_1f1b(ranks, micro, memory), cost).makespan
+            for known in ORDERS:
+                if known.replicas == 1 and not known.relaxed and known.chunks == (1,):
+                    other = known.make(Size(ranks, micro)) if known.name != "Varuna" else t
+                    fits = peak(other, cost).max() <= memory
+                    assert not fits or time <= timing(other, cost).makespan
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_several_chunks(chunks: int) -> None:
+    """Several stages per rank, in a loop or a zig-zag, cost less time under the same memory."""
+    for memory in (1, 2):
+        one = _makespan(2, 4, memory, Cost(6, 6, 6))
+        assert _makespan(2, 4, memory, Cost(6, 6, 6), chunks) <= one
+
+
+def test_rank_span() -> None:
+    """Without a barrier it shortens the longest span of a rank, to nothing but work."""
+    t = order("search", 4, 12, memory=8, barrier=False)
+    assert timing(t).rank_span == timing(t).busy.max()
+    assert timing(order("search", 4, 12, memory=8)).makespan <= timing(t).makespan
+
+
+@pytest.mark.parametrize("memory", [0.25, 0.99])
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 1), (4, 1), (2, 2)])
+def test_too_little_memory(memory: float, ranks: int, chunks: int) -> None:
+    """Nothing fits: refused with the smallest memory that works, which does."""
+    with pytest.raises(OrderError) as caught:
+        order("search", ranks, 4, chunks, memory=memory)
+    assert caught.value.legal == "memory=1"
+    order("search", ranks, 4, chunks, memory=1)
+
+
+def test_deterministic() -> None:
+    """The same sizes give the same order."""
+    size = Size(3, 6, memory=Fraction(2), cost=Cost(5, 3, 4))
+    known = tuple(one for one in ORDERS if one.name != "Search")
+    assert searched(size, known) == searched(size, known) == find("Search").make(size)
+
+
+def test_uneven_stages() -> None:
+    """Stages of different weight are searched with their own costs and activations."""
+    cost = Cost(4, 4, 4, 1, 1, shares=[1, 2, 3, 2])
+    t = order("search", 4, 6, memory=4, cost=cost)
+    check(with_transfers(t))
+    assert peak(t, cost).max() <= 4
+    assert timing(t, cost).makespan <= timing(order("1f1b", 4, 6), cost).makespan
+
+
+@pytest.mark.parametrize("period", [3, 4, 6])
+def test_repetends_repeat(period: int) -> None:
+    """No two operations of a rank overlap modulo the period, and each waits for its inputs."""
+    chain = Chain(3, (0, 1, 2), ((1,) * 3,) * 3, ((1,) * 3, (0,) * 3, (-1,) * 3), 1)
+    found = repetends(chain, period, None, 16)
+    assert len(found) > 3
+    for one in found:
+        for rank in range(3):
+            phases = [one.start(kind, rank, 0) % period for kind in range(3)]
+            assert len(set(phases)) == 3
+        for stage in range(2):
+            assert one.start(0, stage + 1, 0) >= one.start(0, stage, 0) + 2
+            assert one.start(1, stage, 0) >= one.start(1, stage + 1, 0) + 2
+        assert one.start(1, 2, 0) > one.start(0, 2, 0)
+        assert all(one.start(2, s, 0) > one.start(1, s, 0) for s in range(3))
+    assert not repetends(chain, 2, None, 16)
