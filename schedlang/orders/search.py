@@ -169,4 +169,5 @@ def search(known: tuple[Order, ...]) -> Order:
         "heuristics of Qi et al. 2023 (2401.10241); repetends, Lin et al., Tessel, 2024",
         make,
         chunks=None,
+        searched=True,
     )
