@@ -91,6 +91,8 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
     axis = plan.cuts[0].axis if plan.cuts else None
     timeline = timeline_of(plan)
     if axis is None or timeline.stages == 1:
+        if traced.entries:
+            _as_often(plan, traced)
         return _one_stage(plan, timeline)
     check_cuts(plan)
     skeleton = local_skeleton(plan, traced)
@@ -105,6 +107,16 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
         raise placed(refusal, plan, "stage") from refusal
     homes = tuple(tuple(row) for row in timeline.homes.tolist())
     return Staged(made, timeline, homes, axis, _trunk(plan))
+
+
+def _as_often(plan: Plan, traced: Traced) -> None:
+    """Refuse a row about another number of calls than the model makes (S601)."""
+    from schedlang.runtime.units import check_calls
+
+    try:
+        check_calls(dict(plan.unrolled), traced.entries)
+    except Refusal as refusal:
+        raise placed(refusal, plan, "stage") from refusal
 
 
 def timeline_of(plan: Plan) -> Timeline:

@@ -13,7 +13,7 @@ from schedlang.runtime.float64 import Float64
 from schedlang.runtime.graph import Cut, cut
 from schedlang.runtime.meta import hollow_model
 from schedlang.runtime.pipeline import Pipeline
-from schedlang.runtime.record import record
+from schedlang.runtime.record import loss_of, record
 from schedlang.runtime.stage import Stage, Stub
 from schedlang.runtime.units import Switch, in_trunk, units_of
 from schedlang.timeline import Op, Timeline, timeline
@@ -75,15 +75,15 @@ def in_stages(
         results = Pipeline(stages, plan, dict.fromkeys(stages, 0)).run(batches)
     finally:
         switch.remove()
-    assert results is not None
-    return results
+    return list(results.values())
 
 
 def compared(model: nn.Module, made: Cut, batch: Mapping[str, Any], loss: Any = None) -> Compared:
     """The stages beside the whole: loss, and every gradient, also which parameters have one."""
     with Float64():
         output = model(**batch)
-        value = loss(output, batch) if loss else getattr(output, "loss", output)
+        value = loss_of(output, batch, loss)
+        assert value is not None
         value.backward()
         wanted = {n: p.grad for n, p in model.named_parameters()}
         model.zero_grad()

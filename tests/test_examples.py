@@ -42,7 +42,15 @@ def _name(path: Path) -> str:
 
 def test_the_examples_are_those_of_the_readme() -> None:
     """Nothing is left out because a name changed."""
-    assert {path.parent.name for path in PROVEN} == {"gpt2", "llama", "bert", "custom", "t5"}
+    assert {path.parent.name for path in PROVEN} == {
+        "gpt2",
+        "llama",
+        "bert",
+        "custom",
+        "t5",
+        "unet",
+        "vit",
+    }
     assert len(PROVEN) >= 6
 
 

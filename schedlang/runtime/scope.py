@@ -69,6 +69,12 @@ def next_call(where: str) -> int:
     return number
 
 
+def skip_calls(where: str, count: int) -> None:
+    """Count calls at a site that are made elsewhere in this pass."""
+    calls = _here.frame.calls
+    calls[where] = calls.get(where, 0) + count
+
+
 def visit() -> Any:
     """What runs of a sequence in this thread, if it is cut; None where sequences are whole."""
     return _here.slice

@@ -6,7 +6,9 @@ was needed; the first unit of a later stage ends the forward.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,8 @@ from schedlang.runtime.constants import OnMeta
 from schedlang.runtime.graph import Cut, Token, refusal
 from schedlang.runtime.meta import hollow_batch, hollow_model
 from schedlang.runtime.record import loss_of
-from schedlang.runtime.scope import capture, visit, visiting
+from schedlang.runtime.scope import capture, named_sites, skip_calls, visit, visiting
+from schedlang.runtime.skipped import Counted
 from schedlang.runtime.units import Switch
 
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
@@ -74,6 +77,11 @@ class Stub:
     def __init__(self, reference: nn.Module, cut: Cut) -> None:
         self.names = cut.graph.labels
         self.units = tuple(reference.get_submodule(name) for name in cut.graph.units)
+        called = Counter(cut.graph.units)
+        self.often = {name for name, count in called.items() if count > 1}
+        for name in self.often:
+            named_sites(reference.get_submodule(name), prefix=name)
+        self.modules = cut.graph.units
         self._known: dict[Any, Any] = {}
         self._outside = capture()  # a run for shapes draws no masks and counts no calls
 
@@ -84,24 +92,34 @@ class Stub:
         key = (unit, self.units[unit].training, _signature((args, kwargs)))
         if key not in self._known:
             self._known[key] = self._shapes(unit, args, kwargs)
-        leaves, spec = self._known[key]
+        leaves, spec, draws = self._known[key]
+        for site, count in draws.items():
+            skip_calls(site, count)
         made = [
             received[(unit, k)] if (unit, k) in received else _zeros(leaf, device)
             for k, leaf in enumerate(leaves)
         ]
         return pytree.tree_unflatten(made, spec)
 
-    def _shapes(self, unit: int, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+    def _shapes(
+        self, unit: int, args: Any, kwargs: Any
+    ) -> tuple[list[Any], Any, Mapping[str, int]]:
+        counted = Counted()
         try:
             part = visit()
             shapes = visiting(part.hollow() if part is not None else None)
-            with torch.no_grad(), self._outside(), shapes, torch.device("meta"), OnMeta():
+            outside = (torch.no_grad(), self._outside(), shapes, torch.device("meta"), OnMeta())
+            with ExitStack() as stack:
+                for mode in outside:
+                    stack.enter_context(mode)
+                if self.modules[unit] in self.often:  # a later call draws what comes after
+                    stack.enter_context(counted)
                 output = self.units[unit](*hollow_batch(args), **hollow_batch(kwargs))
         except (RuntimeError, NotImplementedError) as error:
             name, reason = self.names[unit], "has an output whose shape depends on data"
             raise refusal("S612", name, reason, note=str(error)) from error
         leaves, spec = pytree.tree_flatten(output)
-        return leaves, spec
+        return leaves, spec, counted.calls
 
 
 class Stage:

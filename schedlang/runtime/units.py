@@ -93,7 +93,7 @@ def units_of(
     calls = calls_of(model, kwargs, meta)
     named = dict(model.named_modules())
     trunk = elements_of(model, calls.counts, trunks, unrolled)
-    _called_as_said(calls, unrolled)
+    check_calls(unrolled, calls.counts)
     cut = {*trunk, *at, *unrolled}
     units = _outermost(named, calls, cut)
     for name in dict.fromkeys(units):
@@ -117,8 +117,10 @@ def _outermost(named: Mapping[str, nn.Module], calls: Calls, cut: Set[str]) -> l
         containers |= {".".join(parts[:k]) for k in range(len(parts))}
     chosen = set()
     for name in calls.counts:
-        parents = name.split(".")[:-1]
-        outermost = all(".".join(parents[: k + 1]) in containers for k in range(len(parents)))
+        parts = name.split(".")
+        above = {".".join(parts[:k]) for k in range(1, len(parts))}
+        # what is never called, such as a list, encloses nothing
+        outermost = not (above - containers) & calls.counts.keys()
         has_own = next(named[name].parameters(), None) is not None
         if name not in containers and outermost and has_own:
             chosen.add(name)
@@ -137,9 +139,10 @@ def _one_in_each_gap(units: Sequence[str], cut: Set[str]) -> set[str]:
     return {name for name in units if name not in cut} - twice
 
 
-def _called_as_said(calls: Calls, unrolled: Mapping[str, int]) -> None:
+def check_calls(unrolled: Mapping[str, int], counts: Mapping[str, int]) -> None:
+    """Refuse a module that is not called as often as `unrolled` says (S601)."""
     for name, times in unrolled.items():
-        count = calls.counts.get(name, 0)
+        count = counts.get(name, 0)
         if count != times:
             raise refusal(
                 "S601",
