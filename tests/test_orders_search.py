@@ -156,17 +156,18 @@ def test_warmups_fit(memory: int) -> None:
     assert [peak(t).max() for t in made] == [min(memory, 4), memory]
 
 
-def test_repetends_of_uneven_operations() -> None:
+@pytest.mark.parametrize("times", [(2, 5, 3), (5, 2, 3), (4, 1, 5)])
+def test_repetends_of_uneven_operations(times: tuple[int, int, int]) -> None:
     """No two operations overlap modulo the period where they take different times."""
-    times = ((2,) * 3, (5,) * 3, (3,) * 3)
-    chain = Chain(3, (0, 1, 2), times, ((1,) * 3, (0,) * 3, (-1,) * 3))
+    rows = tuple((time,) * 3 for time in times)
+    chain = Chain(3, (0, 1, 2), rows, ((1,) * 3, (0,) * 3, (-1,) * 3))
     for period in (10, 11, 13):
         for one in repetends(chain, period, None, 16):
             for rank in range(3):
                 busy = [
                     (one.start(kind, rank, 0) + k) % period
                     for kind in range(3)
-                    for k in range(times[kind][rank])
+                    for k in range(times[kind])
                 ]
                 assert len(set(busy)) == len(busy) == 10
 
