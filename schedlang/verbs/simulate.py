@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from schedlang.verbs.simulated import Simulated
 
 
+Every = Annotated[
+    int | None, typer.Option(help="Microbatches of an update, for orders with stale weights.")
+]
+Chunks = Annotated[
+    int | None, typer.Option(help="Stages on each rank, where the order leaves it open.")
+]
+
+
 @verb
 def simulate(
     file: Annotated[
@@ -31,18 +39,13 @@ def simulate(
         int | None, typer.Option("--stages", "--ranks", help="Pipeline ranks, the p of papers; 4.")
     ] = None,
     micro: Annotated[int | None, typer.Option(help="Microbatches; 8.")] = None,
-    chunks: Annotated[
-        int | None, typer.Option(help="Stages on each rank, where the order leaves it open.")
-    ] = None,
+    chunks: Chunks = None,
     slices: Annotated[int | None, typer.Option(help="Slices of each sequence; 1.")] = None,
     memory: Annotated[
         float | None,
         typer.Option(help="Activations a rank may hold, in microbatches of one rank's share."),
     ] = None,
-    every: Annotated[
-        int | None,
-        typer.Option(help="Microbatches of an update, for orders with stale weights."),
-    ] = None,
+    every: Every = None,
     cost: Annotated[
         str | None,
         typer.Option(
