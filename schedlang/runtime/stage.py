@@ -1,11 +1,12 @@
 """One stage of a model by replay: the model's own forward, with the units of other stages stubbed.
 
-A unit of an earlier stage returns what was received, and zeros of the right shape where nothing
-was needed; the first unit of a later stage ends the forward.
+A unit of an earlier stage returns what was received, and something of the right shape where
+nothing was needed; the first unit of a later stage ends the forward.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,9 +27,6 @@ from schedlang.runtime.skipped import Counted
 from schedlang.runtime.units import Switch
 
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
-
-
-SIMPLE = (int, float, bool, str, type(None), torch.dtype)
 
 
 class StageEnd(BaseException):
@@ -84,14 +82,14 @@ class Stub:
         self.often = {name for name, count in called.items() if count > 1}
         for name in self.often:
             named_sites(reference.get_submodule(name), prefix=name)
-        self.modules = cut.graph.units
+        self.modules, self.leaves = cut.graph.units, cut.graph.leaves
         self._known: dict[Any, Any] = {}
         self._outside = capture()  # a run for shapes draws no masks and counts no calls
 
     def __call__(
         self, unit: int, args: Any, kwargs: Any, received: Mapping[Token, torch.Tensor], device: Any
     ) -> Any:
-        """The unit's output: the received leaves, zeros for the others."""
+        """The unit's output: the received leaves, something of their shape for the others."""
         key = (unit, self.units[unit].training, _signature((args, kwargs)))
         if key not in self._known:
             self._known[key] = self._shapes(unit, args, kwargs)
@@ -99,10 +97,20 @@ class Stub:
         for site, count in draws.items():
             skip_calls(site, count)
         made = [
-            received[(unit, k)] if (unit, k) in received else _zeros(leaf, device)
+            received[(unit, k)] if (unit, k) in received else self._unknown(unit, k, leaf, device)
             for k, leaf in enumerate(leaves)
         ]
         return pytree.tree_unflatten(made, spec)
+
+    def _unknown(self, unit: int, k: int, leaf: Any, device: Any) -> Any:
+        """What nothing reads: not a number, so that a reader after all is seen; no memory."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        number = math.nan if leaf.dtype.is_floating_point else 0
+        known = self.leaves.get((unit, k))
+        written = known is None or known.mutated
+        shape = leaf.shape if written else ()
+        return torch.full(shape, number, dtype=leaf.dtype, device=device).expand(leaf.shape)
 
     def _shapes(
         self, unit: int, args: Any, kwargs: Any
@@ -111,9 +119,9 @@ class Stub:
         try:
             part = visit()
             shapes = visiting(part.hollow() if part is not None else None)
-            outside = (torch.no_grad(), self._outside(), shapes, torch.device("meta"), OnMeta())
             with ExitStack() as stack:
-                for mode in outside:
+                modes = (torch.no_grad(), self._outside(), shapes, torch.device("meta"), OnMeta())
+                for mode in modes:
                     stack.enter_context(mode)
                 if self.modules[unit] in self.often:  # a later call draws what comes after
                     stack.enter_context(counted)
@@ -205,8 +213,7 @@ class Stage:
         made: dict[Token, torch.Tensor],
         edges: dict[Token, GradientEdge],
     ) -> None:
-        leaves = (output,) if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
-        for k, leaf in enumerate(leaves):
+        for k, leaf in enumerate(pytree.tree_leaves(output)):
             token = (unit, k)
             if token not in self.wanted:
                 continue
@@ -240,12 +247,6 @@ def _named(model: nn.Module, names: Collection[str]) -> list[nn.Parameter]:
     return [p for name, p in model.named_parameters() if name in names]
 
 
-def _zeros(leaf: Any, device: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
-
-
 def _device(batch: Mapping[str, Any]) -> torch.device:
     for value in batch.values():
         if isinstance(value, torch.Tensor):
@@ -262,17 +263,12 @@ def signature(batch: Mapping[str, Any]) -> Any:
 
 
 def _signature(tree: Any) -> Any:
-    """By hand for plain nests, which is many times faster than a flattening by pytree."""
-    kind = type(tree)
-    if isinstance(tree, torch.Tensor):
-        return (tree.shape, tree.dtype)
-    if kind is tuple or kind is list:
-        return (kind, *map(_signature, tree))
-    if kind is dict:
-        return (kind, *((key, _signature(value)) for key, value in tree.items()))
-    if kind in SIMPLE:
-        return (kind, tree)
     leaves, spec = pytree.tree_flatten(tree)
-    if len(leaves) == 1 and leaves[0] is tree:
-        return kind
-    return (str(spec), *map(_signature, leaves))
+    return (str(spec), tuple(_key(leaf) for leaf in leaves))
+
+
+def _key(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return (tuple(leaf.shape), leaf.dtype)
+    simple = (int, float, bool, str, type(None), torch.dtype)
+    return leaf if isinstance(leaf, simple) else type(leaf)
