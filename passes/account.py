@@ -78,6 +78,7 @@ def account(
     from schedlang.passes.holdings import holdings_of
     from schedlang.passes.propagate import propagate
     from schedlang.passes.staging import stages_of
+    from schedlang.passes.staleness import check_stale
     from schedlang.runtime import parts
 
     micro = plan.micro
@@ -85,6 +86,7 @@ def account(
     sample = everyone[0][0].inputs
     traced = propagate(plan, sample, loss)
     staged = stages_of(plan, traced, sample, loss)
+    check_stale(plan, staged)
     holdings = holdings_of(plan, staged)
     notes = [_MOMENTS]
     if len({len(part.rows) for row in everyone for part in row}) > 1:

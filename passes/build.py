@@ -25,13 +25,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.model import Site
-    from schedlang.runtime.assembly import Weight
+    from schedlang.runtime.assembly import Assembly, Weight
     from schedlang.runtime.early import EarlySums
     from schedlang.runtime.gradient import Sum
     from schedlang.runtime.holding import Holding
     from schedlang.runtime.program import Program
     from schedlang.runtime.ranks import Ranks
-    from schedlang.runtime.sliced import Slices
 
 Loss = Callable[..., Any]
 FACETS = ("structure", "dtype", "placement", "recompute", "residence", "stage", "state", "order")
@@ -87,8 +86,7 @@ def build(
     from schedlang.runtime.program import Program
 
     ranks = check_job(plan)
-    micro = plan.micro
-    count = plan.mesh.size(plan.data_axes)
+    micro, count = plan.micro, plan.mesh.size(plan.data_axes)
     if prepared is None:
         sample = parts.split(batch, 1 if local else count, micro)[0][0].inputs
         prepared = prepare(plan, sample, loss, weight)
@@ -103,23 +101,30 @@ def build(
     sums = sums_of(plan, traced, holdings, found, ranks)
     dropout = _dropout(plan, prepared, ranks, seed, module)
     weight = weight or weight_of(traced, count * micro)
-    slices = slices_of(prepared.slicing, module, traced, weight)
+    pipeline = _pipeline(builder, prepared, loss, weight, sliced)
     assembly = Assembly(
-        module=module, pipeline=_pipeline(builder, staged, loss, slices, sliced), ranks=ranks,
-        replicas=plan.data_axes, micro=micro, parameters=found, holdings=holdings,
-        buffer_stages=buffer_stages(staged), ties=(*plan.model.ties, *plan.model.shared_buffers),
-        keys=tuple(plan.model.model.state_dict()), sums=tuple(sums), sliced=sliced,
-        early=_early(plan, staged, found, sums), weight=weight,
-        last_rank=_last_rank(plan, staged), stage_axis=staged.axis, dropout=dropout,
-        inputs=frozenset(batch), loss_dtype=_loss_dtype(plan),
+        module=module, pipeline=pipeline, ranks=ranks, replicas=plan.data_axes, micro=micro,
+        parameters=found, holdings=holdings, buffer_stages=buffer_stages(staged),
+        ties=(*plan.model.ties, *plan.model.shared_buffers), sums=tuple(sums), sliced=sliced,
+        keys=tuple(plan.model.model.state_dict()), weight=weight,
+        early=_early(plan, staged, found, sums), last_rank=_last_rank(plan, staged),
+        stage_axis=staged.axis, dropout=dropout, inputs=frozenset(batch),
+        loss_dtype=_loss_dtype(plan),
         without_labels=traced.labels[0].filled if len(traced.labels) == 1 else None,
         outputs_missing=staged.cut.missing if staged.axis is not None else (),
     )  # fmt: skip
-    trained = [(name, p) for name, p in found.items() if p.requires_grad]
-    if optimizer is not None and trained:
-        _check_optimizer(plan, holdings, optimizer)
-        return Program(assembly, optimizer(trained), clip)
-    return Program(assembly, None, clip)
+    return Program(assembly, _optimizer(plan, assembly, optimizer), clip)
+
+
+def _optimizer(
+    plan: Plan, a: Assembly, make: Callable[..., torch.optim.Optimizer] | None
+) -> torch.optim.Optimizer | None:
+    """The optimizer of what this rank trains; None where there is nothing."""
+    trained = [(name, p) for name, p in a.parameters.items() if p.requires_grad]
+    if make is None or not trained:
+        return None
+    _check_optimizer(plan, a.holdings, make)
+    return make(trained)
 
 
 def _early(
@@ -273,16 +278,17 @@ def _dropout(
 
 def _pipeline(
     builder: Builder,
-    staged: Staged,
+    prepared: Prepared,
     loss: Loss | None,
-    slices: Slices | None,
+    weight: Weight,
     sliced: Mapping[int, Any],
 ) -> Any:
     from schedlang.runtime.pipeline import Pipeline
     from schedlang.runtime.stage import Stage, Stub
     from schedlang.runtime.units import Switch
 
-    plan, ranks = builder.plan, builder.ranks
+    plan, ranks, staged = builder.plan, builder.ranks, prepared.staged
+    slices = slices_of(prepared.slicing, builder.module, builder.traced, weight)
     if staged.axis is None:
         split = _splits(plan, staged, 0, sliced)
         stage = Stage(builder.module, staged.cut, 0, loss=loss, split=split, late=_late(plan))

@@ -27,7 +27,7 @@ class RankClass:
     elements    of parameters, padding included
     parameters, gradients, optimizer   bytes, as they lie between two steps
     working     bytes besides, at most, while a step runs: gathered parameters and gradients not yet
-                reduced, of what ZeRO slices
+                reduced, of what ZeRO slices; other versions of the weights, where they are stale
     """
 
     ranks: int
@@ -79,8 +79,9 @@ def rank_classes(
         working = _working(plan, staged, holdings, place)
         for cut in range(slices):
             held = _held(kinds, place, cut, moments)
+            kept = working + _others(staged, place) * held[2]
             first = _first(plan, staged, axes, place, cut)
-            entry = found.setdefault((place, *held, working), [0, first])
+            entry = found.setdefault((place, *held, kept), [0, first])
             entry[0], entry[1] = entry[0] + share, min(entry[1], first)
     classes = [
         RankClass(count, first, place if staged.axis is not None else None, *held)
@@ -114,6 +115,14 @@ def _held(
         parameters += size * kind.itemsize
         gradients += size * kind.itemsize * kind.trained
     return elements, parameters, gradients, gradients * moments
+
+
+def _others(staged: Staged, place: int) -> int:
+    """How many versions of the weights a place keeps, at most, beside those that it trains."""
+    from schedlang.timeline.versions import weight_copies
+
+    copies = weight_copies(staged.timeline)
+    return int(max((copies[stage] - 1 for stage in staged.stages_at(place)), default=0))
 
 
 def _first(plan: Plan, staged: Staged, axes: tuple[str, ...], place: int, cut: int) -> int:

@@ -182,6 +182,14 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S618": ("`build` takes something else", "`sch.build(batch=, loss=, optimizer=, clip=, ...)`."),
     "S619": ("another batch than it was built for", "Build from a batch as it will be trained on."),
     "S621": ("parts of the batch do not add up", "Say what a part weighs: `weight(batch)`."),
+    "S655": (
+        "sequences that cannot be cut",
+        "Slices need a causal model whose tokens meet in attention only: by a cache of\n"
+        "transformers or in `scaled_dot_product_attention(.., is_causal=True)`.",
+    ),
+    "S656": ("no sequences", "Slices cut dim 1 of the batch's tensors."),
+    "S657": ("padding before a slice", "Pad on the right, or leave sequences whole."),
+    "S658": ("packed rows in slices", "One document per row, or sequences that stay whole."),
     "S623": (
         "a model without values",
         "It lies on the meta device: `plan` and `diff` work, runs need values.",

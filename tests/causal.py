@@ -78,7 +78,10 @@ class Causal(nn.Module):
             x = x + self.places(torch.ones_like(input_ids).cumsum(1))
         for block in self.blocks:
             x = block(x, attention_mask)
-        logits = self.head(x)
+        return self.loss(self.head(x), labels)
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy of the next token, or of the label of the place."""
         if not self.shift:
             return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())

@@ -55,11 +55,11 @@ def pipeline(model: nn.Module, batch: Any, plan: Timeline, rank: int, **options:
     return Pipeline(stages, plan, range(plan.ranks), rank, **options)
 
 
-def train(rank: int, make: Any, batch: Any, plan: Timeline, shift: bool) -> Any:
+def train(rank: int, make: Any, batch: Any, plan: Timeline, shift: bool, **options: Any) -> Any:
     """One step on one rank: results and gradients by parameter name."""
     model, parts = make(), split(batch, plan.microbatches)
     with Float64():
-        pipe = pipeline(model, batch, plan, rank)
+        pipe = pipeline(model, batch, plan, rank, **options)
         total = sum(weight(p, shift) for p in parts)
         results = pipe.run(parts, [weight(p, shift) / total for p in parts])
     return results, gradients(model)

@@ -1,4 +1,4 @@
-"""Activations that lie elsewhere, or are made again: the same gradients, and memory really freed."""
+"""Activations that lie elsewhere, or are made again: equal gradients, memory really freed."""
 
 from __future__ import annotations
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from schedlang.orders import order
 from schedlang.timeline import Timeline, timeline
@@ -14,6 +17,7 @@ from tests import models
 from tests.drawn_orders import drawn
 from tests.engine import Threads
 from tests.executing import assert_same, cut_model, train
+from tests.properties.profiles import examples
 
 V = ((0, 1, 1, 0),)
 TWO_WAYS = ((0, 1, 2), (2, 1, 0))
@@ -29,17 +33,19 @@ PLACES = {
 }
 
 
-def _train(make: Any, batch: Any, plan: Timeline, shift: bool) -> Any:
-    return train(dist.get_rank() if dist.is_initialized() else 0, make, batch, plan, shift)
+def _train(make: Any, batch: Any, plan: Timeline, shift: bool, options: Any) -> Any:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return train(rank, make, batch, plan, shift, **options)
 
 
-def equal(threads: Threads, plan: Timeline, count: int) -> None:
+def equal(threads: Threads, plan: Timeline, count: int, **options: Any) -> None:
     """A drawn order of the skipping model gives the losses and gradients of the whole model."""
     batch = models.points()
-    answers = threads.run(_train, plan.ranks, models.Skipping, batch, plan, False)
+    answers = threads.run(_train, plan.ranks, models.Skipping, batch, plan, False, options)
     assert_same(models.Skipping, batch, answers, count=count)
 
 
+@cache
 def edges_of(stages: int) -> Any:
     return cut_model(models.Skipping(), models.points(), stages).edges
 
@@ -60,3 +66,20 @@ def test_backwards_in_another_order(threads: Threads) -> None:
         [op._replace(microbatch=turned[op.microbatch]) for op in plan.rows(r)] for r in range(3)
     ]
     equal(threads, timeline(rows, edges_of(3)), 4)
+
+
+@st.composite
+def homes(draw: Any) -> Any:
+    """Where stages live: any rank for any stage, of one replica or two; a rank may be idle."""
+    stages, ranks = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    one = st.tuples(*[st.integers(0, ranks - 1)] * stages)
+    return draw(st.lists(one, min_size=1, max_size=2))
+
+
+@examples(20)
+@given(homes(), st.integers(1, 5), st.integers(0, 9999), st.integers(0, 3))
+def test_random(threads: Threads, places: Any, micro: int, seed: int, lookahead: int) -> None:
+    """Any order that can run, wherever stages live, gives the gradients of the whole model."""
+    count = max(micro, len(places))
+    plan = drawn(random.Random(seed), places, count, edges_of(len(places[0])))
+    equal(threads, plan, count, lookahead=lookahead)

@@ -18,6 +18,7 @@ from schedlang.runtime.carry import Carried, Span
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.random import LogicalDropout
+from schedlang.runtime.recompute import checkpoint
 from schedlang.runtime.scope import Scope, entered, named_sites
 from schedlang.runtime.sliced import Slices, joined, run, windows
 from schedlang.runtime.slices import Slicing, even
@@ -73,7 +74,7 @@ def assert_same(model: nn.Module, batch: Any, slicing: Slicing, lengths: Any = N
 
 @pytest.mark.parametrize("name", MODELS)
 def test_slices_equal_the_whole(name: str) -> None:
-    """Any number of slices of any lengths, rows padded on the right, labels left out here and there."""
+    """Any number of slices of any lengths, rows padded on the right."""
     make, padded = MODELS[name]
     batch = models.tokens(3, 11, mask=padded)
     slicing = found(make(), batch, 3)
@@ -90,7 +91,7 @@ def test_a_slice_without_labels_counts_for_nothing() -> None:
 
 
 def test_padding_on_the_left() -> None:
-    """Right where masked attention ignores it, refused where a blind token would see another mean."""
+    """Right where attention gives blind tokens nothing, refused where it gives them a mean."""
     batch = models.left(models.tokens(3, 11))
     assert_same(models.llama(2), batch, found(models.llama(2), batch, 3))
     model = models.llama(2, attend="eager")
@@ -110,11 +111,13 @@ def test_packed_rows_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: models.gpt2(2, dropout=0.3), lambda: Causal(layers=2, dropout=0.3)]
+    "make", [lambda: models.gpt2(4, dropout=0.3), lambda: Causal(layers=4, dropout=0.3)]
 )
 def test_dropout_is_drawn_by_place_in_the_sequence(make: Make) -> None:
     """Masks of hidden values, of attention weights and of embeddings are those of the whole."""
-    batch = models.tokens(3, 11, mask=False)
+    batch = models.tokens(3, 11)
+    if isinstance(make(), Causal):
+        del batch["attention_mask"]
     slicing = found(make(), batch, 3)
     assert slicing.draws
     losses, grads = [], []
@@ -130,6 +133,21 @@ def test_dropout_is_drawn_by_place_in_the_sequence(make: Make) -> None:
     assert torch.allclose(*losses, rtol=GATE, atol=0)
     for a, b in zip(*grads):
         assert (a is None and b is None) or torch.allclose(a, b, rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["llama", "own mask"])
+def test_recomputed_blocks(name: str) -> None:
+    """A block that runs again in backward sees the keys that it saw, and notes none twice."""
+    model, batch = MODELS[name][0](), models.tokens(3, 11)
+    slicing = found(model, batch, 3)
+    twin = copy.deepcopy(model)
+    for block in twin.model.layers if name == "llama" else twin.blocks:
+        checkpoint(block)
+    wanted, _ = passes(model, batch, None)
+    loss, _ = passes(twin, batch, Slices(twin, slicing, labels_of(model, batch).count))
+    assert torch.allclose(loss, wanted, rtol=GATE, atol=0)
+    for (key, p), q in zip(model.named_parameters(), twin.parameters()):
+        assert p.grad is None or torch.allclose(p.grad, q.grad, rtol=1e-9, atol=1e-13), key
 
 
 def test_keys_lie_in_one_memory_and_are_let_go() -> None:
@@ -160,7 +178,7 @@ def test_a_later_slice_needs_the_earlier() -> None:
 
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 4))
 def test_lengths(units: int, count: int, grain: int) -> None:
-    """Even slices fill the sequence, differ by one unit, and are whole units but for a remainder."""
+    """Even slices fill the sequence, differ by one unit, and are whole units."""
     total = units * grain
     lengths = even(total, count, grain)
     assert sum(lengths) == total and len(lengths) == count

@@ -7,6 +7,7 @@ slices before; lines that count positions by the length of what they are given, 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -89,21 +90,29 @@ def _attend(visit: Visit, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[
     causal = bool(given.get("is_causal"))
     if not causal and (mask is None or mask.shape[-1] != span.stop):
         raise _not_causal(mask is None)
+    if query.untyped_storage()._cdata == key.untyped_storage()._cdata:
+        # a view of queries, keys and values in one would keep what has been copied to its line
+        given["query"] = query.clone()
     turn = scope.next_call("keys and values")
     given["key"] = visit.join((turn, "keys"), key)
     given["value"] = visit.join((turn, "values"), value)
     if causal and span.start:
-        given["attn_mask"], given["is_causal"] = _lower_right(visit, query.device), False
+        given["attn_mask"], given["is_causal"] = _lower_right(visit, query), False
     return (), given
 
 
-def _lower_right(visit: Visit, device: torch.device) -> Tensor:
-    """Which keys each query of the slice sees; one for all layers."""
-    if "mask" not in visit.memo:
+def _lower_right(visit: Visit, query: Tensor) -> Tensor:
+    """The mask under which each query of the slice sees the keys up to its own.
+
+    One for all layers, and of the queries' dtype: from a mask of booleans every call would make,
+    and keep for its backward, one of its own.
+    """
+    key = f"mask {query.dtype}"
+    if key not in visit.memo:
         span = visit.span
-        ones = torch.ones(span.length, span.stop, dtype=torch.bool, device=device)
-        visit.memo["mask"] = ones.tril(span.start)
-    mask: Tensor = visit.memo["mask"]
+        hidden = query.new_full((span.length, span.stop), -math.inf)
+        visit.memo[key] = hidden.triu(span.start + 1)
+    mask: Tensor = visit.memo[key]
     return mask
 
 

@@ -46,12 +46,12 @@ class Parking:
         """Send away what a forward has saved; what was sent before must have left by now."""
         work, to = work_of(op), step.pipe.ranks[op.peer]
         if self._last is not None:
+            self.out.free((self._last, "sizes"))
             self.out.free((self._last, "bytes"))
         bag, self._last = bag_of(step, work), work
         sizes = torch.tensor(bag.sizes(), dtype=torch.int64, device=self.out.device)
         self.out.send(to, (work, "sizes"), [sizes], header=True)
         self.out.send(to, (work, "bytes"), bag.pack(), header=False)
-        self.out.free((work, "sizes"))
 
     def hold(self, step: Step, op: Op) -> None:
         """Take in what a partner sends."""

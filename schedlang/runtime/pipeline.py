@@ -19,7 +19,7 @@ from schedlang.runtime.sliced import Slices
 from schedlang.runtime.sliced_step import SlicedStep
 from schedlang.runtime.stage import Stage
 from schedlang.runtime.step import Result, Step
-from schedlang.timeline import Kind, Op, Timeline, check, with_holds, with_transfers
+from schedlang.timeline import Kind, Op, Timeline, check, with_transfers
 from schedlang.timeline import timeline as make_timeline
 
 BACKWARD = (Kind.B, Kind.I, Kind.W)
@@ -138,7 +138,7 @@ class Pipeline:
         if (count, train) not in self._orders:
             order = self.timeline if train else _evaluation(self.timeline, count)
             assert order.microbatches == count, f"planned for {order.microbatches}, got {count}"
-            order = with_transfers(with_holds(order), self.lookahead)
+            order = with_transfers(order, self.lookahead)
             check(order)
             rows = order.rows(self.place)
             last = {op.stage: k for k, op in enumerate(rows) if self._works(op)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,12 +40,10 @@ def fault(trial: Trial, slicing: Slicing, error: Exception) -> Refusal:
         said = f"{type(raised).__name__}: {raised}".splitlines()[0]
         return refusal(f"`{kind}` does not run on a slice of a sequence", said, *_where(found))
     for name, outputs in whole.items():
-        parts = [p[:, :n] for p, n in zip(found.get(name, ()), trial.lengths)]
-        alike = len(parts) == len(trial.lengths) and all(p.dim() > 1 for p in parts)
-        joined = torch.cat(parts, 1) if alike else None
         if outputs[0].dim() < 2 or outputs[0].shape[1] != total:
             continue
-        if joined is None or joined.shape != outputs[0].shape or not _near(joined, outputs[0]):
+        joined = _joined(outputs[0], found.get(name, []), trial.lengths)
+        if joined is None or not _near(joined, outputs[0]):
             return refusal(
                 f"`{kind}` cannot be cut along its sequences",
                 f"`{name}` gives a slice something else than it gives within the sequence",
@@ -53,6 +51,13 @@ def fault(trial: Trial, slicing: Slicing, error: Exception) -> Refusal:
                 "keys and values of an attention, begin anew in every slice",
             )
     return refusal(f"`{kind}` cannot be cut along its sequences", str(error))
+
+
+def _joined(whole: Tensor, parts: list[Tensor], lengths: Sequence[int]) -> Tensor | None:
+    """What slices gave, one after the other; None if it does not fit together."""
+    parts = [part[:, :length] for part, length in zip(parts, lengths) if part.dim() > 1]
+    sizes = [(whole.shape[0], length, *whole.shape[2:]) for length in lengths]
+    return torch.cat(parts, 1) if [tuple(part.shape) for part in parts] == sizes else None
 
 
 def _where(found: Outputs) -> list[str]:

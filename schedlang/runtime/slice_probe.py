@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class Trial:
     weight: Weight
     rule: LabelRule | None
     random: bool
+    alike: Mapping[str, str] = field(default_factory=dict)  # see small_model.Small
 
 
 @dataclass
@@ -105,7 +106,8 @@ def trial_of(
     total = length_of(sample)
     lengths = TOKENS if total >= sum(TOKENS) and short else _lengths(total, count)
     batch = _small(model, sample, sum(lengths), rule)
-    return Trial(small_copy(model, short=short), batch, lengths, loss, weight, rule, random)
+    small = small_copy(model, short=short)
+    return Trial(small.model, batch, lengths, loss, weight, rule, random, small.alike)
 
 
 def _lengths(total: int, count: int) -> tuple[int, ...]:
@@ -341,7 +343,17 @@ def _tagged(trial: Trial, slicing: Slicing, whole: Seen) -> Slicing:
     for (_, site, call), shape in whole.draws.items():
         drawn = [parts.get((k, site, call)) for k in range(len(trial.lengths))]
         tags[(site, call)] = _dims(site, shape, drawn, trial.lengths, stops)
-    return replace(slicing, draws=tags)
+    return replace(slicing, draws=_spread(tags, trial.alike))
+
+
+def _spread(tags: Tags, alike: Mapping[str, str]) -> dict[tuple[str, int], tuple[str, ...]]:
+    """The same for the blocks that were left out."""
+    found = dict(tags)
+    for block, stands in alike.items():
+        for (site, call), dims in tags.items():
+            if site == stands or site.startswith(f"{stands}."):
+                found[(block + site[len(stands) :], call)] = dims
+    return found
 
 
 def _dims(

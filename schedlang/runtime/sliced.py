@@ -176,7 +176,9 @@ def windows(slicing: Slicing, inner: Windows | None) -> Windows:
         visit = scope.visit()
         if visit is None:
             return held
-        dims = slicing.draws.get((site, call), ("",) * len(shape))
+        dims = slicing.draws.get((site, call))
+        if dims is None or len(dims) != len(shape):
+            raise _unknown_draw(site)
         whole = list(held.shape if held else shape)
         index = list(held.index if held else [None] * len(shape))
         for dim, what in enumerate(dims):
@@ -186,6 +188,16 @@ def windows(slicing: Slicing, inner: Windows | None) -> Windows:
         return Window(tuple(whole), tuple(index))
 
     return window
+
+
+def _unknown_draw(site: str) -> Refusal:
+    return Refusal(
+        Diagnostic(
+            "S655", f"`{site}` draws random numbers that it did not draw when it was tried",
+            notes=("a slice must find its part of what the whole sequence would draw",),
+            helps=("leave `slices` out of the row",),
+        )
+    )  # fmt: skip
 
 
 # -- one process ---------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,15 @@ from schedlang.runtime.meta import copy_with, hollow_parameter
 WIDE = 100_000_000  # parameters that still fit into memory twice in float64
 
 
-def small_copy(model: nn.Module, *, short: bool = True, seed: int = 0) -> nn.Module:
+@dataclass(frozen=True)
+class Small:
+    """A small model; `alike`: a block that was left out -> one of its kind that stands for it."""
+
+    model: nn.Module
+    alike: Mapping[str, str]
+
+
+def small_copy(model: nn.Module, *, short: bool = True, seed: int = 0) -> Small:
     """A copy with drawn parameters; `short`: of alike blocks in a list only the first ones.
 
     Buffers keep their values, and must have some. Nothing of the model is copied that the copy
@@ -20,35 +29,47 @@ def small_copy(model: nn.Module, *, short: bool = True, seed: int = 0) -> nn.Mod
     """
     values = lambda t: t if t.is_meta else t.detach().to("cpu", copy=True)  # noqa: E731
     copied = copy_with(model, lambda name, p: hollow_parameter(p), values)
-    if short:
-        _shorten(copied)
+    alike = _shorten(copied) if short else {}
     _draw(copied, torch.Generator().manual_seed(seed))
-    return copied
+    return Small(copied, alike)
 
 
-def _shorten(model: nn.Module) -> None:
+def _shorten(model: nn.Module) -> dict[str, str]:
     """Keep of each list of blocks the shortest beginning that has two blocks and every kind."""
-    for module in list(model.modules()):
+    alike: dict[str, str] = {}
+    for name, module in list(model.named_modules()):
         if not isinstance(module, nn.ModuleList) or len(module) < 3:
             continue
-        kinds = [_kind(block, place) for place, block in enumerate(module)]
-        need = max(1 + kinds.index(kind) for kind in set(kinds))
-        if max(need, 2) < len(module):
-            del module[max(need, 2) :]
+        kinds = _kinds(module)
+        need = max(2, *(1 + kinds.index(kind) for kind in set(kinds)))
+        for place in range(need, len(module)):
+            alike[f"{name}.{place}"] = f"{name}.{kinds.index(kinds[place])}"
+        del module[need:]
+    return alike
 
 
-def _kind(block: nn.Module, place: int) -> tuple[Any, ...]:
-    """What a block is: classes, shapes, and settings that are not merely its number."""
-    found: list[Any] = []
-    for name, module in block.named_modules():
-        plain = {
-            key: value
-            for key, value in vars(module).items()
-            if isinstance(value, (bool, str, int, float, type(None))) and value != place
-        }
-        shapes = [(n, p.shape) for n, p in module.named_parameters(recurse=False)]
-        found.append((name, type(module), str(sorted(plain.items(), key=str)), str(shapes)))
-    return tuple(found)
+def _kinds(blocks: nn.ModuleList) -> list[tuple[str, str]]:
+    """What each block is: classes, shapes, and settings that are not merely its number."""
+    plain = [_settings(block) for block in blocks]
+    numbers = {k for k in plain[0] if all(one.get(k) == at for at, one in enumerate(plain))}
+    settings = [sorted((k, str(v)) for k, v in one.items() if k not in numbers) for one in plain]
+    return [(str(known), _shape(block)) for known, block in zip(settings, blocks)]
+
+
+def _settings(block: nn.Module) -> dict[str, str | int]:
+    """Plain values that its modules hold, by path; numbers as they are."""
+    return {
+        f"{name}.{key}": value if type(value) is int else str(value)
+        for name, module in block.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, (bool, str, int, float, type(None)))
+    }
+
+
+def _shape(block: nn.Module) -> str:
+    """Classes of its modules and shapes of its parameters."""
+    classes = [(name, type(module).__qualname__) for name, module in block.named_modules()]
+    return str((classes, [(name, tuple(p.shape)) for name, p in block.named_parameters()]))
 
 
 def _draw(model: nn.Module, generator: torch.Generator) -> None:

@@ -119,9 +119,9 @@ class Stub:
         try:
             part = visit()
             shapes = visiting(part.hollow() if part is not None else None)
+            outside = (torch.no_grad(), self._outside(), shapes, torch.device("meta"), OnMeta())
             with ExitStack() as stack:
-                modes = (torch.no_grad(), self._outside(), shapes, torch.device("meta"), OnMeta())
-                for mode in modes:
+                for mode in outside:
                     stack.enter_context(mode)
                 if self.modules[unit] in self.often:  # a later call draws what comes after
                     stack.enter_context(counted)

@@ -92,7 +92,12 @@ class Step:
             done = self.launch(work, received)
         layouts = self.layouts.setdefault(work, {}) if self.train else {}
         for target, tokens in stage.outgoing.items():
-            values = [done.made[token] for token in tokens]
+            near = self.pipe.home(target, work.replica) == self.pipe.place
+            leaves = stage.cut.graph.leaves  # what several stages here write into is each one's own
+            values = [
+                value.clone() if near and leaves[token].mutated else value
+                for token, value in ((token, done.made[token]) for token in tokens)
+            ]
             layouts[target] = layout_of([done.made[t] for t in differentiable(stage, tokens)])
             self.deliver(False, work.stage, target, work, values)
         if stage.last:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from schedlang.timeline.table import Kind, Rows, Timeline, TimelineError
+from schedlang.timeline.table import TRANSFERS, Kind, Rows, Timeline, TimelineError
 
 GROUPS = ((Kind.F,), (Kind.B, Kind.I), (Kind.W,))
 BACKWARD = GROUPS[1]
@@ -36,12 +35,6 @@ class Places:
             row = int(rows[np.argmax(twice)])
             raise TimelineError(f"{describe(self.t, row)} is there twice")
         return found
-
-    def used(self) -> NDArray[np.bool_]:
-        """Places of microbatches that go through a replica: it has a row of them on some stage."""
-        found = np.zeros(self.shape, dtype=bool)
-        found[self.where] = True
-        return np.broadcast_to(found.any(axis=(1, 3), keepdims=True), self.shape)
 
     def name(self, flat: Any) -> str:
         """A place of the table in words."""
@@ -89,13 +82,22 @@ def _both(before: Rows, after: Rows) -> tuple[Rows, Rows]:
 
 def _latest(t: Timeline, makers: tuple[Kind, ...], users: tuple[Kind, ...]) -> tuple[Rows, Rows]:
     """For each user the latest maker of its stage that stands before it on its rank."""
-    key = (t.rank.astype(np.int64) * max(1, t.stages) + t.stage) * (len(t) + 1) + np.arange(len(t))
+    key = t.rank.astype(np.int64) * max(1, t.stages) + t.stage
     made, used = (np.flatnonzero(np.isin(t.kind, kinds)) for kinds in (makers, users))
-    made = made[np.argsort(key[made])]
-    at = np.searchsorted(key[made], key[used]) - 1
-    made, used = made[at[at >= 0]], used[at >= 0]
-    same = (t.rank[made] == t.rank[used]) & (t.stage[made] == t.stage[used])
-    return made[same], used[same]
+    latest = latest_before(key, made, used)
+    return latest[latest >= 0], used[latest >= 0]
+
+
+def latest_before(key: Rows, makers: Rows, users: Rows) -> Rows:
+    """For each user (row) the latest maker of the same key that stands before it, or -1."""
+    if not len(makers):
+        return np.full(len(users), -1, dtype=np.int64)
+    width = len(key) + 1
+    place = np.sort(key[makers] * width + makers)
+    at = np.searchsorted(place, key[users] * width + users) - 1
+    found = place[at.clip(0)]
+    same = (at >= 0) & (found // width == key[users])
+    return np.where(same, found % width, -1)
 
 
 def barriers(t: Timeline, copies: Any) -> tuple[Rows, Rows, Rows]:
@@ -133,4 +135,6 @@ def describe(timeline: Timeline, row: int) -> str:
     text = f"{kind} of stage {op.stage[0]}, microbatch {op.microbatch[0]}"
     text += f", slice {op.slice[0]}" if timeline.slices > 1 else ""
     text += f", replica {op.replica[0]}" if timeline.replicas > 1 else ""
+    if int(op.kind[0]) in TRANSFERS:
+        text += f", {'to' if kind.startswith('SEND') else 'from'} stage {op.peer[0]}"
     return f"{text} (rank {op.rank[0]})"

@@ -101,9 +101,12 @@ class Timeline:
 
     def __post_init__(self) -> None:
         for name in COLUMNS:
-            column = np.array(getattr(self, name), dtype=np.int32)
-            column.setflags(write=False)
-            object.__setattr__(self, name, column)
+            column = getattr(self, name)
+            # a read-only column of its own is a value already: large timelines are not copied
+            if not _is_value(column):
+                column = np.array(column, dtype=np.int32)
+                column.setflags(write=False)
+                object.__setattr__(self, name, column)
         if len(self.rank) and (np.any(np.diff(self.rank) < 0) or self.rank[-1] >= self.ranks):
             raise TimelineError("rows are not sorted by rank, or name a rank that does not exist")
 
@@ -148,7 +151,7 @@ class Timeline:
     def homes(self) -> Column:
         """[replica, stage]: the rank that runs it, -1 where it has no rows."""
         found = np.full((self.replicas, self.stages), -1, dtype=np.int32)
-        own = ~np.isin(self.kind, AWAY)
+        own = ~np.isin(self.kind, (*AWAY, Kind.BARRIER))
         found[self.replica[own], self.stage[own]] = self.rank[own]
         return found
 
@@ -166,7 +169,10 @@ class Timeline:
 
     def pick(self, rows: NDArray[Any]) -> Timeline:
         """The timeline of some rows only (an index array or a mask)."""
-        return replace(self, **{name: getattr(self, name)[rows] for name in COLUMNS})
+        columns = {name: getattr(self, name)[rows] for name in COLUMNS}
+        for column in columns.values():
+            column.setflags(write=False)
+        return replace(self, **columns)
 
     def compute(self) -> Timeline:
         """Without what `with_transfers` adds: sends, receives and the partner's side of EVICT."""
@@ -208,6 +214,10 @@ class Timeline:
 
 
 COLUMNS = tuple(f.name for f in fields(Timeline) if f.name not in ("ranks", "edges"))
+
+
+def _is_value(column: Column) -> bool:
+    return column.dtype == np.int32 and not column.flags.writeable and column.flags.owndata
 
 
 def _shorten(words: list[str], width: int | None) -> str:

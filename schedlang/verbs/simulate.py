@@ -38,6 +38,10 @@ def simulate(
         float | None,
         typer.Option(help="Activations a rank may hold, in microbatches of one rank's share."),
     ] = None,
+    every: Annotated[
+        int | None,
+        typer.Option(help="Microbatches of an update, for orders with stale weights."),
+    ] = None,
     cost: Annotated[
         str | None,
         typer.Option(
@@ -65,11 +69,11 @@ def simulate(
     if file is None:
         found = _named(
             order or "1F1B", _or(stages, 4), _or(micro, 8), chunks, _or(slices, 1), memory,
-            costs(cost),
+            costs(cost), every,
         )  # fmt: skip
     else:
         given = {"order": order, "stages": stages, "micro": micro, "chunks": chunks,
-                 "slices": slices, "memory": memory}  # fmt: skip
+                 "slices": slices, "memory": memory, "every": every}  # fmt: skip
         _only_file(given)
         found = _of_schedule(file, model, knob, mesh, costs(cost))
     title = f"{found.head}, bubble {float(found.times.bubble):.1%}"
@@ -86,7 +90,7 @@ def _or(value: int | None, default: int) -> int:
 
 def _named(
     order: str, ranks: int, micro: int, chunks: int | None, slices: int, memory: float | None,
-    cost: Cost,
+    cost: Cost, every: int | None = None,
 ) -> Simulated:  # fmt: skip
     """An order of the registry, or a refusal that says what it needs."""
     from schedlang.diagnostic import Diagnostic, Refusal, closest
@@ -101,7 +105,9 @@ def _named(
         helps = (f"did you mean `{near}`?",) if near is not None else ()
         raise Refusal(Diagnostic("S608", error.reason, helps=(*helps, error.legal))) from None
     line = _legal(
-        lambda: ordered(order, ranks, micro, chunks, slices=slices, cost=cost, memory=memory)
+        lambda: ordered(
+            order, ranks, micro, chunks, slices=slices, cost=cost, memory=memory, every=every
+        )
     )
     each = chunks_of(order) if chunks is None else chunks
     return simulated(line, cost, known.name, micro, each, slices, memory)

@@ -8,6 +8,7 @@ from typing import Any
 
 from schedlang.cost import Cost
 from schedlang.timeline import Timeline, Timing, peak, peak_live, timing
+from schedlang.timeline.versions import is_stale, weight_copies
 
 LONGEST = 20_000  # operations that are listed in JSON
 
@@ -57,7 +58,8 @@ class Simulated:
             "rank_span": float(times.rank_span), "makespan": float(times.makespan),
             "bubble": float(times.span_bubble), "makespan_bubble": float(times.bubble),
             "busy": _plain(times.busy), "peak": top, "live": peak_live(t).tolist(),
-            "memory": self.memory, "fits": self.memory is None or max(top) <= self.memory + 1e-9,
+            "weights": weight_copies(t).tolist(), "memory": self.memory,
+            "fits": self.memory is None or max(top) <= self.memory + 1e-9,
             "communication": {
                 "messages": times.messages, "sent": times.sent.tolist(),
                 "time": _plain(times.sending),
@@ -80,6 +82,9 @@ class Simulated:
             f"(M_B: a microbatch on one rank's share)",
             f"messages {times.messages}, a rank sends at most {int(times.sent.max())}",
         ]
+        if is_stale(self.timeline):
+            copies = ", ".join(map(str, weight_copies(self.timeline)))
+            lines.append(f"versions of the weights kept, stage by stage: {copies}")
         if self.paper is not None and self.cost.comm:
             found = self.paper
             lines.append(f"as Zero Bubble counts it   {found['cost']:g}, {found['bubble']:.2%}")
