@@ -238,5 +238,5 @@ def _problem(size: Size) -> Problem | None:
 PAPER = "Qi et al., Zero Bubble, 2023 (2401.10241), §3.1: {} microbatches of activations"
 ORDERS = (
     Order("ZB-1p", PAPER.format("p"), _zb_1p, problem=_problem),
-    Order("ZB-2p", PAPER.format("2p"), _zb_2p, problem=_problem),
+    Order("ZB-2p", PAPER.format("2p"), _zb_2p, problem=_problem, kept=KEPT),
 )

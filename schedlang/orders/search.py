@@ -163,6 +163,7 @@ def search(known: tuple[Order, ...]) -> Order:
         return searched(size, known)
 
     def make(size: Size) -> Timeline:
+        """The best of all orders that fit, of list schedules and of repeating patterns."""
         try:
             hash(size)
         except TypeError:  # costs that are lists
@@ -174,4 +175,5 @@ def search(known: tuple[Order, ...]) -> Order:
         "heuristics of Qi et al. 2023 (2401.10241); repetends, Lin et al., Tessel, 2024",
         make,
         chunks=None,
+        searched=True,
     )

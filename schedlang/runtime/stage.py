@@ -119,9 +119,9 @@ class Stub:
         try:
             part = visit()
             shapes = visiting(part.hollow() if part is not None else None)
-            outside = (torch.no_grad(), self._outside(), shapes, torch.device("meta"), OnMeta())
             with ExitStack() as stack:
-                for mode in outside:
+                modes = (torch.no_grad(), self._outside(), shapes, torch.device("meta"), OnMeta())
+                for mode in modes:
                     stack.enter_context(mode)
                 if self.modules[unit] in self.often:  # a later call draws what comes after
                     stack.enter_context(counted)
@@ -248,6 +248,9 @@ def _named(model: nn.Module, names: Collection[str]) -> list[nn.Parameter]:
 
 
 def _device(batch: Mapping[str, Any]) -> torch.device:
+    for value in batch.values():
+        if isinstance(value, torch.Tensor):
+            return value.device
     for value in pytree.tree_leaves(dict(batch)):
         if isinstance(value, torch.Tensor):
             return value.device
