@@ -16,7 +16,7 @@ from schedlang.passes.propagate import Traced
 from schedlang.passes.reduce import slice_state, sums_of
 from schedlang.passes.sequence import slices_of
 from schedlang.passes.staging import Staged, buffer_stages, local_skeleton, shape_up
-from schedlang.passes.staleness import check_updates
+from schedlang.passes.staleness import check_build
 from schedlang.passes.weigh import weight_of
 from schedlang.plan import Plan
 
@@ -91,7 +91,7 @@ def build(
         sample = parts.split(batch, 1 if local else count, micro)[0][0].inputs
         prepared = prepare(plan, sample, loss, weight)
     traced, staged, holdings = prepared.traced, prepared.staged, prepared.holdings
-    check_updates(staged, optimizer, clip, hollow)
+    check_build(staged, optimizer, clip, hollow)
     module = _local_copy(plan, holdings, ranks, hollow)
     builder = Builder(plan, module, traced, ranks)
     _apply(builder)
@@ -100,16 +100,15 @@ def build(
     found = {name: p for name, p in module.named_parameters() if name in held}
     sums = sums_of(plan, traced, holdings, found, ranks)
     dropout = _dropout(plan, prepared, ranks, seed, module)
-    weight = weight or weight_of(traced, count * micro)
     pipeline = _pipeline(builder, prepared, loss, weight, sliced)
+    weight = weight or weight_of(traced, count * micro)
     assembly = Assembly(
         module=module, pipeline=pipeline, ranks=ranks, replicas=plan.data_axes, micro=micro,
         parameters=found, holdings=holdings, buffer_stages=buffer_stages(staged),
         ties=(*plan.model.ties, *plan.model.shared_buffers), sums=tuple(sums), sliced=sliced,
-        keys=tuple(plan.model.model.state_dict()), weight=weight,
+        keys=tuple(plan.model.model.state_dict()), weight=weight, loss_dtype=_loss_dtype(plan),
         early=_early(plan, staged, found, sums), last_rank=_last_rank(plan, staged),
         stage_axis=staged.axis, dropout=dropout, inputs=frozenset(batch),
-        loss_dtype=_loss_dtype(plan),
         without_labels=traced.labels[0].filled if len(traced.labels) == 1 else None,
         outputs_missing=staged.cut.missing if staged.axis is not None else (),
     )  # fmt: skip
@@ -280,7 +279,7 @@ def _pipeline(
     builder: Builder,
     prepared: Prepared,
     loss: Loss | None,
-    weight: Weight,
+    weight: Weight | None,
     sliced: Mapping[int, Any],
 ) -> Any:
     from schedlang.runtime.pipeline import Pipeline
@@ -294,7 +293,7 @@ def _pipeline(
         stage = Stage(builder.module, staged.cut, 0, loss=loss, split=split, late=_late(plan))
         return Pipeline({0: stage}, staged.timeline, (ranks.rank,), slices=slices)
     group = ranks.group(staged.axis)
-    down = ranks.again(staged.axis)
+    down = ranks.again(staged.axis) if ranks.one_way else None
     place = plan.mesh.index(ranks.rank, staged.axis)
     switch = Switch(builder.module, staged.cut.graph.units)
     stub = Stub(local_skeleton(plan, builder.traced), staged.cut)

@@ -16,7 +16,7 @@ from schedlang.plan import Plan
 if TYPE_CHECKING:
     from torch import nn
 
-    from schedlang.runtime.slice_probe import Trial
+    from schedlang.runtime.slice_trial import Trial
     from schedlang.runtime.sliced import Slices
     from schedlang.runtime.slices import Slicing
 
@@ -54,12 +54,14 @@ def _found(
     weight: Weight | None,
     count: int,
 ) -> Slicing:
-    from schedlang.runtime.slice_probe import guess, probe, trial_of
+    from schedlang.runtime.slice_faults import refusal
+    from schedlang.runtime.slice_probe import guess, probe
+    from schedlang.runtime.slice_trial import trial_of
     from schedlang.runtime.slices import Slicing
 
     Slicing(count, "calls").pieces(sample)
     rule = traced.labels[0] if len(traced.labels) == 1 else None
-    weigh = weight or weight_of(traced, count)
+    weigh = weight or _weight(traced, count)
     model = plan.model.model
 
     def trial(short: bool) -> Trial:
@@ -73,7 +75,15 @@ def _found(
     try:
         return probe(trial(short=True), count)
     except Exception:  # fewer blocks or tokens may be what it cannot bear: its own code raises
+        pass
+    try:
         return probe(trial(short=False), count)
+    except Refusal:
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        kind = type(model).__name__
+        raise refusal(f"`{kind}` does not run on a small batch, to be tried", said) from error
 
 
 def _grain(traced: Traced) -> int:
@@ -97,12 +107,22 @@ def _hollow(model: nn.Module) -> bool:
 
 
 def slices_of(
-    slicing: Slicing | None, model: nn.Module, traced: Traced, weight: Weight
+    slicing: Slicing | None, model: nn.Module, traced: Traced, weight: Weight | None
 ) -> Slices | None:
-    """What cuts the microbatches of the local model, if they are cut."""
+    """What cuts the microbatches of the local model, if they are cut; `weight` is a user's own."""
     from schedlang.runtime.sliced import Slices
 
     if slicing is None:
         return None
     fill = traced.labels[0].filled if len(traced.labels) == 1 else None
-    return Slices(model, slicing, weight, fill=fill)
+    return Slices(model, slicing, weight or _weight(traced, slicing.count), fill=fill)
+
+
+def _weight(traced: Traced, count: int) -> Weight:
+    """What a slice weighs in the mean: its labels that count; its tokens where there are none."""
+    from schedlang.runtime.parts import rows_of
+    from schedlang.runtime.slices import length_of
+
+    if traced.labels:
+        return weight_of(traced, count)
+    return lambda batch: float(rows_of(batch) * length_of(batch))

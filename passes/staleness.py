@@ -16,13 +16,13 @@ SYNCHRONOUS = 'use a synchronous order: `pipeline(order="1F1B", micro=...)`'
 def check_stale(plan: Plan, staged: Staged) -> None:
     """Refuse a plan with stale weights that has no clear meaning (S625), or no proven table."""
     from schedlang.timeline import TimelineError
-    from schedlang.timeline.versions import check_versions, is_stale
+    from schedlang.timeline.versions import check_updates, is_stale
 
     if not is_stale(staged.timeline):
         return
     row = _row(plan, "order")
     try:
-        check_versions(staged.timeline)
+        check_updates(staged.timeline)
     except TimelineError as error:
         _refuse(f"the order has wrong versions of weights: {error}", row, helps=(SYNCHRONOUS,))
     _check_stages(staged, row)
@@ -32,7 +32,7 @@ def check_stale(plan: Plan, staged: Staged) -> None:
     _check_recomputed(plan, staged)
 
 
-def check_updates(staged: Staged, optimizer: Any, clip: float | None, hollow: bool) -> None:
+def check_build(staged: Staged, optimizer: Any, clip: float | None, hollow: bool) -> None:
     """Refuse to clip by a norm that does not exist, and updates without an optimizer (S625)."""
     from schedlang.timeline.versions import is_stale
 

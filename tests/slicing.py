@@ -8,7 +8,8 @@ from torch import nn
 
 from schedlang.passes.propagate import Traced, propagate
 from schedlang.passes.weigh import weight_of
-from schedlang.runtime.slice_probe import probe, trial_of
+from schedlang.runtime.slice_probe import probe
+from schedlang.runtime.slice_trial import trial_of
 from schedlang.runtime.slices import Slicing
 from schedlang.runtime.trace import LabelRule
 from tests.proofs import planned

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
+from schedlang.passes.prepare import prepare
+from schedlang.passes.sequence import slices_of
 from schedlang.runtime.carry import Carried, Span
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
@@ -21,9 +23,10 @@ from schedlang.runtime.random import LogicalDropout
 from schedlang.runtime.recompute import checkpoint
 from schedlang.runtime.scope import Scope, entered, named_sites
 from schedlang.runtime.sliced import Slices, joined, run, windows
-from schedlang.runtime.slices import Slicing, even
+from schedlang.runtime.slices import Slicing, along, even, masks_of
 from tests import models
 from tests.causal import Causal
+from tests.proofs import planned
 from tests.slicing import found, labels_of
 
 GATE = 1e-12
@@ -192,7 +195,8 @@ def test_inputs_of_slices() -> None:
         "attention_mask": torch.ones(2, 6), "weights": torch.ones(2), "scale": 0.5,
         "inputs_embeds": torch.zeros(2, 6, 3), "bias": torch.zeros(2, 1, 6, 6),
     }  # fmt: skip
-    first, last = Slicing(2, "cache", "labels", "given").pieces(batch, (2, 4))
+    way = Slicing(2, "cache", "labels", "given", keys=masks_of(batch))
+    first, last = way.pieces(batch, (2, 4))
     assert first.inputs["labels"].tolist() == [[0, 1], [6, 7]]
     assert first.inputs["shift_labels"].tolist() == [[1, 2], [7, 8]]
     assert last.inputs["shift_labels"].tolist() == [[3, 4, 5, -100], [9, 10, 11, -100]]
@@ -202,3 +206,38 @@ def test_inputs_of_slices() -> None:
     assert first.inputs["bias"].shape == (2, 1, 2, 2) and last.inputs["bias"].shape == (2, 1, 4, 6)
     with pytest.raises(Refusal, match="6 tokens cannot fill 7 slices"):
         Slicing(7, "calls").pieces(batch)
+
+
+def test_only_what_runs_along_the_sequence_is_cut() -> None:
+    """An input that is by chance as wide as a sequence is long stays whole."""
+    batch = {"input_ids": torch.zeros(2, 6), "features": torch.zeros(2, 4)}
+    slicing = Slicing(2, "calls", along=along(batch))
+    later = {"input_ids": torch.zeros(2, 4), "features": torch.zeros(2, 4)}
+    assert [p.inputs["features"].shape for p in slicing.pieces(later)] == [(2, 4), (2, 4)]
+    assert [p.inputs["input_ids"].shape for p in slicing.pieces(later)] == [(2, 2), (2, 2)]
+    both = Slicing(2, "calls", along=frozenset(later))
+    with pytest.raises(Refusal, match="`features` is not as long"):
+        both.pieces(batch)
+
+
+def test_a_loss_without_labels_weighs_tokens() -> None:
+    """A mean over tokens of something else than labels is that of its slices, by their lengths."""
+
+    class Values(Causal):
+        def forward(self, input_ids: Tensor, values: Tensor) -> Tensor:
+            x = self.words(input_ids) + self.places(torch.arange(input_ids.shape[1]))
+            for block in self.blocks:
+                x = block(x, None)
+            return ((x - values) ** 2).mean()
+
+    ids = models.tokens(3, 11, mask=False)["input_ids"]
+    batch = {"input_ids": ids, "values": torch.randn(3, 11, 16, dtype=torch.float64)}
+    model, twin = Values(layers=2), Values(layers=2)
+    plan = planned(model, 'pipeline(order="Seq1F1B", micro=1, slices=3)')
+    found = prepare(plan, batch)
+    slices = slices_of(found.slicing, twin, found.traced, None)
+    wanted, _ = passes(model, batch, None)
+    loss, _ = passes(twin, batch, slices)
+    assert torch.allclose(loss, wanted, rtol=GATE, atol=0)
+    for p, q in zip(model.parameters(), twin.parameters()):
+        assert p.grad is None or torch.allclose(p.grad, q.grad, rtol=1e-9, atol=1e-13)

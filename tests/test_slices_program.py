@@ -39,7 +39,7 @@ def same(threads: Threads, plan: Plan, model: Any, batches: Any) -> None:
 
 
 def test_llama_by_seq1f1b(threads: Threads) -> None:
-    """Rotary positions, shared key heads, padded rows, eleven tokens in three slices, recomputed."""
+    """Rotary positions, shared key heads, padded rows, eleven tokens in slices, recomputed."""
     model = models.llama(4)
     order = 'order="Seq1F1B", micro=3, slices=3'
     same(threads, sliced(model, "model.layers", "pp=2", order, "checkpoint"), model, BATCHES)

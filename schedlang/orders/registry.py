@@ -71,6 +71,8 @@ class Order:
     relaxed   what its result may differ in, beyond rounding, or nothing; with "staleness" it
               updates inside the step (`every`)
     searched  finding it takes seconds: it is not made at many sizes for the sake of a picture
+    kept      share of a microbatch's activations between I and W, where its paper counts less than
+              one; it is used where no `Cost.kept` is given
     source    the paper or system, with its year and number
     """
 
@@ -87,4 +89,5 @@ class Order:
     peak: Callable[[Size], Fraction] | None = None
     replicas: int = 1
     sliced: bool = False
+    kept: Fraction | None = None
     relaxed: frozenset[str] = field(default_factory=frozenset)

@@ -38,6 +38,14 @@ def _class() -> type:
             keys = visit.join((layer_idx, "keys"), key_states)
             return keys, visit.join((layer_idx, "values"), value_states)
 
+        def _other(self, *_: Any, **__: Any) -> Any:
+            raise NotImplementedError(
+                "its cache holds states of convolutions or recurrences, not only keys and values"
+            )
+
+        update_conv_state = update_recurrent_state = update_indexer = _other
+        get_conv_state = get_recurrent_state = has_previous_state = _other
+
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
             """A recomputation, which copies what a forward changes, gets the same keys again."""
             return self

@@ -26,10 +26,11 @@ class Part:
 def named_tensors(batch: Batch) -> dict[str, Tensor]:
     """The tensors of a batch by name; those inside of dicts and lists by path: `side.scale.0`."""
     leaves, _ = pytree.tree_flatten_with_path(dict(batch))
-    return {_path(keys): value for keys, value in leaves if isinstance(value, Tensor)}
+    return {dotted(keys): value for keys, value in leaves if isinstance(value, Tensor)}
 
 
-def _path(keys: Sequence[Any]) -> str:
+def dotted(keys: Sequence[Any]) -> str:
+    """A place in nested dicts and lists, as pytree gives it, by its words: `side.scale.0`."""
     words = (
         [getattr(k, word) for word in ("key", "idx", "name") if hasattr(k, word)] for k in keys
     )

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Refusal
+from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.scope import visit
-from schedlang.runtime.slice_probe import Trial, forward, refusal, sliced
+from schedlang.runtime.slice_trial import Trial, forward, sliced
 from schedlang.runtime.slices import Slicing
 
 Outputs = dict[str, list[Tensor]]
@@ -122,3 +122,14 @@ def _noting(model: nn.Module, found: Outputs) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def refusal(title: str, *notes: str) -> Refusal:
+    """The model cannot be cut along its sequences."""
+    return Refusal(
+        Diagnostic(
+            "S655", title, notes=notes,
+            helps=("leave `slices` out: `slices=1`",
+                   'other orders cut nothing but the batch: `pipeline(order="1F1B", micro=..)`'),
+        )
+    )  # fmt: skip

@@ -20,7 +20,7 @@ from schedlang.runtime.parts import Absent, Batch, stack
 from schedlang.runtime.random import Slices as Windows
 from schedlang.runtime.random import Window
 from schedlang.runtime.record import loss_of
-from schedlang.runtime.slices import Piece, Slicing, Weight, length_of
+from schedlang.runtime.slices import Piece, Slicing, Weight, length_of, masks_of
 
 Loss = Callable[[Any, Mapping[str, Any]], Tensor]
 Fill = Callable[[Batch], dict[str, Any]]
@@ -104,9 +104,9 @@ def _one_more(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _check_left(batch: Batch) -> None:
-    for name, value in batch.items():
-        mask = "mask" in name and isinstance(value, Tensor) and value.dim() == 2
-        if mask and not value.is_meta and not bool(value[:, 0].all()):
+    for name in masks_of(batch):
+        value = batch[name]
+        if not value.is_meta and not bool(value[:, 0].all()):
             raise Refusal(
                 Diagnostic(
                     "S657", f"`{name}` pads sequences on the left",

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.carry import Span
-from schedlang.runtime.parts import Batch, rows_of, shares
+from schedlang.runtime.parts import Batch, dotted, rows_of, shares
 
 Weight = Callable[[Batch], float]
 Place = tuple[str, int]  # a file and a line of it
@@ -29,7 +29,8 @@ class Slicing:
     shift    how the label of a slice's last token, which is the next slice's first, gets there:
              `none`, the model does not shift; `given`, as `shift_labels`; `head`, the slice gets
              that label too, and the output of the module `head` one more row, which then has none
-    masks    what a slice sees of two-dimensional masks: `keys` up to its end, `rows` its own
+    along    inputs (by path) that run along the sequence; None: those whose sizes say so
+    keys     those of them, of two dims, that are about keys: a slice sees them up to its end
     places   lines of the model that count positions by the length of what they are given
     draws    (module, turn) of a random draw -> per dim of one sample "", "rows" or "keys"
     left     whether sequences may be padded on the left
@@ -42,7 +43,8 @@ class Slicing:
     shift: str = "none"
     ignore: int = -100
     head: str = ""
-    masks: str = "keys"
+    along: frozenset[str] | None = None
+    keys: frozenset[str] = frozenset()
     places: frozenset[Place] = frozenset()
     draws: Mapping[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
     left: bool = True
@@ -61,9 +63,12 @@ class Slicing:
         more = int(self.shift != "none" and span.stop < span.total)
 
         def part(path: Any, value: Any) -> Any:
-            if not _along(value, span.total, rows):
+            name = dotted(path)
+            if not (name in self.along if self.along is not None else
+                    runs_along(value, span.total, rows)):  # fmt: skip
                 return value
-            name = str(getattr(path[0], "key", ""))
+            if value.shape[-1 if value.dim() == 4 else 1] != span.total:
+                raise _other_length(name, value, span.total)
             labels = name == self.labels
             until = span.stop + more
             own = value[:, span.start : until] if labels else self._cut(name, value, span)
@@ -79,11 +84,10 @@ class Slicing:
         return Piece(span, seen | own | {"shift_labels": shifted}, seen)
 
     def _cut(self, name: str, value: Tensor, span: Span) -> Tensor:
-        mask = "mask" in name and self.masks == "keys"
         if value.dim() == 4:  # [rows, heads, queries, keys]
             own = value if value.shape[2] == 1 else value[:, :, span.start : span.stop]
             return own[..., : span.stop]
-        first = 0 if mask and value.dim() == 2 else span.start
+        first = 0 if name in self.keys else span.start
         return value[:, first : span.stop]
 
 
@@ -133,7 +137,34 @@ def _spans(total: int, lengths: tuple[int, ...]) -> list[Span]:
     return [Span(k, at, at + n, total) for k, (at, n) in enumerate(zip(starts, lengths))]
 
 
-def _along(value: Any, total: int, rows: int) -> bool:
+def _other_length(name: str, value: Tensor, total: int) -> Refusal:
+    return Refusal(
+        Diagnostic(
+            "S656", f"`{name}` is not as long as the sequence",
+            notes=(f"its shape is {tuple(value.shape)}, and sequences have {total} tokens",),
+            helps=("give all inputs of a batch the same length, as when the program was built",),
+        )
+    )  # fmt: skip
+
+
+def masks_of(batch: Batch) -> frozenset[str]:
+    """Inputs of two dims that say which tokens count: by their name, or because they are bools."""
+    return frozenset(
+        name
+        for name, value in batch.items()
+        if isinstance(value, Tensor) and value.dim() == 2
+        if "mask" in name or value.dtype == torch.bool
+    )
+
+
+def along(batch: Batch) -> frozenset[str]:
+    """Paths of the inputs that run along the sequence, by their sizes."""
+    total, rows = length_of(batch), rows_of(batch)
+    leaves, _ = pytree.tree_flatten_with_path(dict(batch))
+    return frozenset(dotted(path) for path, value in leaves if runs_along(value, total, rows))
+
+
+def runs_along(value: Any, total: int, rows: int) -> bool:
     """Whether a tensor runs along the sequence: [rows, tokens, ..] or a mask of four dims."""
     if not isinstance(value, Tensor) or value.dim() < 2:
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -104,6 +105,8 @@ def _named(
         near = closest(order, [name for one in ORDERS for name in (one.name, *one.aliases)])
         helps = (f"did you mean `{near}`?",) if near is not None else ()
         raise Refusal(Diagnostic("S608", error.reason, helps=(*helps, error.legal))) from None
+    if known.kept is not None and cost.kept == 1 and memory is None:
+        cost = replace(cost, kept=known.kept)
     line = _legal(
         lambda: ordered(
             order, ranks, micro, chunks, slices=slices, cost=cost, memory=memory, every=every
