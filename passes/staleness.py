@@ -16,13 +16,13 @@ SYNCHRONOUS = 'use a synchronous order: `pipeline(order="1F1B", micro=...)`'
 def check_stale(plan: Plan, staged: Staged) -> None:
     """Refuse a plan with stale weights that has no clear meaning (S625), or no proven table."""
     from schedlang.timeline import TimelineError
-    from schedlang.timeline.versions import check_updates, is_stale
+    from schedlang.timeline.versions import check_versions, is_stale
 
     if not is_stale(staged.timeline):
         return
     row = _row(plan, "order")
     try:
-        check_updates(staged.timeline)
+        check_versions(staged.timeline)
     except TimelineError as error:
         _refuse(f"the order has wrong versions of weights: {error}", row, helps=(SYNCHRONOUS,))
     _check_stages(staged, row)

@@ -23,9 +23,7 @@ def _both(rank: int, name: str, ranks: int, chunks: int) -> list[tuple[Any, Any]
     return [(p.grad, q.grad) for p, q in zip(one.parameters(), two.parameters())]
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "chunks"), [("1f1b", 2, 1), ("interleaved1f1b", 2, 2)]
-)
+@pytest.mark.parametrize(("name", "ranks", "chunks"), [("1f1b", 2, 1), ("interleaved1f1b", 2, 2)])
 def test_gradients_are_those_of_torch(name: str, ranks: int, chunks: int) -> None:
     """Every stage gets the gradients that torch's runtime gives it under the same order."""
     found = run_ranks(ranks, _both, name, ranks, chunks)

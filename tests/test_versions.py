@@ -8,7 +8,7 @@ import pytest
 
 from schedlang.orders import OrderError, order
 from schedlang.timeline import Kind, Op, Timeline, TimelineError, timeline
-from schedlang.timeline.versions import check_updates, is_stale, updates, weight_copies
+from schedlang.timeline.versions import check_versions, is_stale, updates, weight_copies
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 4, 7, 8, 16)]
 STALE = ("PipeDream", "PipeDream-2BW", "PipeMare", "Pipelined-Backprop")
@@ -68,7 +68,7 @@ def test_one_update_is_the_synchronous_order(name: str) -> None:
 def test_synchronous_orders_have_no_versions() -> None:
     """They pass the proof, are in one update, and hold one copy."""
     t = order("1F1B", 4, 8)
-    check_updates(t)
+    check_versions(t)
     assert not is_stale(t)
     assert weight_copies(t).tolist() == [1] * 4 and updates(t).tolist() == [1] * 8
 
@@ -119,7 +119,7 @@ def U(v: int) -> Op:
 def test_wrong_versions_are_refused(rows: Any, said: str) -> None:
     """A table that cannot be run, or would leave gradients over, says what is wrong and where."""
     with pytest.raises(TimelineError) as error:
-        check_updates(timeline([rows]))
+        check_versions(timeline([rows]))
     assert "stage 0" in str(error.value) and said in str(error.value)
 
 
@@ -129,4 +129,4 @@ def test_stages_agree_on_updates() -> None:
     other = [F(0, 0), F(1, 0), B(0, 0), B(1, 0), U(1)]
     rows = [one, [op._replace(stage=1) for op in other]]
     with pytest.raises(TimelineError, match="microbatch 1 goes into update 2 of stage 0 and"):
-        check_updates(timeline(rows))
+        check_versions(timeline(rows))

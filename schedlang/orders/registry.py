@@ -73,6 +73,9 @@ class Order:
     searched  finding it takes seconds: it is not made at many sizes for the sake of a picture
     kept      share of a microbatch's activations between I and W, where its paper counts less than
               one; it is used where no `Cost.kept` is given
+    kept      share of a microbatch's activations between I and W, where its paper counts less than
+              one; it is used where no `Cost.kept` is given
+    searched  finding it takes seconds: it is not made at many sizes for the sake of a picture
     source    the paper or system, with its year and number
     """
 

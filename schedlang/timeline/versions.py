@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedlang.timeline.table import Column, Kind, Rows, Timeline, TimelineError
-from schedlang.timeline.weights import check_versions
 
 BACKWARD = (Kind.B, Kind.I, Kind.W)
 _READS = (Kind.F, *BACKWARD)
@@ -23,26 +22,26 @@ def is_stale(timeline: Timeline) -> bool:
 def updates(timeline: Timeline) -> Column:
     """For each microbatch the version that its gradients make, the same on every stage (from 1).
 
-    Raises TimelineError as `check_updates` does.
+    Raises TimelineError as `check_versions` does.
     """
-    check_updates(timeline)
+    check_versions(timeline)
     found: Column = np.ones(timeline.microbatches, dtype=np.int32)
     for stage in _stages(timeline):
         found[stage.microbatch[stage.back]] = stage.newest[stage.back] + 1
     return found
 
 
-def check_updates(timeline: Timeline) -> None:
-    """Raise TimelineError unless the updates inside a step are whole, and their versions kept.
+def check_versions(timeline: Timeline) -> None:
+    """Raise TimelineError unless every version that is read has been made, and can be kept.
 
-    Beyond `check_versions` (each version is made before it is read): each update sums at least one
+    Updates of a stage are numbered from 1 in the order of its rows, each sums at least one
     microbatch, none is left over, and each microbatch goes into the same update on every stage. A
     backward reads what its forward read, which is kept for it, unless the whole stage keeps
-    nothing: then all its rows read the newest weights. No version is of an earlier step.
+    nothing: then all its rows read the newest weights. A step of synchronous gradients (no STEP
+    rows) has version 0 everywhere.
     """
     if not is_stale(timeline):
         return
-    check_versions(timeline, None)
     groups: dict[int, tuple[int, int]] = {}
     for stage in _stages(timeline):
         stage.check()
@@ -82,13 +81,20 @@ class _Stage:
 
     def check(self) -> None:
         steps = self.kind == Kind.STEP
-        made = int(steps.sum())
-        if self.back.any() and (not steps.any() or self.newest[self.back].max() == made):
+        made = self.version[steps]
+        if not np.array_equal(made, np.arange(1, len(made) + 1)):
+            self.refuse(f"makes the versions {made.tolist()}, not 1, 2, .. in this order")
+        if self.back.any() and (not steps.any() or self.newest[self.back].max() == len(made)):
             self.refuse("has a backward that no update follows")
-        if len(np.unique(self.newest[self.back])) != made:
+        if len(np.unique(self.newest[self.back])) != len(made):
             self.refuse("has an update without a backward before it")
-        if (self.version < 0).any():
-            self.refuse("reads a version of an earlier step, and every step is drained")
+        ahead = ~steps & ((self.version > self.newest) | (self.version < 0))
+        if ahead.any():
+            at = int(np.argmax(ahead))
+            self.refuse(
+                f"reads version {self.version[at]} for microbatch {self.microbatch[at]}, when"
+                f" version {self.newest[at]} is the newest"
+            )
         self.check_kept(~steps)
 
     def check_kept(self, reads: NDArray[np.bool_]) -> None:

@@ -76,7 +76,9 @@ def ours(model: Chain, plan: Timeline, data: dict[str, Tensor]) -> Callable[[], 
     stages = {s: Stage(model, made, s, switch=switch, stub=stub) for s in mine}
     world = range(dist.get_world_size())
     pipe = Pipeline(stages, plan, world, place, group=dist.group.WORLD)
-    parts = [dict(zip(data, pair)) for pair in zip(*(v.chunk(plan.microbatches) for v in data.values()))]
+    parts = [
+        dict(zip(data, pair)) for pair in zip(*(v.chunk(plan.microbatches) for v in data.values()))
+    ]
     scale = [1 / len(parts)] * len(parts)
 
     def step() -> None:
@@ -92,9 +94,7 @@ def theirs(
     """A step of torch's runtime, which leaves its gradients in `model`."""
     mine = [s for s, at in enumerate(plan.stage_rank.tolist()) if at == rank()]
     device = torch.device("cpu")
-    stages: Any = [
-        pipelining.PipelineStage(model.blocks[s], s, plan.stages, device) for s in mine
-    ]
+    stages: Any = [pipelining.PipelineStage(model.blocks[s], s, plan.stages, device) for s in mine]
     several = issubclass(TORCH[name], pipelining.schedules.PipelineScheduleMulti)
     schedule: Any = TORCH[name](stages if several else stages[0], plan.microbatches, loss_fn=loss)
     first, last = 0 in mine, plan.stages - 1 in mine
