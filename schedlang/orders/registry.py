@@ -70,9 +70,6 @@ class Order:
     sliced    it cuts sequences (`slices`)
     relaxed   what its result may differ in, beyond rounding, or nothing; with "staleness" it
               updates inside the step (`every`)
-    searched  finding it takes seconds: it is not made at many sizes for the sake of a picture
-    kept      share of a microbatch's activations between I and W, where its paper counts less than
-              one; it is used where no `Cost.kept` is given
     kept      share of a microbatch's activations between I and W, where its paper counts less than
               one; it is used where no `Cost.kept` is given
     searched  finding it takes seconds: it is not made at many sizes for the sake of a picture
