@@ -66,7 +66,8 @@ class Adjoint:
 
     def __init__(
         self, loss: Tensor, typed: Typed, axes: tuple[str, ...],
-        parameters: Mapping[int, tuple[str, Axes]], stage_of: Callable[[str], frozenset[int] | None],
+        parameters: Mapping[int, tuple[str, Axes]],
+        stage_of: Callable[[str], frozenset[int] | None],
     ) -> None:  # fmt: skip
         self.typed, self.axes, self.parameters = typed, axes, parameters
         self.stage_of = stage_of

@@ -196,8 +196,8 @@ def _header(layout: Layout, device: torch.device) -> torch.Tensor:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """What carries a tensor: itself, or its memory where a backend may not know its dtype."""
-    if tensor.dtype in CARRIED and tensor.is_contiguous():
-        return tensor
+    if tensor.dtype in CARRIED:  # the receiver expects it as itself, however it lies here
+        return tensor if tensor.is_contiguous() else tensor.detach().contiguous()
     flat = tensor.detach().contiguous().reshape(-1)
     # a float64 mode refuses to look at bits; here nothing is computed from them
     with torch._C.DisableTorchFunction():
