@@ -16,7 +16,7 @@ from schedlang.passes.propagate import Traced
 from schedlang.passes.reduce import slice_state, sums_of
 from schedlang.passes.sequence import slices_of
 from schedlang.passes.staging import Staged, buffer_stages, local_skeleton, shape_up
-from schedlang.passes.staleness import check_updates
+from schedlang.passes.staleness import check_build
 from schedlang.passes.weigh import weight_of
 from schedlang.plan import Plan
 
@@ -91,7 +91,7 @@ def build(
         sample = parts.split(batch, 1 if local else count, micro)[0][0].inputs
         prepared = prepare(plan, sample, loss, weight)
     traced, staged, holdings = prepared.traced, prepared.staged, prepared.holdings
-    check_updates(staged, optimizer, clip, hollow)
+    check_build(staged, optimizer, clip, hollow)
     module = _local_copy(plan, holdings, ranks, hollow)
     builder = Builder(plan, module, traced, ranks)
     _apply(builder)
@@ -293,7 +293,7 @@ def _pipeline(
         stage = Stage(builder.module, staged.cut, 0, loss=loss, split=split, late=_late(plan))
         return Pipeline({0: stage}, staged.timeline, (ranks.rank,), slices=slices)
     group = ranks.group(staged.axis)
-    down = ranks.again(staged.axis)
+    down = ranks.again(staged.axis) if ranks.one_way else None
     place = plan.mesh.index(ranks.rank, staged.axis)
     switch = Switch(builder.module, staged.cut.graph.units)
     stub = Stub(local_skeleton(plan, builder.traced), staged.cut)

@@ -102,6 +102,7 @@ def _schedule(plan: Plan) -> Section:
     if plan.order is not None:
         order = plan.order
         parts = f"microbatches {order.micro}, stages a rank {order.chunks}"
+        parts += f", an update every {order.every}" if order.every is not None else ""
         found["order"] = (f"{order.name}, {parts}",)
     return {"model": (plan.model.class_name,), **found}
 

@@ -32,7 +32,7 @@ def check_stale(plan: Plan, staged: Staged) -> None:
     _check_recomputed(plan, staged)
 
 
-def check_updates(staged: Staged, optimizer: Any, clip: float | None, hollow: bool) -> None:
+def check_build(staged: Staged, optimizer: Any, clip: float | None, hollow: bool) -> None:
     """Refuse to clip by a norm that does not exist, and updates without an optimizer (S625)."""
     from schedlang.timeline.versions import is_stale
 

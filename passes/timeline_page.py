@@ -84,7 +84,9 @@ def _known(entry: dict[str, Any]) -> bool:
 
 
 def variants(known: Order) -> Iterator[tuple[int, int, str]]:
-    """(chunks, slices, name) of the forms in which an order is shown."""
+    """(chunks, slices, name) of the forms in which an order is shown; none of a searched one."""
+    if known.searched:
+        return
     for chunks in known.chunks or CHUNKS:
         for slices in SLICES if known.sliced else (1,):
             yield chunks, slices, _form(known.name, chunks, slices)

@@ -21,13 +21,21 @@ class pipeline_split(Primitive):  # noqa: N801
     before   every rank runs every module
     after    rank k of the axis runs the k-th run of modules (and, with chunks, others in turn)
 
-    A list (`transformer.h`) is cut into as many shares as the pipeline needs, `even` in number or
-    with `balance=params` in parameters.  Single modules (`transformer.h[4, 8]`) are where stages
-    start.  What stands before and after the list goes with the first and the last stage.  A tied
-    weight that several stages use lives on each and its gradients are summed; `tied=refuse` makes
-    that an error.
+    A list (`transformer.h`) is cut into as many shares as the pipeline needs; several lists, and
+    modules beside them (`encoder.block, decoder.block`), are one trunk, in the order in which the
+    model calls them.  Single modules (`transformer.h[4, 8]`) are where stages start.  What stands
+    before and after the trunk goes with the first and the last stage.
 
-    Each stage replays the model's own forward; nothing is rewritten or traced.
+    `balance` makes the heaviest stage as light as can be:
+      even    elements of the trunk, in equal numbers
+      params  parameters; one that units share counts once in a stage
+      time    floating-point operations, counted on the meta device
+      memory  bytes of parameters, gradients, AdamW's state, and of activations for as many
+              microbatches as the order keeps alive on that stage
+
+    A tied weight that several stages use lives on each and its gradients are summed; `tied=refuse`
+    makes that an error.  Each stage replays the model's own forward; nothing is rewritten or
+    traced.  A module that is called in a loop is cut between its calls once `unroll` stands above.
     """
 
     over: Axis = field(kw_only=True)
@@ -54,7 +62,13 @@ class pipeline_split(Primitive):  # noqa: N801
                 helps=("name its list of blocks: `layers  pipeline_split(over=...)`",),
             )
         lists = [site for site in sites if self._is_trunk(site, plan)]
-        if (lists or self.balance != "even") and plan.cuts:
+        if not lists and self.balance != "even":
+            refuse(
+                "S409",
+                "single modules are where stages start: nothing is left to balance",
+                helps=("leave out `balance`", "or name the list of modules that is to be cut"),
+            )
+        if plan.cuts and (lists or plan.cuts[0].trunks):
             refuse("S509", "the model is already cut", helps=("one row cuts a list",))
         if self.tied == "refuse" and plan.model.ties and plan.mesh.size(self.over) > 1:
             names = plan.model.ties[0]

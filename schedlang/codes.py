@@ -132,7 +132,10 @@ CODES: Mapping[str, tuple[str, str]] = {
         "A bias lies as the outputs of its weight: split along `out` if the weight is.",
     ),
     "S408": ("not for this scope", "Some rows are about the whole model, some never are."),
-    "S409": ("one list or several cut points", "`pipeline_split` takes one kind of selection."),
+    "S409": (
+        "nothing is left to balance",
+        "Single modules are where stages start; a list is shared out.",
+    ),
     "S410": ("the kernel computes something else", "The module is not what the kernel replaces."),
     "S411": ("no weight gradient", "`split_backward` is for modules with trained weights."),
     "S412": ("nothing is sent", "Transfers overlap where a model is cut into stages."),
@@ -141,7 +144,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S503": (
         "rows in the wrong order",
         "The verbs stand in this order: replace_kernel and fuse, cast, pad, shard, checkpoint,\n"
-        "offload, pipeline_split, zero, pipeline.  It follows from what each reads and writes.",
+        "offload, unroll, pipeline_split, zero, pipeline.  It follows from what each reads and\n"
+        "writes.",
     ),
     "S504": ("an axis splits a tensor once", "Name another axis, or drop one of the rows."),
     "S505": (

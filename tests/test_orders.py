@@ -33,7 +33,7 @@ def test_golden(row: dict[str, Any]) -> None:
 COSTS = [(1, 1, 1), (3, 4, 2), (5, 2, 1), (2, 3, 4), (7, 1, 5), (2, 5, 3)]
 
 
-@pytest.mark.parametrize("known", ORDERS, ids=lambda o: o.name)
+@pytest.mark.parametrize("known", [o for o in ORDERS if o.name != "Search"], ids=lambda o: o.name)
 def test_closed_forms(known: Order) -> None:
     """Every legal size ends, with transfers; bubble and peak are exactly those that are stated."""
     tried = stated = 0
@@ -56,6 +56,25 @@ def test_closed_forms(known: Order) -> None:
                 assert timing(t, Cost(f, i, w)).rank_span - micro * (f + i + w) == idle, size
     assert tried > 2
     assert stated > 5 or not known.bubble or known.replicas > 1
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "held"),
+    [
+        ("GPipe", 1, lambda p, r: 20),
+        ("1F1B", 1, lambda p, r: p - r),
+        ("Eager1F1B", 1, lambda p, r: 2 * (p - r) - 1),
+        ("ZB-H1", 1, lambda p, r: p),
+        ("ZB-H2", 1, lambda p, r: 2 * p - 1),
+        ("BFS", 3, lambda p, r: 20),
+        ("GIS", 2, lambda p, r: p),
+        ("Interleaved1F1B", 2, lambda p, r: Fraction(2 * (p - 1 - r) + p + 1, 2)),
+    ],
+)
+@pytest.mark.parametrize("p", [2, 4, 5])
+def test_held_by_each_rank(name: str, chunks: int, held: Any, p: int) -> None:
+    """Each rank holds what its place in the pipeline says, and no more."""
+    assert peak(order(name, p, 20, chunks)).tolist() == [held(p, r) for r in range(p)]
 
 
 def _torch_rows(name: str, ranks: int, micro: int, chunks: int) -> list[list[str]]:

@@ -10,7 +10,7 @@ import pytest
 
 from schedlang.cost import Cost
 from schedlang.orders import OrderError, find, order, sized
-from schedlang.timeline import Kind, Op, Timeline, peak, timing, with_transfers
+from schedlang.timeline import Kind, Op, Timeline, check, peak, timing, with_transfers
 
 # (F, I, W) as integers, so that all times are exact
 COSTS = [(1, 1, 1), (2, 1, 1), (3, 2, 1), (2, 2, 1), (7, 5, 3), (3, 1, 1), (8, 1, 1), (1, 2, 1)]
@@ -34,7 +34,7 @@ def test_two_directions(name: str, ranks: int) -> None:
         except OrderError:
             continue
         tried += 1
-        timing(with_transfers(t))
+        check(with_transfers(t))
         assert t.homes.tolist() == [list(range(ranks)), list(reversed(range(ranks)))]
         assert set(zip(t.microbatch.tolist(), t.replica.tolist())) == {
             (m, m % 2) for m in range(micro)

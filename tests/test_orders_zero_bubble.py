@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from fractions import Fraction
@@ -12,7 +13,7 @@ import pytest
 
 from schedlang.cost import Cost
 from schedlang.orders import find, order, sized
-from schedlang.orders.heuristic import KEPT
+from schedlang.orders.heuristic import KEPT, Knobs, draft
 from schedlang.orders.interleaved import accounted
 from schedlang.timeline import check, peak, timing, with_transfers
 
@@ -73,20 +74,62 @@ def test_2p_as_the_paper_counts(cost: Cost) -> None:
         assert timing(t, cost).rank_span <= timing(order("ZB-1p", p, m, cost=cost), cost).rank_span
 
 
-def test_shares_of_stages() -> None:
-    """The heuristic knows that stages differ: its own end is the simulator's, less or equal."""
-    cost = Cost(4, 4, 2, shares=(Fraction(1, 2), 1, 1, Fraction(3, 2)))
-    blind = timing(order("ZB-2p", 4, 12, cost=Cost(4, 4, 2)), cost).rank_span
-    assert timing(order("ZB-2p", 4, 12, cost=cost), cost).rank_span <= blind
+@pytest.mark.parametrize(
+    ("knob", "value", "cost", "p", "m", "limit"),
+    [
+        ("overfill", False, Cost(6, 3, 7, 0, 0), 5, 5, 7),
+        ("overfill", True, Cost(8, 3, 5, 2, 0), 3, 6, 5),
+        ("skip", False, Cost(9, 1, 6, 3, 0), 5, 5, 6),
+        ("skip", True, Cost(5, 8, 5, 1, 1), 4, 7, 6),
+        ("idle", False, Cost(7, 2, 3, 1, 0), 3, 6, 4),
+        ("idle", True, Cost(1, 4, 8, 3, Fraction(1, 2)), 4, 8, 7),
+    ],
+)
+def test_every_choice_pays(knob: str, value: bool, cost: Cost, p: int, m: int, limit: int) -> None:
+    """Each of the heuristic's choices gives the shortest order somewhere, and that is taken."""
+    size = sized(find("ZB-2p"), p, m, cost=cost, memory=limit)
+    spans: dict[bool, list[Any]] = {True: [], False: []}
+    for choice in itertools.product((True, False), repeat=3):
+        knobs = Knobs(*choice)
+        spans[getattr(knobs, knob)].append(draft(size, Fraction(limit), knobs).span)
+    best = min(spans[value])
+    assert best < min(spans[not value])
+    assert timing(order("ZB-2p", p, m, cost=cost, memory=limit), cost).rank_span == best
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 8, 16])
-def test_zb_v_waits_for_the_barrier(p: int) -> None:
-    """At equal times no rank of ZB-V idles; under a barrier (p-1) (F+I-W) / 2 is left."""
-    m = 2 * p + 1
-    times = timing(order("ZB-V", p, m), Cost())
-    assert times.rank_span == 3 * m
-    assert times.makespan - 3 * m == Fraction(p - 1, 2)
+@pytest.mark.parametrize("cost", [*COSTS, Cost(4, 3, 2, 1, shares=(Fraction(1, 2), 1, 1, 1.5))])
+def test_a_draft_knows_its_time(cost: Cost) -> None:
+    """Of all eight orders the heuristic knows the span to which the simulator comes."""
+    size = sized(find("ZB-2p"), 4, 11, cost=cost)
+    for knobs in itertools.product((True, False), repeat=3):
+        made = draft(size, Fraction(6), Knobs(*knobs))
+        assert made.span == timing(made.timeline(), cost).rank_span, knobs
+
+
+@pytest.mark.parametrize(
+    "row", [r for r in TABLE if r["p"] < 32], ids=lambda r: f"{r['p']}-{r['m']}"
+)
+def test_memory_that_is_enough(row: dict[str, Any]) -> None:
+    """((p-1) (I + 2 comm) + p F) / F microbatches are all but enough (§5.4), 3 less are not."""
+    p, m = row["p"], row["m"]
+    f, i, w, comm = (Fraction(str(row[name])) for name in ("f", "i", "w", "comm"))
+    cost = Cost(f, i, w, comm, KEPT)
+    enough = ((p - 1) * (i + 2 * comm) + p * f) / f
+    less, there, all_of_it = (
+        timing(order("ZB-2p", p, m, cost=cost, memory=limit), cost).span_bubble
+        for limit in (enough - 3, enough, m)
+    )
+    assert all_of_it <= there < all_of_it + Fraction(1, 100)
+    assert less > there + Fraction(8, 1000)
+
+
+@pytest.mark.parametrize("p", [2, 3, 5, 8])
+def test_few_microbatches(p: int) -> None:
+    """For m <= p ZB-H1 takes (m+p-1) (F+I) + W, and 1F1B (m+p-1) (F+I+W), as in Appendix H."""
+    f, i, w = Fraction(7, 3), Fraction(5, 2), Fraction(4, 3)
+    for m in range(1, p + 1):
+        spans = [timing(order(n, p, m), Cost(f, i, w)).rank_span for n in ("ZB-H1", "1F1B")]
+        assert spans == [(m + p - 1) * (f + i) + w, (m + p - 1) * (f + i + w)]
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 8])

@@ -16,7 +16,7 @@ from schedlang.runtime.meta import hollow_model
 from schedlang.runtime.record import record
 from schedlang.runtime.stage import Stage, Stub
 from schedlang.runtime.units import Switch, in_trunk, units_of
-from tests.alone import compared, cut_evenly
+from tests.alone import compared, cut_evenly, in_stages
 
 WIDTH = 4
 
@@ -169,6 +169,30 @@ def test_a_further_call_is_refused() -> None:
     received = {(0, 0): torch.zeros(3, WIDTH, dtype=torch.float64)}
     with pytest.raises(Refusal, match=r"`b\.1` is called again"):
         stage.forward(BATCH, received)
+
+
+class Joining(nn.Module):
+    """Joins the first block's output to the end for large batches only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = h = self.layers[0](x)
+        for layer in self.layers[1:]:
+            h = layer(h)
+        return (h + first if len(x) > 3 else h).square().mean()
+
+
+def test_a_value_that_was_never_sent_is_no_number() -> None:
+    """Code between units that reads what the record did not read ends in no plausible loss."""
+    model = Joining().double()
+    made = cut_evenly(model, BATCH, 3, ["layers"])
+    assert made.edges == ((0, 1), (1, 2)) and compared(model, made, BATCH).ok
+    more = {"x": torch.rand(5, WIDTH, dtype=torch.float64)}
+    (result,) = in_stages(model, made, [more])
+    assert result.loss.isnan()
 
 
 class Asking(nn.Module):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass, field
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -21,11 +22,29 @@ def rows_of(t: Timeline) -> Rows:
     return [list(t.rows(rank)) for rank in range(t.ranks)]
 
 
-def runs(rows: Rows, shape: Shape) -> bool:
-    """Whether ranks that run these rows come to an end and have done just what `shape` asks.
+@dataclass
+class Channels:
+    """Messages between ranks: the first that is sent is the first that is received.
 
-    Messages between two ranks go through a queue: the first that is sent is the first received.
+    What is evicted and what is given back go through channels of their own.
     """
+
+    sent: dict[object, deque[object]] = field(default_factory=lambda: defaultdict(deque))
+    posted: dict[object, deque[object]] = field(default_factory=lambda: defaultdict(deque))
+    arrived: set[object] = field(default_factory=set)
+
+    def meet(self, channel: object, key: object, sending: bool) -> bool:
+        """Put in a message or a receive; False where the two that meet do not match."""
+        mine, others = (self.sent, self.posted) if sending else (self.posted, self.sent)
+        if not others[channel]:
+            mine[channel].append(key)
+            return True
+        self.arrived.add(key)
+        return others[channel].popleft() == key
+
+
+def runs(rows: Rows, shape: Shape) -> bool:
+    """Whether ranks that run these rows come to an end and have done just what `shape` asks."""
     needs = shape.needs()
     homes = {op: shape.homes[op.replica][op.stage] for op in needs}
     plain = [op for ops in rows for op in ops if op.kind not in SENDS + RECEIVES or op in needs]
@@ -33,65 +52,60 @@ def runs(rows: Rows, shape: Shape) -> bool:
         return False
     if any(homes[op] != rank for rank, ops in enumerate(rows) for op in ops if op in needs):
         return False
-    queues: dict[tuple[int, int], deque[object]] = {}
-    posted: dict[tuple[int, int], deque[object]] = {}
-    arrived: list[set[object]] = [set() for _ in rows]
-    done: set[tuple[int, Op]] = set()
-    at = [0] * len(rows)
+    channels, done, at = Channels(), set[tuple[int, Op]](), [0] * len(rows)
     moved = True
     while moved:
         moved = False
         for rank, ops in enumerate(rows):
             while at[rank] < len(ops):
                 op = ops[at[rank]]
-                answer = step(op, rank, shape, needs, homes, queues, posted, arrived, done)
-                if answer is None:
+                ready = op not in needs or needed(op, rank, needs, homes, channels, done)
+                if ready:
+                    ready = op.kind not in SENDS + RECEIVES or mail(op, rank, shape, channels, done)
+                if ready is None:
                     return False
-                if not answer:
+                if not ready:
                     break
                 done.add((rank, op))
                 at[rank] += 1
                 moved = True
-    over = not any(queues.values()) and not any(posted.values())
+    over = not any(channels.sent.values()) and not any(channels.posted.values())
     return over and all(here == len(ops) for here, ops in zip(at, rows))
 
 
-def step(  # noqa: PLR0911, PLR0913
-    op: Op, rank: int, shape: Shape, needs: dict[Op, set[Op]], homes: dict[Op, int],
-    queues: dict[tuple[int, int], deque[object]], posted: dict[tuple[int, int], deque[object]],
-    arrived: list[set[object]], done: set[tuple[int, Op]],
+def needed(
+    op: Op, rank: int, needs: dict[Op, set[Op]], homes: dict[Op, int], channels: Channels,
+    done: set[tuple[int, Op]],
 ) -> bool | None:  # fmt: skip
-    """Run an operation: whether it could run now, None where it never may."""
-    if op in needs:
-        for before in needs[op]:
-            if homes[before] == rank:
-                if (rank, before) not in done:
-                    return None  # a rank runs its rows in order
-            elif letter(before, op.stage) not in arrived[rank]:
-                return False
-    source, target = ends(op, rank, shape)
-    if op.kind in (Kind.SEND_F, Kind.SEND_B):
-        if not any((rank, made) in done for made in makers(op)):
-            return None
-    if op.kind is Kind.GIVE and ("evict", *place(op)) not in arrived[rank]:
-        return False
-    if op.kind in SENDS:
-        if target is None or target == rank:
-            return None
-        return meet(queues, posted, (rank, target), name_sent(op), arrived, True)
-    if op.kind in RECEIVES:
-        if source is None or source == rank:
-            return None
-        if op.kind is Kind.LOAD:
-            key = ("give", *place(op))
-            if key in arrived[rank]:
-                return True
-            if key not in posted.get((source, rank), ()):
-                if meet(queues, posted, (source, rank), key, arrived, False) is None:
-                    return None
-            return key in arrived[rank]
-        return meet(queues, posted, (source, rank), name_received(op), arrived, False)
+    """Whether all that an operation needs is there; None where it never will be."""
+    for before in needs[op]:
+        if homes[before] == rank and (rank, before) not in done:
+            return None  # a rank runs its rows in order
+        if homes[before] != rank and (letter(before, op.stage), rank) not in channels.arrived:
+            return False
+        loaded = (("give", *place(op)), rank) in channels.arrived
+        if before.kind is Kind.LOAD and op.kind in (B, I) and not loaded:
+            return False
     return True
+
+
+def mail(
+    op: Op, rank: int, shape: Shape, channels: Channels, done: set[tuple[int, Op]]
+) -> bool | None:
+    """Send, post or take; None where that never can be."""
+    other = partner(op, shape)
+    if other is None or other == rank:
+        return None
+    key, sending = name(op), op.kind in SENDS
+    target = other if sending else rank
+    if op.kind in (Kind.SEND_F, Kind.SEND_B) and not any((rank, x) in done for x in makers(op)):
+        return None
+    if op.kind is Kind.GIVE and (("evict", *place(op)), rank) not in channels.arrived:
+        return None
+    channel = (rank, other) if sending else (other, rank), key[0] in ("evict", "give") and key[0]
+    if op.kind is Kind.HOLD and not channels.sent[channel]:
+        return False  # it waits; the others are only posted
+    return channels.meet(channel, (key, target), sending) or None
 
 
 def place(op: Op) -> tuple[int, int, int, int]:
@@ -107,43 +121,22 @@ def makers(op: Op) -> list[Op]:
     return [Op(kind, op.stage, op.microbatch, op.replica, op.slice) for kind in kinds]
 
 
-def name_sent(op: Op) -> tuple[object, ...]:
-    if op.kind in (Kind.EVICT, Kind.GIVE):
-        return (op.kind.name.lower(), *place(op))
-    return op.kind is Kind.SEND_B, op.stage, op.peer, *place(op)[1:]
-
-
-def name_received(op: Op) -> tuple[object, ...]:
-    if op.kind is Kind.HOLD:
+def name(op: Op) -> tuple[object, ...]:
+    """What a message is called, at both its ends."""
+    if op.kind in (Kind.EVICT, Kind.HOLD):
         return ("evict", *place(op))
-    return op.kind is Kind.RECV_B, op.peer, op.stage, *place(op)[1:]
+    if op.kind in (Kind.GIVE, Kind.LOAD):
+        return ("give", *place(op))
+    ends = (op.stage, op.peer) if op.kind in SENDS else (op.peer, op.stage)
+    return op.kind in (Kind.SEND_B, Kind.RECV_B), *ends, *place(op)[1:]
 
 
-def ends(op: Op, rank: int, shape: Shape) -> tuple[int | None, int | None]:
-    """The rank from which a message comes, and to which it goes."""
+def partner(op: Op, shape: Shape) -> int | None:
+    """The rank at the other end."""
     if op.kind in (Kind.EVICT, Kind.GIVE, Kind.HOLD, Kind.LOAD):
-        other = op.peer if 0 <= op.peer < shape.ranks else None
-    elif op.replica < len(shape.homes) and 0 <= op.peer < len(shape.homes[0]):
-        other = shape.homes[op.replica][op.peer]
-    else:
-        other = None
-    return other, other
-
-
-def meet(
-    queues: dict[tuple[int, int], deque[object]], posted: dict[tuple[int, int], deque[object]],
-    pair: tuple[int, int], key: object, arrived: list[set[object]], sending: bool,
-) -> bool | None:  # fmt: skip
-    """Put a message or a receive into its channel; None where the two that meet do not match."""
-    mine, others = (queues, posted) if sending else (posted, queues)
-    waiting = others.setdefault(pair, deque())
-    if not waiting:
-        mine.setdefault(pair, deque()).append(key)
-        return True
-    if waiting.popleft() != key:
-        return None
-    arrived[pair[1]].add(key)
-    return True
+        return op.peer if 0 <= op.peer < shape.ranks else None
+    there = op.replica < len(shape.homes) and 0 <= op.peer < len(shape.homes[0])
+    return shape.homes[op.replica][op.peer] if there else None
 
 
 def accepts(rows: Rows, shape: Shape) -> bool:

@@ -109,7 +109,7 @@ def U(v: int) -> Op:
         ([F(0, 0), F(1, 0), B(0, 0), U(1), B(1, 0)], "a backward that no update follows"),
         ([F(0, 1), B(0, 1), U(1)], "reads version 1 for microbatch 0, when version 0 is"),
         ([F(0, -1), B(0, -1), U(1)], "reads version -1"),
-        ([F(0, 1), B(0, 1)], "a backward that no update follows"),
+        ([F(0, -1), B(0, -1)], "a backward that no update follows"),
         (
             [F(0, 0), F(1, 0), B(0, 0), U(1), F(2, 0), B(1, 1), U(2), B(2, 2), U(3)],
             "reads version 1 in a backward of microbatch 1 and another one in its forward",

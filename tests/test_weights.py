@@ -16,7 +16,7 @@ from schedlang.passes.weights import in_flight, state_bytes, weight_of
 from schedlang.plan import Plan
 from schedlang.runtime.record import record
 from schedlang.runtime.units import units_of
-from tests.proofs import planned
+from tests.proofs import planned, refused
 
 ROWS, WIDTH = 6, 8
 
@@ -140,6 +140,19 @@ def test_a_recomputed_unit_keeps_its_arguments() -> None:
     heavy = weight_of("memory", plain, graph, timeline)(0, 1, 4)
     light = weight_of("memory", again, graph, timeline)(0, 1, 4)
     assert heavy - light == 2 * (sum(graph.saved[1:4]) - sum(graph.given[1:4]))
+
+
+@pytest.mark.parametrize(
+    ("rows", "code"),
+    [
+        ("blocks[2, 4]  pipeline_split(over=pp, balance=time)", "S409"),
+        ("blocks  pipeline_split(over=pp)\nblocks.2  pipeline_split(over=pp)", "S509"),
+        ("blocks.2  pipeline_split(over=pp)\nblocks  pipeline_split(over=pp)", "S509"),
+    ],
+)
+def test_rows_refused(rows: str, code: str) -> None:
+    """Starts leave nothing to balance; a list and starts beside it would be two answers."""
+    assert code in refused(Uneven(), rows, "pp=3")
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ class Draft:
     def __init__(self, size: Size, limit: Fraction, knobs: Knobs) -> None:
         ranks, kept = size.ranks, Fraction(size.cost.kept).limit_denominator(10**6)
         self.ranks, self.micro, self.knobs = ranks, size.micro, knobs
-        self.cost, self.comm = _ticks(size)
+        self.cost, self.comm, self.scale = _ticks(size)
         whole = kept.denominator * limit.denominator
         self.held = (whole, -int(whole * (1 - kept)), -int(whole * kept))
         self.limit = int(limit * whole)
@@ -82,7 +82,19 @@ class Draft:
     @property
     def span(self) -> Number:
         """The longest time of one rank from its first operation to its last."""
-        return max(free - first for free, first in zip(self.free, self.first))
+        ticks = max(free - first for free, first in zip(self.free, self.first))
+        return ticks if isinstance(ticks, float) else Fraction(ticks, self.scale)
+
+    def timeline(self) -> Timeline:
+        """The order as it stands, where all is done."""
+        kinds, rows = np.array(KINDS, dtype=np.int32), []
+        for rank, row in enumerate(self.rows):
+            part = np.array(row)
+            units = np.empty(len(part), dtype=np.int64)
+            for k in range(len(KINDS)):
+                units[part == k] = rank * self.micro + np.arange(self.micro)
+            rows.append((kinds[part], units))
+        return laid(rows, self.micro)
 
     def waiting(self, rank: int) -> int:
         """How many weight gradients the rank could run."""
@@ -105,41 +117,39 @@ class Draft:
         return max(self.idle) - self.idle[rank]
 
 
-def _ticks(size: Size) -> tuple[list[tuple[Number, ...]], Number]:
-    """F, I and W of every rank, and a transfer; in whole numbers where all costs are exact."""
+def _ticks(size: Size) -> tuple[list[tuple[Number, ...]], Number, int]:
+    """F, I and W of every rank, a transfer, and by what they are scaled: to whole ones if exact."""
     cost = size.cost
     shares = cost.shares or [1] * size.ranks
     rows = [tuple(x * share for x in (cost.f, cost.i, cost.w)) for share in shares]
-    flat = [Fraction(x) for row in rows for x in row if not isinstance(x, float)]
-    if len(flat) < 3 * size.ranks or isinstance(cost.comm, float):
-        return rows, cost.comm
-    scale = lcm(*(x.denominator for x in flat), Fraction(cost.comm).denominator)
-    return [tuple(int(x * scale) for x in row) for row in rows], int(cost.comm * scale)
+    flat = [cost.comm, *(x for row in rows for x in row)]
+    if any(isinstance(x, float) for x in flat):
+        return rows, cost.comm, 1
+    scale = lcm(*(Fraction(x).denominator for x in flat))
+    return [tuple(int(x * scale) for x in row) for row in rows], int(cost.comm * scale), scale
 
 
-def _draft(size: Size, limit: Fraction, knobs: Knobs) -> Draft:
-    draft = Draft(size, limit, knobs)
+def draft(size: Size, limit: Fraction, knobs: Knobs) -> Draft:
+    """The order under these choices: rounds of one F and one I on every rank, W between them."""
+    made = Draft(size, limit, knobs)
     for rank in range(size.ranks):
-        draft.put(rank, F)
-    for rank, count in enumerate(_warmup(draft)):
+        made.put(rank, F)
+    for rank, count in enumerate(_warmup(made)):
         for _ in range(count):
-            draft.put(rank, F)
+            made.put(rank, F)
     for rank in reversed(range(size.ranks)):
-        draft.put(rank, I)
+        made.put(rank, I)
     for _ in range(1, size.micro):
-        for rank in _forwards(draft):
-            draft.fill(rank, F)
-            draft.put(rank, F)
+        for rank in _forwards(made):
+            made.fill(rank, F)
+            made.put(rank, F)
         for rank in reversed(range(size.ranks)):
-            draft.fill(rank, I)
-            if rank == 0 and draft.done[F][0] == size.micro:
-                while draft.waiting(0):
-                    draft.put(0, W)
-            draft.put(rank, I)
+            made.fill(rank, I)
+            made.put(rank, I)
     for rank in range(size.ranks):
-        while draft.done[W][rank] < size.micro:
-            draft.put(rank, W)
-    return draft
+        while made.done[W][rank] < size.micro:
+            made.put(rank, W)
+    return made
 
 
 def _warmup(draft: Draft) -> list[int]:
@@ -192,16 +202,8 @@ def _wants(draft: Draft, rank: int) -> bool:
 
 def searched(size: Size, limit: Fraction) -> Timeline:
     """The shortest of the eight orders whose ranks hold at most `limit` microbatches."""
-    drafts = (_draft(size, limit, Knobs(*knobs)) for knobs in product((True, False), repeat=3))
-    best = min(drafts, key=lambda draft: draft.span)
-    rows = []
-    for rank, row in enumerate(best.rows):
-        part = np.array(row)
-        units = np.empty(len(part), dtype=np.int64)
-        for k in range(len(KINDS)):
-            units[part == k] = rank * size.micro + np.arange(size.micro)
-        rows.append((np.array(KINDS, dtype=np.int32)[part], units))
-    return laid(rows, size.micro)
+    drafts = (draft(size, limit, Knobs(*knobs)) for knobs in product((True, False), repeat=3))
+    return min(drafts, key=lambda made: made.span).timeline()
 
 
 def _zb_1p(size: Size) -> Timeline:
@@ -225,11 +227,13 @@ def _zb_2p(size: Size) -> Timeline:
 def _problem(size: Size) -> Problem | None:
     if size.memory is not None and size.memory < 1:
         return "a rank holds one microbatch at least", "memory=1"
+    if size.cost.shares is not None and len(size.cost.shares) != size.ranks:
+        return f"{len(size.cost.shares)} shares are given", f"one for each of {size.ranks} stages"
     return None
 
 
 PAPER = "Qi et al., Zero Bubble, 2023 (2401.10241), §3.1: {} microbatches of activations"
 ORDERS = (
     Order("ZB-1p", PAPER.format("p"), _zb_1p, problem=_problem),
-    Order("ZB-2p", PAPER.format("2p"), _zb_2p, problem=_problem),
+    Order("ZB-2p", PAPER.format("2p"), _zb_2p, problem=_problem, kept=KEPT),
 )

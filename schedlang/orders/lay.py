@@ -19,16 +19,16 @@ def lay(
     edges: Sequence[Edge] | None = None,
 ) -> Timeline:
     """A timeline from one array of kinds and one of units (stage * micro + microbatch) per rank."""
-    rank = np.repeat(np.arange(len(kinds)), [len(kind) for kind in kinds])
+    rank = np.repeat(np.arange(len(kinds), dtype=np.int32), [len(kind) for kind in kinds])
     stage, microbatch = np.divmod(np.concatenate(units), micro)
-    none = np.zeros_like(rank, dtype=np.int32)
+    none = np.zeros_like(rank)
     stages = int(stage.max(initial=-1)) + 1
     return Timeline(
-        rank.astype(np.int32),
-        np.concatenate(kinds).astype(np.int32),
-        stage.astype(np.int32),
+        rank,
+        np.concatenate(kinds),
+        stage,
         none,
-        microbatch.astype(np.int32),
+        microbatch,
         none,
         none,
         none - 1,

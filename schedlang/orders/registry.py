@@ -70,6 +70,9 @@ class Order:
     sliced    it cuts sequences (`slices`)
     relaxed   what its result may differ in, beyond rounding, or nothing; with "staleness" it
               updates inside the step (`every`)
+    kept      share of a microbatch's activations between I and W, where its paper counts less than
+              one; it is used where no `Cost.kept` is given
+    searched  finding it takes seconds: it is not made at many sizes for the sake of a picture
     source    the paper or system, with its year and number
     """
 
@@ -81,8 +84,10 @@ class Order:
     chunks: tuple[int, ...] | None = (1,)
     default_chunks: int = 1
     alone: bool = False
+    searched: bool = False
     bubble: Callable[[Size], Fraction | None] | None = None
     peak: Callable[[Size], Fraction] | None = None
     replicas: int = 1
     sliced: bool = False
+    kept: Fraction | None = None
     relaxed: frozenset[str] = field(default_factory=frozenset)

@@ -41,9 +41,14 @@ class Best:
         self.size, self.bound, self.left = size, bound, EFFORT
 
     @property
+    def proven(self) -> bool:
+        """Whether nothing is faster."""
+        return self.time is not None and self.time <= self.bound
+
+    @property
     def done(self) -> bool:
         """Whether nothing better can or may be found."""
-        return self.left < 0 or (self.time is not None and self.time <= self.bound)
+        return self.left < 0 or self.proven
 
     def offer(self, t: Timeline | None) -> None:
         """Take a candidate if it fits and is faster than what is there."""
@@ -96,13 +101,14 @@ class _Search:
 
     def simple(self, known: tuple[Order, ...]) -> None:
         """Known orders, and list schedules; one that needs the least memory is always there."""
-        for one in known:
-            for t in named(one, self.size):
-                self.offer(t)
-        for chain in self.chains:
-            self.best.offer(chain.listed(self.size.micro, oldest(self.size), in_flight=1))
         for t in warmups(self.size):
             self.offer(t)
+        for one in known:
+            for t in named(one, self.size) if not self.best.proven else ():
+                self.offer(t)
+        for chain in self.chains:
+            if not self.best.proven:
+                self.best.offer(chain.listed(self.size.micro, oldest(self.size), in_flight=1))
         for chain in self.chains:
             for made in greedy(chain, self.size):
                 if self.best.done:
@@ -157,6 +163,7 @@ def search(known: tuple[Order, ...]) -> Order:
         return searched(size, known)
 
     def make(size: Size) -> Timeline:
+        """The best of all orders that fit, of list schedules and of repeating patterns."""
         try:
             hash(size)
         except TypeError:  # costs that are lists
@@ -168,4 +175,5 @@ def search(known: tuple[Order, ...]) -> Order:
         "heuristics of Qi et al. 2023 (2401.10241); repetends, Lin et al., Tessel, 2024",
         make,
         chunks=None,
+        searched=True,
     )

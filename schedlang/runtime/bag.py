@@ -87,8 +87,8 @@ class Bag:
         self._stays = tuple
 
     def sizes(self) -> list[int]:
-        """The bytes of each part."""
-        return [sum(map(_room, part)) for part in self._parts()]
+        """The bytes of each part, as `pack` makes them: one storage alone is not filled up."""
+        return [part[0].size if len(part) == 1 else sum(map(_room, part)) for part in self._parts()]
 
     def pack(self) -> list[Tensor]:
         """The bytes of the bag in parts; it refers to none of them any more."""

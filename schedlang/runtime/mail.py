@@ -16,6 +16,7 @@ DIMS = 8
 HEADER = DIMS + 2  # per tensor: dtype, number of dims, sizes
 
 # a header names a dtype by its place in this list, which is the same on every rank
+CARRIED = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8)
 DTYPES: tuple[torch.dtype, ...] = tuple(
     sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 )
@@ -99,11 +100,13 @@ class Mail:
         parts = [*tensors]
         if header:
             parts.insert(0, _header(layout_of(tensors), self.device))
-        self._sweep()
+        if self.device.type != "cpu":
+            self._sweep()
         kept = self._sent.setdefault(key, [])
+        lane = self._lane(self.rank, to)
         for part in map(_bytes, parts):
             if part.numel():
-                kept.append((dist.isend(part, to, self._lane(self.rank, to)), part))
+                kept.append((dist.isend(part, to, lane), part))
 
     @_plainly
     def post(
@@ -192,7 +195,9 @@ def _header(layout: Layout, device: torch.device) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor, which any backend can carry whatever the dtype."""
+    """What carries a tensor: itself, or its memory where a backend may not know its dtype."""
+    if tensor.dtype in CARRIED:  # the receiver expects it as itself, however it lies here
+        return tensor if tensor.is_contiguous() else tensor.detach().contiguous()
     flat = tensor.detach().contiguous().reshape(-1)
     # a float64 mode refuses to look at bits; here nothing is computed from them
     with torch._C.DisableTorchFunction():

@@ -73,6 +73,11 @@ class Ranks:
             found = made if self.rank in ranks else found
         return found
 
+    @property
+    def one_way(self) -> bool:
+        """Whether messages of two ranks in both directions could stop each other in one group."""
+        return torch.cuda.is_available() and dist.is_initialized() and dist.get_backend() == "nccl"
+
     def subset(self, name: str, groups: Sequence[tuple[int, ...]]) -> Group | None:
         """This rank's group among disjoint ones that need not cover the world; None if in none."""
         mine = next((ranks for ranks in groups if self.rank in ranks), None)

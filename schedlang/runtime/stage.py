@@ -1,11 +1,12 @@
 """One stage of a model by replay: the model's own forward, with the units of other stages stubbed.
 
-A unit of an earlier stage returns what was received, and zeros of the right shape where nothing
-was needed; the first unit of a later stage ends the forward.
+A unit of an earlier stage returns what was received, and something of the right shape where
+nothing was needed; the first unit of a later stage ends the forward.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -81,14 +82,14 @@ class Stub:
         self.often = {name for name, count in called.items() if count > 1}
         for name in self.often:
             named_sites(reference.get_submodule(name), prefix=name)
-        self.modules = cut.graph.units
+        self.modules, self.leaves = cut.graph.units, cut.graph.leaves
         self._known: dict[Any, Any] = {}
         self._outside = capture()  # a run for shapes draws no masks and counts no calls
 
     def __call__(
         self, unit: int, args: Any, kwargs: Any, received: Mapping[Token, torch.Tensor], device: Any
     ) -> Any:
-        """The unit's output: the received leaves, zeros for the others."""
+        """The unit's output: the received leaves, something of their shape for the others."""
         key = (unit, self.units[unit].training, _signature((args, kwargs)))
         if key not in self._known:
             self._known[key] = self._shapes(unit, args, kwargs)
@@ -96,10 +97,20 @@ class Stub:
         for site, count in draws.items():
             skip_calls(site, count)
         made = [
-            received[(unit, k)] if (unit, k) in received else _zeros(leaf, device)
+            received[(unit, k)] if (unit, k) in received else self._unknown(unit, k, leaf, device)
             for k, leaf in enumerate(leaves)
         ]
         return pytree.tree_unflatten(made, spec)
+
+    def _unknown(self, unit: int, k: int, leaf: Any, device: Any) -> Any:
+        """What nothing reads: not a number, so that a reader after all is seen; no memory."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        number = math.nan if leaf.dtype.is_floating_point else 0
+        known = self.leaves.get((unit, k))
+        written = known is None or known.mutated
+        shape = leaf.shape if written else ()
+        return torch.full(shape, number, dtype=leaf.dtype, device=device).expand(leaf.shape)
 
     def _shapes(
         self, unit: int, args: Any, kwargs: Any
@@ -108,9 +119,9 @@ class Stub:
         try:
             part = visit()
             shapes = visiting(part.hollow() if part is not None else None)
-            outside = (torch.no_grad(), self._outside(), shapes, torch.device("meta"), OnMeta())
             with ExitStack() as stack:
-                for mode in outside:
+                modes = (torch.no_grad(), self._outside(), shapes, torch.device("meta"), OnMeta())
+                for mode in modes:
                     stack.enter_context(mode)
                 if self.modules[unit] in self.often:  # a later call draws what comes after
                     stack.enter_context(counted)
@@ -236,13 +247,10 @@ def _named(model: nn.Module, names: Collection[str]) -> list[nn.Parameter]:
     return [p for name, p in model.named_parameters() if name in names]
 
 
-def _zeros(leaf: Any, device: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
-
-
 def _device(batch: Mapping[str, Any]) -> torch.device:
+    for value in batch.values():
+        if isinstance(value, torch.Tensor):
+            return value.device
     for value in pytree.tree_leaves(dict(batch)):
         if isinstance(value, torch.Tensor):
             return value.device

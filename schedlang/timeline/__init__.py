@@ -1,6 +1,7 @@
 """The timeline of a pipeline: one table of operations that is proven, timed, drawn and run."""
 
 from schedlang.timeline.halves import halved
+from schedlang.timeline.holds import with_holds
 from schedlang.timeline.memory import peak, peak_live
 from schedlang.timeline.proof import check
 from schedlang.timeline.table import (
@@ -39,5 +40,6 @@ __all__ = [
     "peak_live",
     "timeline",
     "timing",
+    "with_holds",
     "with_transfers",
 ]

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from schedlang.cost import UNIT_COST, Cost
 from schedlang.timeline.clock import Ticks
 from schedlang.timeline.durations import exact_ticks, number, weights
+from schedlang.timeline.holds import with_holds
 from schedlang.timeline.needs import Places
-from schedlang.timeline.table import Kind, Timeline
-from schedlang.timeline.transfers import parked
+from schedlang.timeline.table import TRANSFERS, Kind, Timeline
 
 AWAY, BACK = (Kind.EVICT, Kind.OFFLOAD, Kind.GIVE), (Kind.LOAD, Kind.RELOAD, Kind.HOLD)
 
@@ -51,6 +51,12 @@ def held(timeline: Timeline, cost: Cost = UNIT_COST) -> tuple[Timeline, Ticks, F
     total = np.cumsum(steps)
     before = np.where(t.starts[:-1] > 0, total[t.starts[:-1] - 1], 0)
     return t, total - before[t.rank], tick
+
+
+def parked(timeline: Timeline) -> Timeline:
+    """Without sends and receives, with the partner's side of what is parked on it."""
+    added = np.isin(timeline.kind, TRANSFERS)
+    return with_holds(timeline.pick(~added) if added.any() else timeline)
 
 
 def _steps(t: Timeline, cost: Cost) -> tuple[Ticks, Fraction | None]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from schedlang.timeline.needs import describe
+from schedlang.timeline.needs import BACKWARD, Places, describe
 from schedlang.timeline.table import AWAY, TRANSFERS, Kind, Rows, Timeline, TimelineError
 
 SENDS, RECEIVES = (Kind.SEND_F, Kind.SEND_B), (Kind.RECV_F, Kind.RECV_B)
@@ -15,15 +16,27 @@ PARKED = (Kind.EVICT, Kind.HOLD, Kind.GIVE, Kind.LOAD)  # sent and received, sen
 
 @dataclass(frozen=True)
 class Messages:
-    """Rows of each message: what made it, its send and its receive, and what uses it.
+    """Rows of each message: its send and its receive, and what waits for it.
 
-    What is parked is sent by EVICT, received by HOLD, used by GIVE; which sends it back to LOAD.
+    What is parked is sent by EVICT and received by HOLD, which waits for it; GIVE sends it back to
+    LOAD, and the backward waits for it.
     """
 
-    made: Rows
     send: Rows
     receive: Rows
     used: Rows
+
+    def waits(self, rendezvous: bool) -> list[tuple[Rows, Rows]]:
+        """Pairs of rows of which the second waits for the first.
+
+        With `rendezvous` a send waits for its receive to be posted, too: for the row before a HOLD,
+        because that does not end before the send.
+        """
+        found = [(self.send, self.used)]
+        if rendezvous:
+            itself = self.receive == self.used
+            found += [((self.receive - itself)[self.receive > 0], self.send[self.receive > 0])]
+        return found
 
 
 def messages(t: Timeline, made: Rows, used: Rows) -> Messages | None:
@@ -48,13 +61,13 @@ def messages(t: Timeline, made: Rows, used: Rows) -> Messages | None:
         found.append(rows)
     send, receive = found
     _in_time(t, made, send, receive, used)
-    parts = [(made, send, receive, used), *_parked(t)]
-    made, send, receive, used = (np.concatenate(rows) for rows in zip(*parts))
-    _in_turn(t, send, receive)
-    return Messages(made, send, receive, used)
+    parts = [(send, receive, used), *_parked(t)]
+    for part in parts:  # what is parked goes through channels of its own, there and back
+        _in_turn(t, *part[:2])
+    return Messages(*(np.concatenate(rows) for rows in zip(*parts)))
 
 
-def _key(t: Timeline, rows: Rows, back: Rows, source: Rows, target: Rows) -> Rows:
+def _key(t: Timeline, rows: Rows, back: Any, source: Any, target: Any) -> Rows:
     """A number for each message that names it."""
     key = back.astype(np.int64) * t.stages + source
     for column, size in (
@@ -64,7 +77,8 @@ def _key(t: Timeline, rows: Rows, back: Rows, source: Rows, target: Rows) -> Row
         (t.slice[rows], t.slices),
     ):
         key = key * size + column
-    return key
+    found: Rows = key
+    return found
 
 
 def _sorted(t: Timeline, rows: Rows, keys: Rows) -> tuple[Rows, Rows]:
@@ -99,7 +113,7 @@ def _in_time(t: Timeline, made: Rows, send: Rows, receive: Rows, used: Rows) -> 
 
 
 def _parked(t: Timeline) -> tuple[tuple[Rows, ...], tuple[Rows, ...]]:
-    """The messages of parked activations, as the fields of `Messages`: to the partner, and back."""
+    """The messages of parked activations, as the fields of `Messages`: there, and back."""
     ends, keys = [], []
     for kind in PARKED:
         rows = np.flatnonzero(t.kind == kind)
@@ -121,7 +135,9 @@ def _parked(t: Timeline) -> tuple[tuple[Rows, ...], tuple[Rows, ...]]:
     if len(early):
         a, b = describe(t, give[early[0]]), describe(t, hold[early[0]])
         raise TimelineError(f"{a} waits for {b}, which stands later")
-    return (evict, evict, hold, give), (give, give, load, load)
+    table = Places(t)
+    needed = table.rows_of(*BACKWARD)[tuple(column[load] for column in table.where)]
+    return (evict, hold, hold), (give, load, needed)
 
 
 def _in_turn(t: Timeline, send: Rows, receive: Rows) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from schedlang.timeline.table import TRANSFERS, Kind, Rows, Timeline, TimelineError
 
@@ -36,12 +35,6 @@ class Places:
             row = int(rows[np.argmax(twice)])
             raise TimelineError(f"{describe(self.t, row)} is there twice")
         return found
-
-    def used(self) -> NDArray[np.bool_]:
-        """Places of microbatches that go through a replica: it has a row of them on some stage."""
-        found = np.zeros(self.shape, dtype=bool)
-        found[self.where] = True
-        return np.broadcast_to(found.any(axis=(1, 3), keepdims=True), self.shape)
 
     def name(self, flat: Any) -> str:
         """A place of the table in words."""
@@ -116,7 +109,7 @@ def barriers(t: Timeline, copies: Any) -> tuple[Rows, Rows, Rows]:
     """
     rows = np.flatnonzero(t.kind == Kind.BARRIER)
     count = np.bincount(t.rank[rows], minlength=t.ranks)
-    if count.min(initial=0) != count.max(initial=0):
+    if count.min() != count.max():
         few, many = int(count.argmin()), int(count.argmax())
         raise TimelineError(
             f"rank {few} has {count[few]} barriers and rank {many} has {count[many]}: "

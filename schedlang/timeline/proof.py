@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from schedlang.cost import UNIT_COST, Cost, Number
@@ -9,9 +11,10 @@ from schedlang.timeline.clock import Clock, Needs
 from schedlang.timeline.memory import held
 from schedlang.timeline.messages import Messages, messages
 from schedlang.timeline.needs import ASIDE, GROUPS, Places, barriers, dependencies, describe
+from schedlang.timeline.shards import check_shards
 from schedlang.timeline.table import AWAY, Kind, Rows, Timeline, TimelineError
 from schedlang.timeline.timing import never_ends
-from schedlang.timeline.weights import check_shards, check_versions
+from schedlang.timeline.versions import check_versions, weight_copies
 
 
 def check(
@@ -39,7 +42,8 @@ def check(
     forward, backward, weight = (table.rows_of(*kinds) for kinds in GROUPS)
     _complete(table, forward, backward, weight, complete)
     _in_order(table, forward, backward, weight)
-    check_versions(t, versions)
+    check_versions(t)
+    _kept(t, versions)
     check_shards(t)
     made, used = dependencies(t)
     apart = t.rank[made] != t.rank[used]
@@ -64,11 +68,13 @@ def _one_home(t: Timeline) -> None:
 
 def _complete(table: Places, forward: Rows, backward: Rows, weight: Rows, complete: bool) -> None:
     """Every operation is there once, each microbatch on one replica."""
-    through = (forward >= 0).any(axis=(1, 3)) | (backward >= 0).any(axis=(1, 3))
+    through: Any = (forward >= 0).any(axis=(1, 3)) | (backward >= 0).any(axis=(1, 3))
     if (through.sum(axis=0) > 1).any():
-        which = int(np.argmax(through.sum(axis=0) > 1))
-        replicas = " and ".join(map(str, np.flatnonzero(through[:, which]).tolist()))
-        raise TimelineError(f"microbatch {which} goes through replicas {replicas}, not through one")
+        several = int(np.argmax(through.sum(axis=0) > 1))
+        replicas = " and ".join(map(str, np.flatnonzero(through[:, several]).tolist()))
+        raise TimelineError(
+            f"microbatch {several} goes through replicas {replicas}, not through one"
+        )
     through[0] |= ~through.any(axis=0)
     wanted = np.broadcast_to(through[:, None, :, None], forward.shape)
     if complete and (wanted & (forward < 0)).any():
@@ -147,31 +153,29 @@ def _ends(
     if mail is None:
         pairs.append((made[apart], used[apart]))
     else:
-        pairs.append((mail.send, mail.used))
-        if rendezvous:
-            pairs.append(_posted(t, mail))
+        pairs += mail.waits(rendezvous)
     if (t.kind == Kind.BARRIER).any():
         before, waits, table = barriers(t, np.zeros(len(t), dtype=bool))
         pairs += [(before, waits), (np.broadcast_to(table[0], table[1:].shape).ravel(),
                                     table[1:].ravel())]  # fmt: skip
     first, then = (np.concatenate(rows) for rows in zip(*pairs))
     live = (t.rank[first] != t.rank[then]) | (first > then)
-    first, then = first[live], then[live]
+    first, then = first[live].astype(np.int64), then[live]
     nothing = np.zeros(len(t), dtype=np.int64)
     clock = Clock(t.starts, nothing, Needs.of(len(t), first, then, nothing[: len(first)]))
     if waits_for := clock.run():
         raise TimelineError("the order never ends: " + never_ends(t, waits_for))
 
 
-def _posted(t: Timeline, mail: Messages) -> tuple[Rows, Rows]:
-    """(what must have run for a receive to be posted, its send).
-
-    A receive and a HOLD post themselves; a LOAD is posted as soon as its rank comes to it.
-    """
-    load = t.kind[mail.receive] == Kind.LOAD
-    before = mail.receive - load
-    there = (before >= 0) & (t.rank[before] == t.rank[mail.receive])
-    return before[there], mail.send[there]
+def _kept(t: Timeline, versions: int | None) -> None:
+    """No stage keeps more versions of its weights than are allowed."""
+    copies = weight_copies(t) if versions is not None else np.zeros(1)
+    if versions is not None and copies.max(initial=0) > versions:
+        stage = int(copies.argmax())
+        raise TimelineError(
+            f"stage {stage} (rank {t.stage_rank[stage]}) keeps {copies[stage]} versions of its "
+            f"weights for its backwards, and the limit is {versions}"
+        )
 
 
 def _fits(t: Timeline, memory: Number, cost: Cost) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -42,6 +43,9 @@ def verb(function: Verb) -> Verb:
             refuse(refusal, as_json=bool(options.get("as_json")))
         except (typer.Exit, typer.Abort, KeyboardInterrupt):
             raise
+        except BrokenPipeError:  # who read the output has gone, as `head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(UNCHECKED) from None
         except Exception as error:
             traceback.print_exc()
             if options.get("as_json"):

@@ -227,7 +227,7 @@ def later_stages_stay_in_eval(patch: Patch, site: Site) -> None:
 
 
 @bug("P19", "pipeline", Operator.FREEZE, "pp", row="none", credit="PipeDream, weight versions",
-     here="no order updates within a step; the weights are those of the step before")  # fmt: skip
+     here="this order updates at its end; the weights are those of the step before")  # fmt: skip
 def stale_weights(patch: Patch, site: Site) -> None:
     """Forward and backward run on the weights of the step before."""
     plain_run, plain_sum = Program._run, gradient.sum_gradients

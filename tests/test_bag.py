@@ -1,0 +1,28 @@
+"""A bag of saved activations: what it announces to a partner is what it sends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from schedlang.runtime.bag import ALIGNED, SMALL, Bag
+
+
+@pytest.mark.parametrize("counts", [(6,), (6, 7), (SMALL + 1,), (5, SMALL + 3, 9)])
+def test_parts_are_as_long_as_announced(counts: tuple[int, ...]) -> None:
+    """One storage alone or several together, large or small: the bytes are those of `sizes`."""
+    bag, made = Bag(tuple), []
+    with bag.collecting():
+        for count in counts:
+            x = torch.rand(count, dtype=torch.float64, requires_grad=True)
+            made.append((x, x.exp()))  # saves its result alone
+    bag.close(())
+    assert counts[0] * 8 % ALIGNED
+    sizes = bag.sizes()
+    parts = bag.pack()
+    assert [part.numel() for part in parts] == sizes
+    bag.bring(lambda: parts)
+    bag.open()
+    for x, y in made:
+        y.sum().backward()
+        assert torch.equal(x.grad, y)  # type: ignore[arg-type]
