@@ -76,13 +76,15 @@ def gradients(
 
 
 def _stage_of(staged: Staged) -> Any:
-    """The stage of a module; None for code between units."""
+    """The stages that call a module; None for code between units."""
     if staged.axis is None:
-        return lambda fqn: 0
-    stages = dict(zip(staged.cut.graph.units, staged.cut.stage_of))
-    known: dict[str, int | None] = {}
+        return lambda fqn: frozenset([0])
+    stages: dict[str, frozenset[int]] = {}
+    for name, stage in zip(staged.cut.graph.units, staged.cut.stage_of):
+        stages[name] = stages.get(name, frozenset()) | {stage}
+    known: dict[str, frozenset[int] | None] = {}
 
-    def stage_of(fqn: str) -> int | None:
+    def stage_of(fqn: str) -> frozenset[int] | None:
         if fqn not in known:
             above, at = fqn, stages.get(fqn)
             while at is None and above:

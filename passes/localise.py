@@ -242,7 +242,10 @@ def _stages(ready: Prepared, order: Sequence[Frame]) -> tuple[dict[Frame, int], 
     staged = ready.staged
     if staged.axis is None:
         return {}, frozenset()
-    units = dict(zip(staged.cut.graph.units, staged.cut.stage_of))
+    units: dict[str, int] = {}
+    for name, stage in zip(staged.cut.graph.units, staged.cut.stage_of):
+        # turns of a module that several stages call are counted on none of them
+        units[name] = stage if units.get(name, stage) == stage else -1
     found: dict[Frame, int] = {}
     outside, now = set(), 0
     for frame in order:

@@ -118,8 +118,8 @@ def collectives(
     """
     context = _Context(plan, traced, staged, holdings)
     found = [
-        *_activations(context, batch, loss),
-        *_transfers(context),
+        *(_by_slice(one, staged) for one in _activations(context, batch, loss)),
+        *(_by_slice(one, staged) for one in _transfers(context)),
         *_slices(context),
         *_sums(context),
     ]
@@ -128,6 +128,12 @@ def collectives(
         both = "loss and gradient norm"
         found.append(Collective("all-reduce", everyone, "step", both, "", 1, 16))
     return tuple(found)
+
+
+def _by_slice(one: Collective, staged: Staged) -> Collective:
+    """What a microbatch sends is sent slice by slice; of mean length, where they differ."""
+    slices = staged.timeline.slices
+    return replace(one, count=one.count * slices, bytes=one.bytes // slices)
 
 
 # -- inside a microbatch -----------------------------------------------------------------------
@@ -316,7 +322,8 @@ def _slices(context: _Context) -> Iterator[Collective]:
         return
     axes, line = plan.mesh.fold(row.axes), context.row("state")
     copies = [(s, *copy) for s in range(staged.cut.stages) for copy in context.copies(s)]
-    for stage, places, micro in copies:
+    for stage, places, microbatches in copies:
+        micro = microbatches * staged.timeline.slices
         for fqn, names in sliced_names(plan, staged, context.holdings, stage).items():
             trained = tuple(n for n in names if plan.model.unique[n].requires_grad)
             size = gathered_bytes(plan, context.holdings, names)

@@ -11,12 +11,14 @@ import pytest
 from schedlang.orders import OrderError
 from schedlang.orders.slice_lengths import Time, equal_lengths, terapipe_lengths
 
-# an overhead, a linear part and attention; attention alone; overhead where short slices are idle
+# an overhead, a linear part and attention; attention alone; a device that short slices leave idle;
+# length alone; a dear first slice, which leaves the others a choice
 TIMES: list[Time] = [
     lambda length, context: 5 + 3 * length + length * (context + Fraction(length, 2)),
     lambda length, context: length * (2 * context + length),
     lambda length, context: max(8, length) + length * context // 4,
     lambda length, context: length,
+    lambda length, context: length if context else 10 + length,
 ]
 
 

@@ -8,7 +8,9 @@ import pytest
 
 from schedlang.cost import Cost
 from schedlang.orders import ORDERS, OrderError, Size, find, order
+from schedlang.orders.candidates import chains_of, warmups
 from schedlang.orders.chain import Chain
+from schedlang.orders.fill import filled
 from schedlang.orders.repetend import repetends
 from schedlang.orders.search import searched
 from schedlang.timeline import Kind, Timeline, check, peak, timeline, timing, with_transfers
@@ -133,6 +135,41 @@ def test_uneven_stages() -> None:
     check(with_transfers(t))
     assert peak(t, cost).max() <= 4
     assert timing(t, cost).makespan <= timing(order("1f1b", 4, 6), cost).makespan
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(2, 4), (4, 8), (8, 16)])
+def test_filled(ranks: int, micro: int) -> None:
+    """1F1B whose weight gradients fill its gaps under its own memory is as fast as ZB-H1."""
+    chain = next(c for c in chains_of(Size(ranks, micro)) if len(c.times) == 3)
+    for whole_gaps in (True, False):
+        t = filled(chain, order("1F1B", ranks, micro), ranks, whole_gaps=whole_gaps)
+        assert t is not None and peak(t).max() == ranks
+        check(with_transfers(t))
+        assert timing(t, Cost()).makespan == timing(order("ZB-H1", ranks, micro), Cost()).makespan
+    assert filled(chain, order("1F1B", ranks, micro), 0, whole_gaps=True) is None
+
+
+@pytest.mark.parametrize("memory", [1, 2, 3, 5])
+def test_warmups_fit(memory: int) -> None:
+    """Warm-ups stop where the memory ends, and use all of it that they can."""
+    made = list(warmups(Size(4, 8, memory=Fraction(memory))))
+    assert [peak(t).max() for t in made] == [min(memory, 4), memory]
+
+
+@pytest.mark.parametrize("times", [(2, 5, 3), (5, 2, 3), (4, 1, 5)])
+def test_repetends_of_uneven_operations(times: tuple[int, int, int]) -> None:
+    """No two operations overlap modulo the period where they take different times."""
+    rows = tuple((time,) * 3 for time in times)
+    chain = Chain(3, (0, 1, 2), rows, ((1,) * 3, (0,) * 3, (-1,) * 3))
+    for period in (10, 11, 13):
+        for one in repetends(chain, period, None, 16):
+            for rank in range(3):
+                busy = [
+                    (one.start(kind, rank, 0) + k) % period
+                    for kind in range(3)
+                    for k in range(times[kind])
+                ]
+                assert len(set(busy)) == len(busy) == 10
 
 
 @pytest.mark.parametrize("period", [3, 4, 6])

@@ -126,3 +126,17 @@ def test_wrong_sizes() -> None:
         read_table(text, 4, 4)
     with pytest.raises(OrderError, match="micro=4"):
         read_table(text, 2, 8)
+
+
+def test_a_file_is_an_order(tmp_path: Path) -> None:
+    """The path of a table stands for its order; other sizes are refused with those it has."""
+    path = tmp_path / "mine.CSV"
+    path.write_text(write_table(order("Interleaved1F1B", 2, 4)))
+    assert order(str(path), 2, 4) == order("Interleaved1F1B", 2, 4)
+    with pytest.raises(OrderError, match="2 ranks with micro=4"):
+        order(str(path), 2, 8)
+    with pytest.raises(OrderError, match="No such file"):
+        order(str(tmp_path / "other.csv"), 2, 4)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(OrderError, match="it is no text"):
+        order(str(path), 2, 4)

@@ -74,6 +74,29 @@ def test_2p_as_the_paper_counts(cost: Cost) -> None:
         assert timing(t, cost).rank_span <= timing(order("ZB-1p", p, m, cost=cost), cost).rank_span
 
 
+@pytest.mark.parametrize(
+    ("knob", "value", "cost", "p", "m", "limit"),
+    [
+        ("overfill", False, Cost(6, 3, 7, 0, 0), 5, 5, 7),
+        ("overfill", True, Cost(8, 3, 5, 2, 0), 3, 6, 5),
+        ("skip", False, Cost(9, 1, 6, 3, 0), 5, 5, 6),
+        ("skip", True, Cost(5, 8, 5, 1, 1), 4, 7, 6),
+        ("idle", False, Cost(7, 2, 3, 1, 0), 3, 6, 4),
+        ("idle", True, Cost(1, 4, 8, 3, Fraction(1, 2)), 4, 8, 7),
+    ],
+)
+def test_every_choice_pays(knob: str, value: bool, cost: Cost, p: int, m: int, limit: int) -> None:
+    """Each of the heuristic's choices gives the shortest order somewhere, and that is taken."""
+    size = sized(find("ZB-2p"), p, m, cost=cost, memory=limit)
+    spans: dict[bool, list[Any]] = {True: [], False: []}
+    for choice in itertools.product((True, False), repeat=3):
+        knobs = Knobs(*choice)
+        spans[getattr(knobs, knob)].append(draft(size, Fraction(limit), knobs).span)
+    best = min(spans[value])
+    assert best < min(spans[not value])
+    assert timing(order("ZB-2p", p, m, cost=cost, memory=limit), cost).rank_span == best
+
+
 @pytest.mark.parametrize("cost", [*COSTS, Cost(4, 3, 2, 1, shares=(Fraction(1, 2), 1, 1, 1.5))])
 def test_a_draft_knows_its_time(cost: Cost) -> None:
     """Of all eight orders the heuristic knows the span to which the simulator comes."""

@@ -100,7 +100,6 @@ def test_costs() -> None:
         (("--cost", "kept=2"), "share"),
         (("--stages", 0), "at least 1"),
         (("--slices", 2), "does not cut sequences"),
-        (("a.sched", "--micro", 4), "the plan of the schedule says this already"),
     ],
 )
 def test_refuses(words: tuple[object, ...], said: str) -> None:
@@ -117,3 +116,76 @@ def test_without_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_table(tmp_path: Path) -> None:
+    """A table of an order is timed as the order itself; a broken one is refused with its place."""
+    from schedlang.orders import write_table
+
+    (tmp_path / "a.csv").write_text(write_table(order("1F1B", 3, 5)))
+    cost = ("--cost", "F=2,B=3,comm=1")
+    table = answer("--order", tmp_path / "a.csv", *cost)
+    named = answer("--order", "1F1B", "--stages", 3, "--micro", 5, *cost)
+    same = ("rank_span", "makespan", "bubble", "peak", "communication", "stages", "micro", "chunks")
+    assert {key: table[key] for key in same} == {key: named[key] for key in same}
+    (tmp_path / "b.csv").write_text(write_table(order("1F1B", 3, 5)).replace("0B4", "0X4"))
+    for words, said in (
+        (("--order", tmp_path / "b.csv"), "line 1"),
+        (("--order", tmp_path / "c.csv"), "cannot be read"),
+        (("--order", tmp_path / "a.csv", "--chunks", 1), "the table says this already"),
+    ):
+        found = run(*words)
+        assert found.exit_code == 2 and said in found.output, found.output
+
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)] + [nn.Linear(6, 60)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+def model():
+    return Net()
+
+def batch(seed):
+    return {"x": torch.randn(16, 6, generator=torch.Generator().manual_seed(seed))}
+"""
+SCHEDULE = """schedule 1 for Net
+
+mesh(pp=2)
+
+layers[3]  pipeline_split(over=pp)
+pipeline(order="GPipe", micro=4)
+"""
+
+
+def test_estimated(tmp_path: Path) -> None:
+    """Without costs those of a schedule's stages are counted: operations, bytes sent and kept."""
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "a.sched").write_text(SCHEDULE)
+    words = (tmp_path / "a.sched", "--tflops", 1e-9, "--bandwidth", 1e-6)
+    value = answer(*words)
+    rows, layer = 4, 2 * 6 * 6  # operations of a row of a layer
+    stages = [3 * layer * rows, (1 + 10) * layer * rows]
+    assert value["cost"]["shares"] == stages  # at 1000 operations a second, in milliseconds
+    assert value["cost"]["f"] == pytest.approx(sum(stages) / 2)
+    assert value["busy"] == pytest.approx([4 * 3 * s for s in stages])
+    sent = rows * 6 * 4  # bytes, at 1000 a second
+    assert value["cost"]["between"] == [[0, 1, pytest.approx(sent)]]
+    assert value["communication"]["time"] == pytest.approx([4 * sent, 4 * sent])
+    assert "FLOP" in value["estimated"][0] and "estimated:" in run(*words).stdout
+    given = answer(tmp_path / "a.sched", "--cost", "F=1,B=2")
+    assert given["estimated"] == [] and given["makespan"] == 15
+    (tmp_path / "model.py").write_text(MODEL.replace("def batch", "def other"))
+    value = answer(tmp_path / "a.sched")
+    assert "no batch" in value["estimated"][0] and value["makespan"] == 15
+    assert "says this already" in run(tmp_path / "a.sched", "--micro", 4).output
+    assert "no speed" in run(tmp_path / "a.sched", "--tflops", 0).output

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from schedlang.diagnostic import Refusal
 from schedlang.passes.build import build
+from schedlang.passes.staging import timeline_of
 from schedlang.plan import Plan
+from schedlang.timeline import Kind
 from tests import models
 from tests.causal import WIDTH, Causal
 from tests.engine.threads import Threads
@@ -27,6 +29,7 @@ def sliced(model: Any, blocks: str, mesh: str, order: str, *rows: str) -> Plan:
     """A plan that cuts the blocks into stages and the sequences into slices."""
     lines = [f"{blocks}.*  checkpoint()"] if "checkpoint" in rows else []
     lines += [f"{blocks}  pipeline_split(over=pp)"]
+    lines += [f"{blocks}.*.**:Linear  split_backward()"] if "split" in rows else []
     lines += ["zero(stage=3, over=dp)"] if "dp" in mesh else []
     return planned(model, "\n".join([*lines, f"pipeline({order})"]), mesh)
 
@@ -43,6 +46,15 @@ def test_llama_by_seq1f1b(threads: Threads) -> None:
     model = models.llama(4)
     order = 'order="Seq1F1B", micro=3, slices=3'
     same(threads, sliced(model, "model.layers", "pp=2", order, "checkpoint"), model, BATCHES)
+
+
+def test_split_backwards(threads: Threads) -> None:
+    """What later slices owe to keys arrives with the input gradients, however late weights are."""
+    model = Causal()
+    order = 'order="Seq1F1B", micro=2, slices=3'
+    plan = sliced(model, "blocks", "pp=2", order, "split")
+    assert Kind.W in set(timeline_of(plan).kind.tolist())
+    same(threads, plan, model, PLAIN)
 
 
 def test_gpt2_by_terapipe_on_four_ranks(threads: Threads) -> None:

@@ -104,11 +104,11 @@ def U(v: int) -> Op:
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ([F(0, 0), B(0, 0), U(2)], "makes version 2, and its stage waits for version 1"),
+        ([F(0, 0), B(0, 0), U(2)], "makes the versions [2], not 1, 2"),
         ([F(0, 0), B(0, 0), U(1), U(2)], "an update without a backward"),
         ([F(0, 0), F(1, 0), B(0, 0), U(1), B(1, 0)], "a backward that no update follows"),
-        ([F(0, 1), B(0, 1), U(1)], "waits for version 1 of its weights, and no STEP"),
-        ([F(0, -1), B(0, -1), U(1)], "reads a version of an earlier step"),
+        ([F(0, 1), B(0, 1), U(1)], "reads version 1 for microbatch 0, when version 0 is"),
+        ([F(0, -1), B(0, -1), U(1)], "reads version -1"),
         ([F(0, -1), B(0, -1)], "a backward that no update follows"),
         (
             [F(0, 0), F(1, 0), B(0, 0), U(1), F(2, 0), B(1, 1), U(2), B(2, 2), U(3)],

@@ -21,7 +21,7 @@ from schedlang.orders import (
     wave,
     zero_bubble,
 )
-from schedlang.orders.csv_table import read_table, write_table
+from schedlang.orders.csv_table import read_table, table_order, write_table
 from schedlang.orders.registry import Order, OrderError, Size
 from schedlang.timeline import Timeline
 
@@ -139,7 +139,9 @@ def chunks_of(name: str) -> int:
 
 
 def find(name: str) -> Order:
-    """The order of this name or alias, in any case."""
+    """The order of this name or alias, in any case, or of the table in a file `*.csv`."""
+    if name.lower().endswith(".csv"):
+        return table_order(name)
     for known in ORDERS:
         if name.lower() in (known.name.lower(), *(a.lower() for a in known.aliases)):
             return known

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
-from schedlang.orders.registry import OrderError
+from schedlang.orders.registry import Order, OrderError, Problem, Size
 from schedlang.timeline import Kind, Op, Timeline, TimelineError, timeline, timing
 
 WORK = (Kind.F, Kind.B, Kind.I, Kind.W)
@@ -69,6 +70,39 @@ def read_table(text: str, ranks: int | None = None, micro: int | None = None) ->
     except TimelineError as error:
         raise OrderError(str(error), "move the operation that is waited for further up") from error
     return made
+
+
+def table_order(path: str) -> Order:
+    """The order that a table in a file lists, for the sizes that it is for.
+
+    Raises OrderError where the file cannot be read, and as `read_table`.
+    """
+    try:
+        t = read_table(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise OrderError(
+            f"the table `{path}` cannot be read: {reason}", 'name a table, or an order: "1F1B"'
+        ) from error
+
+    def problem(size: Size) -> Problem | None:
+        both = (t.ranks, t.microbatches)
+        if (size.ranks, size.micro) == both:
+            return None
+        return "the table is for {} ranks and {} microbatches".format(*both), (
+            f"{t.ranks} ranks with micro={t.microbatches}"
+        )
+
+    chunks = -(-t.stages // t.ranks)
+    return Order(
+        path,
+        "a table",
+        lambda size: t,
+        problem=problem,
+        chunks=(chunks,),
+        replicas=t.replicas,
+        sliced=t.slices > 1,
+    )
 
 
 def write_table(t: Timeline) -> str:

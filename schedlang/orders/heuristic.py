@@ -145,9 +145,6 @@ def draft(size: Size, limit: Fraction, knobs: Knobs) -> Draft:
             made.put(rank, F)
         for rank in reversed(range(size.ranks)):
             made.fill(rank, I)
-            if rank == 0 and made.done[F][0] == size.micro:
-                while made.waiting(0):
-                    made.put(0, W)
             made.put(rank, I)
     for rank in range(size.ranks):
         while made.done[W][rank] < size.micro:

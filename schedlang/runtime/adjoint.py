@@ -62,11 +62,12 @@ def nodes_of(root: Any) -> list[Any]:
 
 
 class Adjoint:
-    """The walk: `split` are the axes that split each parameter, `stage_of` a module's stage."""
+    """The walk: `split` are the axes that split each parameter, `stage_of` a module's stages."""
 
     def __init__(
         self, loss: Tensor, typed: Typed, axes: tuple[str, ...],
-        parameters: Mapping[int, tuple[str, Axes]], stage_of: Callable[[str], int | None],
+        parameters: Mapping[int, tuple[str, Axes]],
+        stage_of: Callable[[str], frozenset[int] | None],
     ) -> None:  # fmt: skip
         self.typed, self.axes, self.parameters = typed, axes, parameters
         self.stage_of = stage_of
@@ -93,7 +94,7 @@ class Adjoint:
                 self._reached(node.variable, shares, stages[node])
                 continue
             own = self.stage_of(site)
-            here = stages[node] if own is None else frozenset([own])
+            here = stages[node] if own is None else own
             for edge in node.next_functions:
                 if edge[0] is None:
                     continue

@@ -30,7 +30,8 @@ class EarlySums:
         times: dict[str, int] = {}
         for one in self.sums:
             for name in one.names:
-                times[name] = times.get(name, 0) + 1
+                # copies of a stage end on their ranks in orders of their own
+                times[name] = times.get(name, 0) + (2 if one.kind == "tied" else 1)
         self._early = {n for n, k in times.items() if k == 1 and len(self.stages[n]) == 1}
 
     @property

@@ -47,11 +47,14 @@ class Carried(Protocol):
     called when they have it. `roots()` are what later slices took, with the gradients they gave.
     """
 
-    def leaves(self) -> Sequence[torch.Tensor]: ...
+    def leaves(self) -> Sequence[torch.Tensor]:
+        """What came from earlier slices."""
 
-    def roots(self) -> tuple[Sequence[Any], Sequence[torch.Tensor]]: ...
+    def roots(self) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
+        """What later slices took, and its gradients."""
 
-    def returned(self) -> None: ...
+    def returned(self) -> None:
+        """The leaves have their gradients."""
 
 
 @dataclass

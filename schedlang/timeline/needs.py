@@ -109,7 +109,7 @@ def barriers(t: Timeline, copies: Any) -> tuple[Rows, Rows, Rows]:
     """
     rows = np.flatnonzero(t.kind == Kind.BARRIER)
     count = np.bincount(t.rank[rows], minlength=t.ranks)
-    if count.min(initial=0) != count.max(initial=0):
+    if count.min() != count.max():
         few, many = int(count.argmin()), int(count.argmax())
         raise TimelineError(
             f"rank {few} has {count[few]} barriers and rank {many} has {count[many]}: "

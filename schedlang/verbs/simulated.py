@@ -44,7 +44,11 @@ class Simulated:
         """Interleaved 1F1B as Zero Bubble's Table 5 counts it: less p transfers (2401.10241)."""
         if self.order != "Interleaved1F1B":
             return None
-        span = float(self.times.rank_span) - self.timeline.ranks * float(self.cost.comm)
+        from schedlang.orders import Size
+        from schedlang.orders.interleaved import accounted
+
+        size = Size(self.timeline.ranks, self.micro, self.chunks, cost=self.cost)
+        span = float(accounted(self.times.rank_span, size))
         return {"cost": span, "bubble": 1 - float(self.times.busy.mean()) / span}
 
     def to_json(self) -> dict[str, Any]:

@@ -1,0 +1,128 @@
+"""The timeline that `simulate` is asked for: of a named order, of a table, or of a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from schedlang.cost import Cost
+from schedlang.diagnostic import Diagnostic, Refusal, closest
+
+if TYPE_CHECKING:
+    from schedlang.orders import Order
+    from schedlang.timeline import Timeline
+    from schedlang.verbs.simulated import Simulated
+
+TABLE = ".csv"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of an order; None where they were not given."""
+
+    order: str | None
+    stages: int | None
+    micro: int | None
+    chunks: int | None
+    slices: int | None
+    memory: float | None
+    every: int | None
+
+
+def named(asked: Asked, cost: Cost) -> Simulated:
+    """An order of the registry or a table, or a refusal that says what it needs."""
+    from schedlang.orders import chunks_of
+    from schedlang.orders import order as ordered
+    from schedlang.verbs.simulated import simulated
+
+    order = asked.order or "1F1B"
+    if order.lower().endswith(TABLE):
+        return _table(order, asked, cost)
+    known = _known(order)
+    ranks, micro, slices = (
+        default if value is None else value
+        for value, default in ((asked.stages, 4), (asked.micro, 8), (asked.slices, 1))
+    )
+    chunks = chunks_of(order) if asked.chunks is None else asked.chunks
+    if known.kept is not None and cost.kept == 1 and asked.memory is None:
+        cost = replace(cost, kept=known.kept)
+    line = legal(
+        lambda: ordered(
+            order, ranks, micro, chunks, slices=slices, cost=cost, memory=asked.memory,
+            every=asked.every,
+        )
+    )  # fmt: skip
+    return simulated(line, cost, known.name, micro, chunks, slices, asked.memory)
+
+
+def _known(order: str) -> Order:
+    """The order of a name, or a refusal that guesses which was meant."""
+    from schedlang.orders import ORDERS, OrderError, find
+
+    try:
+        return find(order)
+    except OrderError as error:
+        near = closest(order, [name for one in ORDERS for name in (one.name, *one.aliases)])
+        helps = (f"did you mean `{near}`?",) if near is not None else ()
+        raise Refusal(Diagnostic("S608", error.reason, helps=(*helps, error.legal))) from None
+
+
+def _table(path: str, asked: Asked, cost: Cost) -> Simulated:
+    """A table of an order; it says its sizes itself."""
+    from schedlang.orders import read_table
+    from schedlang.verbs.simulated import simulated
+
+    _not_beside(asked, ("chunks", "slices", "every"), "the table")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        title = f"the table `{path}` cannot be read: {getattr(error, 'strerror', 'it is no text')}"
+        helps = ("name a file, or an order: `--order 1F1B`",)
+        raise Refusal(Diagnostic("S303", title, helps=helps)) from None
+    line = legal(lambda: read_table(text, asked.stages, asked.micro))
+    chunks = -(-line.stages // line.ranks)
+    return simulated(line, cost, path, line.microbatches, chunks, line.slices, asked.memory)
+
+
+def of_schedule(file: Path, asked: Asked, found: Any, cost: Cost | None, machine: Any) -> Simulated:
+    """The order of a schedule's plan (`found`: Planned); without `cost` with estimated costs."""
+    from schedlang.passes.estimated import Estimate, estimated
+    from schedlang.verbs.simulated import simulated
+
+    _not_beside(asked, tuple(vars(asked)), "the plan of the schedule")
+    plan = found.plan
+    order = plan.order
+    if order is None or not plan.cuts:
+        title = f"`{file.name}` has no pipeline to simulate"
+        helps = ("give it `pipeline_split` and `pipeline`, or name an order: `--order 1F1B`",)
+        raise Refusal(Diagnostic("S609", title, helps=helps))
+    if cost is None:
+        batch = found.model.batch(0) if found.model.has_batch else None
+        made = estimated(plan, batch, found.model.loss, machine)
+    else:
+        made = Estimate(legal(lambda: order.timeline(plan.mesh.size(plan.cuts[0].axis))), cost, ())
+    return simulated(
+        made.timeline, made.cost, order.name, order.micro, order.chunks, order.slices,
+        order.memory, made.notes,
+    )  # fmt: skip
+
+
+def _not_beside(asked: Asked, names: tuple[str, ...], who: str) -> None:
+    """What a file says itself cannot be said beside it."""
+    given: Mapping[str, object] = vars(asked)
+    if twice := [name for name in names if given[name] is not None]:
+        words = ", ".join(f"`--{name}`" for name in twice)
+        title = f"{who} says this already: {words}"
+        raise Refusal(Diagnostic("S109", title, helps=("leave it out, or leave out the file",)))
+
+
+def legal(make: Callable[[], Timeline]) -> Timeline:
+    """What an order makes, or a refusal with sizes that it has."""
+    from schedlang.orders import OrderError
+
+    try:
+        return make()
+    except OrderError as error:
+        raise Refusal(Diagnostic("S608", error.reason, helps=(error.legal,))) from None

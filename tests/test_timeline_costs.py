@@ -1,0 +1,259 @@
+"""Times and memory of timelines under a `Cost`: exact, by chunk, slice and edge, on two streams."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedlang.cost import Cost
+from schedlang.orders import order
+from schedlang.timeline import (
+    Kind,
+    Op,
+    Timeline,
+    TimelineError,
+    Timing,
+    check,
+    peak,
+    peak_live,
+    timeline,
+    timing,
+    with_transfers,
+)
+from schedlang.timeline.clock import Clock
+from tests.timelines import timelines
+
+F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
+HALF = Fraction(1, 2)
+
+
+def naive(t: Timeline, cost: Cost) -> dict[Op, tuple[Fraction, Fraction]]:
+    """Start and end of every F, B, I and W, by going over all rows until nothing changes."""
+    share = Fraction(t.ranks, t.stages * t.slices)
+    took = {F: cost.f, B: cost.i + cost.w, I: cost.i, W: cost.w}
+    rows = [list(t.rows(rank)) for rank in range(t.ranks)]
+    rank_of = {op: rank for rank, ops in enumerate(rows) for op in ops}
+    names = {(op.kind if op.kind is not I else B, *op[1:5]): op for op in rank_of}
+    found: dict[Op, tuple[Fraction, Fraction]] = {}
+
+    def inputs(op: Op) -> list[Op]:
+        one, back = op[1:5], op.kind is not F
+        wanted = [(F, *one)] if op.kind in (B, I) else [(B, *one)] if op.kind is W else []
+        for a, b in t.edges if op.kind is not W else ():
+            if (a if back else b) == op.stage:
+                wanted.append((B if back else F, b if back else a, *one[1:]))
+        step = 0 if op.kind is W else 1 if back else -1
+        wanted.append((B if back else F, *one[:3], op.slice + step))
+        return [names[w] for w in wanted if w in names and names[w] != op]
+
+    changed = True
+    while changed:
+        changed = False
+        for ops in rows:
+            now = Fraction(0)
+            for op in ops:
+                before = inputs(op)
+                if any(x not in found for x in before):
+                    break
+                lags = [cost.comm / t.slices if rank_of[x] != rank_of[op] else 0 for x in before]
+                start = max([now, *(found[x][1] + lag for x, lag in zip(before, lags))])
+                now = start + took[op.kind] * share
+                changed |= found.get(op) != (start, now)
+                found[op] = (start, now)
+    return found
+
+
+def ends_of(times: Timing) -> list[Fraction]:
+    assert times.tick is not None
+    return [int(x) * times.tick for x in times.ends.tolist()]
+
+
+COSTS = st.fractions(0, 5, max_denominator=7)
+
+
+@given(timelines(), COSTS, COSTS, COSTS, COSTS)
+@settings(max_examples=60, deadline=None)
+def test_exact(t: Timeline, f: Fraction, i: Fraction, w: Fraction, comm: Fraction) -> None:
+    """Fractions stay exact, and each operation runs when a naive simulation has it run."""
+    cost = Cost(f, i, w, comm)
+    times, found = timing(t, cost), naive(t, cost)
+    ops = [op for rank in range(t.ranks) for op in t.rows(rank)]
+    assert ends_of(times) == [found[op][1] for op in ops]
+    assert times.makespan == max(end for _, end in found.values())
+    spans = []
+    for rank in range(t.ranks):
+        mine = [found[op] for op in t.rows(rank)]
+        spans += [mine[-1][1] - mine[0][0]] if mine else []
+        assert times.busy[rank] == sum(end - start for start, end in mine)
+    assert times.rank_span == max(spans)
+    floats = timing(t, Cost(float(f), float(i), float(w), float(comm)))
+    assert floats.makespan == pytest.approx(float(times.makespan))
+
+
+@given(timelines(), st.integers(0, 3))
+@settings(max_examples=40, deadline=None)
+def test_rounds_are_steps(t: Timeline, comm: int) -> None:
+    """Many ranks are timed round by round, few row by row: with the same result."""
+    cost = Cost(2, 3, 1, comm)
+    steps = timing(t, cost)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("schedlang.timeline.clock.MANY_RANKS", 0)
+        patch.setattr("schedlang.timeline.clock.POOR", 0)
+        rounds = timing(t, cost)
+        patch.setattr(Clock, "_steps", None)  # were it called, it would fail
+        assert timing(t, cost).makespan == rounds.makespan
+    assert np.array_equal(steps.begins, rounds.begins) and np.array_equal(steps.ends, rounds.ends)
+
+
+def test_slow_rounds_are_given_up() -> None:
+    """Where only a few of many ranks can run, rounds hand over to steps, and nothing is lost."""
+    count, ranks = 40, 33
+    rows = [[Op(k, s, m) for m in range(count) for k in (F, B)] for s in range(ranks)]
+    times = timing(timeline(rows), Cost())
+    assert times.makespan == count * ranks * 3
+
+
+def test_large_numbers() -> None:
+    """Fractions that do not fit into 64 bits stay exact."""
+    tiny = Fraction(1, 3**50)
+    times = timing(order("1F1B", 2, 1), Cost(1 + tiny, 1, 1, Fraction(1, 2**40)))
+    lag = Fraction(1, 2**40)
+    assert times.makespan == 2 * (3 + tiny) + 2 * lag
+
+
+def test_shares() -> None:
+    """Stages, slices and edges may cost differently; chunks and slices take their part."""
+    t = timeline([[Op(F, 0, 0), Op(F, 2, 0)], [Op(F, 1, 0)]])
+    cost = Cost(f=3, shares=(1, 2, 3), between={(0, 1): 5}, comm=1)
+    assert ends_of(timing(t, cost)) == [1, 12, 8]  # 3 * 2 ranks / 3 stages, times 1/2, 1, 3/2
+    sliced = timeline([[Op(F, 0, 0, slice=j) for j in range(3)]])
+    assert ends_of(timing(sliced, Cost(f=3, slices=(1, 2, 3)))) == [HALF, Fraction(3, 2), 3]
+    assert ends_of(timing(sliced, Cost(f=3))) == [1, 2, 3]
+    with pytest.raises(ValueError, match="2 weights of stages, and there are 3"):
+        timing(t, Cost(shares=(1, 2)))
+    with pytest.raises(ValueError, match="below zero"):
+        timing(t, Cost(f=-1))
+
+
+def test_copies_run_beside() -> None:
+    """What is copied does not occupy its rank, one copy after the other, and B waits for it."""
+    out, home = Kind.OFFLOAD, Kind.RELOAD
+    rows = [[Op(F, 0, 0), Op(out, 0, 0), Op(F, 0, 1), Op(home, 0, 0), Op(B, 0, 1), Op(B, 0, 0)]]
+    times = timing(timeline(rows), Cost(2, 1, 0, offload=3, reload=4))
+    # copies: 2 to 5, 5 to 9; the rank is free from 2 to 4 for F1, to 5 for B1
+    assert ends_of(times) == [2, 5, 4, 9, 5, 10]
+    assert times.makespan == 10 and times.busy.tolist() == [6]
+
+
+def test_barrier_and_step() -> None:
+    """A barrier starts on all ranks when the last one comes to it; a step takes its rank's time."""
+    rows = [
+        [Op(F, 0, 0), Op(Kind.BARRIER, 0, 0), Op(Kind.STEP, 0, 0, version=1)],
+        [Op(F, 1, 0), Op(F, 1, 1), Op(Kind.BARRIER, 1, 0), Op(Kind.STEP, 1, 0, version=1)],
+    ]
+    times = timing(timeline(rows, ()), Cost(2, step=3, barrier=1))
+    assert ends_of(times) == [2, 5, 8, 2, 4, 5, 8]
+    with pytest.raises(TimelineError, match="rank 1 has 0 barriers and rank 0 has 1: BARRIER"):
+        timing(timeline([rows[0], rows[1][:2]], ()), Cost())
+
+
+def test_unshard_is_waited_for() -> None:
+    """An operation waits for the latest UNSHARD of its stage before it."""
+    rows = [[Op(Kind.UNSHARD, 0, 0), Op(F, 0, 0), Op(Kind.UNSHARD, 1, 0), Op(F, 1, 0)]]
+    # stages of one rank take half each: 2 to gather, 1 to run
+    assert ends_of(timing(timeline(rows), Cost(2, unshard=4))) == [2, 3, 5, 6]
+
+
+def test_messages() -> None:
+    """Messages are counted where they are sent, those of parked activations too."""
+    times = timing(order("1F1B", 3, 4), Cost(comm=HALF))
+    assert times.sent.tolist() == [4, 8, 4] and times.messages == 16
+    assert times.sending.tolist() == [2, 4, 2]
+    park = [Op(F, 0, 0), Op(Kind.EVICT, 0, 0, peer=1), Op(Kind.LOAD, 0, 0, peer=1), Op(B, 0, 0)]
+    assert timing(timeline([park, []])).sent.tolist() == [1, 1]
+
+
+def test_peak_in_microbatches() -> None:
+    """Memory counts in microbatches of a rank's share; I frees what is not kept until W."""
+    assert peak(order("Interleaved1F1B", 4, 8, 2)).tolist()[0] == Fraction(11, 2)
+    late = [Op(F, 0, 0), Op(I, 0, 0), Op(F, 0, 1), Op(W, 0, 0), Op(I, 0, 1), Op(W, 0, 1)]
+    t = timeline([late])
+    assert peak(t).tolist() == [2]
+    assert peak(t, Cost(kept=Fraction(1, 3))).tolist() == [Fraction(4, 3)]
+    assert peak(t, Cost(kept=0.25)).tolist() == [1.25]
+    uneven = timeline([[Op(F, 0, 0), Op(B, 0, 0)], [Op(F, 1, 0), Op(B, 1, 0)]])
+    assert peak(uneven, Cost(shares=(1, 3))).tolist() == [HALF, Fraction(3, 2)]
+    assert peak(uneven, Cost(shares=(1, 3), held=(1, 1))).tolist() == [1, 1]
+
+
+def test_peak_of_what_lies_elsewhere() -> None:
+    """Parked activations count at their partner, offloaded ones nowhere, recomputed ones late."""
+    first = [Op(F, 0, 0), Op(Kind.EVICT, 0, 0, peer=1), Op(F, 0, 1), Op(B, 0, 1),
+             Op(Kind.LOAD, 0, 0, peer=1), Op(B, 0, 0)]  # fmt: skip
+    t = timeline([first, []])
+    assert peak_live(t).tolist() == [1, 1] and peak_live(with_transfers(t)).tolist() == [1, 1]
+    host = {Kind.EVICT: Kind.OFFLOAD, Kind.LOAD: Kind.RELOAD}
+    moved = [op._replace(kind=host.get(op.kind, op.kind), peer=-1) for op in first]
+    assert peak(timeline([moved])).tolist() == [1]
+    again = [Op(F, 0, 0), Op(F, 0, 1), Op(Kind.RECOMPUTE, 0, 0), Op(B, 0, 0),
+             Op(Kind.RECOMPUTE, 0, 1), Op(B, 0, 1)]  # fmt: skip
+    assert peak(timeline([again]), Cost(inputs=Fraction(1, 10))).tolist() == [Fraction(11, 10)]
+    assert ends_of(timing(timeline([again]), Cost(2, 1, 0)))[-1] == 10
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([[Op(F, 0, 0), Op(F, 0, 1), Op(B, 0, 0), Op(B, 0, 1)]], {"memory": 1},
+         r"F of stage 0, microbatch 1 \(rank 0\) makes its rank hold 2 .* limit is 1"),
+        ([[Op(F, 0, 0), Op(B, 0, 0, replica=1)]], {}, "through replicas 0 and 1"),
+        ([[Op(F, 0, 0, slice=1), Op(F, 0, 0), Op(B, 0, 0, slice=1), Op(B, 0, 0)]], {},
+         r"slice 1 \(rank 0\) waits for F of stage 0, microbatch 0, slice 0"),
+        ([[Op(F, 0, 0), Op(F, 0, 0, slice=1), Op(B, 0, 0), Op(B, 0, 0, slice=1)]], {},
+         "slices backward in reverse"),
+        ([[Op(F, 0, 0), Op(Kind.EVICT, 0, 0, peer=0), Op(B, 0, 0)]], {}, "has no LOAD"),
+        ([[Op(F, 0, 0), Op(Kind.LOAD, 0, 0, peer=0), Op(B, 0, 0)]], {}, "has no EVICT"),
+        ([[Op(F, 0, 0), Op(Kind.LOAD, 0, 0, peer=1), Op(Kind.EVICT, 0, 0, peer=1), Op(B, 0, 0)],
+          []], {}, "LOAD of .* waits for EVICT"),
+        ([[Op(F, 0, 0), Op(Kind.EVICT, 0, 0, peer=1), Op(Kind.LOAD, 0, 0, peer=2), Op(B, 0, 0)],
+          [], []], {}, "names no partner, or another one"),
+        ([[Op(Kind.RECOMPUTE, 0, 0), Op(F, 0, 0), Op(B, 0, 0)]], {}, "F before RECOMPUTE"),
+        ([[Op(F, 0, 0), Op(Kind.RECOMPUTE, 0, 0)]], {}, "a backward that is not there"),
+        ([[Op(F, 0, 0, version=1), Op(B, 0, 0, version=1)]], {}, "stage 0 has a backward"),
+        ([[Op(F, 0, 0), Op(B, 0, 0), Op(Kind.STEP, 0, 0, version=2)]], {}, r"\[2\], not 1, 2"),
+        ([[Op(Kind.UNSHARD, 0, 0), Op(F, 0, 0), Op(Kind.RESHARD, 0, 0), Op(B, 0, 0)]], {},
+         r"B of stage 0, microbatch 0 \(rank 0\) waits for an UNSHARD"),
+        ([[Op(F, 0, 0), Op(Kind.REDUCE, 0, 0), Op(B, 0, 0)]], {}, "has no REDUCE after it"),
+        ([[Op(F, 0, -1)]], {}, "counted from 0"),
+    ],
+)  # fmt: skip
+def test_check_refuses(rows: list[list[Op]], options: dict[str, int], message: str) -> None:
+    """Each thing that can be wrong is named with its operation, its rank and what it waits for."""
+    with pytest.raises(TimelineError, match=message):
+        check(timeline(rows), **options)  # type: ignore[arg-type]
+
+
+def test_memory_limit_is_the_peak() -> None:
+    """A limit at the peak passes, and one below it does not."""
+    t = order("Interleaved1F1B", 4, 8, 2)
+    check(t, memory=Fraction(11, 2))
+    with pytest.raises(TimelineError, match="rank hold 5.5"):
+        check(t, memory=Fraction(54, 10))
+
+
+def test_rendezvous() -> None:
+    """Where a send waits for its receive, two ranks that send to each other first never end."""
+    rows = [
+        [Op(F, 0, 0), Op(Kind.SEND_F, 0, 0, peer=1), Op(Kind.RECV_F, 3, 0, peer=2), Op(F, 3, 0)],
+        [Op(F, 2, 0), Op(Kind.SEND_F, 2, 0, peer=3), Op(Kind.RECV_F, 1, 0, peer=0), Op(F, 1, 0)],
+    ]
+    t = timeline(rows, [(0, 1), (2, 3)])
+    check(t)
+    with pytest.raises(TimelineError, match="SEND_F of stage 0.* waits for RECV_F of stage 1"):
+        check(t, rendezvous=True)
+    swapped = [[ops[0], ops[2], ops[1], ops[3]] for ops in rows]
+    check(timeline(swapped, t.edges), rendezvous=True)
