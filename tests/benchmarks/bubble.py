@@ -115,7 +115,10 @@ def told(found: Measured, sizes: Sizes) -> Any:
     I is empty, and its W does all of the backward.
     """
     t = found.timeline
-    of = {Kind.F: sizes.f, Kind.B: sizes.i + sizes.w, Kind.I: sizes.i, Kind.W: sizes.w}
+    of = {
+        Kind.F: sizes.f, Kind.RECOMPUTE: sizes.f, Kind.B: sizes.i + sizes.w, Kind.I: sizes.i,
+        Kind.W: sizes.w,
+    }  # fmt: skip
     rows = []
     for kind, stage in zip(t.kind.tolist(), t.stage.tolist()):
         cost = of.get(Kind(kind), 0.0)
