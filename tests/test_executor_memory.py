@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from schedlang.diagnostic import Refusal
 from schedlang.orders import order
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.pipeline import Event
@@ -118,3 +120,13 @@ def test_memory_is_freed(how: str) -> None:
     freed = run_ranks(2, _live, parked(plan, how, rank=1))
     assert freed[1] < 0.45 * plain[1], (freed, plain)
     assert abs(freed[0] - plain[0]) < 0.1 * plain[0], (freed, plain)
+
+
+def test_not_with_slices() -> None:
+    """Rows that would run a slice twice, or take away keys that others read, are refused."""
+    plan, batch = order("gpipe", 1, 2), models.points()
+    slices = SimpleNamespace(slicing=SimpleNamespace(count=1))
+    for how in ("again", "offload"):
+        with pytest.raises(Refusal, match="neither parked nor made again"):
+            pipeline(models.Skipping(), batch, parked(plan, how), 0, slices=slices)
+    pipeline(models.Skipping(), batch, plan, 0, slices=slices)

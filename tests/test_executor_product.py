@@ -7,6 +7,7 @@ import random
 import pytest
 
 from schedlang import plan as plans
+from schedlang.orders import ORDERS
 from schedlang.passes.static import static
 from schedlang.plan import Plan
 from tests import models
@@ -66,3 +67,27 @@ def test_static(monkeypatch: pytest.MonkeyPatch, homes: Homes, more: str, mesh: 
     found = static(plan_of(monkeypatch, homes, more, mesh), models.tokens(8))
     assert all(claim.checked for claim in found.claims), found.claims
     assert not found.problems, found.problems
+
+
+ALIKE = [o.name for o in ORDERS if not o.relaxed and o.name not in ("Seq1F1B", "TeraPipe")]
+
+
+def _ordered(threads: Threads, name: str, ranks: int, micro: int) -> None:
+    rows = f'transformer.h pipeline_split(over=pp)\npipeline(order="{name}", micro={micro})'
+    plan = planned(models.gpt2(8 if ranks == 4 else 4), rows, f"pp={ranks}")
+    seen = trained(threads, plan, BATCHES, adamw, clip=0.5)  # type: ignore[arg-type]
+    assert_near(seen, sequential(plan.model.model, BATCHES, adamw, clip=0.5))
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("BPipe", 4), ("Varuna", 2)])
+def test_aside(threads: Threads, name: str, ranks: int) -> None:
+    """Orders that park activations on partners, or make them again, train as the plain loop."""
+    _ordered(threads, name, ranks, 4)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", ALIKE)
+def test_every_order(threads: Threads, name: str, ranks: int) -> None:
+    """Every registered order without slices or stale weights trains as the plain loop."""
+    _ordered(threads, name, ranks, 2 * ranks)

@@ -242,11 +242,11 @@ def test_any_table_of_versions(threads: Threads, table: Timeline) -> None:
 
 CASES = {
     "gpt2": lambda: stale(
-        models.gpt2(2, 0.1, tied=False), '"PipeDream", micro=3', "dp=2, pp=2",
+        models.gpt2(2, 0.1, tied=False), '"PipeDream", micro=2', "dp=2, pp=2",
         zero="zero(stage=0, over=dp)",
     ),
     "llama, not kept": lambda: stale(
-        models.llama(2), '"PipeMare", micro=4, every=1', "pp=2, tp=2",
+        models.llama(2), '"PipeMare", micro=3, every=1', "pp=2, tp=2",
         """at model.layers.* {
              self_attn.{q,k,v}_proj  shard(col, over=tp)
              self_attn.o_proj        shard(row, over=tp)
@@ -260,7 +260,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_proof_holds(name: str, threads: Threads) -> None:
     """With replicas, shards, dropout, recomputation, uneven labels; and where nothing is stale."""
-    batches = tuple(models.tokens(rows=8, seed=seed) for seed in (5, 2, 3))
+    batches = tuple(models.tokens(rows=6, seed=seed) for seed in (5, 2))
     report = prove(Case(CASES[name](), batches, dtype="none"), pool=threads)  # type: ignore[arg-type]
     assert report.ok, str(report)
     assert report.equivalence == "relaxed (staleness)"

@@ -257,3 +257,24 @@ def test_rendezvous() -> None:
         check(t, rendezvous=True)
     swapped = [[ops[0], ops[2], ops[1], ops[3]] for ops in rows]
     check(timeline(swapped, t.edges), rendezvous=True)
+
+
+def test_messages_in_time() -> None:
+    """A send stands behind what makes its tensors, a receive before what uses them."""
+    rows = [
+        [Op(F, 0, 0), Op(Kind.SEND_F, 0, 0, peer=1)],
+        [Op(Kind.RECV_F, 1, 0, peer=0), Op(F, 1, 0)],
+    ]
+    check(timeline(rows))
+    with pytest.raises(TimelineError, match=r"SEND_F .* sends what F of stage 0.* stands later"):
+        check(timeline([rows[0][::-1], rows[1]]))
+    with pytest.raises(TimelineError, match=r"F of stage 1.* waits for RECV_F .* stands later"):
+        check(timeline([rows[0], rows[1][::-1]]))
+
+
+def test_versions_kept() -> None:
+    """A limit on the versions of the weights is one on the copies that a stage keeps."""
+    t = order("PipeDream", 3, 6)
+    check(t, versions=3)
+    with pytest.raises(TimelineError, match="keeps 3 versions of its weights .* limit is 2"):
+        check(t, versions=2)

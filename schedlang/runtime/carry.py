@@ -39,7 +39,6 @@ class _Line:
     whole: Tensor
     leaves: dict[int, Tensor] = field(default_factory=dict)
     edges: dict[int, GradientEdge | None] = field(default_factory=dict)
-    spans: dict[int, Span] = field(default_factory=dict)
 
 
 class Carried:
@@ -66,13 +65,11 @@ class Carried:
         if line is None or any(index not in line.leaves for index in range(span.index)):
             raise LookupError(f"no keys of slices before {span.index} at {key}")
         past = [line.leaves[index] for index in range(span.index)]
-        if span.index not in line.edges:
-            line.edges[span.index] = get_gradient_edge(new) if new.requires_grad else None
         joined: Tensor = _Join.apply(line.whole, dim, span, new, *past)  # type: ignore[no-untyped-call]
         if span.index not in line.leaves:
+            line.edges[span.index] = get_gradient_edge(new) if new.requires_grad else None
             own = line.whole.data.narrow(dim, span.start, span.length).detach()
             line.leaves[span.index] = own.requires_grad_(new.requires_grad)
-            line.spans[span.index] = span
         return joined
 
     def roots(self, index: int) -> tuple[list[GradientEdge], list[Tensor]]:

@@ -51,7 +51,7 @@ class Carried(Protocol):
         """What came from earlier slices."""
 
     def roots(self) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
-        """What later slices took, and its gradients."""
+        """What later slices took, and the gradients that they gave."""
 
     def returned(self) -> None:
         """The leaves have their gradients."""

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from schedlang.runtime.flight import Work, work_of
+from schedlang.runtime.graph import refusal
 from schedlang.runtime.mail import Mail
 from schedlang.runtime.operations import HANDLERS, Handler
 from schedlang.runtime.parking import Groups, Parking
@@ -78,6 +79,9 @@ class Pipeline:
         self.parking: Parking = Parking(parks, self.mail.device, partners)
         self.away = self._planned(Kind.EVICT, Kind.OFFLOAD)
         self.again = self._planned(Kind.RECOMPUTE)
+        if slices is not None and (self.away or self.again):
+            reason = "slices share keys and values, which are neither parked nor made again"
+            raise refusal("S608", "", reason, "cut no slices, or let activations stay")
         self.sizes = Sizes()
         self.lookahead = lookahead
         self.handlers = {**HANDLERS, **(handlers or {})}

@@ -121,7 +121,8 @@ def _cost(cost: Cost) -> dict[str, Any]:
     for field in fields(cost):
         value = getattr(cost, field.name)
         if isinstance(value, int | float | Fraction):
-            found[field.name] = float(value)
+            if value or field.name in ("f", "i", "w", "comm", "kept"):
+                found[field.name] = float(value)
         elif field.name == "between" and value is not None:
             found[field.name] = [[*edge, float(time)] for edge, time in value.items()]
         elif value is not None:

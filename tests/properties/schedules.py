@@ -289,10 +289,9 @@ def pipeline(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     ranks = sizes.get("pp", 1)
     for known in ORDERS:
         fits = chunks_of(known.name) * ranks <= len(config.blocks)
-        aside = known.replicas > 1 or known.name == "Varuna"  # proven beside the executor
-        if known.relaxed or known.sliced or aside or not fits:
+        if known.relaxed or known.sliced or not fits:
             continue
-        for micro in (1, 2, 3):
+        for micro in (1, 2, 3, 4):
             if ranks == 1 or known.problem(Size(ranks, micro, chunks_of(known.name))) is None:
                 found.append(f'pipeline(order="{known.name}", micro={micro})')
     return [step("pipeline", [row], ["order"]) for row in found]

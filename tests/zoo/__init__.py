@@ -6,6 +6,7 @@ from tests.zoo import (  # noqa: F401
     kernels,
     late,
     memory,
+    orders,
     pipeline,
     replicas,
     saved,

@@ -110,6 +110,19 @@ SCENES: dict[str, Scene] = {
         'blocks pipeline_split(over=pp)\npipeline(order="Interleaved1F1B", micro=2, chunks=2)',
         "pp=2", points,
     ),
+    "halves": _gpt2(
+        'at transformer.h.* { split_backward() }\ntransformer.h pipeline_split(over=pp)\n'
+        'pipeline(order="1F1B", micro=3)',
+        "pp=2",
+    ),
+    "early": _gpt2(
+        "transformer.h pipeline_split(over=pp)\nzero(stage=0, over=dp)\noverlap(gradients)\n"
+        'pipeline(order="1F1B", micro=2)',
+        "pp=2, dp=2",
+    ),
+    "two ways": _gpt2(
+        'transformer.h pipeline_split(over=pp)\npipeline(order="Chimera", micro=4)', "pp=2"
+    ),
     "stale": Scene(
         networks.made(lambda: networks.Points(*(networks.NormedBlock() for _ in range(2)))),
         'blocks pipeline_split(over=pp)\npipeline(order="PipeDream", micro=4)', "pp=2",

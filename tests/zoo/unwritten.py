@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from tests.zoo.bug import Operator, absent
 
-CP, EP, SPLIT = "context_parallel", "expert_parallel", "split_backward"
+CP, EP = "context_parallel", "expert_parallel"
 OPS = Operator
 
-absent("P08", SPLIT, OPS.SKIP, "Only gradients of inputs are scaled, not those of weights.",
-       "pytorch PR#164777")  # fmt: skip
-absent("P20", SPLIT, OPS.SKIP, "The last microbatch's weight gradients come after the step.")
 absent("X02", CP, OPS.SLICE, "Positions of shape [3, batch, seq] are cut along another dim.",
        "NeMo-Automodel#1482; Megatron-LM#1612")  # fmt: skip
 absent("X04", CP, OPS.SLICE, "Labels are shifted within each chunk of the sequence.")
