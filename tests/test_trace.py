@@ -141,9 +141,9 @@ def test_replicas_and_slices_are_told_apart() -> None:
 def test_transfers_are_drawn_where_asked() -> None:
     """One line for each transfer between ranks, gradients dashed."""
     times = timing(order("GPipe", 3, 4), Cost(comm=1))
-    assert not any(str(e.get("class")).startswith("t") for e in drawing(times))
+    assert not any(str(e.get("class")).startswith("way") for e in drawing(times))
     lines = {e.get("class"): e.get("d") for e in drawing(times, transfers=True)}
-    assert str(lines["t"]).count("M") == str(lines["t back"]).count("M") == 2 * 4
+    assert str(lines["way"]).count("M") == str(lines["way back"]).count("M") == 2 * 4
 
 
 def test_a_packed_trace(tmp_path: Path) -> None:

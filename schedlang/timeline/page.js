@@ -168,12 +168,12 @@ function block(svg, t, times, k, scale, book, high) {
 }
 
 function lines(svg, t, times, scale) {
-  const path = { t: "", "t back": "" };
+  const path = { way: "", "way back": "" };
   needs(t, 0).forEach((wants, used) => wants.forEach(([made]) => {
     if (t.rank[made] === t.rank[used]) return;
     const [a, b] = [t.rank[made] * ROW, t.rank[used] * ROW], down = b > a;
     const x1 = LEFT + times.end[made] * scale, x2 = LEFT + times.start[used] * scale;
-    path[t.kind[made] ? "t back" : "t"] +=
+    path[t.kind[made] ? "way back" : "way"] +=
       `M${x1.toFixed(1)} ${a + (down ? BLOCK : 0)}L${x2.toFixed(1)} ${b + (down ? 0 : BLOCK)}`;
   }));
   for (const [name, d] of Object.entries(path)) if (d) put(svg, "path", { class: name, d });

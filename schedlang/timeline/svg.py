@@ -19,10 +19,10 @@ MOST_BLOCKS = 4000  # beyond this many, blocks of a kind are one path without wo
 STYLE = (
     "text{font:11px system-ui,sans-serif;fill:#1f2328}.op{fill:#111;text-anchor:middle}"
     ".lane{fill:#eef1f4}rect.b,path.b{stroke:#fff;stroke-width:.7}path.k{stroke:#111}"
-    ".t{fill:none;stroke:#57606a;stroke-width:.8}.t.back{stroke-dasharray:3 2}"
-    ".r{fill:none;stroke:#111;stroke-width:1}.bar{stroke:#111;stroke-width:1.5}"
+    ".way{fill:none;stroke:#57606a;stroke-width:.8}.way.back{stroke-dasharray:3 2}"
+    ".r{fill:none;stroke:#111;stroke-width:1}"
     "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.op{fill:#111}"
-    ".lane{fill:#22272e}rect.b,path.b{stroke:#0d1117}.t{stroke:#9198a1}path.k,.bar{stroke:#e6edf3}}"
+    ".lane{fill:#22272e}rect.b,path.b{stroke:#0d1117}.way{stroke:#9198a1}path.k{stroke:#e6edf3}}"
 )
 HATCH = (
     '<defs><pattern id="replica" width="6" height="6" patternUnits="userSpaceOnUse" '
@@ -179,9 +179,9 @@ def _lines(times: Timing, scale: float, tops: Sequence[int], left: int) -> Itera
     t = times.timeline
     made, used = dependencies(t)
     apart = (t.rank[made] != t.rank[used]) & (np.maximum(t.rank[made], t.rank[used]) < len(tops))
-    found: dict[str, list[str]] = {"t": [], "t back": []}
+    found: dict[str, list[str]] = {"way": [], "way back": []}
     for a, b in zip(made[apart].tolist(), used[apart].tolist()):
-        kind = "t" if t.kind[a] == Kind.F else "t back"
+        kind = "way" if t.kind[a] == Kind.F else "way back"
         x1, x2 = left + float(times.end[a]) * scale, left + float(times.start[b]) * scale
         y1, y2 = tops[int(t.rank[a])], tops[int(t.rank[b])]
         down = y2 > y1

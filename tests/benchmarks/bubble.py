@@ -38,9 +38,9 @@ class Sizes:
 
     ranks: int = 4
     micro: int = 8
-    f: float = 0.03
-    i: float = 0.03
-    w: float = 0.02
+    f: float = 0.09
+    i: float = 0.09
+    w: float = 0.06
     blocks: int = field(default=8, metadata={"help": "of the model, cut evenly"})
 
 
