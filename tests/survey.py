@@ -48,7 +48,7 @@ SMALLER: tuple[Mapping[str, Any], ...] = (
     SIZES,
     {**SIZES, "rotary_dim": 8, "head_dim": 8, "hidden_size_per_layer_input": 0},
     {name: value for name, value in SIZES.items() if not any(word in name for word in HEADS)},
-    {name: SIZES[name] for name in (*DEPTH, "vocab_size", "pad_token_id", "use_cache")},
+    {n: SIZES[n] for n in SIZES if n in (*DEPTH, "vocab_size", "use_cache") or "drop" in n},
 )
 PER_LAYER = ("layer_types", "mlp_layer_types")  # lists as long as the model was deep
 MOST = 60_000_000  # parameters; a configuration that stays larger is left out
@@ -69,7 +69,8 @@ def tiny(kind: str, small: Mapping[str, Any]) -> nn.Module:
     made = configuration_auto.CONFIG_MAPPING[kind]
     base = made()
     text = base.get_text_config() if hasattr(base, "get_text_config") else base
-    known = {name: value for name, value in small.items() if name in text.to_dict()}
+    settable = {n for n in small if hasattr(text, n) and not _computed(type(text), n)}
+    known = {name: value for name, value in small.items() if name in settable}
     if text is not base:
         config = made(text_config=type(text)(**known))
     else:
@@ -81,6 +82,12 @@ def tiny(kind: str, small: Mapping[str, Any]) -> nn.Module:
     name = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
     torch.manual_seed(0)
     return getattr(transformers, name[0] if isinstance(name, tuple | list) else name)(config)
+
+
+def _computed(config: type, name: str) -> bool:
+    """A number that the configuration works out from others."""
+    given = getattr(config, name, None)
+    return isinstance(given, property) and given.fset is None
 
 
 def trunk_of(model: nn.Module) -> str:
