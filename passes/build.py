@@ -6,16 +6,16 @@ The order is fixed, whatever the order of rows: the local copy with this rank's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.executor import early_sums, pipeline_of
 from schedlang.passes.prepare import Prepared, check_axes, prepare
 from schedlang.passes.propagate import Traced
 from schedlang.passes.reduce import slice_state, sums_of
-from schedlang.passes.sequence import slices_of
-from schedlang.passes.staging import Staged, buffer_stages, local_skeleton, shape_up
+from schedlang.passes.staging import Staged, buffer_stages, shape_up
 from schedlang.passes.staleness import check_build
 from schedlang.passes.weigh import weight_of
 from schedlang.plan import Plan
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from schedlang.model import Site
     from schedlang.runtime.assembly import Assembly, Weight
-    from schedlang.runtime.early import EarlySums
-    from schedlang.runtime.gradient import Sum
     from schedlang.runtime.holding import Holding
     from schedlang.runtime.program import Program
     from schedlang.runtime.ranks import Ranks
@@ -100,14 +98,14 @@ def build(
     found = {name: p for name, p in module.named_parameters() if name in held}
     sums = sums_of(plan, traced, holdings, found, ranks)
     dropout = _dropout(plan, prepared, ranks, seed, module)
-    pipeline = _pipeline(builder, prepared, loss, weight, sliced)
+    pipeline = pipeline_of(plan, module, ranks, prepared, loss, weight, sliced)
     weight = weight or weight_of(traced, count * micro)
     assembly = Assembly(
         module=module, pipeline=pipeline, ranks=ranks, replicas=plan.data_axes, micro=micro,
         parameters=found, holdings=holdings, buffer_stages=buffer_stages(staged),
         ties=(*plan.model.ties, *plan.model.shared_buffers), sums=tuple(sums), sliced=sliced,
         keys=tuple(plan.model.model.state_dict()), weight=weight, loss_dtype=_loss_dtype(plan),
-        early=_early(plan, staged, found, sums), last_rank=_last_rank(plan, staged),
+        early=early_sums(plan, staged, found, sums), last_rank=_last_rank(plan, staged),
         stage_axis=staged.axis, dropout=dropout, inputs=frozenset(batch),
         without_labels=traced.labels[0].filled if len(traced.labels) == 1 else None,
         outputs_missing=staged.cut.missing if staged.axis is not None else (),
@@ -124,19 +122,6 @@ def _optimizer(
         return None
     _check_optimizer(plan, a.holdings, make)
     return make(trained)
-
-
-def _early(
-    plan: Plan, staged: Staged, found: Mapping[str, nn.Parameter], sums: Sequence[Sum]
-) -> EarlySums | None:
-    """The sums that begin before the step ends, where a row asks for it."""
-    from schedlang.runtime.early import EarlySums
-
-    if "gradients" not in plan.overlaps or staged.axis is None:
-        return None
-    held = [(stage, staged.cut.parameters(stage)) for stage in range(staged.cut.stages)]
-    stages = {name: frozenset(s for s, names in held if name in names) for name in found}
-    return EarlySums(found, sums, stages)
 
 
 def _last_rank(plan: Plan, staged: Staged) -> int:
@@ -273,83 +258,6 @@ def _dropout(
         return Window(tuple(logical), tuple(index))
 
     return LogicalDropout(seed or 0, windows(slicing, slices) if slicing else slices)
-
-
-def _pipeline(
-    builder: Builder,
-    prepared: Prepared,
-    loss: Loss | None,
-    weight: Weight | None,
-    sliced: Mapping[int, Any],
-) -> Any:
-    from schedlang.runtime.pipeline import Pipeline
-    from schedlang.runtime.stage import Stage, Stub
-    from schedlang.runtime.units import Switch
-
-    plan, ranks, staged = builder.plan, builder.ranks, prepared.staged
-    slices = slices_of(prepared.slicing, builder.module, builder.traced, weight)
-    if staged.axis is None:
-        split = _splits(plan, staged, 0, sliced)
-        stage = Stage(builder.module, staged.cut, 0, loss=loss, split=split, late=_late(plan))
-        return Pipeline({0: stage}, staged.timeline, (ranks.rank,), slices=slices)
-    group = ranks.group(staged.axis)
-    down = ranks.again(staged.axis) if ranks.one_way else None
-    place = plan.mesh.index(ranks.rank, staged.axis)
-    switch = Switch(builder.module, staged.cut.graph.units)
-    stub = Stub(local_skeleton(plan, builder.traced), staged.cut)
-    late = _late(plan)
-    stages = {
-        s: Stage(
-            builder.module, staged.cut, s, switch=switch, stub=stub, loss=loss,
-            split=_splits(plan, staged, s, sliced), late=late,
-        )
-        for s in staged.stages_at(place)
-    }  # fmt: skip
-    return Pipeline(
-        stages, staged.timeline, group.ranks, place, group=group.pg, down=down,
-        lookahead=plan.ahead, slices=slices, parks=_parks(staged, ranks),
-    )  # fmt: skip
-
-
-def _splits(plan: Plan, staged: Staged, stage: int, sliced: Mapping[int, Any]) -> bool:
-    """Whether a stage's backward is run in halves, where the order has halves.
-
-    Not where weights are gathered, which are gone again when the second half needs them, nor where
-    activations are computed again: each part of a backward would compute all of them.
-    """
-    if stage in sliced:
-        return False
-    units = [staged.cut.graph.units[k] for k in staged.cut.units(stage)]
-    again = {site for a in plan.actions if "recompute" in a.primitive.writes for site in a.sites}
-    return not any(_meet(unit, site) for unit in units for site in again)
-
-
-def _meet(one: str, other: str) -> bool:
-    """Whether a module is, holds or lies in another."""
-    a, b = f"{one}.".lstrip("."), f"{other}.".lstrip(".")
-    return a.startswith(b) or b.startswith(a)
-
-
-def _parks(staged: Staged, ranks: Ranks) -> tuple[Any, ...]:
-    """Groups for activations that are parked on partners, where some are."""
-    from schedlang.timeline import Kind
-
-    if staged.axis is None or not (staged.timeline.kind == Kind.EVICT).any():
-        return ()
-    return tuple(ranks.again(staged.axis) for _ in range(4))
-
-
-def _late(plan: Plan) -> frozenset[str] | None:
-    """Parameters whose gradients may wait, under every name; None: all."""
-    if plan.late is None:
-        return None
-    inside = tuple(f"{fqn}." if fqn else "" for fqn in plan.late)
-    return frozenset(
-        name
-        for fact in plan.model.unique.values()
-        for name in fact.names
-        if any(other.startswith(inside) for other in fact.names)
-    )
 
 
 def _check_optimizer(
