@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from schedlang.runtime import parking
 from schedlang.runtime.again import recompute
 from schedlang.runtime.flight import Message, work_of
-from schedlang.runtime.step import Step, differentiable
+from schedlang.runtime.step import Step
 from schedlang.timeline import Kind, Op
 
 Handler = Callable[[Step, Op], None]
@@ -30,7 +30,7 @@ def _receive(step: Step, op: Op) -> None:
     source, stage = step.pipe.rank_of(op.peer, op.replica), step.pipe.stages[op.stage]
     if back:
         work = work_of(op)
-        count = len(differentiable(stage, stage.outgoing[op.peer]))
+        count = len(stage.awaited[op.peer])
         step.pipe.mail.post(source, name, count, lambda: step.gradient_layout(work, op.peer))
         return
     sizes, signature = step.pipe.sizes, step.signatures[op.microbatch]

@@ -29,6 +29,9 @@ from schedlang.runtime.units import Switch
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 
 
+SIMPLE = (int, float, bool, str, type(None), torch.dtype)
+
+
 class StageEnd(BaseException):
     """Raised by the first unit of a later stage; not an Exception, so no model catches it."""
 
@@ -142,6 +145,9 @@ class Stage:
     `split=False` lets I do the whole backward and W nothing: for stages with recomputed or
     gathered weights, where every part of a backward would recompute or gather again. `late` names
     the parameters whose gradients W computes, the others are done by I; None: all are late.
+
+    `incoming` and `outgoing` are the values that are exchanged with other stages, by stage;
+    `returned` and `awaited` those of them whose gradients go back and come back.
     """
 
     def __init__(
@@ -162,6 +168,8 @@ class Stage:
         self.units = cut.units(index)
         self.incoming = {e[0]: tokens for e, tokens in cut.routes.items() if e[1] == index}
         self.outgoing = {e[1]: tokens for e, tokens in cut.routes.items() if e[0] == index}
+        self.returned = {end: self._back(tokens) for end, tokens in self.incoming.items()}
+        self.awaited = {end: self._back(tokens) for end, tokens in self.outgoing.items()}
         self.wanted = frozenset(t for tokens in self.outgoing.values() for t in tokens)
         self.whole = cut.stages == 1
         if not self.whole:
@@ -171,6 +179,14 @@ class Stage:
     def waits(self, weight: torch.Tensor) -> bool:
         """Whether the gradient of a weight is left to W."""
         return self._late is None or id(weight) in self._late
+
+    def _back(self, tokens: Sequence[Token]) -> tuple[Token, ...]:
+        """Those of some values for which gradients come back."""
+        return tuple(token for token in tokens if self.differentiable(token))
+
+    def mutated(self, token: Token) -> bool:
+        """Whether the model writes into this value."""
+        return self.cut.graph.leaves[token].mutated
 
     def differentiable(self, token: Token) -> bool:
         """Whether gradients come back for this value."""
@@ -213,7 +229,8 @@ class Stage:
         made: dict[Token, torch.Tensor],
         edges: dict[Token, GradientEdge],
     ) -> None:
-        for k, leaf in enumerate(pytree.tree_leaves(output)):
+        leaves = (output,) if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
+        for k, leaf in enumerate(leaves):
             token = (unit, k)
             if token not in self.wanted:
                 continue
@@ -263,12 +280,17 @@ def signature(batch: Mapping[str, Any]) -> Any:
 
 
 def _signature(tree: Any) -> Any:
+    """By hand for plain nests, which is many times faster than a flattening by pytree."""
+    kind = type(tree)
+    if isinstance(tree, torch.Tensor):
+        return (tree.shape, tree.dtype)
+    if kind is tuple or kind is list:
+        return (kind, *map(_signature, tree))
+    if kind is dict:
+        return (kind, *((key, _signature(value)) for key, value in tree.items()))
+    if kind in SIMPLE:
+        return (kind, tree)
     leaves, spec = pytree.tree_flatten(tree)
-    return (str(spec), tuple(_key(leaf) for leaf in leaves))
-
-
-def _key(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return (tuple(leaf.shape), leaf.dtype)
-    simple = (int, float, bool, str, type(None), torch.dtype)
-    return leaf if isinstance(leaf, simple) else type(leaf)
+    if len(leaves) == 1 and leaves[0] is tree:
+        return kind
+    return (str(spec), *map(_signature, leaves))

@@ -84,8 +84,8 @@ class Step:
             received.update(zip(tokens, self.collect(False, source, work.stage, work)))
         if self.train and work in self.pipe.again:
             self.kept[work] = Kept.now(received, self.pipe.mail.device)
-            mutated = stage.cut.graph.leaves  # the second run must see what the first one did
-            own = {t: v.clone() if mutated[t].mutated else v for t, v in received.items()}
+            # the second run must see what the first one did
+            own = {t: v.clone() if stage.mutated(t) else v for t, v in received.items()}
             with torch.no_grad():
                 done, _ = self.run(stage, work, own)
         else:
@@ -93,12 +93,11 @@ class Step:
         layouts = self.layouts.setdefault(work, {}) if self.train else {}
         for target, tokens in stage.outgoing.items():
             near = self.pipe.home(target, work.replica) == self.pipe.place
-            leaves = stage.cut.graph.leaves  # what several stages here write into is each one's own
-            values = [
-                value.clone() if near and leaves[token].mutated else value
+            values = [  # what several stages here write into is each one's own
+                value.clone() if near and stage.mutated(token) else value
                 for token, value in ((token, done.made[token]) for token in tokens)
             ]
-            layouts[target] = layout_of([done.made[t] for t in differentiable(stage, tokens)])
+            layouts[target] = layout_of([done.made[t] for t in stage.awaited[target]])
             self.deliver(False, work.stage, target, work, values)
         if stage.last:
             if self.train and done.loss is None:
@@ -114,7 +113,8 @@ class Step:
         for token, value in received.items() if self.train else ():
             if stage.differentiable(token):
                 leaves[token] = value.requires_grad_()
-                entered[token] = enter(value)
+                if stage.mutated(token):  # a leaf must not be written into
+                    entered[token] = enter(value)
         bag = self.bag(stage, work) if work in self.pipe.away else None
         with nullcontext() if bag is None else bag.collecting():
             done, carried = self.run(stage, work, entered)
@@ -170,10 +170,10 @@ class Step:
         if flight.bag is not None:
             flight.bag.open()
         total: dict[Token, torch.Tensor] = {}
-        for target, tokens in stage.outgoing.items():
+        for target in stage.outgoing:
             values = self.collect(True, target, work.stage, work)
             self.pipe.mail.free(_name(False, work.stage, target, work))
-            for token, value in zip(differentiable(stage, tokens), values):
+            for token, value in zip(stage.awaited[target], values):
                 total[token] = total[token] + value if token in total else value
         self.layouts.pop(work, None)
         there = [token for token in total if token in flight.edges]
@@ -190,9 +190,9 @@ class Step:
     def give_back(self, flight: Flight, work: Work) -> None:
         """Send back the gradients of what was received."""
         stage = self.pipe.stages[work.stage]
-        for source, tokens in stage.incoming.items():
+        for source, tokens in stage.returned.items():
             grads = []
-            for token in differentiable(stage, tokens):
+            for token in tokens:
                 leaf = flight.leaves[token]
                 grads.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
                 leaf.grad = None
@@ -225,11 +225,6 @@ class Step:
 
 def _name(back: bool, source: int, target: int, work: Work) -> Message:
     return Message(back, source, target, work.replica, work.microbatch, work.slice)
-
-
-def differentiable(stage: Stage, tokens: Sequence[Token]) -> list[Token]:
-    """Those of some values for which gradients come back."""
-    return [token for token in tokens if stage.differentiable(token)]
 
 
 def _detached(output: Any, keep: bool) -> Any:
