@@ -234,17 +234,17 @@ def everyone_takes_the_first_part(patch: Patch, site: Site) -> None:
      here="no primitive compresses; the sum over replicas rounds in the same way")  # fmt: skip
 def summed_in_bfloat16(patch: Patch, site: Site) -> None:
     """Gradients are rounded to bfloat16 before they are summed."""
-    plain = gradient._sum_bucket
+    plain = gradient.Bucket.__init__
 
-    def bucket(parameters: Any, group: Any) -> None:
+    def rounded(self: Any, parameters: Any) -> None:
         for p in parameters:
             grad = gradient.local_gradient(p)
             if grad is not None:
                 with torch._C.DisableTorchFunction():
                     grad.copy_(grad.to(torch.bfloat16))
-        plain(parameters, group)
+        plain(self, parameters)
 
-    patch.setattr(gradient, "_sum_bucket", bucket)
+    patch.setattr(gradient.Bucket, "__init__", rounded)
 
 
 @bug("D32", "zero", Operator.CONSTANT, "dp", row="zero(", credit="pytorch#160285")
