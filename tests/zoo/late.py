@@ -48,7 +48,7 @@ def read_before_the_sum(patch: Patch, site: Site) -> None:
 
     class Hasty:
         @staticmethod
-        def all_reduce(x: Tensor, group: Any = None) -> None:
+        def all_reduce(x: Tensor, group: Any, async_op: bool) -> None:
             works.append(dist.all_reduce(x, group=group, async_op=True))
 
     plain = gradient.sum_gradients
