@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.gathers import gathers_by_rows
 from schedlang.passes.prepare import Prepared, check_axes, prepare
 from schedlang.passes.propagate import Traced
 from schedlang.passes.reduce import slice_state, sums_of
@@ -283,6 +284,7 @@ def _pipeline(
     sliced: Mapping[int, Any],
 ) -> Any:
     from schedlang.runtime.pipeline import Pipeline
+    from schedlang.runtime.replicas import gathering
     from schedlang.runtime.stage import Stage, Stub
     from schedlang.runtime.units import Switch
 
@@ -308,6 +310,7 @@ def _pipeline(
     return Pipeline(
         stages, staged.timeline, group.ranks, place, group=group.pg, down=down,
         lookahead=plan.ahead, slices=slices, parks=_parks(staged, ranks),
+        handlers=gathering(sliced) if gathers_by_rows(plan, staged) else None,
     )  # fmt: skip
 
 
