@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from schedlang.passes.gathers import gathers_by_rows
 from schedlang.passes.prepare import Prepared
 from schedlang.passes.sequence import slices_of
 from schedlang.passes.staging import Staged, local_skeleton
@@ -33,6 +34,7 @@ def pipeline_of(
 ) -> Pipeline:
     """The stages of this rank's module in the order of the plan; `sliced` are those of `zero`."""
     from schedlang.runtime.pipeline import Pipeline
+    from schedlang.runtime.replicas import gathering
     from schedlang.runtime.stage import Stage, Stub
     from schedlang.runtime.units import Switch
 
@@ -58,6 +60,7 @@ def pipeline_of(
     return Pipeline(
         stages, staged.timeline, group.ranks, place, group=group.pg, down=down,
         lookahead=plan.ahead, slices=slices, parks=_parks(staged, ranks),
+        handlers=gathering(sliced) if gathers_by_rows(plan, staged) else None,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from schedlang.passes.gathers import gathers_of
 from schedlang.passes.holdings import slicing
 from schedlang.passes.reductions import sliced_names
 from schedlang.plan import Plan
@@ -150,16 +151,21 @@ def _working(plan: Plan, staged: Staged, holdings: Mapping[str, Holding], place:
     """Stage 1 and 2 keep all units gathered through the step, 3 one at a time (and the next).
 
     Gradients are whole until they are reduced: all of them at the end in stage 1, else one unit's.
+    A stage that rows of the timeline hold gathered is whole with its gradients, one at a time, and
+    a unit on its way besides.
     """
     row, _ = slicing(plan)
     if row is None:
         return 0
-    whole = []
+    whole, held = [], 0
     for stage in staged.stages_at(place):
         units = sliced_names(plan, staged, holdings, stage).values()
-        whole += [gathered_bytes(plan, holdings, names) for names in units]
+        mine = [gathered_bytes(plan, holdings, names) for names in units]
+        whole += mine
+        if gathers_of(plan, staged, stage, place) is not None:
+            held = max(held, 2 * sum(mine) + max(mine, default=0))
     largest = sum(sorted(whole)[-2:])
     parameters = sum(whole) if row.stage < 3 else largest
     several = plan.order is not None and plan.order.micro > 1
     gradients = sum(whole) if row.stage == 1 and several else max(whole, default=0)
-    return parameters + gradients
+    return max(parameters + gradients, held)

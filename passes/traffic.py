@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from schedlang.passes.gathers import gathers
 from schedlang.passes.holdings import slicing
 from schedlang.passes.memory import gathered_bytes
 from schedlang.passes.reductions import Reduction, reductions, sliced_names
@@ -315,6 +316,7 @@ def _slices(context: _Context) -> Iterator[Collective]:
 
     As runtime/replicas.py has them: parameters are gathered once a step, or for every forward and
     backward (stage 3); gradients are reduced once a step, or after every backward (stages 2, 3).
+    Stages that rows of the timeline hold gathered: both once for each run.
     """
     plan, staged = context.plan, context.staged
     row, whole = slicing(plan)
@@ -322,21 +324,21 @@ def _slices(context: _Context) -> Iterator[Collective]:
         return
     axes, line = plan.mesh.fold(row.axes), context.row("state")
     copies = [(s, *copy) for s in range(staged.cut.stages) for copy in context.copies(s)]
-    for stage, places, microbatches in copies:
-        micro = microbatches * staged.timeline.slices
+    found = [(c[0], *often) for c in copies for often in gathers(plan, staged, *c)]
+    for stage, places, forwards, backwards in found:
         for fqn, names in sliced_names(plan, staged, context.holdings, stage).items():
             trained = tuple(n for n in names if plan.model.unique[n].requires_grad)
             size = gathered_bytes(plan, context.holdings, names)
             grads = gathered_bytes(plan, context.holdings, trained)
-            times = micro if row.stage > 1 else 1
+            times = backwards if row.stage > 1 else 1
             gather = Collective(
                 "all-gather", axes, "forward", "parameters", fqn,
-                micro if row.stage == 3 else 1, size, places, line,
+                forwards if row.stage == 3 else 1, size, places, line,
             )  # fmt: skip
             if names:
                 yield gather
             if names and row.stage == 3 and fqn:  # the root's stay until its backward
-                yield replace(gather, phase="backward")
+                yield replace(gather, phase="backward", count=backwards)
             if trained:
                 reduce = replace(gather, kind="reduce-scatter", phase="backward", what="grads")
                 yield replace(reduce, count=times, bytes=grads)

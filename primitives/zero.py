@@ -21,6 +21,10 @@ class zero(Primitive):  # noqa: N801
     stage 2   gradients too: reduced after every microbatch
     stage 3   parameters too: gathered for each block's forward and backward, then freed
 
+    In a pipeline, stage 3 gathers a stage once for a run of its forwards or backwards, where a rank
+    has several stages and its order runs each of them in runs only (`BFS`). Its gradients are then
+    reduced once a run; one stage at a time is whole on a rank, and its gradients with it.
+
     A tuple folds axes: `zero(stage=3, over=(a, b))` slices over both.  Slice within and replicate
     across is two rows: `zero(stage=3, over=a)` and `zero(stage=0, over=b)`.
 

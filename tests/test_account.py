@@ -29,6 +29,9 @@ TENSOR = """
 """
 MESH = 'schedule 1 for GPT2LMHeadModel\nmesh({})\nstep "all" {{\n{}}}\n'
 PIPE = '  transformer.h  pipeline_split(over=pp)\n  {}\n  pipeline(order="1F1B", micro=4)\n'
+CHUNKS = (
+    '  transformer.h  pipeline_split(over=pp)\n  pipeline(order="{}", micro=4, chunks=2)\n  {}\n'
+)
 CHECKPOINT = "  transformer.h.*  checkpoint()\n"
 SCHEDULES = {
     "tensor and recompute": MESH.format("tp=2", TENSOR + CHECKPOINT),
@@ -39,6 +42,12 @@ SCHEDULES = {
     ),
     "recompute, ZeRO 3 in a pipeline": MESH.format(
         "dp=2, pp=2", CHECKPOINT + PIPE.format("zero(stage=3, over=dp)")
+    ),
+    "breadth-first, ZeRO 3 once a run": MESH.format(
+        "dp=2, pp=2", CHUNKS.format("BFS", "zero(stage=3, over=dp)")
+    ),
+    "interleaved, ZeRO 3": MESH.format(
+        "dp=2, pp=2", CHUNKS.format("Interleaved1F1B", "zero(stage=3, over=dp)")
     ),
 }
 

@@ -20,7 +20,7 @@ from schedlang.runtime.sliced import Slices
 from schedlang.runtime.sliced_step import SlicedStep
 from schedlang.runtime.stage import Stage
 from schedlang.runtime.step import Result, Step
-from schedlang.timeline import Kind, Op, Timeline, check, with_transfers
+from schedlang.timeline import Kind, Op, Timeline, check, with_gathers, with_transfers
 from schedlang.timeline import timeline as make_timeline
 
 BACKWARD = (Kind.B, Kind.I, Kind.W)
@@ -28,10 +28,15 @@ COMPUTE = (Kind.F, *BACKWARD, Kind.RECOMPUTE)
 
 
 class Event(NamedTuple):
-    """An operation that is about to run; `last`: the last backward of its stage on this rank."""
+    """An operation that is about to run; `last`: the last backward of its stage on this rank.
+
+    `reduces` is false of a backward whose gradients a later one of the same run reduces with its
+    own.
+    """
 
     op: Op
     last: bool
+    reduces: bool = True
 
 
 class Pipeline:
@@ -41,7 +46,8 @@ class Pipeline:
     rank that the order leaves idle. `ranks`: the global rank of every place of the timeline,
     `place` this rank's. Transfers go over `group` (and `down`, see Mail), with one rank none.
     Receives are posted `lookahead` operations early, so that they run beside the computation.
-    `handlers` do rows of further kinds, or in another way. Without a cut (one stage) this is a
+    `handlers` do rows of further kinds, or in another way; with one for UNSHARD, training gathers
+    sliced weights once for a run of operations of a stage. Without a cut (one stage) this is a
     plain loop over microbatches. `slices` cut each microbatch along its sequence in training.
     """
 
@@ -143,16 +149,34 @@ class Pipeline:
             order = self.timeline if train else _evaluation(self.timeline, count)
             assert order.microbatches == count, f"planned for {order.microbatches}, got {count}"
             order = with_transfers(order, self.lookahead)
+            if train and Kind.UNSHARD in self.handlers:
+                order = with_gathers(order)
             check(order)
             rows = order.rows(self.place)
             last = {op.stage: k for k, op in enumerate(rows) if self._works(op)}
-            events = (Event(op, last.get(op.stage) == k) for k, op in enumerate(rows))
-            self._orders[(count, train)] = tuple(events)
+            waits = _unreduced(rows)
+            self._orders[(count, train)] = tuple(
+                Event(op, last.get(op.stage) == k, k not in waits) for k, op in enumerate(rows)
+            )
         return self._orders[(count, train)]
 
     def _works(self, op: Op) -> bool:
         """Whether an operation is a backward that does something on its stage."""
         return op.kind in BACKWARD and (op.kind is not Kind.W or self.stages[op.stage].split)
+
+
+def _unreduced(rows: Sequence[Op]) -> set[int]:
+    """The backwards of a run that holds weights, but for the one right before its REDUCE."""
+    found: dict[int, list[int]] = {}  # by stage: backwards since its last UNSHARD
+    waits: set[int] = set()
+    for k, op in enumerate(rows):
+        if op.kind is Kind.UNSHARD:
+            found[op.stage] = []
+        elif op.kind is Kind.REDUCE:
+            waits.update(found.pop(op.stage)[:-1])
+        elif op.kind in BACKWARD and op.stage in found:
+            found[op.stage].append(k)
+    return waits
 
 
 def _evaluation(timeline: Timeline, count: int) -> Timeline:

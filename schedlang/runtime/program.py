@@ -210,7 +210,7 @@ class Program:
             if early is not None:
                 early.before(event.op.stage, event.last)
             if event.op.kind in BACKWARD and event.op.stage in a.sliced:
-                a.sliced[event.op.stage].before_backward(event.last)
+                a.sliced[event.op.stage].before_backward(event.last, event.reduces)
 
         dropout = (
             ambient(a.dropout) if train and a.dropout is not None else contextlib.nullcontext()

@@ -10,20 +10,25 @@ from collections.abc import Mapping
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, UnshardHandle, fully_shard
+
+from schedlang.runtime.operations import Handler
+from schedlang.timeline import Kind
 
 
 class Sliced:
     """The units of one stage whose parameters lie in slices over data-parallel ranks.
 
     stage 1 reduces gradients once a step, 2 and 3 after each microbatch; 3 also frees the gathered
-    parameters after each forward.
+    parameters after each forward and backward. Rows of a timeline may hold them gathered for a run
+    of operations of the stage (`unshard`, `reshard`): its gradients are then reduced once a run.
     """
 
     def __init__(self, stage: int, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
         self.stage, self.mesh, self.ignored = stage, mesh, ignored
         self.units: list[FSDPModule] = []
-        self._last: bool | None = None
+        self._said: tuple[bool, bool] | None = None
+        self._coming: list[UnshardHandle] | None = None  # while rows hold the parameters gathered
 
     def add(self, module: nn.Module, *, root: bool = False) -> None:
         """Slice what this module holds and no module added before it does.
@@ -40,15 +45,39 @@ class Sliced:
         module.set_force_sum_reduction_for_comms(True)
         self.units.append(module)
 
-    def before_backward(self, last: bool) -> None:
-        """Say whether the backward to come is the last of this step."""
-        if last == self._last:
+    def before_backward(self, last: bool, reduces: bool = True) -> None:
+        """Say whether the backward to come is the last of this step, and whether it reduces."""
+        if (last, reduces) == self._said:
             return
-        self._last = last
+        self._said = (last, reduces)
+        frees = self._coming is None and (last or self.stage == 3)
         for unit in self.units:
-            unit.set_requires_gradient_sync(last or self.stage > 1, recurse=False)
+            unit.set_requires_gradient_sync(last or self.stage > 1 and reduces, recurse=False)
             unit.set_is_last_backward(last)
-            unit.set_reshard_after_backward(last or self.stage == 3, recurse=False)
+            unit.set_reshard_after_backward(frees, recurse=False)
+
+    def unshard(self) -> None:
+        """Begin to gather all units, and hold what is gathered; each unit waits for its own."""
+        assert self.stage == 3 and self._coming is None
+        self._hold(True)
+        handles = (unit.unshard(async_op=True) for unit in self.units)
+        self._coming = [handle for handle in handles if handle is not None]
+
+    def reshard(self) -> None:
+        """Free what has been held since `unshard`."""
+        assert self._coming is not None
+        for handle in self._coming:  # a unit that did not run has not waited: it would keep the
+            handle.wait()  # values of now for its next gather
+        for unit in self.units:
+            unit.reshard()
+        self._coming = None
+        self._hold(False)
+
+    def _hold(self, held: bool) -> None:
+        self._said = None
+        for unit in self.units:
+            unit.set_reshard_after_forward(not held, recurse=False)
+            unit.set_reshard_after_backward(not held, recurse=False)
 
 
 def reshard(sliced: Mapping[int, Sliced]) -> None:
@@ -56,3 +85,15 @@ def reshard(sliced: Mapping[int, Sliced]) -> None:
     for one in sliced.values():
         for unit in one.units:
             unit.reshard()
+
+
+def gathering(sliced: Mapping[int, Sliced]) -> Mapping[Kind, Handler]:
+    """What the rows do that hold stages gathered.
+
+    REDUCE does nothing more: fully_shard reduces inside the backward before it.
+    """
+    return {
+        Kind.UNSHARD: lambda step, op: sliced[op.stage].unshard(),
+        Kind.RESHARD: lambda step, op: sliced[op.stage].reshard(),
+        Kind.REDUCE: lambda step, op: None,
+    }

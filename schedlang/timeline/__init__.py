@@ -1,5 +1,6 @@
 """The timeline of a pipeline: one table of operations that is proven, timed, drawn and run."""
 
+from schedlang.timeline.gathers import runs, with_gathers
 from schedlang.timeline.halves import halved
 from schedlang.timeline.holds import with_holds
 from schedlang.timeline.memory import peak, peak_live
@@ -38,8 +39,10 @@ __all__ = [
     "halved",
     "peak",
     "peak_live",
+    "runs",
     "timeline",
     "timing",
+    "with_gathers",
     "with_holds",
     "with_transfers",
 ]

@@ -165,8 +165,8 @@ def one_module_not_gathered(patch: Patch, site: Site) -> None:
         kept[:] = [one for name, one in module.named_modules() if name == str(site)]
         return slices(plan, module, *args)
 
-    def before(self: Any, last: bool) -> None:
-        plain(self, last)
+    def before(self: Any, last: bool, reduces: bool = True) -> None:
+        plain(self, last, reduces)
         for unit in self.units:
             if unit in kept:
                 unit.set_reshard_after_backward(False, recurse=False)

@@ -1,0 +1,162 @@
+"""Sliced weights along a timeline: gathered once a run, and what comes out is the original's."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from schedlang.orders import order
+from schedlang.passes.account import account
+from schedlang.passes.build import build
+from schedlang.plan import Plan
+from schedlang.runtime.float64 import Float64
+from schedlang.runtime.modes import ambient
+from schedlang.timeline import Kind, Timeline, TimelineError, check, halved, with_gathers
+from schedlang.timeline import with_transfers as transferred
+from tests import models
+from tests.engine import Threads
+from tests.models import tokens
+from tests.proofs import adamw, assert_near, planned, sequential, trained
+
+ROWS = """
+  {more}
+  transformer.h pipeline_split(over=pp)
+  {also}
+  zero(stage=3, over=dp)
+  pipeline(order="{order}", micro=4, chunks={chunks})
+"""
+BATCHES = [tokens(rows=9, seed=seed) for seed in (1, 2, 3)]
+ADDED = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE)
+
+
+def _plan(
+    name: str = "BFS", more: str = "", frozen: tuple[str, ...] = (), mesh: str = "dp=2, pp=2"
+) -> Plan:
+    model = models.gpt2(4, tied=False)
+    for name_of, parameter in model.named_parameters():
+        parameter.requires_grad_(not (frozen and name_of.startswith(frozen)))
+    chunks = 1 if name == "1F1B" else 2
+    also = "zero(stage=0, over=r)" if mesh.startswith("r=") else ""
+    rows = ROWS.format(more=more, also=also, order=name, chunks=chunks)
+    return planned(model, rows, mesh)
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["alone", "with transfers"])
+def test_breadth_first_gathers_once_a_run(moved: bool) -> None:
+    """BFS: per stage one UNSHARD for all forwards, one for all backwards, one REDUCE; proven."""
+    plain = order("BFS", 2, 4, 2)
+    t = with_gathers(transferred(plain) if moved else plain)
+    check(t)
+    for stage in range(4):
+        kinds = Counter(Kind(k).name for k in t.kind[(t.stage == stage)].tolist())
+        assert (kinds["UNSHARD"], kinds["RESHARD"], kinds["REDUCE"]) == (2, 2, 1)
+        row = [Kind(k).name for k in t.kind[t.stage == stage] if k in (*ADDED, Kind.F, Kind.B)]
+        assert row == ["UNSHARD", *"FFFF", "RESHARD", "UNSHARD", *"BBBB", "REDUCE", "RESHARD"]
+    rest = t.pick(~np.isin(t.kind, ADDED))
+    assert rest == (transferred(plain) if moved else plain)
+
+
+def test_one_stage_at_a_time() -> None:
+    """No rank ever holds two stages gathered."""
+    t = with_gathers(order("BFS", 2, 4, 3))
+    for rank in range(2):
+        held: set[int] = set()
+        for op in t.rows(rank):
+            if op.kind is Kind.UNSHARD:
+                held.add(op.stage)
+            elif op.kind is Kind.RESHARD:
+                held.remove(op.stage)
+            assert len(held) <= 1
+        assert not held
+
+
+def test_a_missing_gather_is_found() -> None:
+    """Without its last UNSHARD a stage's rows are refused, and with a REDUCE that is too early."""
+    t = with_gathers(order("BFS", 2, 4, 2))
+    rows = np.arange(len(t)) != np.flatnonzero(t.kind == Kind.UNSHARD)[-1]
+    with pytest.raises(TimelineError, match="waits for an UNSHARD"):
+        check(t.pick(rows))
+    rows = np.arange(len(t))
+    (done,) = np.flatnonzero((t.kind == Kind.REDUCE) & (t.stage == 0))
+    rows[[done - 1, done]] = rows[[done, done - 1]]
+    with pytest.raises(TimelineError, match="has no REDUCE after it"):
+        check(t.pick(rows))
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        order("1F1B", 4, 8), order("GPipe", 4, 8), order("Interleaved1F1B", 2, 4, 2),
+        order("BFS", 2, 1, 2), order("ZB-V", 2, 8), halved(order("BFS", 2, 4, 2)),
+    ],
+    ids=["1F1B", "GPipe", "interleaved", "one microbatch", "V", "halves"],
+)  # fmt: skip
+def test_the_others_stay_as_they_are(plain: Timeline) -> None:
+    """No rows where runs have one operation, a rank has one stage, or halves lie apart."""
+    assert with_gathers(plain) == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "frozen"),
+    [
+        ("BFS", "", ()),
+        ("BFS", "transformer.h.* checkpoint()", ()),
+        ("BFS", "transformer.h.0 offload(activations, to=cpu)", ()),
+        ("BFS", "", ("transformer.wte", "transformer.wpe", "transformer.h.0", "transformer.h.1")),
+        ("1F1B", "", ()),
+        ("Interleaved1F1B", "", ()),
+    ],
+    ids=["plain", "checkpoint", "offload", "frozen", "1F1B", "interleaved"],
+)
+def test_trained(threads: Threads, name: str, more: str, frozen: tuple[str, ...]) -> None:
+    """Losses, clipped gradients and state of three steps are those of the plain loop."""
+    plan = _plan(name, more, frozen)
+    seen = trained(threads, plan, BATCHES, adamw, clip=0.5)  # type: ignore[arg-type]
+    assert_near(seen, sequential(plan.model.model, BATCHES, adamw, clip=0.5))
+
+
+def test_replicas_of_slices(threads: Threads) -> None:
+    """The same where slices lie within replicas, over which gradients are summed once a run."""
+    plan = _plan(mesh="r=2, dp=2, pp=2")
+    batches = [tokens(rows=17, seed=seed) for seed in (1, 2)]
+    seen = trained(threads, plan, batches, adamw)  # type: ignore[arg-type]
+    assert_near(seen, sequential(plan.model.model, batches, adamw))
+
+
+def _evaluated(plan: Plan) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    with ambient(Float64()):
+        program = build(plan, BATCHES[0], optimizer=adamw)
+        found = []
+        for batch in BATCHES:
+            for _ in range(2):
+                found.append((program.eval_step(batch)["loss"], program.state_dict()))
+                program.train_step(batch)
+        return found
+
+
+def test_evaluated_between_steps(threads: Threads) -> None:
+    """An evaluation is that of the original with the weights of now, before and after each step."""
+    plan = _plan()
+    (seen, *_) = threads.run(_evaluated, 4, plan)
+    model = copy.deepcopy(plan.model.model).eval()
+    losses = set()
+    for k, (loss, state) in enumerate(seen):
+        with ambient(Float64()), torch.no_grad():
+            model.load_state_dict(state)
+            expected = model(**BATCHES[k // 2])["loss"]
+        torch.testing.assert_close(loss.double(), expected.double(), rtol=1e-9, atol=0)
+        losses.add(float(loss))
+    assert len(losses) == len(seen)
+
+
+def test_as_often_as_runs() -> None:
+    """The plan says one gather forward and one backward of each unit, and one reduction."""
+    gathers: Counter[tuple[str, str, str]] = Counter()
+    for one in account(_plan(), tokens(rows=16)).collectives or ():
+        if one.what in ("parameters", "grads") and one.kind != "all-reduce":
+            gathers[one.kind, one.phase, one.fqn] += one.count
+    assert len(gathers) >= 3 * 5 and set(gathers.values()) == {1}
