@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import flop_registry
+from torch.utils import flop_counter
 
 
 class Burden:
@@ -39,7 +39,7 @@ class Burden:
 
     def ran(self, unit: int, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Count the operations of one operator, where torch has a formula for it."""
-        formula = flop_registry.get(func._overloadpacket)
+        formula = flop_counter.flop_registry.get(func._overloadpacket)
         if formula is not None:
             self.flops[unit] += int(formula(*args, **kwargs, out_val=output))
 

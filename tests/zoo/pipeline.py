@@ -299,10 +299,11 @@ def loss_of_the_last_microbatch(patch: Patch, site: Site) -> None:
      here="a stage runs the other chunk's modules, and keeps its own messages")  # fmt: skip
 def chunks_in_the_order_of_ranks(patch: Patch, site: Site) -> None:
     """The two chunks of a rank run in each other's place."""
-    plain = build._pipeline
+    plain = build.pipeline_of
 
-    def swapped(builder: Any, staged: Any, loss: Any) -> Any:
-        made = plain(builder, staged, loss)
+    def swapped(plan: Any, module: Any, ranks: Any, prepared: Any, *more: Any) -> Any:
+        made = plain(plan, module, ranks, prepared, *more)
+        staged = prepared.staged
         trunk = [k for k, name in enumerate(staged.cut.graph.units) if name in staged.trunk]
         mine = [k for k in trunk if staged.cut.stage_of[k] in made.stages]
         switch = next(iter(made.stages.values()), None)
@@ -314,7 +315,7 @@ def chunks_in_the_order_of_ranks(patch: Patch, site: Site) -> None:
             _rerouted(one, others, modules)
         return made
 
-    patch.setattr(build, "_pipeline", swapped)
+    patch.setattr(build, "pipeline_of", swapped)
 
 
 def _rerouted(one: Any, others: dict[int, int], modules: Any) -> None:
