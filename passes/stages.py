@@ -152,15 +152,6 @@ def elements(plan: Plan, cut: Cut) -> tuple[str, ...]:
     return tuple(found)
 
 
-def placement(stages: int, ranks: int) -> tuple[int, ...]:
-    """The rank of every stage: stage s on rank s modulo ranks, so chunks go round in a loop."""
-    if stages % ranks:
-        low, high = stages // ranks * ranks, (stages // ranks + 1) * ranks
-        reason = f"{stages} stages do not spread evenly over {ranks} ranks"
-        raise refusal("S613", "", reason, *(f"{n} stages" for n in (low, high) if n))
-    return tuple(stage % ranks for stage in range(stages))
-
-
 def _enough(units: int, stages: int) -> None:
     if stages < 1 or units < stages:
         reason = f"{units} units of the trunk cannot be cut into {stages} stages"

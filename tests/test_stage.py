@@ -341,7 +341,6 @@ def test_cuts() -> None:
     assert cuts.at_indices(UNITS, [1, 4]) == (0, 0, 1, 1, 1, 2, 2)
     assert cuts.at_units(UNITS, ["h.2", "head"]) == (0, 0, 0, 1, 1, 1, 2)
     assert cuts.at_units(UNITS, ["head", "h.2"]) == (0, 0, 0, 1, 1, 1, 2)  # any order
-    assert cuts.placement(6, 3) == (0, 1, 2, 0, 1, 2)
 
 
 def test_balanced_is_best() -> None:
@@ -370,7 +369,6 @@ def test_balanced_is_best() -> None:
         (lambda: cuts.at_units(UNITS, ["h.3", "h.1", "h.3"]), "different units.*\n.*h.1, h.3"),
         (lambda: cuts.at_units(UNITS, ["embed"]), "after the first unit"),
         (lambda: cuts.at_indices(UNITS, [0]), "no cut before unit 0"),
-        (lambda: cuts.placement(5, 2), "4 stages"),
     ],
 )
 def test_cuts_refused(call: Any, message: str) -> None:
