@@ -30,7 +30,8 @@ def holdings_of(plan: Plan, staged: Staged) -> dict[str, Holding]:
     holdings = {}
     for name, fact in plan.model.unique.items():
         stages = owners.get(name, frozenset([0])) if staged.axis is not None else None
-        cut = () if name in unsliced or not fact.shape else axes
+        away = name in plan.spread and plan.split_axes(name) & set(plan.data_axes)
+        cut = () if name in unsliced or not fact.shape or away else axes
         holdings[name] = Holding(name, plan.held(name), cut, staged.axis, stages)
     return holdings
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from schedlang.diagnostic import Diagnostic, Label, Refusal
 from schedlang.placement import P, R, S
-from schedlang.plan import Action, Plan
+from schedlang.plan import Action, Boundary, Plan
 
 if TYPE_CHECKING:
-    from schedlang.runtime.dry import Leaf
+    from schedlang.runtime.dry import Leaf, Wanted
+
+CLASSES = ("Linear", "Conv1D", "Embedding")  # that say how they compute
 
 
 def leaves_of(plan: Plan) -> dict[str, Leaf]:
@@ -24,8 +27,9 @@ def leaves_of(plan: Plan) -> dict[str, Leaf]:
         if not real:
             continue
         site = plan.model.sites[fqn]
-        kind = next((k for k in ("Linear", "Conv1D", "Embedding") if site.is_a(k)), "")
-        wanted = tuple(_wanted(plan, fqn, kind, b.axis, b.input, b.output) for b in real)
+        kind = plan.computes.get(fqn) or next((k for k in CLASSES if site.is_a(k)), "")
+        make = WANTED.get(kind, _projection)
+        wanted = tuple(make(plan, fqn, kind, b) for b in real)
         split = any(plan.held(fact.name).splits for fact in site.parameters.values())
         names = tuple(fact.name for fact in site.parameters.values())
         pending = any(isinstance(w.computes, P) for w in wanted)
@@ -76,9 +80,11 @@ def hoisted(fqn: str, known: Leaf | None, axis: str) -> Leaf:
     return Leaf(fqn, "", (*before, wanted))
 
 
-def _wanted(plan: Plan, fqn: str, kind: str, axis: str, entry: Any, output: Any) -> Any:
+def _projection(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """What a Linear, Conv1D or Embedding wants of one axis, or a module that runs as it is."""
     from schedlang.runtime.dry import Wanted
 
+    axis, entry, output = boundary.axis, boundary.input, boundary.output
     site = plan.model.sites[fqn]
     weight = site.parameters.get("weight")
     layout = plan.held(weight.name) if weight is not None else None
@@ -97,6 +103,10 @@ def _wanted(plan: Plan, fqn: str, kind: str, axis: str, entry: Any, output: Any)
         cut = weight.shape[split.dim] if head else cut
         return Wanted(axis, entry, output, S(-1, blocks), splits=True, cut=cut, head=head)
     return Wanted(axis, entry, output, P(), splits=True)
+
+
+# kinds that a row chose (plan.computes) and what each wants of one axis
+WANTED: Mapping[str, Callable[[Plan, str, str, Boundary], Wanted]] = {}
 
 
 def touches(action: Action, fqn: str) -> bool:

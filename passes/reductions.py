@@ -66,9 +66,13 @@ def _tied(holdings: Mapping[str, Holding], trained: list[str]) -> Iterator[Reduc
 def _replicas(
     plan: Plan, holdings: Mapping[str, Holding], trained: list[str]
 ) -> Iterator[Reduction]:
-    whole = tuple(name for name in trained if not holdings[name].sliced)
-    if whole and plan.data_axes and plan.mesh.size(plan.data_axes) > 1:
-        yield Reduction("replicas", plan.data_axes, whole)
+    by_axes: dict[tuple[str, ...], list[str]] = {}
+    for name in trained:
+        axes = plan.copied_over(name)
+        if not holdings[name].sliced and axes and plan.mesh.size(axes) > 1:
+            by_axes.setdefault(axes, []).append(name)
+    for axes, names in sorted(by_axes.items(), key=lambda item: -len(item[0])):
+        yield Reduction("replicas", axes, tuple(names))
 
 
 def units_of_stage(plan: Plan, staged: Staged, stage: int) -> tuple[str, ...]:

@@ -64,7 +64,8 @@ class zero(Primitive):  # noqa: N801
                               "or replicate over one of them: `stage=0`"))  # fmt: skip
         split = {
             a
-            for layout in plan.layouts.values()
+            for parameter, layout in plan.layouts.items()
+            if parameter not in plan.spread
             for name in layout.axes
             for a in plan.mesh.fold(name)
         }

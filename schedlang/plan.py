@@ -112,6 +112,9 @@ class Plan:
 
     layouts     parameter (first name) -> Layout, where it is not whole everywhere
     boundaries  module -> its boundaries, one per axis that shards it
+    computes    module -> the kind of computation that a row chose for it; else its class says it
+    spread      parameters (first names) split over an axis that splits the batch too: what their
+                modules send makes their gradients whole over it, and no sum over replicas does
     """
 
     model: ModelFacts = field(compare=False, repr=False)
@@ -121,6 +124,8 @@ class Plan:
     relaxed: tuple[tuple[str, tuple[str, ...]], ...] = ()  # step -> what it may give up
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     boundaries: Mapping[str, tuple[Boundary, ...]] = field(default_factory=dict)
+    computes: Mapping[str, str] = field(default_factory=dict)
+    spread: frozenset[str] = frozenset()
     unrolled: tuple[tuple[str, int], ...] = ()  # module -> its calls, each a unit of its own
     cuts: tuple[Cut, ...] = ()
     order: Order | None = None
@@ -181,6 +186,16 @@ class Plan:
         name = self.model.parameters[parameter].name
         return replace(self, layouts=_put(self.layouts, name, layout))
 
+    def with_spread(self, parameter: str, layout: Layout) -> Plan:
+        """The plan in which a parameter lies as given, and its module completes its gradient."""
+        name = self.model.parameters[parameter].name
+        plan = self.with_layout(parameter, layout)
+        return replace(plan, spread=plan.spread | {name})
+
+    def with_kind(self, fqn: str, kind: str) -> Plan:
+        """The plan in which a module computes as a kind of its own."""
+        return replace(self, computes=_put(self.computes, fqn, kind))
+
     def with_boundary(self, fqn: str, boundary: Boundary) -> Plan:
         """The plan with one more boundary at a module."""
         known = self.boundaries.get(fqn, ())
@@ -215,6 +230,16 @@ class Plan:
         """The plain axes whose ranks see different rows of the batch, in mesh order."""
         named = {axis for r in self.replicas for over in r.axes for axis in self.mesh.fold(over)}
         return tuple(axis for axis in self.mesh.sizes if axis in named)
+
+    def split_axes(self, parameter: str) -> frozenset[str]:
+        """The plain axes that split a parameter."""
+        layout = self.layout(parameter)
+        return frozenset(plain for axis in layout.axes for plain in self.mesh.fold(axis))
+
+    def copied_over(self, parameter: str) -> tuple[str, ...]:
+        """The data axes along which ranks hold the same of a parameter, in mesh order."""
+        split = self.split_axes(parameter)
+        return tuple(axis for axis in self.data_axes if axis not in split)
 
     def rows_at(self, fqn: str) -> list[Action]:
         """The actions whose sites are this module or hold it."""
