@@ -136,6 +136,11 @@ CODES: Mapping[str, tuple[str, str]] = {
         "nothing is left to balance",
         "Single modules are where stages start; a list is shared out.",
     ),
+    "S413": (
+        "windows do not fit the parts",
+        "Where positions are split, each rank's part is a multiple of the stride, reaches as far\n"
+        "as a window does, and the whole gives one output for each stride.",
+    ),
     "S410": ("the kernel computes something else", "The module is not what the kernel replaces."),
     "S411": ("no weight gradient", "`split_backward` is for modules with trained weights."),
     "S412": ("nothing is sent", "Transfers overlap where a model is cut into stages."),

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from schedlang.runtime.notes import Mismatch, Note, Tag
+from schedlang.runtime.positions import groups_of, reaches
 from schedlang.runtime.trace import (
     Call,
     Frame,
@@ -37,7 +38,6 @@ ALONG = {"softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", 
          "flip", "roll", "cross_entropy", "nll_loss", "normalize", "softmin", "gumbel_softmax",
          "glu"}  # fmt: skip
 GATHER = "gather the logits: `output=R` on the row of their module"
-OVER_LAST = {"layer_norm", "rms_norm"}
 
 
 class Follower(TorchFunctionMode):
@@ -344,15 +344,28 @@ class Step:
         if self.name in ALONG:
             named = [self.kwargs.get("dim", self.args[1] if len(self.args) > 1 else -1)]
             dims = {d % len(whole) for d in named if isinstance(d, int)}
-        elif self.name in OVER_LAST:
-            dims = {len(whole) - 1}
         elif self.func is F.scaled_dot_product_attention:
             dims = {len(whole) - 1, len(whole) - 2}
+        assert self.expected is not None
+        after = self.expected.outputs[0]
+        dims |= reaches(self.name, self.args, self.kwargs, whole, after)
+        self._check_groups(axis, tag)
         if tag.dim in dims:
             raise Mismatch(
                 self.frame, f"`{self.name}` computes along a dim that is split over `{axis}`", axis,
                 (), self.follower.agreed, ("gather it first: `output=R` on the row before",),
             )  # fmt: skip
+
+    def _check_groups(self, axis: str, tag: Tag) -> None:
+        """Groups of channels are of their own size where ranks hold as many fewer of them."""
+        count = groups_of(self.name, self.args, self.kwargs)
+        if count is None or tag.dim != 1 or self.expected is None:
+            return
+        whole = self.expected.integers[0]
+        if count * self.follower.sizes[axis] != whole:
+            raise self.fail(
+                f"`{self.name}` takes split channels in {count} groups of {whole}", axis
+            )
 
     # -- gradients -------------------------------------------------------------------------------
 

@@ -167,13 +167,6 @@ def on_result(cross: Callable[[Tensor], Tensor], out: Any) -> Any:
     return out
 
 
-FORWARDS: Mapping[str, Callable[[nn.Module, str, tuple[Edge, ...]], Forward]] = {
-    "Linear": projection,
-    "Conv1D": projection,
-    "Embedding": embedding,
-}
-
-
 class Sharded:
     """The forward of a sharded module; `kind` is the class that says how it computes, or "".
 
@@ -196,6 +189,8 @@ class Sharded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The sharded computation."""
         if self.run is None:
+            from schedlang.runtime.leaf import FORWARDS  # those build on what stands here
+
             make = FORWARDS.get(self.kind)
             made = (
                 make(self.module, self.kind, self.edges) if make else region(self.inner, self.edges)
