@@ -81,7 +81,8 @@ def _padding(module: nn.Module, kernel: int, dilation: int, at: int) -> tuple[in
 
 def convolution(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
     """A convolution on its parts: enter, fetch a halo, convolve, reduce, add the bias once."""
-    pending = any(isinstance(edge.computes, P) for edge in edges)
+    sums = [edge for edge in edges if isinstance(edge.computes, P)]
+    pending = bool(sums)
     compute = CONVOLUTIONS[kind]
     spatial = {dim: edge for edge in edges if (dim := positions(edge)) is not None}
 
@@ -95,10 +96,14 @@ def convolution(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forwar
         bias = None if pending else module._parameters.get("bias")
         groups = x.shape[CHANNELS] // weight.shape[1]
         y = compute(x, weight, bias, module.stride, 0, module.dilation, groups)
-        for edge in edges:
+        for edge in sums:
             y = edge.exit()(y)
         late = module._parameters.get("bias") if pending else None
-        return y if late is None else y + late.view(-1, *(1,) * (y.ndim - 2))
+        if late is not None:  # before positions are gathered: its gradient is of this rank's own
+            y = y + late.view(-1, *(1,) * (y.ndim - 2))
+        for edge in edges:
+            y = y if edge in sums else edge.exit()(y)
+        return y
 
     return forward
 

@@ -19,6 +19,8 @@ from schedlang.runtime.shard import Edge, Sharded, is_main, on_first, on_result
 from schedlang.runtime.trace import tensors_in
 from schedlang.runtime.vocab import ShardedLogits
 
+PROJECTIONS = ("Linear", "Conv1D", *CONVOLUTIONS)
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -222,6 +224,9 @@ def _note_leaf(leaf: Leaf, edges: Sequence[Edge], note: Note, out: Any, follower
     """Note the result of a projection or embedding, and which of its gradients are parts."""
     own = {edge.group.axes[0]: edge for edge in edges}
     parts = {wanted.axis for wanted in leaf.wanted if wanted.parts}
+    if leaf.kind in PROJECTIONS:  # one that is given some of the positions
+        inner = CHANNELS if leaf.kind in CONVOLUTIONS else out.ndim - 1
+        parts |= {a for a, e in own.items() if isinstance(e.wants, S) and dim_of(e.wants) != inner}
     for axis in (note.parts - own.keys()) | parts:
         follower.partial_over(frozenset(leaf.parameters), axis)
     for axis, edge in own.items():

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from schedlang.runtime.notes import Mismatch, Note, Tag
-from schedlang.runtime.positions import groups_of, reaches
+from schedlang.runtime.positions import reaches
 from schedlang.runtime.trace import (
     Call,
     Frame,
@@ -29,8 +29,8 @@ from schedlang.runtime.trace import (
     name_of,
     tensors_in,
 )
+from schedlang.runtime.where import RESHAPES, Given, fitting, told_apart
 
-RESHAPES = {"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"}
 FILLS = {"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty",
          "zeros_like", "ones_like", "full_like", "empty_like"}  # fmt: skip
 PARTS = {"split", "chunk", "tensor_split", "split_with_sizes", "unsafe_split", "unsafe_chunk"}
@@ -228,24 +228,31 @@ class Step:
         if len(differ) != len(split_axes):
             known = next(iter(split_axes), None)
             raise self.fail(f"`{self.name}` gives {list(local)} for {list(shape)}", known)
-        tags = {}
-        for dim in differ:
-            axis = self._axis_of(dim, local, shape, split_axes)
-            tags[axis] = Tag(dim, self._blocks(axis, dim, shape, place), _by(self.inputs, axis))
-        return tags
+        dims = self._dims_of(split_axes, differ, local, shape, place)
+        return {
+            axis: Tag(dim, self._blocks(axis, dim, shape, place), _by(self.inputs, axis))
+            for axis, dim in sorted(dims.items(), key=lambda item: item[1])
+        }
 
     def _axes_for(self, differ: list[int], local: Any, shape: Any) -> list[str]:
-        sizes = self.follower.sizes
-        return [
-            next((a for a, n in sizes.items() if n > 1 and local[d] * n == shape[d]), "?")
-            for d in differ
-        ]
+        found: list[str] = []
+        for d in differ:
+            fits = (a for a, n in self.follower.sizes.items() if n > 1 and local[d] * n == shape[d])
+            found.append(next((a for a in fits if a not in found), "?"))
+        return found
 
-    def _axis_of(self, dim: int, local: Any, shape: Any, axes: list[str]) -> str:
-        for axis in axes:
-            if local[dim] * self.follower.sizes.get(axis, 0) == shape[dim]:
-                return axis
-        raise self.fail(f"`{self.name}` gives {list(local)} for {list(shape)}", axes[0])
+    def _dims_of(
+        self, axes: list[str], differ: list[int], local: Any, shape: Any, place: int
+    ) -> dict[str, int]:
+        """The dim that each axis splits; axes of one size are told apart by following each."""
+        ways = fitting(axes, differ, local, shape, self.follower.sizes)
+        if len(ways) > 1:
+            given = Given(self.func, self.args, self.kwargs, self._input_shapes())
+            tags = {axis: [self._of(tensor).get(axis) for tensor in self.inputs] for axis in axes}
+            ways = told_apart(ways, given, tags, self.follower.sizes, shape, place)
+        if len(ways) != 1 and not (ways and self.name in FILLS):  # a fill is alike everywhere
+            raise self.fail(f"`{self.name}` gives {list(local)} for {list(shape)}", axes[0])
+        return ways[0]
 
     def _leak(self, local: tuple[int, ...], shape: tuple[int, ...]) -> Mismatch:
         return self.fail(
@@ -348,24 +355,12 @@ class Step:
             dims = {len(whole) - 1, len(whole) - 2}
         assert self.expected is not None
         after = self.expected.outputs[0]
-        dims |= reaches(self.name, self.args, self.kwargs, whole, after)
-        self._check_groups(axis, tag)
+        dims |= reaches(self.name, self.args, self.kwargs, whole, after, self.expected.integers)
         if tag.dim in dims:
             raise Mismatch(
                 self.frame, f"`{self.name}` computes along a dim that is split over `{axis}`", axis,
                 (), self.follower.agreed, ("gather it first: `output=R` on the row before",),
             )  # fmt: skip
-
-    def _check_groups(self, axis: str, tag: Tag) -> None:
-        """Groups of channels are of their own size where ranks hold as many fewer of them."""
-        count = groups_of(self.name, self.args, self.kwargs)
-        if count is None or tag.dim != 1 or self.expected is None:
-            return
-        whole = self.expected.integers[0]
-        if count * self.follower.sizes[axis] != whole:
-            raise self.fail(
-                f"`{self.name}` takes split channels in {count} groups of {whole}", axis
-            )
 
     # -- gradients -------------------------------------------------------------------------------
 

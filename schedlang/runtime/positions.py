@@ -11,7 +11,7 @@ WINDOWS = {
                                                          "adaptive_max")),
     *(f"max_pool{d}d_with_indices" for d in (1, 2, 3)),
     "unfold", "fold", "grid_sample", "pixel_shuffle", "pixel_unshuffle", "instance_norm",
-    "group_norm", "local_response_norm",
+    "local_response_norm",
 }  # fmt: skip
 FIRST = 2  # the first dim of positions of [batch, channels, positions...]
 
@@ -22,13 +22,17 @@ def reaches(
     kwargs: Mapping[str, Any],
     whole: tuple[int, ...],
     after: tuple[int, ...],
+    integers: Sequence[int] = (),
 ) -> set[int]:
     """The dims of the main tensor along which a call mixes what stands at different places.
 
-    `whole` and `after` are the original's shapes before and after it.
+    `whole` and `after` are the original's shapes before and after it, `integers` its numbers.
     """
     if name in WINDOWS:
         return set(range(FIRST, len(whole)))
+    if name == "group_norm":  # a part of the channels is as many groups as the whole, cut across
+        groups = kwargs.get("num_groups", args[1] if len(args) > 1 else None)
+        return set(range(1 if groups == next(iter(integers), None) else FIRST, len(whole)))
     if name == "batch_norm":
         return {0, *range(FIRST, len(whole))}
     if name in ("layer_norm", "rms_norm"):
@@ -52,11 +56,3 @@ def _resized(
         return set(range(FIRST, len(whole)))
     moved = range(FIRST, len(whole))
     return {d for d in moved if after[d] % whole[d] and whole[d] % after[d]}
-
-
-def groups_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """Into how many groups a call takes the channels of its main tensor, if it does."""
-    if name != "group_norm":
-        return None
-    given = kwargs.get("num_groups", args[1] if len(args) > 1 else None)
-    return given if isinstance(given, int) else None
