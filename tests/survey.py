@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from schedlang.runtime.constants import on_meta
 from schedlang.runtime.float64 import Float64
+from schedlang.runtime.meta import hollow_batch, hollow_model
 from tests.alone import Compared, compared, cut_evenly
 
 # what makes a model tiny, by whatever name its configuration has for it
@@ -46,6 +48,7 @@ HEADS = ("head", "rope", "lora", "mamba", "expand", "state", "groups", "experts_
 # tried in turn: some configurations check that their numbers fit together
 SMALLER: tuple[Mapping[str, Any], ...] = (
     SIZES,
+    {**SIZES, "num_key_value_heads": 4},
     {**SIZES, "rotary_dim": 8, "head_dim": 8, "hidden_size_per_layer_input": 0},
     {name: value for name, value in SIZES.items() if not any(word in name for word in HEADS)},
     {n: SIZES[n] for n in SIZES if n in (*DEPTH, "vocab_size", "use_cache") or "drop" in n},
@@ -129,7 +132,15 @@ def _ready(kind: str, small: Mapping[str, Any]) -> tuple[nn.Module, dict[str, An
     batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
     with Float64(), torch.no_grad():
         model(**batch)
+        _fits(model, batch)
     return model, batch
+
+
+def _fits(model: nn.Module, batch: dict[str, Any]) -> None:
+    """Shapes alone must agree too: some kernels do not look whether heads do."""
+    given = hollow_batch(batch)
+    with on_meta(batch, given), torch.device("meta"):
+        hollow_model(model, {})(**given)
 
 
 def survey(model: nn.Module, batch: dict[str, Any], stages: int = 3) -> Compared:
