@@ -96,6 +96,15 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S208": ("no such attribute", "`where` sees a module's data, and params, dtype, fqn, index."),
     "S209": ("no such module or parameter", "Names are those of `model.named_modules()`."),
     "S210": ("nothing has this name", "A name in an expression is a knob, an axis or an argument."),
+    "S211": (
+        "`init` does not know the axis",
+        "It reads what an axis is for from its name: `dp`, `data`, `fsdp` split the batch, `pp`\n"
+        "and `pipe` the blocks, `tp` and `model` the tensors.",
+    ),
+    "S212": (
+        "`init` found nothing for an axis to do",
+        "Every way to split this model over the axis was refused; the notes say why.",
+    ),
     "S301": (
         "no such primitive",
         "`schedlang explain` lists them; a definition must stand above its use.",
