@@ -204,6 +204,11 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S656": ("no sequences", "Slices cut dim 1 of the batch's tensors."),
     "S657": ("padding before a slice", "Pad on the right, or leave sequences whole."),
     "S658": ("packed rows in slices", "One document per row, or sequences that stay whole."),
+    "S680": ("too few tokens", "Every rank that shares a sequence needs one of its tokens."),
+    "S681": (
+        "heads that cannot be divided",
+        "Ulysses gives every rank the same number of heads; a ring leaves heads whole.",
+    ),
     "S623": (
         "a model without values",
         "It lies on the meta device: `plan` and `diff` work, runs need values.",
