@@ -137,6 +137,9 @@ class Adjoint:
         out = NONE.union(*(self.typed.varies_at(node, nr) for nr in outputs))
         into = self.typed.varies_at(*edge)
         found = {}
+        if crossed is not None and crossed.settles:
+            self._settled(crossed, site)
+            crossed = None
         for axis, share in shares.items():
             heard = [h for h in crossed.back if axis in h.axes] if crossed is not None else []
             label = next((h.label for h in heard if h.label), site)
@@ -163,6 +166,17 @@ class Adjoint:
                             " whole, without a sum")  # fmt: skip
             kind = OWN
         return Share(kind, times) if (kind, times) != (share.kind, share.times) else share
+
+    def _settled(self, crossed: Crossed, site: str) -> None:
+        """A product that sums its own gradients did so over each axis, of what differs there."""
+        for axis in sorted(crossed.settles):
+            label = next((h.label for h in crossed.back if axis in h.axes and h.label), site)
+            if not any(h.kind == "reduce" and axis in h.axes for h in crossed.back):
+                self._fault(label, axis, f"its gradients are parts over `{axis}`, and its backward"
+                            " does not sum them")  # fmt: skip
+            elif axis not in crossed.after:
+                self._fault(label, axis, f"its backward sums over `{axis}` what is alike on all"
+                            " ranks")  # fmt: skip
 
     def _fault(self, fqn: str, axis: str, reason: str) -> None:
         self.faults.append(Fault("sum", fqn, axis, reason))

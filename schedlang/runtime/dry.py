@@ -19,6 +19,9 @@ from schedlang.runtime.trace import tensors_in
 from schedlang.runtime.vocab import ShardedLogits
 
 
+PLAIN = ("Linear", "Conv1D", "Embedding")  # kinds split along one dim for each axis
+
+
 @dataclass(frozen=True)
 class Wanted:
     """One axis of one sharded module, before it is known how tensors arrive.
@@ -174,7 +177,7 @@ def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) ->
         computes = S(dim_of(computes) % ndim, computes.blocks)
         if isinstance(leaves, S):
             leaves = S(dim_of(leaves) % ndim, computes.blocks)
-    if leaf.kind and wanted.splits:
+    if leaf.kind in PLAIN and wanted.splits:
         _check_whole(leaf, arrives, wants, computes, leaves, main)
     differ = wanted.splits or (wanted.hoisted and tag is not None)
     differ = differ and wanted.axis not in note.entered

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +83,7 @@ def projection(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward
         y = compute(module, x, not pending)
         for edge in edges:
             if edge.head:
-                return _head(y, edge)
+                return head_of(y, edge)
             y = edge.exit()(y)
         for edge in padded:
             y = y[..., : edge.cut]
@@ -92,7 +93,8 @@ def projection(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward
     return forward
 
 
-def _head(y: Tensor, edge: Edge) -> ShardedLogits:
+def head_of(y: Tensor, edge: Edge) -> ShardedLogits:
+    """Logits that stay split over the vocabulary; padding gets none."""
     assert edge.cut is not None
     true, width = edge.cut, y.shape[-1]
     mine = max(0, min(width, true - edge.group.rank * width))
@@ -173,6 +175,22 @@ FORWARDS: Mapping[str, Callable[[nn.Module, str, tuple[Edge, ...]], Forward]] = 
     "Embedding": embedding,
 }
 
+# kinds that rows choose, each with its file in this folder and the function in it
+ELSEWHERE: Mapping[str, str] = {
+    "summa Linear": "grid.projection",
+    "summa Conv1D": "grid.projection",
+    "summa Embedding": "grid.embedding",
+}
+
+
+def maker(kind: str) -> Callable[[nn.Module, str, tuple[Edge, ...]], Forward] | None:
+    """What makes the forward of a kind; None for modules that run as they are."""
+    if kind not in ELSEWHERE:
+        return FORWARDS.get(kind)
+    file, _, name = ELSEWHERE[kind].partition(".")
+    found = getattr(importlib.import_module(f"schedlang.runtime.{file}"), name)
+    return cast(Callable[[nn.Module, str, tuple[Edge, ...]], Forward], found)
+
 
 class Sharded:
     """The forward of a sharded module; `kind` is the class that says how it computes, or "".
@@ -196,7 +214,7 @@ class Sharded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The sharded computation."""
         if self.run is None:
-            make = FORWARDS.get(self.kind)
+            make = maker(self.kind)
             made = (
                 make(self.module, self.kind, self.edges) if make else region(self.inner, self.edges)
             )
