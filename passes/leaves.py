@@ -123,6 +123,13 @@ def _on_grid(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
     return Wanted(axis, boundary.input, output, computes, splits=True, cut=cut, head=head)
 
 
+def _normed(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """What a norm over a split hidden dim wants: parts, and it gives parts."""
+    from schedlang.runtime.dry import Wanted
+
+    return Wanted(boundary.axis, S(-1), boundary.output or S(-1), S(-1), splits=True)
+
+
 def _check_data(plan: Plan, fqn: str, axis: str) -> None:
     """The rows of a grid hold different rows of the batch: else gradients would be summed twice."""
     if set(plan.mesh.fold(axis)) <= set(plan.data_axes):
@@ -140,6 +147,7 @@ def _check_data(plan: Plan, fqn: str, axis: str) -> None:
 # kinds that a row chose (plan.computes) and what each wants of one axis
 WANTED: Mapping[str, Callable[[Plan, str, str, Boundary], Wanted]] = {
     "summa Linear": _on_grid, "summa Conv1D": _on_grid, "summa Embedding": _on_grid,
+    "norm": _normed,
 }  # fmt: skip
 
 

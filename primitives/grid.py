@@ -39,7 +39,12 @@ class grid(Primitive):  # noqa: N801
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Split weight and bias, and note the boundaries."""
         r, c = map(str, self.over)
-        kind = next(k for k in KINDS if site.is_a(k))
+        kind = next((k for k in KINDS if site.is_a(k)), None)
+        if kind is None:
+            for fact in site.parameters.values():
+                plan = plan.with_layout(fact.name, plan.layout(fact.name).split(c, 0))
+            plan = plan.with_kind(site.fqn, "norm")
+            return plan.with_boundary(site.fqn, Boundary(c, S(-1), self.output or S(-1)))
         names = site.dims["weight"]
         outer, inner = ("vocab", "hidden") if kind == "Embedding" else ("out", "in")
         weight = plan.layout(site.parameters["weight"].name)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from schedlang.runtime.typed import NONE, Axes, Crossed, Fault, Heard, Typed
+from schedlang.runtime.typed import MOVES, NONE, Axes, Crossed, Fault, Heard, Typed
 
 OWN, WHOLE, PART = "own", "whole", "part"
 
@@ -154,6 +154,8 @@ class Adjoint:
         if out and not into:
             kind = PART  # every rank has only what its own part of the result gives
         for one in heard:
+            if one.kind in MOVES:  # each part goes back to where it came from
+                continue
             if one.kind == "all-gather":
                 kind = OWN if into else WHOLE
                 continue

@@ -23,7 +23,7 @@ from schedlang.placement import S
 from schedlang.runtime import collective
 from schedlang.runtime.collective import Group
 from schedlang.runtime.crossing import shared
-from schedlang.runtime.shard import Edge, Forward, head_of
+from schedlang.runtime.shard import Edge, Forward, Sharded, head_of
 
 ALONE = Group((), (0,), 0)
 
@@ -192,10 +192,10 @@ def _grid(edges: tuple[Edge, ...]) -> tuple[Grid, Edge | None]:
     return Grid(along.group if along is not None else ALONE, down), along
 
 
-def projection(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
+def projection(sharded: Sharded) -> Forward:
     """A Linear or Conv1D on a grid."""
-    grid, edge = _grid(edges)
-    inner = 1 if kind == "summa Linear" else 0
+    module, (grid, edge) = sharded.module, _grid(sharded.edges)
+    inner = 1 if sharded.kind == "summa Linear" else 0
 
     def forward(x: Tensor) -> Any:
         x = shared(edge.entry(), x) if edge is not None else x
@@ -209,10 +209,10 @@ def projection(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward
     return forward
 
 
-def embedding(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
+def embedding(sharded: Sharded) -> Forward:
     """An embedding on a grid."""
+    module, (grid, edge) = sharded.module, _grid(sharded.edges)
     assert isinstance(module, nn.Embedding)
-    grid, edge = _grid(edges)
 
     def forward(ids: Tensor) -> Tensor:
         out: Tensor = Lookup.apply(ids, module.weight, grid, module.padding_idx)  # type: ignore[no-untyped-call]

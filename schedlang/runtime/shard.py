@@ -175,21 +175,13 @@ FORWARDS: Mapping[str, Callable[[nn.Module, str, tuple[Edge, ...]], Forward]] = 
     "Embedding": embedding,
 }
 
-# kinds that rows choose, each with its file in this folder and the function in it
+# kinds that rows choose, each with its file in this folder and the function of a Sharded in it
 ELSEWHERE: Mapping[str, str] = {
     "summa Linear": "grid.projection",
     "summa Conv1D": "grid.projection",
     "summa Embedding": "grid.embedding",
+    "norm": "split_norm.norm",
 }
-
-
-def maker(kind: str) -> Callable[[nn.Module, str, tuple[Edge, ...]], Forward] | None:
-    """What makes the forward of a kind; None for modules that run as they are."""
-    if kind not in ELSEWHERE:
-        return FORWARDS.get(kind)
-    file, _, name = ELSEWHERE[kind].partition(".")
-    found = getattr(importlib.import_module(f"schedlang.runtime.{file}"), name)
-    return cast(Callable[[nn.Module, str, tuple[Edge, ...]], Forward], found)
 
 
 class Sharded:
@@ -198,9 +190,11 @@ class Sharded:
     An object, not a closure: in a deep copy of the model it is bound to the copied module.
     """
 
-    def __init__(self, module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> None:
+    def __init__(
+        self, module: nn.Module, kind: str, edges: tuple[Edge, ...], inner: Forward | None = None
+    ) -> None:
         self.module, self.kind, self.edges = module, kind, edges
-        self.inner = module.forward
+        self.inner: Forward = module.forward if inner is None else inner
         self.run: Forward | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
@@ -214,9 +208,13 @@ class Sharded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The sharded computation."""
         if self.run is None:
-            make = maker(self.kind)
-            made = (
-                make(self.module, self.kind, self.edges) if make else region(self.inner, self.edges)
-            )
-            self.run = made
+            self.run = self._made()
         return self.run(*args, **kwargs)
+
+    def _made(self) -> Forward:
+        if self.kind in ELSEWHERE:
+            file, _, name = ELSEWHERE[self.kind].partition(".")
+            found = getattr(importlib.import_module(f"schedlang.runtime.{file}"), name)
+            return cast(Forward, found(self))
+        make = FORWARDS.get(self.kind)
+        return make(self.module, self.kind, self.edges) if make else region(self.inner, self.edges)

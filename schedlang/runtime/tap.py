@@ -138,6 +138,7 @@ def _functions(tap: Tap) -> dict[str, Callable[..., Any]]:
         "all_reduce": collective("all_reduce", 0),
         "all_gather_into_tensor": collective("all_gather", 0),
         "reduce_scatter_tensor": collective("reduce_scatter", 1),
+        "all_to_all_single": collective("all_to_all", 9),  # counts may differ from rank to rank
         "broadcast": collective("broadcast", 0),
         "reduce": collective("reduce", 0),
         "barrier": collective("barrier", 9),

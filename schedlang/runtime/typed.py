@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from schedlang.runtime import collective, grid, vocab
+from schedlang.runtime import collective, grid, moving, split_norm, vocab
 from schedlang.runtime.collective import Group, listening
 from schedlang.runtime.grid import InParts
 from schedlang.runtime.pending import Made, trouble
@@ -26,6 +26,9 @@ from schedlang.runtime.trace import Stack, name_of, tensors_in
 Axes = frozenset[str]
 NONE: Axes = frozenset()
 SUMS = ("all-reduce", "reduce-scatter")
+# what these give still differs from rank to rank: every rank gets parts of others, for its own
+MOVES = ("all-to-all", "shift", "broadcast", "reduce")
+TALKING = (collective, moving, vocab, grid, split_norm)  # the modules whose functions of autograd communicate
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ class Typed(TorchFunctionMode):
         """Watch every function of the runtime that communicates, forward and backward."""
         found: list[tuple[Any, bool]] = [
             (kind, module is collective)
-            for module in (collective, vocab, grid)
+            for module in TALKING
             for kind in vars(module).values()
             if isinstance(kind, type) and issubclass(kind, torch.autograd.Function)
         ]
@@ -213,7 +216,7 @@ class Typed(TorchFunctionMode):
             for axis in one.axes:
                 if one.kind in SUMS:
                     self._summed(x, before, axis, one, plain)
-                if one.kind != "reduce-scatter":
+                if one.kind not in ("reduce-scatter", *MOVES):
                     after -= {axis}
         if not heard and plain and out.shape != x.shape:  # every rank keeps a part of its own
             groups = (a for a in args if isinstance(a, Group))
