@@ -138,7 +138,7 @@ class Adjoint:
         into = self.typed.varies_at(*edge)
         found = {}
         if crossed is not None and crossed.settles:
-            self._settled(crossed, site)
+            shares = self._settled(crossed, shares, into, site)
             crossed = None
         for axis, share in shares.items():
             heard = [h for h in crossed.back if axis in h.axes] if crossed is not None else []
@@ -169,16 +169,21 @@ class Adjoint:
             kind = OWN
         return Share(kind, times) if (kind, times) != (share.kind, share.times) else share
 
-    def _settled(self, crossed: Crossed, site: str) -> None:
-        """A product that sums its own gradients did so over each axis, of what differs there."""
+    def _settled(self, crossed: Crossed, shares: Shares, into: Axes, site: str) -> Shares:
+        """The gradient of a factor, from a product that sums those of its factors itself."""
+        found = dict(shares)
         for axis in sorted(crossed.settles):
-            label = next((h.label for h in crossed.back if axis in h.axes and h.label), site)
-            if not any(h.kind == "reduce" and axis in h.axes for h in crossed.back):
+            heard = [h for h in crossed.back if axis in h.axes and h.kind == "reduce"]
+            label = next((h.label for h in heard if h.label), site)
+            if not heard:
                 self._fault(label, axis, f"its gradients are parts over `{axis}`, and its backward"
                             " does not sum them")  # fmt: skip
-            elif axis not in crossed.after:
+            elif shares[axis].kind == WHOLE:
                 self._fault(label, axis, f"its backward sums over `{axis}` what is alike on all"
                             " ranks")  # fmt: skip
+            if axis in into:
+                found[axis] = Share(OWN, shares[axis].times)
+        return found
 
     def _fault(self, fqn: str, axis: str, reason: str) -> None:
         self.faults.append(Fault("sum", fqn, axis, reason))
