@@ -136,8 +136,8 @@ class Plan:
 
     @staticmethod
     def empty(model: ModelFacts, mesh: Mesh | None = None) -> Plan:
-        """The plan that does nothing."""
-        return Plan(model, mesh or Mesh())
+        """The plan that does nothing: the untouched model's, whatever rows have changed in it."""
+        return Plan(model.base, mesh or Mesh())
 
     def __str__(self) -> str:
         """One line for each row: its step, where it acts and what it does."""
