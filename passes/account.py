@@ -82,7 +82,7 @@ def account(
     from schedlang.runtime import parts
 
     micro = plan.micro
-    everyone = parts.split(batch, plan.mesh.size(plan.data_axes), micro)
+    everyone = parts.split(batch, plan.shares, micro)
     sample = everyone[0][0].inputs
     traced = propagate(plan, sample, loss)
     staged = stages_of(plan, traced, sample, loss)

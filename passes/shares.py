@@ -20,7 +20,7 @@ def weights(step: Step, batch: Mapping[str, Any], played: Sequence[Role]) -> Cla
 
     plan = step.plan
     micro = plan.micro
-    split = parts.split(batch, plan.mesh.size(plan.data_axes), micro)
+    split = parts.split(batch, plan.shares, micro)
     found = [part.inputs for row in split for part in row]
     if len(found) == 1:
         return Claim("loss weights", "one part, which is the whole")
@@ -75,7 +75,7 @@ def _step(step: Step, played: Sequence[Role]) -> Iterator[Diagnostic]:
     """Of a batch whose parts are alike, those of all replicas weigh one in each update."""
     from schedlang.timeline.versions import updates
 
-    count = step.plan.mesh.size(step.plan.data_axes)
+    count = step.plan.shares
     times = int(updates(shortened(step).prepared.staged.timeline).max())  # of a step
     for role in played:
         total = sum(role.weights) * count / times

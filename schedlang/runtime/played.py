@@ -105,7 +105,7 @@ class Played(Program):
             self.weights = list(scale or ())
             return plain(batches, scale, **options)
 
-        bare = [Part(hollow_batch(part.inputs), part.rows) for part in parts]
+        bare = [replace(part, inputs=hollow_batch(part.inputs)) for part in parts]
         vars(pipeline)["run"] = run
         self.answers.outside = False
         try:
