@@ -30,7 +30,7 @@ def tokens_of(
     Raises Refusal S659 at the last row that splits sequences if the model cannot be split so. A
     model without values is not tried: it cannot be built either.
     """
-    if not plan.contexts:
+    if plan.mesh.size(plan.context_axes) == 1:
         return None
     try:
         _check(plan)
@@ -142,10 +142,23 @@ def _how(site: str, rows: tuple[Context, ...], ranks: Ranks) -> How:
 
     outer = sorted(rows, key=lambda one: one.method == "ulysses")
     axes = [axis for one in outer for axis in _levels(one)]
-    groups = tuple(replace(ranks.group(axis), label=site) for axis in axes)
-    if len(rows) == 1:
-        return How(rows[0].method, groups)
-    return How("usp" if outer[0].method == "ring" else "gather", groups)
+    methods = [one.method for one in outer for _ in _levels(one)]
+    groups = [replace(ranks.group(axis), label=site) for axis in axes]
+    real = [k for k, group in enumerate(groups) if group.size > 1]
+    if len(rows) == 1 and len(real) == len(groups):
+        return How(METHODS.get(methods[0], methods[0]), tuple(groups))
+    if len(real) == 2:
+        return How("usp", tuple(groups))
+    (k,) = real
+    return How(_alone(methods[k], k), (groups[k],))
+
+
+METHODS = {"double_ring": "double ring"}
+
+
+def _alone(method: str, level: int) -> str:
+    """A method of two levels of which one has one rank."""
+    return {"double_ring": "ring", "usp": ("ring", "ulysses")[level]}.get(method, method)
 
 
 def _levels(one: Context) -> list[str | tuple[str, ...]]:

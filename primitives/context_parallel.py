@@ -69,7 +69,7 @@ class context_parallel(Primitive):  # noqa: N801
         here = plan.contexts.get(site.fqn, ())
         mine = set(plan.mesh.fold(self.over))
         both = {self.method, *(one.method for one in here)}
-        fits = len(here) == 1 and "ulysses" in both and both & {"ring", "gather"}
+        fits = len(here) == 1 and both == {"ulysses", "ring"}
         if here and (not fits or mine & set(plan.mesh.fold(here[0].axes))):
             refuse("S501", f"`{site}` exchanges keys and values already",
                    f"by `{here[0].method}` over {', '.join(here[0].axes)}",

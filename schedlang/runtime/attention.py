@@ -101,6 +101,7 @@ def _plain_attention(
 
 
 def implementation(module: nn.Module) -> str | None:
+    """The name of the attention function in a module's config; None where there is none."""
     found = getattr(getattr(module, "config", None), _FIELD, None)
     return found if isinstance(found, str) else None
 

@@ -161,6 +161,7 @@ def _shorter(batch: Mapping[str, Any], total: int, length: int) -> dict[str, Any
 
 
 def compare(whole: Seen, parts: Seen) -> None:
+    """Raise Differs unless losses and all gradients are equal but for rounding."""
     wide = whole.loss.dtype == torch.float64
     gate = 1e-9 if wide else 1e-3
     if not torch.allclose(parts.loss, whole.loss, rtol=gate, atol=0.0):

@@ -180,4 +180,5 @@ def sliced(trial: Trial, slicing: Slicing) -> Seen:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients that a backward has left."""
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
