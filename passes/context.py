@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.passes.claim import placed
 from schedlang.passes.propagate import Traced
 from schedlang.passes.sequence import hollow, weight_by_tokens
 from schedlang.passes.staging import Loss
@@ -16,6 +17,7 @@ from schedlang.plan import Action, Context, Plan
 if TYPE_CHECKING:
     from torch import nn
 
+    from schedlang.runtime.collective import Group
     from schedlang.runtime.context.seat import How
     from schedlang.runtime.context.tokens import Tokens
     from schedlang.runtime.ranks import Ranks
@@ -58,10 +60,7 @@ def _splits(action: Action) -> bool:
 
 
 def _at(refusal: Refusal, row: Action | None) -> Refusal:
-    from dataclasses import replace
-
-    one = refusal.diagnostic
-    return Refusal(replace(one, primary=placed(row)) if one.primary.span is None else one)
+    return refusal.at(row.span) if row is not None and row.span is not None else refusal
 
 
 def _check(plan: Plan) -> None:
@@ -130,20 +129,39 @@ def exchange(plan: Plan, module: nn.Module, tokens: Tokens | None, ranks: Ranks)
     from schedlang.runtime.context.install import install
 
     if tokens is not None:
-        install(module, tokens, {site: _how(site, rows, ranks)
-                                 for site, rows in plan.contexts.items()})  # fmt: skip
+        contexts = plan.contexts.items()
+        install(module, tokens, {site: _how(site, rows, ranks.group) for site, rows in contexts})
 
 
-def _how(site: str, rows: tuple[Context, ...], ranks: Ranks) -> How:
+def seated(
+    plan: Plan, model: nn.Module, tokens: Tokens | None, batch: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], AbstractContextManager[None]]:
+    """The first rank's part of a microbatch for a model without ranks, and where it runs."""
+    from schedlang.runtime.collective import Group
+    from schedlang.runtime.context.install import At, Exchanging, install
+    from schedlang.runtime.parts import Part
+
+    if tokens is None:
+        return batch, nullcontext()
+
+    def group(axes: str | tuple[str, ...]) -> Group:
+        plain = plan.mesh.fold(axes)
+        return Group(plain, plan.mesh.group(0, plain), 0)
+
+    hows = {site: _how(site, rows, group) for site, rows in plan.contexts.items()}
+    install(model, tokens, hows)
+    part = tokens.part(Part(dict(batch), ()), 0, Exchanging())
+    return part.inputs, At(tokens).sitting(part.seat, nullcontext())
+
+
+def _how(site: str, rows: tuple[Context, ...], group: Callable[[Any], Group]) -> How:
     """The method of a module and its groups, outermost first."""
-    from dataclasses import replace
-
     from schedlang.runtime.context.seat import How
 
     outer = sorted(rows, key=lambda one: one.method == "ulysses")
     axes = [axis for one in outer for axis in _levels(one)]
     methods = [one.method for one in outer for _ in _levels(one)]
-    groups = [replace(ranks.group(axis), label=site) for axis in axes]
+    groups = [replace(group(axis), label=site) for axis in axes]
     real = [k for k, group in enumerate(groups) if group.size > 1]
     if len(rows) == 1 and len(real) == len(groups):
         return How(METHODS.get(methods[0], methods[0]), tuple(groups))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,6 +49,16 @@ class Tokens:
     def layout(self, batch: Batch) -> Layout:
         """Which tokens of a batch each rank has."""
         return Layout.of(self.kind, length_of(batch), self.ranks)
+
+    def sizes(self, batch: Batch, place: int = 0) -> Callable[[Any], tuple[int, ...]]:
+        """From the shape of a value for whole sequences to that of a place's tokens."""
+        layout = self.layout(batch)
+
+        def resized(shape: Any) -> tuple[int, ...]:
+            runs = len(shape) > 1 and shape[1] == layout.total
+            return (shape[0], layout.counts[place], *shape[2:]) if runs else tuple(shape)
+
+        return resized
 
     def part(
         self, part: Part, place: int, exchange: Exchange | None, layout: Layout | None = None
