@@ -208,6 +208,20 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S656": ("no sequences", "Slices cut dim 1 of the batch's tensors."),
     "S657": ("padding before a slice", "Pad on the right, or leave sequences whole."),
     "S658": ("packed rows in slices", "One document per row, or sequences that stay whole."),
+    "S659": (
+        "a model that cannot be split by tokens",
+        "Only the attentions that rows name meet the tokens of other ranks; the message names the\n"
+        "first module that gives a token something else than it gives within the whole sequence.",
+    ),
+    "S660": (
+        "an attention that no row names",
+        "Where sequences are split, all attentions of a model meet the keys of the same ranks.",
+    ),
+    "S661": (
+        "an attention that cannot be split by tokens",
+        "Its mask must follow from positions, documents and padding, and nothing else is added.",
+    ),
+    "S662": ("sequences are split twice", "Over ranks, or in slices one after the other."),
     "S680": ("too few tokens", "Every rank that shares a sequence needs one of its tokens."),
     "S681": (
         "heads that cannot be divided",
