@@ -37,11 +37,13 @@ def record(
     plan: Plan, inputs: Mapping[str, Any], loss: Loss | None, leaves: Mapping[str, Leaf]
 ) -> Recording:
     """What the model as it is calls, in order, with the shapes of each call."""
+    from schedlang.runtime.hollow import hollow_out
     from schedlang.runtime.meta import hollow_model
     from schedlang.runtime.trace import Recorder, Stack
 
     model, stack = hollow_model(plan.model.model, {}), Stack()
     model.train()
+    hollow_out(model, plan.computes)
     stack.watch(model, _opaque(leaves))
     with Recorder(stack, inputs) as recorder:
         try:

@@ -105,8 +105,18 @@ def _projection(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
     return Wanted(axis, entry, output, P(), splits=True)
 
 
+def _experts(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """Tokens that ranks see alike are shared out and results summed; other tokens are sent."""
+    from schedlang.runtime.dry import Wanted
+
+    axis, told = boundary.axis, plan.told[fqn]
+    if axis in plan.data_axes:
+        return Wanted(axis, None, None, None, splits=False, told=told)
+    return Wanted(axis, R, R, P(), splits=True, told=told)
+
+
 # kinds that a row chose (plan.computes) and what each wants of one axis
-WANTED: Mapping[str, Callable[[Plan, str, str, Boundary], Wanted]] = {}
+WANTED: Mapping[str, Callable[[Plan, str, str, Boundary], Wanted]] = {"experts": _experts}
 
 
 def touches(action: Action, fqn: str) -> bool:

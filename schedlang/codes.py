@@ -139,6 +139,12 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S410": ("the kernel computes something else", "The module is not what the kernel replaces."),
     "S411": ("no weight gradient", "`split_backward` is for modules with trained weights."),
     "S412": ("nothing is sent", "Transfers overlap where a model is cut into stages."),
+    "S421": (
+        "no module of experts",
+        "It is called with tokens, the experts of each token and their weights, gives their sum of\n"
+        "weight times output, and holds parameters whose first dim are the experts.\n"
+        "A small copy was tried; the message says what it does otherwise, and by how much.",
+    ),
     "S501": ("done twice", "Two rows do the same at one module; drop one."),
     "S502": ("one region inside another", "The inner module would be recomputed twice."),
     "S503": (

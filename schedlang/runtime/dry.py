@@ -14,7 +14,7 @@ from schedlang.runtime.collective import Group
 from schedlang.runtime.crossing import dim_of, shared
 from schedlang.runtime.follow import GATHER, Follower
 from schedlang.runtime.notes import Hoist, Mismatch, Note, Tag
-from schedlang.runtime.shard import Edge, Sharded, is_main, on_first, on_result
+from schedlang.runtime.shard import CLASSES, Edge, Sharded, is_main, on_first, on_result
 from schedlang.runtime.trace import tensors_in
 from schedlang.runtime.vocab import ShardedLogits
 
@@ -34,6 +34,7 @@ class Wanted:
     cut: int | None = None
     head: bool = False
     hoisted: bool = False
+    told: Any = None
 
 
 @dataclass(frozen=True)
@@ -174,13 +175,14 @@ def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) ->
         computes = S(dim_of(computes) % ndim, computes.blocks)
         if isinstance(leaves, S):
             leaves = S(dim_of(leaves) % ndim, computes.blocks)
-    if leaf.kind and wanted.splits:
+    if leaf.kind in CLASSES and wanted.splits:
         _check_whole(leaf, arrives, wants, computes, leaves, main)
     differ = wanted.splits or (wanted.hoisted and tag is not None)
     differ = differ and wanted.axis not in note.entered
     return Edge(
-        group, arrives, wants, computes, leaves, differ, wanted.cut, wanted.head, wanted.hoisted
-    )
+        group, arrives, wants, computes, leaves, differ, wanted.cut, wanted.head, wanted.hoisted,
+        wanted.told,
+    )  # fmt: skip
 
 
 def _check_whole(

@@ -38,6 +38,7 @@ class Edge:
     cut: int | None = None
     head: bool = False
     hoisted: bool = False
+    told: Any = None  # what a row says of how a module of its kind computes
 
     def entry(self) -> Crossing:
         """The change of placement on the way in."""
@@ -64,6 +65,7 @@ def _conv1d(module: nn.Module, x: Tensor, with_bias: bool) -> Tensor:
     return out.view(*x.shape[:-1], weight.shape[-1])
 
 
+CLASSES = ("Linear", "Conv1D", "Embedding")
 COMPUTES: Mapping[str, Compute] = {"Linear": _linear, "Conv1D": _conv1d}
 
 
@@ -173,6 +175,9 @@ FORWARDS: Mapping[str, Callable[[nn.Module, str, tuple[Edge, ...]], Forward]] = 
     "Embedding": embedding,
 }
 
+# kinds that run the module's own forward on a part of its parameters
+WITHIN: dict[str, Callable[[nn.Module, Forward, tuple[Edge, ...]], Forward]] = {}
+
 
 class Sharded:
     """The forward of a sharded module; `kind` is the class that says how it computes, or "".
@@ -196,9 +201,12 @@ class Sharded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The sharded computation."""
         if self.run is None:
-            make = FORWARDS.get(self.kind)
-            made = (
-                make(self.module, self.kind, self.edges) if make else region(self.inner, self.edges)
-            )
-            self.run = made
+            self.run = self._made()
         return self.run(*args, **kwargs)
+
+    def _made(self) -> Forward:
+        if self.kind in WITHIN:
+            return WITHIN[self.kind](self.module, self.inner, self.edges)
+        if self.kind in FORWARDS:
+            return FORWARDS[self.kind](self.module, self.kind, self.edges)
+        return region(self.inner, self.edges)

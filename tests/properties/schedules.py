@@ -12,7 +12,16 @@ from tests.properties.models import Block, Config, Short, configs
 
 # verbs in the order in which their rows may stand
 PHASES = (
-    *("replace_kernel", "fuse", "pad", "shard", "checkpoint", "offload", "unroll"),
+    *(
+        "replace_kernel",
+        "fuse",
+        "pad",
+        "shard",
+        "expert_parallel",
+        "checkpoint",
+        "offload",
+        "unroll",
+    ),
     *("pipeline_split", "split_backward", "zero", "overlap", "pipeline", "verify"),
 )
 Axes = tuple[tuple[str, int], ...]
