@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from schedlang.placement import Uneven
+from schedlang.runtime import unevens
 from schedlang.runtime.notes import Mismatch, Note, Tag
 from schedlang.runtime.trace import (
     Call,
@@ -54,6 +56,7 @@ class Follower(TorchFunctionMode):
         ] = {}  # parameter -> axes over which its gradient is a part
         self.masks: dict[tuple[str, int], tuple[tuple[int, ...], Mapping[str, Tag]]] = {}
         self.drawn: dict[str, int] = {}
+        self.unevens: dict[str, set[Uneven]] = {}  # by axis, of all that the plan splits
 
     # -- notes on tensors ------------------------------------------------------------------------
 
@@ -135,6 +138,7 @@ class Follower(TorchFunctionMode):
         axis = next((a for t in inputs for a in self.note(t).tags), None)
         integers = expected.integers if expected is not None and axis is not None else ()
         failure = Mismatch(frame, str(error).split("\n")[0], axis, integers, self.agreed)
+        failure.mixed = unevens.mixed([self.note(tensor) for tensor in inputs])
         failure.by = _by(inputs, axis)
         if expected is not None and axis is not None and expected.name in RESHAPES:
             failure.counted = _leading_factor(expected, self.note(inputs[0]).tags.get(axis))
@@ -216,7 +220,10 @@ class Step:
             raise self.fail(f"`{self.name}` gives {list(local)} for {list(shape)}")
         differ = [dim for dim in range(len(shape)) if local[dim] != shape[dim]]
         if not axes and differ and self.name not in FILLS:
-            raise self._leak(local, shape)
+            opened = unevens.opened(self, local, shape, differ)
+            if not opened:
+                raise self._leak(local, shape)
+            return opened
         split_axes = sorted(axes) if axes else self._axes_for(differ, local, shape)
         if not differ:
             if axes and self._carries_values():
@@ -225,27 +232,36 @@ class Step:
                     f"`{self.name}` reduces over a dim that is split over `{axis}`", axis
                 )
             return {}
+        along = unevens.alike(self, local, shape)
+        differ = [dim for dim in differ if dim != along]
         if len(differ) != len(split_axes):
             known = next(iter(split_axes), None)
             raise self.fail(f"`{self.name}` gives {list(local)} for {list(shape)}", known)
         tags = {}
         for dim in differ:
-            axis = self._axis_of(dim, local, shape, split_axes)
-            tags[axis] = Tag(dim, self._blocks(axis, dim, shape, place), _by(self.inputs, axis))
+            axis, uneven = self._axis_of(dim, local, shape, split_axes)
+            blocks = self._blocks(axis, dim, shape, place)
+            tags[axis] = Tag(dim, blocks, _by(self.inputs, axis), uneven, along)
         return tags
 
     def _axes_for(self, differ: list[int], local: Any, shape: Any) -> list[str]:
         sizes = self.follower.sizes
         return [
-            next((a for a, n in sizes.items() if n > 1 and local[d] * n == shape[d]), "?")
+            next((a for a, n in sizes.items() if n > 1 and self._fits(a, local[d], shape[d])), "?")
             for d in differ
         ]
 
-    def _axis_of(self, dim: int, local: Any, shape: Any, axes: list[str]) -> str:
+    def _axis_of(self, dim: int, local: Any, shape: Any, axes: list[str]) -> tuple[str, Uneven]:
         for axis in axes:
-            if local[dim] * self.follower.sizes.get(axis, 0) == shape[dim]:
-                return axis
+            uneven = self._fits(axis, local[dim], shape[dim])
+            if uneven is not None:
+                return axis, uneven
         raise self.fail(f"`{self.name}` gives {list(local)} for {list(shape)}", axes[0])
+
+    def _fits(self, axis: str, local: int, whole: int) -> Uneven | None:
+        """How a dim that is `whole` lies on an axis if each rank has `local` of it."""
+        held = local * self.follower.sizes.get(axis, 0)
+        return next((u for u in unevens.legal(self, axis) if held == whole * u.wide), None)
 
     def _leak(self, local: tuple[int, ...], shape: tuple[int, ...]) -> Mismatch:
         return self.fail(
