@@ -277,7 +277,7 @@ class shard(Primitive):  # noqa: N801
             helps.append(f"or pad it first: `{site} pad({names[dim]}, multiple=128)`")
         elif self.uneven is None:
             out = names[dim : dim + 1] == ("out",)
-            helps += remedies(f"{site} {self._call()}", self.heads, ranks, out)
+            helps += remedies(f"{site} {self.call}", self.heads, ranks, out)
         style = f"`{self.style}`" if self.style else "this"
         count = f"{len(cut.blocks)} blocks of {bad}" if len(cut.blocks) > 1 else f"{bad}"
         if self.heads:
@@ -288,7 +288,8 @@ class shard(Primitive):  # noqa: N801
                       f" {fact.shape[dim]}",),
                helps=helps)  # fmt: skip
 
-    def _call(self) -> str:
+    @property
+    def call(self) -> str:
         """The call as it stands, without what follows the axis, and open."""
         given = [self.style] if self.style else [f"{k}={v}" for k, v in self.tensors]
         blocks = self.blocks if isinstance(self.blocks, int) else list(self.blocks)

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests import models
 from tests.engine import Threads
-from tests.proofs import planned, proven
+from tests.proofs import planned, proven, refused
 
 
 def llama(heads: int, keys: int, attend: str = "eager", inner: int = 24) -> nn.Module:
@@ -66,3 +66,42 @@ def test_widths_padded(threads: Threads) -> None:
       down_proj       shard(row, over=tp, uneven=pad)
     }"""
     prove(threads, llama(4, 2, inner=23), rows, "tp=3")
+
+
+def test_heads_that_do_not_fit_name_both_remedies() -> None:
+    """S403: how many heads, and rows to paste that replicate them or pad; each of them is legal."""
+    plain = attention("", "")
+    said = refused(llama(8, 2), plain, "tp=4", models.tokens())
+    row = "model.layers.0.self_attn.k_proj shard(col, over=tp, heads=2, uneven="
+    assert "S403" in said and f"`{row}replicate)`" in said and f"`{row}pad)`" in said
+    said = refused(llama(6, 6), plain, "tp=4", models.tokens())
+    assert "q_proj shard(col, over=tp, heads=6, uneven=pad)`" in said and "replicate" not in said
+
+
+@pytest.mark.parametrize(
+    ("row", "mesh", "said"),
+    [
+        ("mlp.up_proj shard(col, over=tp)", "tp=7", "mlp.up_proj shard(col, over=tp, uneven=pad)`"),
+        ("self_attn.k_proj shard(col, over=tp, uneven=replicate)", "tp=3", "say it: `heads=2`"),
+        ("self_attn.k_proj shard(col, heads=3, over=tp)", "tp=3", "3 heads do not make up 8"),
+        ("self_attn.k_proj shard(col, heads=2, over=tp, uneven=replicate)", "tp=3",
+         "3 ranks cannot share 2 heads evenly"),
+        ("self_attn.o_proj shard(row, heads=2, over=tp, uneven=replicate)", "tp=4",
+         "would be summed twice"),
+        ("self_attn.k_proj shard(col, heads=1, over=tp, uneven=pad)", "tp=2",
+         "cannot split 1 heads evenly 2 ways"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(row: str, mesh: str, said: str) -> None:
+    """Sizes that a rule does not make fit (S402, S406), with what would."""
+    assert said in refused(llama(4, 2), f"model.layers.0.{row}", mesh)
+
+
+def test_a_padded_projection_without_its_partner() -> None:
+    """What is padded on one side only does not arrive as the other side wants it."""
+    rows = """at model.layers.*.mlp {
+      {gate,up}_proj  shard(col, over=tp, heads=3, uneven=pad)
+      down_proj       shard(row, over=tp)
+    }"""
+    said = refused(llama(4, 2, inner=24), rows, "tp=4", models.tokens())
+    assert "S405" in said and "arrives as S(2, pad)" in said
