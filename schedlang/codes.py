@@ -153,6 +153,10 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S410": ("the kernel computes something else", "The module is not what the kernel replaces."),
     "S411": ("no weight gradient", "`split_backward` is for modules with trained weights."),
     "S412": ("nothing is sent", "Transfers overlap where a model is cut into stages."),
+    "S420": (
+        "a length that the ranks do not divide",
+        "A tensor is split along a dim whose size in this batch is no multiple of the ranks.",
+    ),
     "S413": (
         "nothing is frozen, or everything",
         "Something is frozen, and something still trained.",
