@@ -14,11 +14,11 @@ from torch.autograd.function import once_differentiable
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.attend.dropout import Dropout
 from schedlang.runtime.attend.layout import Layout, Runs, place_at
-from schedlang.runtime.attend.local import Backward, Forward, Rules, Tokens
+from schedlang.runtime.attend.local import BLOCK, Backward, Forward, Rules, Tokens
 from schedlang.runtime.attend.mask import Mask, Tags
 from schedlang.runtime.attend.reach import Reach
 from schedlang.runtime.attend.rounds import Gathered, Ring, Rounds
-from schedlang.runtime.attend.swap import Team, enough
+from schedlang.runtime.attend.swap import Team, copied
 from schedlang.runtime.attend.travel import Packet
 from schedlang.runtime.collective import Group
 
@@ -53,6 +53,7 @@ def attend(
     layout: Layout,
     scale: float | None = None,
     dropout: Dropout | None = None,
+    block: int = BLOCK,
 ) -> Tensor:
     """The attention of this rank's queries to the keys of the whole sequence: [.., v's head_dim].
 
@@ -61,12 +62,13 @@ def attend(
     mask     its tensors that lie with tokens: this rank's; `slopes`: those of all of q's heads.
              Their gradient is what this rank's queries give: a part, to be summed over the groups
     scale    of the scores; 1/sqrt(head_dim) if None
+    block    scores of so many queries and keys exist at once, for each row and head
 
     The result has q's dtype.  Refusal S681 for heads that Ulysses cannot divide.
     """
     _check(q, k, v, method, groups, layout)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    rules = Rules(mask.reach, scale, mask.cap, mask.slopes, mask.rows, dropout)
+    rules = Rules(mask.reach, scale, mask.cap, mask.slopes, mask.rows, dropout, block)
     if method in ("ulysses", "usp"):
         return _swapped(q, k, v, mask, rules, tuple(groups), layout)
     at = Tokens(layout.runs[place_of(groups)], mask.tags)
@@ -86,9 +88,7 @@ def _swapped(
     """Ulysses around what is left of the ring, if anything is."""
     *outer, inner = groups
     refuse_heads(q.shape[1], k.shape[1], inner.size)
-    copies = enough(k.shape[1], inner.size)
-    if copies > 1:
-        k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
+    k, v = copied(k, inner.size), copied(v, inner.size)
     place, joined = place_of(outer), layout.joined(inner.size)
     team = Team(inner, layout, place, joined.runs[place])
     mine = q.shape[1] // inner.size

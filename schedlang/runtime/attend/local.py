@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from schedlang.runtime.attend.layout import Runs
 from schedlang.runtime.attend.mask import Tags, distance, pieces, seen
 from schedlang.runtime.attend.reach import Reach
 
-BLOCK = 512  # tokens: scores of BLOCK x BLOCK are held for each row and head
+BLOCK = 512  # tokens
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Rules:
     slopes: Tensor | None = None
     rows: Tensor | None = None
     dropout: Dropout | None = None
-    block: int = field(default_factory=lambda: BLOCK)
+    block: int = BLOCK
 
 
 @dataclass(frozen=True)
