@@ -66,9 +66,11 @@ class Case:
 def prepared(case: Case) -> Case:
     """The case with its plan traced once, here, for all ranks: here it is refused, if it is."""
     from schedlang.passes.prepare import prepare
+    from schedlang.runtime.parametrized import let_travel
     from schedlang.runtime.parts import split
 
     plan = case.plan
+    let_travel(plan.model.model)
     micro = plan.micro
     sample = split(case.batches[0], plan.mesh.size(plan.data_axes), micro)[0][0].inputs
     return replace(case, prepared=prepare(plan, sample, case.loss, case.weight))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from schedlang.placement import P, Placement, R, Replicate, S
 from schedlang.runtime.collective import Group
+from schedlang.runtime.convolution import CHANNELS, CONVOLUTIONS
 from schedlang.runtime.crossing import dim_of, shared
 from schedlang.runtime.follow import GATHER, Follower
 from schedlang.runtime.notes import Hoist, Mismatch, Note, Tag
@@ -18,12 +19,15 @@ from schedlang.runtime.shard import Edge, Sharded, is_main, on_first, on_result
 from schedlang.runtime.trace import tensors_in
 from schedlang.runtime.vocab import ShardedLogits
 
+PROJECTIONS = ("Linear", "Conv1D", *CONVOLUTIONS)
+
 
 @dataclass(frozen=True)
 class Wanted:
     """One axis of one sharded module, before it is known how tensors arrive.
 
     `computes` None: what it wants (a module that runs as it is).  `input` None: as they come.
+    `parts`: it computes other positions on each rank, so all its gradients are parts.
     """
 
     axis: str
@@ -34,6 +38,7 @@ class Wanted:
     cut: int | None = None
     head: bool = False
     hoisted: bool = False
+    parts: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,7 +193,7 @@ def _check_whole(
     main: Tensor,
 ) -> None:  # fmt: skip
     """Refuse what a split projection or embedding cannot be given, or hand on."""
-    reason = ""
+    reason, inner = "", CHANNELS if leaf.kind in CONVOLUTIONS else main.ndim - 1
     if isinstance(computes, S):
         if not isinstance(wants, Replicate):
             reason = f"`{leaf.fqn}` splits its outputs, and computes them from whole inputs"
@@ -198,8 +203,8 @@ def _check_whole(
             reason = f"`{leaf.fqn}` adds its bias to a sum over one axis, and another splits it"
     elif isinstance(wants, S) and wants.blocks != 1 and arrives != wants:
         reason = f"`{leaf.fqn}` splits its inputs in blocks, and they do not arrive so"
-    elif leaf.kind != "Embedding" and not (isinstance(wants, S) and wants.dim == main.ndim - 1):
-        reason = f"`{leaf.fqn}` splits its inputs along their last dim, and is given {wants}"
+    elif leaf.kind != "Embedding" and not (isinstance(wants, S) and wants.dim == inner):
+        reason = f"`{leaf.fqn}` splits its inputs along dim {inner}, and is given {wants}"
     if reason:
         helps = ("leave out `input=`, `output=` and `blocks=`: a style says what fits",)
         raise _refuse(reason, None, leaf.fqn, *helps)
@@ -218,7 +223,11 @@ def _compact(blocks: Sequence[int]) -> int | tuple[int, ...]:
 def _note_leaf(leaf: Leaf, edges: Sequence[Edge], note: Note, out: Any, follower: Follower) -> None:
     """Note the result of a projection or embedding, and which of its gradients are parts."""
     own = {edge.group.axes[0]: edge for edge in edges}
-    for axis in note.parts - own.keys():
+    parts = {wanted.axis for wanted in leaf.wanted if wanted.parts}
+    if leaf.kind in PROJECTIONS:  # one that is given some of the positions
+        inner = CHANNELS if leaf.kind in CONVOLUTIONS else out.ndim - 1
+        parts |= {a for a, e in own.items() if isinstance(e.wants, S) and dim_of(e.wants) != inner}
+    for axis in (note.parts - own.keys()) | parts:
         follower.partial_over(frozenset(leaf.parameters), axis)
     for axis, edge in own.items():
         if leaf.bias is not None and isinstance(edge.computes, P) and isinstance(edge.leaves, S):

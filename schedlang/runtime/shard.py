@@ -73,21 +73,25 @@ Forward = Callable[..., Any]
 def projection(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
     """A Linear or Conv1D on its parts: enter, multiply, reduce, add the bias once."""
     compute = COMPUTES[kind]
-    pending = any(isinstance(edge.computes, P) for edge in edges)
+    sums = [edge for edge in edges if isinstance(edge.computes, P)]
+    others = [edge for edge in edges if edge not in sums]
     padded = [edge for edge in edges if edge.cut is not None]
 
     def forward(x: Tensor) -> Any:
         for edge in edges:
             x = shared(edge.entry(), x)
-        y = compute(module, x, not pending)
-        for edge in edges:
+        y = compute(module, x, not sums)
+        for edge in sums:
+            y = edge.exit()(y)
+        bias = module._parameters.get("bias") if sums else None
+        y = y if bias is None else y + bias  # once, before others' positions are gathered
+        for edge in others:
             if edge.head:
                 return _head(y, edge)
             y = edge.exit()(y)
         for edge in padded:
             y = y[..., : edge.cut]
-        bias = module._parameters.get("bias") if pending else None
-        return y if bias is None else y + bias
+        return y
 
     return forward
 
@@ -167,13 +171,6 @@ def on_result(cross: Callable[[Tensor], Tensor], out: Any) -> Any:
     return out
 
 
-FORWARDS: Mapping[str, Callable[[nn.Module, str, tuple[Edge, ...]], Forward]] = {
-    "Linear": projection,
-    "Conv1D": projection,
-    "Embedding": embedding,
-}
-
-
 class Sharded:
     """The forward of a sharded module; `kind` is the class that says how it computes, or "".
 
@@ -196,6 +193,8 @@ class Sharded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The sharded computation."""
         if self.run is None:
+            from schedlang.runtime.leaf import FORWARDS  # those build on what stands here
+
             make = FORWARDS.get(self.kind)
             made = (
                 make(self.module, self.kind, self.edges) if make else region(self.inner, self.edges)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from schedlang.runtime import collective, moving, vocab
+from schedlang.runtime import collective, moving, shared_norm, vocab
 from schedlang.runtime.collective import Group, listening
 from schedlang.runtime.pending import Made, trouble
 from schedlang.runtime.trace import Stack, name_of, tensors_in
@@ -27,7 +27,8 @@ NONE: Axes = frozenset()
 SUMS = ("all-reduce", "reduce-scatter")
 # what these give still differs from rank to rank: every rank gets parts of others, for its own
 MOVES = ("all-to-all", "shift", "broadcast", "reduce")
-TALKING = (collective, moving, vocab)  # the modules whose functions of autograd communicate
+# the modules whose functions of autograd communicate
+TALKING = (collective, moving, shared_norm, vocab)
 
 
 @dataclass(frozen=True)
