@@ -138,11 +138,52 @@ def _window(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
     return Wanted(axis, entry, boundary.output, None, splits=False, parts=across)
 
 
+def _on_grid(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """What a module on a grid wants: its rows split the batch, its columns the hidden dim."""
+    from schedlang.runtime.dry import Wanted
+
+    axis, output = boundary.axis, boundary.output
+    if boundary.input is None and output is None:  # a row of the grid
+        _check_data(plan, fqn, axis)
+        return Wanted(axis, None, None, R, splits=False)
+    head = isinstance(output, S) and output.dim == "vocab"
+    weight = plan.model.sites[fqn].parameters["weight"]
+    cut = weight.shape[0] if head else None
+    blocks = next(s.blocks for s in plan.held(weight.name).splits if s.axis == axis)
+    computes = S(-1, blocks if len(set(blocks)) > 1 else len(blocks))
+    if kind == "summa Embedding":
+        return Wanted(axis, None, output, S(-1), splits=True)
+    return Wanted(axis, boundary.input, output, computes, splits=True, cut=cut, head=head)
+
+
+def _normed(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """What a norm over a split hidden dim wants: parts, and it gives parts."""
+    from schedlang.runtime.dry import Wanted
+
+    return Wanted(boundary.axis, S(-1), boundary.output or S(-1), S(-1), splits=True)
+
+
+def _check_data(plan: Plan, fqn: str, axis: str) -> None:
+    """The rows of a grid hold different rows of the batch: else gradients would be summed twice."""
+    if set(plan.mesh.fold(axis)) <= set(plan.data_axes):
+        return
+    row = next(a for a in plan.actions if fqn in a.sites and "placement" in a.primitive.writes)
+    raise Refusal(
+        Diagnostic(
+            "S510", f"nothing splits the batch over `{axis}`, the rows of the grid of `{fqn}`",
+            Label(row.span) if row.span is not None else Label(),
+            helps=(f"add `zero(stage=0, over={axis})` at the end",),
+        )
+    )  # fmt: skip
+
+
 # kinds that a row chose (plan.computes) and what each wants of one axis
 WANTED: Mapping[str, Callable[[Plan, str, str, Boundary], Wanted]] = {
     **dict.fromkeys(CONVOLUTIONS, _convolution),
     **dict.fromkeys((*POOLS, *NORMS), _window),
-}
+    "summa Linear": _on_grid, "summa Conv1D": _on_grid, "summa Embedding": _on_grid,
+    "norm": _normed,
+}  # fmt: skip
 
 
 def touches(action: Action, fqn: str) -> bool:

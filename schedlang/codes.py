@@ -153,6 +153,10 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S410": ("the kernel computes something else", "The module is not what the kernel replaces."),
     "S411": ("no weight gradient", "`split_backward` is for modules with trained weights."),
     "S412": ("nothing is sent", "Transfers overlap where a model is cut into stages."),
+    "S413": (
+        "nothing is frozen, or everything",
+        "Something is frozen, and something still trained.",
+    ),
     "S501": ("done twice", "Two rows do the same at one module; drop one."),
     "S502": ("one region inside another", "The inner module would be recomputed twice."),
     "S503": (
@@ -204,6 +208,20 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S656": ("no sequences", "Slices cut dim 1 of the batch's tensors."),
     "S657": ("padding before a slice", "Pad on the right, or leave sequences whole."),
     "S658": ("packed rows in slices", "One document per row, or sequences that stay whole."),
+    "S659": (
+        "a model that cannot be split by tokens",
+        "Only the attentions that rows name meet the tokens of other ranks; the message names the\n"
+        "first module that gives a token something else than it gives within the whole sequence.",
+    ),
+    "S660": (
+        "an attention that no row names",
+        "Where sequences are split, all attentions of a model meet the keys of the same ranks.",
+    ),
+    "S661": (
+        "an attention that cannot be split by tokens",
+        "Its mask must follow from positions, documents and padding, and nothing else is added.",
+    ),
+    "S662": ("sequences are split twice", "Over ranks, or in slices one after the other."),
     "S680": ("too few tokens", "Every rank that shares a sequence needs one of its tokens."),
     "S681": (
         "heads that cannot be divided",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import nn
+
+    Change = Callable[[nn.Module], nn.Module]  # to a copy that is trained by another rule
 
 # The names that a class gives to the dims of its parameters, by the class's qualified name;
 # a subclass inherits them.  Parameters of other classes are addressed by dim number.
@@ -91,13 +93,30 @@ class ModelFacts:
     """All sites of one model in model order, found once; the model itself stays as it is.
 
     The model may lie on the meta device.  `model` is kept to answer `attribute` and for `build`.
+    Where rows change what is trained (`freeze`, `tie`), `model` is a copy with these `changes`, and
+    `base` has the facts of the untouched one.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self, model: nn.Module, base: ModelFacts | None = None, changes: tuple[Change, ...] = ()
+    ) -> None:
         self.model = model
+        self.base: ModelFacts = base or self
+        self.changes = changes
         self.class_name = type(model).__name__
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self.cache: dict[object, object] = {}  # answers of probes, by what was asked
+
+    def changed(self, change: Change) -> ModelFacts:
+        """The facts of the model after one more change."""
+        return ModelFacts(change(self.model), self.base, (*self.changes, change))
+
+    def like(self, module: nn.Module) -> ModelFacts:
+        """The facts of another untouched module of the same structure, changed as this one is."""
+        facts = ModelFacts(module)
+        for change in self.changes:
+            facts = facts.changed(change)
+        return facts
 
     @cached_property
     def parameters(self) -> Mapping[str, ParameterFact]:

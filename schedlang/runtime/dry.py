@@ -16,10 +16,15 @@ from schedlang.runtime.crossing import dim_of, shared
 from schedlang.runtime.follow import GATHER, Follower
 from schedlang.runtime.notes import Hoist, Mismatch, Note, Tag
 from schedlang.runtime.shard import Edge, Sharded, is_main, on_first, on_result
+from schedlang.runtime.split_norm import NotSplit
 from schedlang.runtime.trace import tensors_in
 from schedlang.runtime.vocab import ShardedLogits
 
 PROJECTIONS = ("Linear", "Conv1D", *CONVOLUTIONS)
+
+
+GATHER_NORM = "gather before it: `output=R` on the row before, and leave it whole"
+PLAIN = ("Linear", "Conv1D", "Embedding")  # kinds split along one dim for each axis
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ def dry_forward(
         for edge in edges:
             _hoist(edge, main, follower)
         if leaf.kind:
-            out = Sharded(module, leaf.kind, edges)(*args, **kwargs)
+            out = _computed(Sharded(module, leaf.kind, edges, inner), args, kwargs, follower)
             _note_leaf(leaf, edges, note, out, follower)
         else:
             for edge in edges:
@@ -93,6 +98,17 @@ def dry_forward(
         return out
 
     return forward
+
+
+def _computed(
+    sharded: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any], follower: Follower
+) -> Any:
+    """What a sharded module gives; its own call that does not do with parts, as a mismatch."""
+    try:
+        return sharded(*args, **kwargs)
+    except NotSplit as fault:
+        frame, axis = follower.stack.frames[-1], sharded.edges[0].group.axes[0]
+        raise Mismatch(frame, str(fault), axis, (), follower.agreed, (GATHER_NORM,)) from fault
 
 
 def _hoist(edge: Edge, main: Tensor, follower: Follower) -> None:
@@ -179,7 +195,7 @@ def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) ->
         computes = S(dim_of(computes) % ndim, computes.blocks)
         if isinstance(leaves, S):
             leaves = S(dim_of(leaves) % ndim, computes.blocks)
-    if leaf.kind and wanted.splits:
+    if leaf.kind in PLAIN and wanted.splits:
         _check_whole(leaf, arrives, wants, computes, leaves, main)
     differ = wanted.splits or (wanted.hoisted and tag is not None)
     differ = differ and wanted.axis not in note.entered

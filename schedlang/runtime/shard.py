@@ -87,7 +87,7 @@ def projection(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward
         y = y if bias is None else y + bias  # once, before others' positions are gathered
         for edge in others:
             if edge.head:
-                return _head(y, edge)
+                return head_of(y, edge)
             y = edge.exit()(y)
         for edge in padded:
             y = y[..., : edge.cut]
@@ -96,7 +96,8 @@ def projection(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward
     return forward
 
 
-def _head(y: Tensor, edge: Edge) -> ShardedLogits:
+def head_of(y: Tensor, edge: Edge) -> ShardedLogits:
+    """Logits that stay split over the vocabulary; padding gets none."""
     assert edge.cut is not None
     true, width = edge.cut, y.shape[-1]
     mine = max(0, min(width, true - edge.group.rank * width))
@@ -177,9 +178,11 @@ class Sharded:
     An object, not a closure: in a deep copy of the model it is bound to the copied module.
     """
 
-    def __init__(self, module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> None:
+    def __init__(
+        self, module: nn.Module, kind: str, edges: tuple[Edge, ...], inner: Forward | None = None
+    ) -> None:
         self.module, self.kind, self.edges = module, kind, edges
-        self.inner = module.forward
+        self.inner: Forward = module.forward if inner is None else inner
         self.run: Forward | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
@@ -193,11 +196,10 @@ class Sharded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The sharded computation."""
         if self.run is None:
-            from schedlang.runtime.leaf import FORWARDS  # those build on what stands here
-
-            make = FORWARDS.get(self.kind)
-            made = (
-                make(self.module, self.kind, self.edges) if make else region(self.inner, self.edges)
-            )
-            self.run = made
+            self.run = self._made()
         return self.run(*args, **kwargs)
+
+    def _made(self) -> Forward:
+        from schedlang.runtime.leaf import forward_of  # the kinds build on what stands here
+
+        return forward_of(self)
