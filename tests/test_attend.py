@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedlang.diagnostic import Refusal
-from schedlang.runtime.attend import Dropout, Layout, Mask, attend, place_of
+from schedlang.runtime.attend import Dropout, Layout, Mask, attend, attend_lse, place_of
 from schedlang.runtime.launch import Pool
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.random import LogicalDropout
@@ -145,3 +145,33 @@ def test_fresh_dropout_drops_as_often_as_it_says() -> None:
     assert float((first == 0).float().mean()) == pytest.approx(P, abs=0.02)
     assert float(first.mean()) == pytest.approx(1, abs=0.04)
     assert not first.equal(second) and not first[0].equal(first[1])
+
+
+def _blind(case: Case) -> list[torch.Tensor]:
+    groups = groups_of(case.sizes)
+    layout = Layout.of(case.kind, case.tokens, case.ranks)
+    mine = part(case, layout, place_of(groups))
+    leaves = [mine[name].requires_grad_() for name in "qkv"]
+    mask = Mask(causal=True, present=mine["present"])
+    out, lse = attend_lse(*leaves, mask, method=case.method, groups=groups, layout=layout)
+    assert bool((out.detach()[lse.isneginf()] == 0).all())
+    scored = lse.masked_fill(lse.isneginf(), 0)
+    grads = torch.autograd.grad((scored * mine["grad"][..., 0]).sum(), leaves[:2])
+    return [lse.detach(), *grads]
+
+
+@pytest.mark.parametrize("method", SIZES)
+def test_the_sum_of_exponents_is_given_too(method: str, threads: Threads) -> None:
+    """Each query's log-sum-exp, with its gradient; -inf, and a result of 0, where it sees none."""
+    case = Case(method, SIZES[method][-1], heads=12, has=frozenset({"present"}), seed=1)
+    made = whole(case)
+    q, k = (made[name].requires_grad_() for name in "qk")
+    scores = q @ k.repeat_interleave(6, 1).mT / 5**0.5
+    hidden = torch.ones(13, 13, dtype=torch.bool).triu(1) | ~made["present"][:, None, None]
+    lse = scores.masked_fill(hidden, -math.inf).logsumexp(-1)
+    assert lse.isneginf().any()
+    scored = lse.masked_fill(lse.isneginf(), 0)
+    expected = [lse.detach(), *torch.autograd.grad((scored * made["grad"][..., 0]).sum(), [q, k])]
+    layout = Layout.of(case.kind, case.tokens, case.ranks)
+    for parts, other in zip(zip(*threads.run(_blind, case.ranks, case)), expected):
+        torch.testing.assert_close(layout.whole(parts, 2), other, rtol=1e-12, atol=1e-12)

@@ -66,11 +66,38 @@ def attend(
 
     The result has q's dtype.  Refusal S681 for heads that Ulysses cannot divide.
     """
+    return _attend(q, k, v, mask, method, groups, layout, scale, dropout, block, False)[0]
+
+
+def attend_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    *,
+    method: str,
+    groups: Sequence[Group],
+    layout: Layout,
+    scale: float | None = None,
+    dropout: Dropout | None = None,
+    block: int = BLOCK,
+) -> tuple[Tensor, Tensor]:
+    """As `attend`, with the log-sum-exp of each query's scores, [rows, heads, local tokens].
+
+    It is -inf where a query sees nothing, does not count `sinks`, and has a gradient too.
+    """
+    return _attend(q, k, v, mask, method, groups, layout, scale, dropout, block, True)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, method: str, groups: Sequence[Group],
+    layout: Layout, scale: float | None, dropout: Dropout | None, block: int, lse: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     _check(q, k, v, method, groups, layout)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     rules = Rules(mask.reach, scale, mask.cap, mask.slopes, mask.rows, dropout, block)
     if method in ("ulysses", "usp"):
-        return _swapped(q, k, v, mask, rules, tuple(groups), layout)
+        return _swapped(q, k, v, mask, rules, tuple(groups), layout, lse)
     at = Tokens(layout.runs[place_of(groups)], mask.tags)
     return _run(q, k, v, rules, mask.sinks, _rounds(method, groups, layout, mask.reach), at)
 
@@ -83,8 +110,8 @@ def _rounds(method: str, groups: Sequence[Group], layout: Layout, reach: Reach) 
 
 def _swapped(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, rules: Rules, groups: tuple[Group, ...],
-    layout: Layout,
-) -> Tensor:  # fmt: skip
+    layout: Layout, with_lse: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Ulysses around what is left of the ring, if anything is."""
     *outer, inner = groups
     refuse_heads(q.shape[1], k.shape[1], inner.size)
@@ -102,7 +129,8 @@ def _swapped(
     sinks = None if mask.sinks is None else mask.sinks[heads]
     at = Tokens(joined.runs[place], team.tags(mask.tags))
     ring = Ring(tuple(outer), joined, rules.reach)
-    return team.tokens(_run(team.heads(q), team.heads(k), team.heads(v), rules, sinks, ring, at))
+    out, lse = _run(team.heads(q), team.heads(k), team.heads(v), rules, sinks, ring, at)
+    return team.tokens(out), team.tokens(lse[..., None])[..., 0] if with_lse else lse
 
 
 def refuse_heads(heads: int, kv_heads: int, ranks: int) -> None:
@@ -135,7 +163,7 @@ def _check(
 
 def _run(
     q: Tensor, k: Tensor, v: Tensor, rules: Rules, sinks: Tensor | None, rounds: Rounds, at: Tokens
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     plain = replace(rules, slopes=None, rows=None)
     out, lse = cast(
         tuple[Tensor, Tensor],
@@ -144,9 +172,9 @@ def _run(
         ),
     )
     if sinks is None:
-        return out
+        return out, lse
     share = (lse - sinks[:, None].to(lse.dtype)).sigmoid()  # of the softmax, beside the sink
-    return out * share[..., None].to(out.dtype)
+    return out * share[..., None].to(out.dtype), lse
 
 
 class _Call:
