@@ -21,6 +21,7 @@ SIZES = {
     "double ring": [(2, 2), (1, 3), (2, 3)],
     "ulysses": [(2,), (3,), (4,)],
     "usp": [(2, 2), (1, 2), (2, 1), (3, 2), (2, 2, 2)],
+    "nbody": [(2, 2), (4, 2), (3, 1), (3, 2), (1, 2)],
 }
 KINDS = ["contiguous", "zigzag", "striped"]
 TAGS = ("documents", "present", "counted")  # of each token; what else is a tensor is of heads

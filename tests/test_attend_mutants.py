@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from schedlang.runtime.attend import call, dropout, local, reach, rounds, swap, travel
+from schedlang.runtime.attend import bodies, call, dropout, local, reach, rounds, swap, travel
 from schedlang.runtime.attend.local import Forward
 from schedlang.runtime.attend.reach import Reach
 from schedlang.runtime.attend.rounds import Ring
@@ -25,6 +25,7 @@ CASES = [
     Case("gather", (3,), "striped", scale=0.7),
     Case("ulysses", (4,), "zigzag", has=frozenset({"slopes", "documents"})),
     Case("double ring", (2, 2), "striped", has=frozenset({"sinks"})),
+    Case("nbody", (3, 2), "zigzag", tokens=12, has=frozenset({"bias"})),
     WINDOW,
     replace(WINDOW, causal=False, ahead=1),
 ]
@@ -69,6 +70,10 @@ def _ends_early(self: Ring, prefix: Any) -> int:
     return max(0, _last(self, prefix) - 1)
 
 
+def _too_far(self: bodies.Bodies, step: int) -> int:
+    return (self.ring.rank - step - (self.share.start if step else 0)) % self.ring.size
+
+
 MUTANTS: dict[str, Change] = {
     "partial results are added without rescaling": (Forward, "_merge", _merged_without_rescaling),
     "the block with the larger scores wins": (Forward, "_merge", _merged_by_the_larger),
@@ -104,6 +109,10 @@ MUTANTS: dict[str, Change] = {
         call, "Backward", lambda *args: local.Backward(*args[:-1], torch.zeros_like(args[-1])),
     ),
     "gradients that arrive are not added": (rounds, "added", lambda arrived, part: part),
+    "members of a team do not weigh what they found": (
+        bodies, "finite", lambda lse: torch.zeros_like(lse),
+    ),
+    "a share of the steps begins one team too far": (bodies.Bodies, "origin", _too_far),
     "nothing that arrives is waited for": (travel.Moving, "wait", lambda self: self.packet),
 }  # fmt: skip
 

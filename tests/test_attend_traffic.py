@@ -118,6 +118,16 @@ def test_usp_is_ulysses_in_a_ring(threads: Threads) -> None:
     assert backward == {"all-to-all": 4 * own, "send": 4 * own}
 
 
+def test_teams_send_less_around_the_ring(threads: Threads) -> None:
+    """p/c of a rank's keys and values at most, where a ring sends p-1; teams of one are a ring."""
+    case = replace(FEW, method="nbody", sizes=(4, 2), tokens=32)
+    packet = 2 * elements(case, 1)
+    found = [totals(forward).get("send") for forward, _ in threads.run(_listened, 8, case)]
+    assert found == [2 * packet, 4 * packet] * 4 and case.ranks // 2 == 4
+    alone = replace(FEW, method="nbody", sizes=(4, 1))
+    assert sent(alone, threads)[0] == sent(FEW, threads)[0]
+
+
 def test_a_window_ends_the_ring_early(threads: Threads) -> None:
     """A window no longer than a rank's tokens needs one neighbour, and its gradient comes home."""
     case = replace(FEW, kind="contiguous", back=6)
@@ -151,10 +161,10 @@ def _saved(case: Case) -> int:
     return sum({t.untyped_storage()._cdata: t.numel() for t in found}.values())
 
 
-@pytest.mark.parametrize("method", ["gather", "ring", "double ring", "ulysses", "usp"])
+@pytest.mark.parametrize("method", SIZES)
 def test_nothing_of_tokens_by_tokens_is_saved(method: str, threads: Threads) -> None:
     """Queries, keys, values, result, and a number for each query and head: of a rank's tokens."""
-    sizes = (2, 2) if method in ("double ring", "usp") else (4,)
+    sizes = (2, 2) if (2, 2) in SIZES[method] else (4,)
     case = replace(EVEN, method=method, sizes=sizes)
     own = elements(case, 4)
     assert threads.run(_saved, 4, case) == [4 * own + own // case.widths[0]] * 4

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.attend.bodies import Attention, Bodies, Given
 from schedlang.runtime.attend.dropout import Dropout
 from schedlang.runtime.attend.layout import Layout, Runs, place_at
 from schedlang.runtime.attend.local import BLOCK, Backward, Forward, Rules, Tokens
@@ -29,6 +30,7 @@ METHODS = {
     "double ring": (2,),  # ring of nodes, ring inside each
     "ulysses": (1,),  # all-to-all between tokens and heads
     "usp": (2, 3),  # ring, or double ring, outside; Ulysses inside
+    "nbody": (2,),  # a ring of teams, whose ranks share its steps
 }
 
 
@@ -98,6 +100,8 @@ def _attend(
     rules = Rules(mask.reach, scale, mask.cap, mask.slopes, mask.rows, dropout, block)
     if method in ("ulysses", "usp"):
         return _swapped(q, k, v, mask, rules, tuple(groups), layout, lse)
+    if method == "nbody":
+        return _shared(q, k, v, mask, rules, Bodies(groups[0], groups[1], layout))
     at = Tokens(layout.runs[place_of(groups)], mask.tags)
     return _run(q, k, v, rules, mask.sinks, _rounds(method, groups, layout, mask.reach), at)
 
@@ -171,10 +175,28 @@ def _run(
             q, k, v, rules.slopes, rules.rows, _Call(plain, rounds, at.runs), *at.tags
         ),
     )
+    return _beside(out, lse, sinks), lse
+
+
+def _shared(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, rules: Rules, bodies: Bodies
+) -> tuple[Tensor, Tensor]:
+    given = Given(bodies, replace(rules, slopes=None, rows=None))
+    out, lse = cast(
+        tuple[Tensor, Tensor],
+        Attention.apply(  # type: ignore[no-untyped-call]
+            q, k, v, rules.slopes, rules.rows, given, *mask.tags
+        ),
+    )
+    return _beside(out, lse, mask.sinks), lse
+
+
+def _beside(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """The result where sinks take a part of the softmax."""
     if sinks is None:
-        return out, lse
-    share = (lse - sinks[:, None].to(lse.dtype)).sigmoid()  # of the softmax, beside the sink
-    return out * share[..., None].to(out.dtype), lse
+        return out
+    share = (lse - sinks[:, None].to(lse.dtype)).sigmoid()
+    return out * share[..., None].to(out.dtype)
 
 
 class _Call:
