@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from schedlang.runtime.attend.local import Rules, Tokens, pairs
 from schedlang.runtime.attend.mask import Tags
 from schedlang.runtime.attend.reach import Reach, wanted
 from schedlang.runtime.collective import Group, listening
+from schedlang.runtime.tap import Sent, playing
 from tests.attending import SIZES, Case, attended, groups_of, part
 from tests.engine import Threads
 
@@ -139,7 +141,7 @@ def test_a_window_ends_the_ring_early(threads: Threads) -> None:
 @pytest.mark.parametrize("method", SIZES)
 def test_meta_tensors_are_counted_alike(method: str, threads: Threads) -> None:
     """Without values and without a process group the same is counted, and shapes are right."""
-    sizes = SIZES[method][-1]
+    sizes = max(SIZES[method], key=math.prod)
     has = frozenset({"documents", "slopes", "dense", "sinks"})
     case = replace(FEW, method=method, sizes=sizes, heads=12, tokens=25, has=has)
     real = threads.run(_listened, case.ranks, case)
@@ -277,3 +279,30 @@ def test_what_is_computed_next_is_on_its_way_already(threads: Threads) -> None:
     (seen, *_) = threads.run(_order, 4)
     assert seen[:7] == ["send", "compute"] * 3 + ["compute"]
     assert seen[7:] == ["send", "compute", *["send", "compute", "send"] * 2, "compute", "send"]
+
+
+# -- played on meta, rank by rank ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", SIZES)
+def test_ranks_that_are_played_alone_would_meet(method: str) -> None:
+    """Every message has its other end and every collective all its ranks, in one order."""
+    sizes = max(SIZES[method], key=math.prod)
+    case = replace(FEW, method=method, sizes=sizes, heads=12, tokens=25, chunk=9)
+    logs: list[list[Sent]] = []
+    for place in range(case.ranks):
+        with playing(place, case.ranks) as tap:
+            groups = groups_of(case.sizes)
+            layout = Layout.of(case.kind, case.tokens, case.ranks)
+            mine = {name: t.to("meta") for name, t in part(case, layout, place).items()}
+            leaves = [mine[name].requires_grad_() for name in "qkv"]
+            torch.autograd.grad(attended(case, mine, groups, layout), leaves, mine["grad"])
+            logs.append([one for one in tap.log if one.lane is not None])
+    letters = Counter(one for log in logs for one in log if one.op == "send")
+    arrived = Counter(replace(one, op="send") for log in logs for one in log if one.op == "recv")
+    assert letters == arrived and (letters or method in ("gather", "ulysses"))
+    for lane in {one.lane for log in logs for one in log if one.ends is None}:
+        heard = [
+            [one for one in logs[r] if one.lane == lane and one.ends is None] for r in lane.ranks
+        ]
+        assert all(one == heard[0] for one in heard), lane
