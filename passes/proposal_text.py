@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -95,6 +96,24 @@ def braces(names: Sequence[str]) -> str:
     back = back[back.find("_") :] if "_" in back else ""
     middle = (name[len(front) : len(name) - len(back)] for name in names)
     return f"{front}{{{','.join(middle)}}}{back}"
+
+
+def names_text(names: Sequence[str]) -> str:
+    """Common names in few words: those of one parent in braces."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(name.rpartition(".")[0], []).append(name)
+    return ", ".join(
+        ".".join(filter(None, (parent, braces([n.rpartition(".")[2] for n in group]))))
+        if len(group) > 1 else group[0]
+        for parent, group in groups.items()
+    )  # fmt: skip
+
+
+def wrapped(text: str, width: int = 88) -> str:
+    """A comment on lines of its own."""
+    lines = textwrap.wrap(text, width - 4, break_long_words=False, break_on_hyphens=False)
+    return "".join(f"#{'  ' if number else ''} {line}\n" for number, line in enumerate(lines))
 
 
 def quoted(path: str) -> str:

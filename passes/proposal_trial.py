@@ -16,7 +16,7 @@ from schedlang.syntax import parse
 
 if TYPE_CHECKING:
     from schedlang.model import ModelFacts
-    from schedlang.runtime.feeds import Use
+    from schedlang.runtime.feeds import Fed
 
 Loss = Callable[..., Any]
 HEAD = 4  # lines of a trial above its rows
@@ -33,7 +33,7 @@ class Trial:
     # -- the model with fewer blocks ---------------------------------------------------------------
 
     @cached_property
-    def _followed(self) -> tuple[Blocks, Mapping[str, Use]]:
+    def _followed(self) -> tuple[Blocks, Fed]:
         """The blocks of the shortest model that runs, and what its projections read."""
         try:
             short = self._short(1)
@@ -47,7 +47,7 @@ class Trial:
         return self._followed[0]
 
     @property
-    def uses(self) -> Mapping[str, Use]:
+    def fed(self) -> Fed:
         """What each projection of that model reads."""
         return self._followed[1]
 
@@ -56,24 +56,28 @@ class Trial:
 
         return self.all.of(ModelFacts(shorter(self.facts.model, self.all, stages)))
 
-    def _uses(self, blocks: Blocks) -> Mapping[str, Use]:
+    def _uses(self, blocks: Blocks) -> Fed:
         from schedlang.runtime.feeds import feeds
         from schedlang.runtime.meta import hollow_model
 
         sites = blocks.facts.sites
-        fed = feeds(
+        return feeds(
             hollow_model(blocks.facts.model, {}), self.sample(1),
             leaves=lambda fqn: bool(leaf_kind(sites[fqn])),
             blocks=blocks.is_block,
             outside=lambda fqn: leaf_kind(sites[fqn]) == "Embedding" and not blocks.inside(fqn),
         )  # fmt: skip
-        return fed.uses
 
     def sample(self, parts: int) -> Mapping[str, Any]:
         """The rows of one part of the batch."""
         from schedlang.runtime.parts import split
 
         return split(self.batch, parts, 1)[0][0].inputs
+
+    @property
+    def shortened(self) -> bool:
+        """Does the model run with fewer blocks?"""
+        return self.blocks is not self.all
 
     # -- trials ------------------------------------------------------------------------------------
 
@@ -117,16 +121,22 @@ class Trial:
                 refusal = Refusal(Diagnostic("S612", said))
         return refusal
 
-    def whole(self, text: str, stages: int) -> None:
-        """Plan the text, and trace it with as few blocks as show all; raises what refuses it."""
+    def whole(self, text: Callable[[Blocks], str], stages: int) -> str:
+        """The text for the whole model, planned; traced and cut with as few blocks as show all.
+
+        Raises Refusal for what is refused.
+        """
         from schedlang.passes.prepare import prepare
         from schedlang.runtime.parts import split
 
-        tree = parse(Source("proposed", text))
-        full = expand(tree, self.facts).plan
-        assert full is not None
-        sample = split(self.batch, full.mesh.size(full.data_axes), full.micro)[0][0].inputs
-        prepare(full, sample, self.loss)
+        made = text(self.all)
+        full = expand(parse(Source("proposed", made)), self.facts).plan
+        short = self._short(stages) if self.shortened else self.all
+        plan = expand(parse(Source("proposed", text(short))), short.facts).plan
+        assert full is not None and plan is not None
+        sample = split(self.batch, plan.mesh.size(plan.data_axes), plan.micro)[0][0].inputs
+        prepare(plan, sample, self.loss)
+        return made
 
     @staticmethod
     def _plan(lines: Sequence[str], mesh: str, facts: ModelFacts) -> Plan:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.blocks import Blocks, blocks_of
-from schedlang.passes.proposal_text import Row, canonical, mesh_text, rows_text
+from schedlang.passes.proposal_text import Row, canonical, mesh_text, rows_text, wrapped
 from schedlang.passes.proposal_trial import Trial
-from schedlang.passes.tensor_rows import tensor_rows
+from schedlang.passes.tensor_rows import Finder, tensor_rows
+from schedlang.passes.vocabulary_rows import vocabulary_rows
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,8 +63,10 @@ def propose(
     notes: list[str] = []
     tensor = _tensor(asked, notes)
     rest = _rest(asked, tensor, notes)
-    text = _text(asked, tensor, rest, notes)
-    asked.trial.whole(text, max(1, mesh.get(asked.axis("stages") or "", 1)))
+    text = asked.trial.whole(
+        lambda blocks: _text(asked, blocks, tensor, rest, notes),
+        max(1, mesh.get(asked.axis("stages") or "", 1)),
+    )
     return Proposed(text, tuple(notes))
 
 
@@ -88,7 +91,10 @@ def _tensor(asked: Asked, notes: list[str]) -> list[Row]:
     axis = asked.axis("parts")
     if axis is None:
         return []
-    rows = tensor_rows(asked.trial, axis, max(2, asked.mesh[axis]), notes)
+    finder = Finder(asked.trial, axis, max(2, asked.mesh[axis]), [], notes)
+    tensor_rows(finder)
+    vocabulary_rows(finder)
+    rows = finder.rows
     if not rows and asked.mesh[axis] > 1:
         title = f"nothing of this model could be split over `{axis}`"
         helps = (f"leave it out of the mesh, or give its ranks to another axis: `{axis}=1`",)
@@ -150,8 +156,9 @@ def _cut(asked: Asked, axis: str, stages: int) -> Row:
 # -- the text -------------------------------------------------------------------------------------
 
 
-def _text(asked: Asked, tensor: list[Row], rest: list[Row], notes: list[str]) -> str:
-    blocks = asked.blocks
+def _text(
+    asked: Asked, blocks: Blocks, tensor: list[Row], rest: list[Row], notes: list[str]
+) -> str:
     head = f"schedule 1 for {blocks.facts.class_name}\n\n{mesh_text(asked.mesh)}\n"
     steps = [head]
     if tensor:
@@ -163,5 +170,5 @@ def _text(asked: Asked, tensor: list[Row], rest: list[Row], notes: list[str]) ->
         lines += [row.call for row in rest if not row.names]
         name = "pipeline" if cut else "data"
         steps.append(f'step "{name}" {{\n' + "\n".join(lines) + "\nverify(train, steps=3)\n}\n")
-    steps.append("".join(f"# {note}\n" for note in notes))
+    steps.append("".join(map(wrapped, notes)))
     return canonical("\n".join(steps))

@@ -1,154 +1,160 @@
-"""The rows that split a model's projections, tables and output layer over one axis."""
+"""The rows that split a model's projections over one axis: each flow in the first legal form."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from schedlang.passes.blocks import leaf_kind
 from schedlang.passes.flows import Flow, flows, variants
-from schedlang.passes.proposal_text import Row
+from schedlang.passes.proposal_text import Row, names_text
 
 if TYPE_CHECKING:
     from schedlang.diagnostic import Refusal
     from schedlang.passes.proposal_trial import Trial
 
 REMEDY = re.compile(r"`((?:blocks|uneven)=(?:\[[^`]*\]|[^`, ]+))`")
+SAME = re.compile(r"`([^`]+)` and `[^`]+` are the same tensor")
 MOST = 8  # remedies for one flow
-PADDED = 128
+SAID = 200  # characters of a reason
 
 
-def tensor_rows(trial: Trial, axis: str, ranks: int, notes: list[str]) -> list[Row]:
-    """Rows that are legal together; what is refused is left out, and noted."""
-    finder = _Finder(trial, axis, ranks)
-    for flow in flows(trial.uses, trial.blocks):
-        why = finder.flow(flow)
-        if why:
-            notes.append(f"whole: {', '.join(sorted(flow.names))}: {why}")
-    why = finder.vocabulary()
-    if why:
-        notes.append(why)
-    return finder.rows
+@dataclass
+class Finder:
+    """The rows found so far, and how more are tried beside them."""
 
+    trial: Trial
+    axis: str
+    ranks: int
+    rows: list[Row]
+    notes: list[str]
 
-class _Finder:
-    def __init__(self, trial: Trial, axis: str, ranks: int) -> None:
-        self.trial, self.axis, self.ranks = trial, axis, ranks
-        self.rows: list[Row] = []
-
-    def flow(self, flow: Flow) -> str:
-        """Add the rows of a flow in the first form that is legal; else say why none is."""
-        said = ""
-        for one in variants(flow):
-            for gathered in (False, True):
-                made = self._mended(self._rows(one, gathered))
-                if isinstance(made, list):
-                    self.rows += [replace(r, comment=said) if gathered else r for r in made]
-                    return ""
-                said = said or made
-        return said
-
-    def _rows(self, flow: Flow, gathered: bool) -> list[Row]:
-        over = f"over={self.axis}"
-        inside = "heads" if flow.mixed else "inner width"
-        out = []
-        for name in flow.sources:
-            if self._kind(name) == "Embedding":
-                if not gathered:
-                    out.append(Row((name,), f"shard(weight=S(hidden), {over})"))
-                continue
-            leave = "output=R, " if gathered else ""
-            out.append(
-                Row((name,), f"shard(col, {leave}{over})", f"{inside} split over {self.axis}")
-            )
-        for name in flow.sinks:
-            out.append(Row((name,), f"shard(row, {over})"))
-        return out
-
-    def _kind(self, name: str) -> str:
-        blocks = self.trial.blocks
-        return leaf_kind(blocks.facts.sites[blocks.named[name][0]])
-
-    def _mended(self, rows: list[Row]) -> list[Row] | str:
-        """The rows with what their refusals ask for; else the first reason."""
-        first = ""
+    def mended(self, rows: Sequence[Row]) -> list[Row] | str:
+        """The rows with what their refusals ask for, if they are legal then; else why not."""
+        rows, said = list(rows), ""
         for _ in range(MOST):
             found = self.trial.refusal([*self.rows, *rows], self.axis, self.ranks)
             if found is None:
                 return rows
             refusal, place = found
-            first = first or refusal.diagnostic.title
+            said = refusal.diagnostic.title[:SAID]
             place -= len(self.rows)
+            more = self._shared(refusal)
             remedy = _remedy(refusal)
+            if more is not None and more not in rows:
+                rows.append(more)
+                continue
             if remedy is None or not 0 <= place < len(rows):
-                return first
+                return said
             better = rows[place].with_argument(remedy)
             if better == rows[place]:
-                return first
-            rows = [*rows[:place], better, *rows[place + 1 :]]
-        return first
+                return said
+            rows[place] = better
+        return said
 
-    # -- the vocabulary ----------------------------------------------------------------------------
-
-    def vocabulary(self) -> str:
-        """Add rows for the table of tokens and the output layer; else say why they stay whole."""
-        tables, heads = self._tables()
-        if not tables and not heads:
-            return ""
-        over = f"over={self.axis}"
-        table = [Row((name,), f"shard(vocab, {over})") for name in tables]
-        split = [Row((name,), f"shard(vocab, {over})") for name in heads]
-        gathered = [Row((name,), f"shard(col, output=R, {over})") for name in heads]
-        pads = self._pads((*tables, *heads))
-        first = ""
-        for tried in ([*table, *split], [*table, *gathered], table, gathered):
-            made = self._mended([*pads, *tried])
-            if isinstance(made, list):
-                self.rows += made
-                left = heads if tried is table else tables if tried is gathered else []
-                return f"whole: {', '.join(left)}: {first}" if left else ""
-            first = first or made
-        return f"whole: {', '.join((*tables, *heads))}: {first}"
-
-    def _tables(self) -> tuple[list[str], list[str]]:
-        """The embeddings with the most rows outside of blocks, and layers of as many outputs."""
+    def _shared(self, refusal: Refusal) -> Row | None:
+        """The row for a module that shares a weight which is split."""
+        if refusal.diagnostic.code != "S506":
+            return None
+        found = (SAME.search(note) for note in refusal.diagnostic.notes)
+        name = next((match.group(1) for match in found if match), None)
+        if name is None:
+            return None
+        owner, _, parameter = name.rpartition(".")
         blocks = self.trial.blocks
-        sites = blocks.facts.sites
-        outside = [fqn for fqn in self.trial.uses if not blocks.inside(fqn)]
-        rows = {
-            fqn: sites[fqn].parameters["weight"].shape[0]
-            for fqn in outside if leaf_kind(sites[fqn]) == "Embedding"
-        }  # fmt: skip
-        if not rows:
-            return [], []
-        most = max(rows.values())
-        tables = [fqn for fqn, count in rows.items() if count == most]
-        heads = [
-            fqn for fqn in outside
-            if leaf_kind(sites[fqn]) in ("Linear", "Conv1D") and self._outputs(fqn) == most
-        ]  # fmt: skip
-        return tables, heads
+        how = "vocab" if leaf_kind(blocks.facts.sites[owner]) else f"{parameter}=S(0)"
+        row = Row((blocks.common(owner),), f"shard({how}, over={self.axis})")
+        return replace(row, comment="the same weight")
 
-    def _outputs(self, fqn: str) -> int:
-        site = self.trial.blocks.facts.sites[fqn]
-        return site.parameters["weight"].shape[site.dims["weight"].index("out")]
+    def whole(self, names: Sequence[str], why: str) -> None:
+        """Note what stays whole, and why."""
+        self.notes.append(f"whole: {names_text(names)}: {why}")
 
-    def _pads(self, names: Sequence[str]) -> list[Row]:
-        facts = self.trial.blocks.facts
-        out, seen = [], set()
-        for name in names:
-            site = facts.sites[name]
-            weight = site.parameters["weight"]
-            dim = "vocab" if "vocab" in site.dims["weight"] else "out"
-            size = weight.shape[site.dims["weight"].index(dim)]
-            if size % self.ranks and weight.name not in seen:
-                seen.add(weight.name)
-                multiple = PADDED if PADDED % self.ranks == 0 and size > 16 * PADDED else self.ranks
-                said = f"{size} rows do not divide by {self.ranks}"
-                out.append(Row((name,), f"pad({dim}, multiple={multiple})", said))
-        return out
+
+def tensor_rows(finder: Finder) -> None:
+    """Add the rows of every flow that is legal beside those before it; note the others."""
+    for flow in flows(finder.trial.fed.uses, finder.trial.blocks):
+        why = _flow(finder, flow)
+        if why:
+            finder.whole((*flow.sources, *flow.sinks), why)
+
+
+def _flow(finder: Finder, flow: Flow) -> str:
+    """Add a flow in its first legal form; else say why none is."""
+    said = ""
+    for rows in _forms(finder, flow):
+        made = finder.mended(rows)
+        if isinstance(made, list):
+            finder.rows += made
+            return ""
+        said = made
+    for one in variants(flow):
+        made = finder.mended(_gathered(finder, one))
+        if isinstance(made, list):
+            finder.rows += made
+            finder.notes.append(f"gathered: {names_text(one.sources)}: {said}")
+            return ""
+    return said
+
+
+def _forms(finder: Finder, flow: Flow) -> Iterator[list[Row]]:
+    """The rows of a flow as they are, and with the parts that the model takes out of outputs."""
+    for one in variants(flow):
+        plain = _split(finder, one)
+        yield plain
+        packed = [_packed(finder, row) for row in plain]
+        if packed != plain:
+            yield packed
+
+
+def _split(finder: Finder, flow: Flow) -> list[Row]:
+    over = f"over={finder.axis}"
+    said = "split by heads" if flow.mixed else "split by width"
+    rows = []
+    for name in flow.sources:
+        table = _kind(finder, name) == "Embedding"
+        how = "weight=S(hidden)" if table else "col"
+        rows.append(Row((name,), f"shard({how}, {over})", said))
+    return [
+        *rows,
+        *(Row((name,), f"shard(row, {over})", "parts are summed") for name in flow.sinks),
+    ]
+
+
+def _gathered(finder: Finder, flow: Flow) -> list[Row]:
+    over = f"over={finder.axis}"
+    tables = [name for name in flow.sources if _kind(finder, name) == "Embedding"]
+    return [
+        *(Row((name,), f"shard(col, output=R, {over})", "split, then gathered")
+          for name in flow.sources if name not in tables),
+        *(Row((name,), f"shard(row, {over})", "parts are summed") for name in flow.sinks),
+    ]  # fmt: skip
+
+
+def _packed(finder: Finder, row: Row) -> Row:
+    """A row with the sizes of the parts that are taken out of its modules' outputs."""
+    blocks = finder.trial.blocks
+    first = blocks.named[row.names[0]][0]
+    parts = finder.trial.fed.parts.get(first, [])
+    site = blocks.facts.sites[first]
+    if "col" not in row.call or len(parts) < 2 or sum(parts) != outputs_of(site):
+        return row
+    return row.with_argument(f"blocks={parts}")
+
+
+def outputs_of(site: object) -> int:
+    """The outputs of a projection."""
+    from schedlang.model import Site
+
+    assert isinstance(site, Site)
+    return site.parameters["weight"].shape[site.dims["weight"].index("out")]
+
+
+def _kind(finder: Finder, name: str) -> str:
+    blocks = finder.trial.blocks
+    return leaf_kind(blocks.facts.sites[blocks.named[name][0]])
 
 
 def _remedy(refusal: Refusal) -> str | None:

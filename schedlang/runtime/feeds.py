@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from schedlang.runtime.constants import Literals, OnMeta
+from schedlang.runtime.constants import on_meta
 from schedlang.runtime.meta import hollow_batch
 from schedlang.runtime.trace import name_of, tensors_in
 
 STREAM = ""  # what flows from block to block, embeddings and the batch among it
 MIXED = "@"  # tokens were mixed on the way, as in attention
+PARTS = {"split", "chunk", "tensor_split", "split_with_sizes", "__getitem__", "narrow"}
 MATRIX = {"matmul", "bmm", "baddbmm", "einsum", "__matmul__", "addbmm"}
-MARK = "_schedlang_feeds"
+MARK, WHOLE = "_schedlang_feeds", "_schedlang_output"
 
 
 @dataclass
@@ -32,9 +33,13 @@ class Use:
 
 @dataclass
 class Fed:
-    """Every projection that was called, by name."""
+    """Every projection that was called, by name.
+
+    `parts` are the sizes of what was taken out of the last dim of a projection's output.
+    """
 
     uses: dict[str, Use] = field(default_factory=dict)
+    parts: dict[str, list[int]] = field(default_factory=dict)
 
 
 def feeds(
@@ -51,7 +56,7 @@ def feeds(
     for tensor in tensors_in(inputs):
         if tensor.is_floating_point():
             _put(tensor, frozenset([STREAM]))
-    mode = _Following()
+    mode = _Following(fed)
     for fqn, module in model.named_modules():
         if leaves(fqn):
             own = frozenset([STREAM]) if outside(fqn) else frozenset([fqn])
@@ -59,8 +64,7 @@ def feeds(
         elif blocks(fqn):
             module.forward = _block(module.forward)
     model.train()
-    values = OnMeta(dict(batch), inputs)
-    with torch.device("meta"), torch.no_grad(), values, Literals(values.constants), mode:
+    with torch.device("meta"), torch.no_grad(), on_meta(dict(batch), inputs), mode:
         model(**inputs)
     return fed
 
@@ -82,6 +86,7 @@ def _leaf(
             mode.muted -= 1
         for tensor in tensors_in(out):
             _put(tensor, own)
+            tensor.__dict__[WHOLE] = fqn
         return out
 
     return forward
@@ -103,6 +108,10 @@ class _Following(TorchFunctionMode):
 
     muted = 0
 
+    def __init__(self, fed: Fed) -> None:
+        super().__init__()
+        self.fed = fed
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -120,6 +129,8 @@ class _Following(TorchFunctionMode):
         if not made:
             return out
         name = name_of(func)
+        if name in PARTS:
+            self._parted(args[0], tensors_in(out))
         both = name in MATRIX and sum(bool(one) for one in given) > 1
         if both or func is F.scaled_dot_product_attention:
             made |= {MIXED}
@@ -127,6 +138,15 @@ class _Following(TorchFunctionMode):
         for tensor in (*tensors_in(out), *tensors_in(written)):
             _put(tensor, made)
         return out
+
+    def _parted(self, source: Any, made: list[Tensor]) -> None:
+        """Note the sizes of parts of a projection's output, in the order of their making."""
+        fqn = source.__dict__.get(WHOLE) if isinstance(source, Tensor) else None
+        if fqn is None or self.fed.uses[fqn].calls > 1:
+            return
+        sizes = [part.shape[-1] for part in made if part.ndim == source.ndim]
+        if all(size < source.shape[-1] for size in sizes):
+            self.fed.parts.setdefault(fqn, []).extend(sizes)
 
 
 def _of(tensor: Tensor) -> frozenset[str]:

@@ -38,9 +38,7 @@ Cells = Mapping[tuple[str, str], Known]
 def write(cells: Cells, families: Mapping[str, str]) -> None:
     """Both files, from what is known."""
     PAGE.write_text(page(cells, families))
-    told = [
-        {"source": known.source, **known.verdict.plain()} for _, known in sorted(cells.items())
-    ]
+    told = [{"source": known.source, **known.verdict.plain()} for _, known in sorted(cells.items())]
     lines = ",\n".join(json.dumps(one) for one in told)
     DATA.write_text(f"[\n{lines}\n]\n")
 
