@@ -64,7 +64,7 @@ class Case:
 def prepared(case: Case) -> Case:
     """The case with its plan traced once, here, for all ranks: here it is refused, if it is."""
     from schedlang.passes.prepare import prepare
-    from schedlang.runtime.parametrized import let_travel
+    from schedlang.runtime.travel import let_travel
     from schedlang.runtime.parts import split
 
     plan = case.plan
