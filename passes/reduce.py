@@ -26,10 +26,10 @@ def slice_state(
     """Put fully_shard around the units of each stage of this rank."""
     from schedlang.runtime.replicas import Sliced
 
-    sliced, whole = slicing(plan)
+    sliced, _ = slicing(plan)
     if sliced is None:
         return {}
-    mesh = ranks.device_mesh(plan.mesh.fold(sliced.axes), plan.mesh.fold(whole) if whole else ())
+    mesh = ranks.device_mesh(plan.mesh.fold(sliced.axes))
     ignored = {
         p for n, p in module.named_parameters()
         if not holdings[n].sliced or not holdings[n].held(plan.mesh, ranks.rank)
@@ -37,9 +37,10 @@ def slice_state(
     place = plan.mesh.index(ranks.rank, staged.axis) if staged.axis is not None else 0
     out = {}
     for stage in staged.stages_at(place):
-        out[stage] = one = Sliced(sliced.stage, mesh, ignored)
+        out[stage] = one = Sliced(sliced.stage, mesh, ignored, sliced.reshard)
         for fqn in sliced_names(plan, staged, holdings, stage):
             one.add(module.get_submodule(fqn), root=not fqn)
+        one.prefetch(sliced.prefetch)
     return out
 
 

@@ -68,8 +68,9 @@ def _replicas(
 ) -> Iterator[Reduction]:
     by_axes: dict[tuple[str, ...], list[str]] = {}
     for name in trained:
-        axes = plan.copied_over(name)
-        if not holdings[name].sliced and axes and plan.mesh.size(axes) > 1:
+        cut = plan.mesh.fold(holdings[name].sliced)  # there unit by unit, by fully_shard
+        axes = tuple(axis for axis in plan.copied_over(name) if axis not in cut)
+        if axes and plan.mesh.size(axes) > 1:
             by_axes.setdefault(axes, []).append(name)
     for axes, names in sorted(by_axes.items(), key=lambda item: -len(item[0])):
         yield Reduction("replicas", axes, tuple(names))
@@ -81,7 +82,7 @@ def units_of_stage(plan: Plan, staged: Staged, stage: int) -> tuple[str, ...]:
     Each takes what no module before it took; without a pipeline the model takes the rest.
     """
     if staged.axis is None:
-        return (*sorted(staged.trunk), "")
+        return (*(fqn for fqn in plan.model.sites if fqn in staged.trunk), "")
     return tuple(staged.cut.graph.units[unit] for unit in staged.cut.units(stage))
 
 

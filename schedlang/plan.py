@@ -100,10 +100,13 @@ class Replicas:
     """What the ranks along `axes`, which see different rows of the batch, keep whole or split.
 
     stage 0: all whole; 1: optimizer state split; 2: gradients too; 3: parameters too (ZeRO).
+    Of stage 3: `prefetch` units are gathered ahead; `reshard` frees them between the passes.
     """
 
     axes: tuple[str, ...]
     stage: int
+    prefetch: int = 0
+    reshard: bool = True
 
 
 @dataclass(frozen=True)

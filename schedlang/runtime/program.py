@@ -221,6 +221,8 @@ class Program:
                 keep_outputs=self.keep_output or not train,
             )  # fmt: skip
         crossing.forget()
+        for one in a.sliced.values():
+            one.settle()
         return results
 
     def _sum(self) -> None:
