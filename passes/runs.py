@@ -148,7 +148,7 @@ def _buffers(case: Case, batch: Batch) -> None:
     modes, _ = modes_of(case.seed)
     with ambient(*modes):
         subject = Sequential(twin(case), loss=case.loss)
-        check_buffers(subject, batch, split(batch, plan.mesh.size(plan.data_axes), micro))
+        check_buffers(subject, batch, split(batch, plan.shares, micro))
 
 
 def _parts(case: Case, batch: Batch, evaluate: bool = False) -> tuple[int, Row | None]:
@@ -161,7 +161,7 @@ def _parts(case: Case, batch: Batch, evaluate: bool = False) -> tuple[int, Row |
 
     plan = case.plan
     micro = plan.micro
-    parts = [p for share in split(batch, plan.mesh.size(plan.data_axes), micro) for p in share]
+    parts = [p for share in split(batch, plan.shares, micro) for p in share]
     if len(parts) == 1:
         return 1, None
     weigh = part_weight(plan, parts[0].inputs, case.loss, case.weight, len(parts))

@@ -47,7 +47,7 @@ class Case:
     def cuts(self) -> tuple[int, int]:
         """How many replicas share a batch, and how many microbatches each makes of its share."""
         order = self.plan.order
-        return self.plan.mesh.size(self.plan.data_axes), 1 if order is None else order.micro
+        return self.plan.shares, 1 if order is None else order.micro
 
     @property
     def table(self) -> Table | None:
@@ -64,11 +64,13 @@ class Case:
 def prepared(case: Case) -> Case:
     """The case with its plan traced once, here, for all ranks: here it is refused, if it is."""
     from schedlang.passes.prepare import prepare
+    from schedlang.runtime.parametrized import let_travel
     from schedlang.runtime.parts import split
 
     plan = case.plan
+    let_travel(plan.model.model)
     micro = plan.micro
-    sample = split(case.batches[0], plan.mesh.size(plan.data_axes), micro)[0][0].inputs
+    sample = split(case.batches[0], plan.shares, micro)[0][0].inputs
     return replace(case, prepared=prepare(plan, sample, case.loss, case.weight))
 
 

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 DIMS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "torch.nn.modules.linear.Linear": {"weight": ("out", "in"), "bias": ("out",)},
     "torch.nn.modules.sparse.Embedding": {"weight": ("vocab", "hidden")},
+    "torch.nn.modules.conv.Conv1d": {"weight": ("out", "in", "width"), "bias": ("out",)},
+    "torch.nn.modules.conv.Conv2d": {"weight": ("out", "in", "height", "width"), "bias": ("out",)},
+    "torch.nn.modules.conv.Conv3d": {
+        "weight": ("out", "in", "depth", "height", "width"),
+        "bias": ("out",),
+    },  # fmt: skip
     "transformers.pytorch_utils.Conv1D": {"weight": ("in", "out"), "bias": ("out",)},
     "torch.nn.modules.normalization.LayerNorm": {"weight": ("hidden",), "bias": ("hidden",)},
     "torch.nn.modules.normalization.RMSNorm": {"weight": ("hidden",)},

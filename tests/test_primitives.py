@@ -41,14 +41,28 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
+class Attend(nn.Module):
+    """Two heads that look back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).transpose(1, 3).unbind(2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
 class Layer(nn.Module):
-    """A norm, a gated change and dropout beside a shortcut."""
+    """Attention, a norm, a gated change and dropout beside a shortcut."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.mlp, self.drop = nn.RMSNorm(8, eps=1e-6), MLP(), nn.Dropout(0.2)
+        self.attn = Attend()
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x)
         return x + self.drop(self.mlp(self.norm(x)))
 
 
