@@ -157,6 +157,7 @@ CODES: Mapping[str, tuple[str, str]] = {
         "nothing is frozen, or everything",
         "Something is frozen, and something still trained.",
     ),
+    "S414": ("nothing to tie or untie", "Parameters of one shape become one; a shared one, two."),
     "S501": ("done twice", "Two rows do the same at one module; drop one."),
     "S502": ("one region inside another", "The inner module would be recomputed twice."),
     "S503": (
