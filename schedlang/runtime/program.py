@@ -251,6 +251,8 @@ class Program:
         if a.early is not None:
             a.early.finish()
         sum_gradients(a.parameters, a.sums if a.early is None else a.early.rest)
+        if a.compressor is not None:
+            a.compressor.sum(a.parameters)
 
     def _finish(
         self, results: Mapping[int, Result], weights: Sequence[float], total: float
