@@ -55,6 +55,8 @@ def static(
     """
     from schedlang.runtime import parts
 
+    few = [] if plan.compression is None else ["how sums are compressed: they are taken as whole"]
+    plan = replace(plan, compression=None)
     micro = plan.micro
     sample = parts.split(batch, plan.shares, micro)[0][0].inputs
     step = Step(plan, prepare(plan, sample, loss, weight), sample, loss, weight)

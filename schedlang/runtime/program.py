@@ -241,6 +241,8 @@ class Program:
                 keep_outputs=self.keep_output or not train,
             )  # fmt: skip
         crossing.forget()
+        for one in a.sliced.values():
+            one.settle()
         return results
 
     def _sum(self) -> None:
@@ -249,6 +251,8 @@ class Program:
         if a.early is not None:
             a.early.finish()
         sum_gradients(a.parameters, a.sums if a.early is None else a.early.rest)
+        if a.compressor is not None:
+            a.compressor.sum(a.parameters)
 
     def _finish(
         self, results: Mapping[int, Result], weights: Sequence[float], total: float
