@@ -13,6 +13,7 @@ from schedlang.placement import P, R, S
 from schedlang.runtime.collective import Group, listening
 from schedlang.runtime.crossing import Crossing, forget, shared
 from schedlang.runtime.launch import Pool
+from schedlang.runtime.moving import exchange
 
 ROWS, WIDTH = 6, 12
 
@@ -122,3 +123,34 @@ def _once() -> list[str]:
 def test_modules_that_take_one_tensor_share_its_gather(pool: Pool) -> None:
     """Two calls gather once; a changed tensor, or a new step, gathers anew."""
     assert pool.run(_once, 2) == [["all-gather"] * 3] * 2
+
+
+def _moved() -> tuple[Tensor, Tensor]:
+    """On a rank: rows that go to the ranks in unequal numbers, and the gradient of their squares.
+
+    Rank r gives r + j + 1 rows to rank j.
+    """
+    group = _group()
+    give = [group.rank + place + 1 for place in range(group.size)]
+    rows = torch.arange(float(sum(give) * 2)).view(-1, 2).double() + 100 * group.rank
+    leaf = rows.requires_grad_()
+    out = exchange(leaf * 1, group, give, give)  # r + j is the same both ways
+    (out * out).sum().backward()
+    assert leaf.grad is not None
+    return out.detach(), leaf.grad
+
+
+def test_rows_go_to_their_ranks_and_gradients_back(pool: Pool) -> None:
+    """Each rank gets the rows meant for it, in rank order; each row's gradient is twice the row."""
+    world = 3
+    found = pool.run(_moved, world)
+    given = [grad / 2 for _, grad in found]
+    for rank, (got, _) in enumerate(found):
+        parts = []
+        for source in range(world):
+            counts = [source + place + 1 for place in range(world)]
+            parts.append(given[source].split(counts)[rank])
+        torch.testing.assert_close(got, torch.cat(parts), rtol=0, atol=0)
+    for rank, (_, grad) in enumerate(found):
+        rows = torch.arange(float(grad.numel())).view(-1, 2).double() + 100 * rank
+        torch.testing.assert_close(grad, 2 * rows, rtol=0, atol=0)

@@ -38,6 +38,7 @@ class Edge:
     cut: int | None = None
     head: bool = False
     hoisted: bool = False
+    told: Any = None  # what a row says of how a module of its kind computes
 
     def entry(self) -> Crossing:
         """The change of placement on the way in."""
@@ -64,6 +65,7 @@ def _conv1d(module: nn.Module, x: Tensor, with_bias: bool) -> Tensor:
     return out.view(*x.shape[:-1], weight.shape[-1])
 
 
+CLASSES = ("Linear", "Conv1D", "Embedding")
 COMPUTES: Mapping[str, Compute] = {"Linear": _linear, "Conv1D": _conv1d}
 
 
@@ -73,26 +75,31 @@ Forward = Callable[..., Any]
 def projection(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
     """A Linear or Conv1D on its parts: enter, multiply, reduce, add the bias once."""
     compute = COMPUTES[kind]
-    pending = any(isinstance(edge.computes, P) for edge in edges)
+    sums = [edge for edge in edges if isinstance(edge.computes, P)]
+    others = [edge for edge in edges if edge not in sums]
     padded = [edge for edge in edges if edge.cut is not None]
 
     def forward(x: Tensor) -> Any:
         for edge in edges:
             x = shared(edge.entry(), x)
-        y = compute(module, x, not pending)
-        for edge in edges:
+        y = compute(module, x, not sums)
+        for edge in sums:
+            y = edge.exit()(y)
+        bias = module._parameters.get("bias") if sums else None
+        y = y if bias is None else y + bias  # once, before others' positions are gathered
+        for edge in others:
             if edge.head:
-                return _head(y, edge)
+                return head_of(y, edge)
             y = edge.exit()(y)
         for edge in padded:
             y = y[..., : edge.cut]
-        bias = module._parameters.get("bias") if pending else None
-        return y if bias is None else y + bias
+        return y
 
     return forward
 
 
-def _head(y: Tensor, edge: Edge) -> ShardedLogits:
+def head_of(y: Tensor, edge: Edge) -> ShardedLogits:
+    """Logits that stay split over the vocabulary; padding gets none."""
     assert edge.cut is not None
     true, width = edge.cut, y.shape[-1]
     mine = max(0, min(width, true - edge.group.rank * width))
@@ -167,22 +174,17 @@ def on_result(cross: Callable[[Tensor], Tensor], out: Any) -> Any:
     return out
 
 
-FORWARDS: Mapping[str, Callable[[nn.Module, str, tuple[Edge, ...]], Forward]] = {
-    "Linear": projection,
-    "Conv1D": projection,
-    "Embedding": embedding,
-}
-
-
 class Sharded:
     """The forward of a sharded module; `kind` is the class that says how it computes, or "".
 
     An object, not a closure: in a deep copy of the model it is bound to the copied module.
     """
 
-    def __init__(self, module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> None:
+    def __init__(
+        self, module: nn.Module, kind: str, edges: tuple[Edge, ...], inner: Forward | None = None
+    ) -> None:
         self.module, self.kind, self.edges = module, kind, edges
-        self.inner = module.forward
+        self.inner: Forward = module.forward if inner is None else inner
         self.run: Forward | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
@@ -196,9 +198,10 @@ class Sharded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The sharded computation."""
         if self.run is None:
-            make = FORWARDS.get(self.kind)
-            made = (
-                make(self.module, self.kind, self.edges) if make else region(self.inner, self.edges)
-            )
-            self.run = made
+            self.run = self._made()
         return self.run(*args, **kwargs)
+
+    def _made(self) -> Forward:
+        from schedlang.runtime.leaf import forward_of  # the kinds build on what stands here
+
+        return forward_of(self)

@@ -5,6 +5,7 @@
     out = attend(q, k, v, Mask(causal=True), method="ring", groups=(group,), layout=layout)
 
 q is [batch, heads, local tokens, head_dim]; k and v may have fewer heads, v another head_dim.
+All of it is differentiable, and on meta tensors it counts what it would send.
 """
 
 from schedlang.runtime.attend.call import METHODS, attend, place_of, ranks_of, refuse_heads

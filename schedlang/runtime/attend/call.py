@@ -13,9 +13,10 @@ from torch.autograd.function import once_differentiable
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.attend.dropout import Dropout
-from schedlang.runtime.attend.layout import Layout
+from schedlang.runtime.attend.layout import Layout, Runs, place_at
 from schedlang.runtime.attend.local import Backward, Forward, Rules, Tokens
 from schedlang.runtime.attend.mask import Mask, Tags
+from schedlang.runtime.attend.reach import Reach
 from schedlang.runtime.attend.rounds import Gathered, Ring, Rounds
 from schedlang.runtime.attend.swap import Team, enough
 from schedlang.runtime.attend.travel import Packet
@@ -38,10 +39,7 @@ def ranks_of(groups: Sequence[Group]) -> int:
 
 def place_of(groups: Sequence[Group]) -> int:
     """This rank's place in a Layout over all of them: the last group's number counts fastest."""
-    place = 0
-    for group in groups:
-        place = place * group.size + group.rank
-    return place
+    return place_at([group.rank for group in groups], [group.size for group in groups])
 
 
 def attend(
@@ -66,45 +64,25 @@ def attend(
 
     The result has q's dtype.  Refusal S681 for heads that Ulysses cannot divide.
     """
-    out, _ = attend_lse(q, k, v, mask, method=method, groups=groups, layout=layout, scale=scale,
-                        dropout=dropout)  # fmt: skip
-    return out
-
-
-def attend_lse(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    *,
-    method: str,
-    groups: Sequence[Group],
-    layout: Layout,
-    scale: float | None = None,
-    dropout: Dropout | None = None,
-) -> tuple[Tensor, Tensor]:
-    """As `attend`; also the log-sum-exp of each query's scores, [rows, heads, local tokens].
-
-    It has a gradient too: what else is in a softmax (a sink) can be joined to the result by it.
-    """
     _check(q, k, v, method, groups, layout)
-    rules = Rules(mask.plain, q.shape[-1] ** -0.5 if scale is None else scale, dropout=dropout)
-    if method not in ("ulysses", "usp"):
-        at = Tokens(layout.runs[place_of(groups)], mask.tags)
-        return _run(q, k, v, mask.slopes, rules, _rounds(method, groups, layout, rules.mask), at)
-    return _swapped(q, k, v, mask, rules, tuple(groups), layout)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    rules = Rules(mask.reach, scale, mask.cap, mask.slopes, mask.rows, dropout)
+    if method in ("ulysses", "usp"):
+        return _swapped(q, k, v, mask, rules, tuple(groups), layout)
+    at = Tokens(layout.runs[place_of(groups)], mask.tags)
+    return _run(q, k, v, rules, mask.sinks, _rounds(method, groups, layout, mask.reach), at)
 
 
-def _rounds(method: str, groups: Sequence[Group], layout: Layout, mask: Mask) -> Rounds:
+def _rounds(method: str, groups: Sequence[Group], layout: Layout, reach: Reach) -> Rounds:
     if method == "gather":
         return Gathered(groups[0], layout)
-    return Ring(tuple(groups), layout, mask)
+    return Ring(tuple(groups), layout, reach)
 
 
 def _swapped(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, rules: Rules, groups: tuple[Group, ...],
     layout: Layout,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Ulysses around what is left of the ring, if anything is."""
     *outer, inner = groups
     refuse_heads(q.shape[1], k.shape[1], inner.size)
@@ -114,14 +92,17 @@ def _swapped(
     place, joined = place_of(outer), layout.joined(inner.size)
     team = Team(inner, layout, place, joined.runs[place])
     mine = q.shape[1] // inner.size
-    first = inner.rank * mine
-    slopes = None if mask.slopes is None else mask.slopes[first : first + mine]
-    if rules.dropout is not None:
-        rules = replace(rules, dropout=rules.dropout.of_heads(first, first + mine))
+    heads = slice(inner.rank * mine, (inner.rank + 1) * mine)
+    rules = replace(
+        rules,
+        slopes=None if mask.slopes is None else mask.slopes[heads],
+        rows=None if mask.rows is None else team.rows(mask.rows, q.shape[1]),
+        dropout=None if rules.dropout is None else rules.dropout.of_heads(heads),
+    )
+    sinks = None if mask.sinks is None else mask.sinks[heads]
     at = Tokens(joined.runs[place], team.tags(mask.tags))
-    ring = Ring(tuple(outer), joined, rules.mask)
-    out, lse = _run(team.heads(q), team.heads(k), team.heads(v), slopes, rules, ring, at)
-    return team.tokens(out), lse
+    ring = Ring(tuple(outer), joined, rules.reach)
+    return team.tokens(_run(team.heads(q), team.heads(k), team.heads(v), rules, sinks, ring, at))
 
 
 def refuse_heads(heads: int, kv_heads: int, ranks: int) -> None:
@@ -153,21 +134,26 @@ def _check(
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, rules: Rules, rounds: Rounds, at: Tokens
-) -> tuple[Tensor, Tensor]:
-    call = _Call(rules, rounds, at)
-    return cast(
+    q: Tensor, k: Tensor, v: Tensor, rules: Rules, sinks: Tensor | None, rounds: Rounds, at: Tokens
+) -> Tensor:
+    plain = replace(rules, slopes=None, rows=None)
+    out, lse = cast(
         tuple[Tensor, Tensor],
-        _Attention.apply(q, k, v, slopes, call, *at.tags),  # type: ignore[no-untyped-call]
+        _Attention.apply(  # type: ignore[no-untyped-call]
+            q, k, v, rules.slopes, rules.rows, _Call(plain, rounds, at.runs), *at.tags
+        ),
     )
+    if sinks is None:
+        return out
+    share = (lse - sinks[:, None].to(lse.dtype)).sigmoid()  # of the softmax, beside the sink
+    return out * share[..., None].to(out.dtype)
 
 
 class _Call:
     """What a call of attention holds beside the tensors that autograd saves."""
 
-    def __init__(self, rules: Rules, rounds: Rounds, at: Tokens) -> None:
-        self.rules, self.rounds, self.runs = rules, rounds, at.runs
-        self.layout = rounds.layout
+    def __init__(self, rules: Rules, rounds: Rounds, runs: Runs) -> None:
+        self.rules, self.rounds, self.runs = rules, rounds, runs
 
     def packet(self, k: Tensor, v: Tensor, tags: Tags) -> Packet:
         """What the other ranks need of this one's tokens."""
@@ -179,49 +165,46 @@ class _Call:
         k, v, *sides = packet.tensors
         rest = iter(sides)
         there = Tags(*(None if t is None else next(rest) for t in tags))
-        return k, v, Tokens(self.layout.runs[place], there)
+        return k, v, Tokens(self.rounds.layout.runs[place], there)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, call: _Call,
-        *given: Tensor | None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None,
+        rows: Tensor | None, call: _Call, *given: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         tags = Tags(*given)
         with torch._C.DisableTorchFunction():
-            rules = replace(call.rules, slopes=slopes)
+            rules = replace(call.rules, slopes=slopes, rows=rows)
             state = Forward(rules, q, Tokens(call.runs, tags), v.shape[-1])
             for place, packet in call.rounds.forward(call.packet(k, v, tags)):
                 state.add(*call.keys(place, packet, tags))
             out = state.out.to(q.dtype)
         ctx.call = call
-        ctx.save_for_backward(q, k, v, slopes, out, state.lse, *given)
+        ctx.save_for_backward(q, k, v, slopes, rows, out, state.lse, *given)
         ctx.set_materialize_grads(False)
         return out, state.lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, slopes, out, lse, *given = ctx.saved_tensors
+        q, k, v, slopes, rows, out, lse, *given = ctx.saved_tensors
         call, tags = ctx.call, Tags(*given)
         with torch._C.DisableTorchFunction():
             grad = torch.zeros_like(out) if grad is None else grad
             inner = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
             inner = inner if grad_lse is None else inner - grad_lse
-            rules = replace(call.rules, slopes=slopes)
+            rules = replace(call.rules, slopes=slopes, rows=rows)
             state = Backward(rules, q, Tokens(call.runs, tags), lse, grad.to(lse.dtype), inner)
 
             def contribute(place: int, packet: Packet) -> Packet:
                 return Packet.of(state.add(*call.keys(place, packet, tags)), (2, 2))
 
             dk, dv = call.rounds.backward(call.packet(k, v, tags), contribute).tensors
-            ds = None if slopes is None or state.slopes is None else state.slopes.to(slopes.dtype)
-        return (
-            state.dq.to(q.dtype),
-            dk.to(k.dtype),
-            dv.to(v.dtype),
-            ds,
-            None,
-            *[None] * len(given),
-        )
+            ds, drows = (
+                None if made is None else made.to(of.dtype)
+                for made, of in ((state.slopes, slopes), (state.rows, rows))
+            )
+        none = (None,) * (1 + len(given))
+        return (state.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), ds, drows, *none)

@@ -35,9 +35,9 @@ class Dropout:
         held = tuple(range(heads)) if index is None else tuple(int(h) for h in index)
         return Dropout(p, streams, held, total)
 
-    def of_heads(self, start: int, stop: int) -> Dropout:
+    def of_heads(self, heads: slice) -> Dropout:
         """For some of the heads."""
-        return replace(self, heads=self.heads[start:stop])
+        return replace(self, heads=self.heads[heads])
 
     def factor(self, queries: range, keys: range, like: Tensor) -> Tensor:
         """What weights [rows, heads, queries, keys] are multiplied by: 0 or 1/(1-p)."""

@@ -82,6 +82,14 @@ class Layout:
         return Layout(tuple(_joined(tuple(r for runs in group for r in runs)) for group in groups))
 
 
+def place_at(at: Sequence[int], sizes: Sequence[int]) -> int:
+    """The place of a number in each group, modulo its size; the last one's counts fastest."""
+    place = 0
+    for number, size in zip(at, sizes, strict=True):
+        place = place * size + number % size
+    return place
+
+
 def spread(runs: Sequence[range], device: torch.device | str = "cpu") -> Tensor:
     """The numbers of some ranges, one range after the other; int64."""
     with torch._C.DisableTorchFunction():  # no part of the model's own counting of positions

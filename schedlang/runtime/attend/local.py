@@ -16,7 +16,8 @@ from torch import Tensor
 
 from schedlang.runtime.attend.dropout import Dropout
 from schedlang.runtime.attend.layout import Runs
-from schedlang.runtime.attend.mask import Mask, Tags, pieces
+from schedlang.runtime.attend.mask import Tags, distance, pieces, seen
+from schedlang.runtime.attend.reach import Reach
 
 BLOCK = 512  # tokens: scores of BLOCK x BLOCK are held for each row and head
 
@@ -31,11 +32,13 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Rules:
-    """What holds for all of a call; `mask` without what lies with the tokens."""
+    """What holds for all blocks of a call; slopes and rows as in `Mask`."""
 
-    mask: Mask
+    reach: Reach
     scale: float
+    cap: float | None = None
     slopes: Tensor | None = None
+    rows: Tensor | None = None
     dropout: Dropout | None = None
     block: int = field(default_factory=lambda: BLOCK)
 
@@ -59,7 +62,7 @@ def pairs(rules: Rules, queries: Tokens, keys: Tokens) -> Iterator[Pair]:
         rows = slice(start, start + len(where))
         at = queries.tags.cut(rows.start, rows.stop)
         for first, other in columns:
-            if not rules.mask.nothing(where, other):
+            if not rules.reach.nothing(where, other):
                 cols = slice(first, first + len(other))
                 yield Pair(rows, cols, where, other, at, keys.tags.cut(cols.start, cols.stop))
 
@@ -112,8 +115,8 @@ class Backward:
         self.rules, self.q, self.tokens = rules, q, tokens
         self.lse, self.grad, self.inner = lse, grad, inner
         self.dq = torch.zeros_like(q, dtype=lse.dtype)
-        slopes = rules.slopes
-        self.slopes = None if slopes is None else torch.zeros_like(slopes, dtype=lse.dtype)
+        self.slopes = _like(rules.slopes, lse.dtype)
+        self.rows = _like(rules.rows, lse.dtype) if _added(rules.rows) else None
 
     def add(self, k: Tensor, v: Tensor, keys: Tokens) -> tuple[Tensor, Tensor]:
         """What this rank's queries give to keys and values; their own gradient grows in `dq`."""
@@ -138,8 +141,11 @@ class Backward:
         dv[:, :, cols] += _onto(kept, grad, v.shape[1])
         d = (d - self.inner[:, :, rows, None]).mul_(weights)
         if self.slopes is not None:
-            far = rules.mask.distance(pair.queries, pair.keys, pair.at, pair.to, d)
+            far = distance(pair.queries, pair.keys, pair.at, pair.to, d)
             self.slopes -= (d * far).sum((0, 2, 3))
+        if self.rows is not None:
+            into = _rows(self.rows, pair)
+            into += d.sum_to_size(into.shape)
         if slant is not None:
             d = d * slant
         d *= rules.scale
@@ -149,17 +155,34 @@ class Backward:
 
 def _scores(rules: Rules, q: Tensor, k: Tensor, pair: Pair) -> tuple[Tensor, Tensor | None]:
     """A block's scores, -inf where masked; and the derivative of the cap, if there is one."""
-    mask, slant = rules.mask, None
+    slant = None
     scores = _times(q[:, :, pair.rows], k[:, :, pair.cols].mT).mul_(rules.scale)
-    if mask.cap is not None:
-        scores = (scores / mask.cap).tanh_()
+    if rules.cap is not None:
+        scores = (scores / rules.cap).tanh_()
         slant = 1 - scores * scores
-        scores *= mask.cap
+        scores *= rules.cap
     if rules.slopes is not None:
-        far = mask.distance(pair.queries, pair.keys, pair.at, pair.to, scores)
+        far = distance(pair.queries, pair.keys, pair.at, pair.to, scores)
         scores -= rules.slopes.to(scores.dtype)[:, None, None] * far
-    seen = mask.block(pair.queries, pair.keys, pair.at, pair.to, scores.device)
-    return (scores if seen is None else scores.masked_fill_(~seen, -math.inf)), slant
+    if rules.rows is not None:
+        made = _rows(rules.rows, pair)
+        scores = scores + made if _added(made) else scores.masked_fill_(~made, -math.inf)
+    visible = seen(rules.reach, pair.queries, pair.keys, pair.at, pair.to, scores.device)
+    return (scores if visible is None else scores.masked_fill_(~visible, -math.inf)), slant
+
+
+def _rows(rows: Tensor, pair: Pair) -> Tensor:
+    """A block's part of a mask over all keys, which lie in the order of the sequence."""
+    keys = pair.keys
+    return rows[:, :, pair.rows, keys.start : keys.stop : keys.step]
+
+
+def _added(rows: Tensor | None) -> bool:
+    return rows is not None and rows.dtype != torch.bool
+
+
+def _like(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if x is None else torch.zeros_like(x, dtype=dtype)
 
 
 def _times(x: Tensor, y: Tensor) -> Tensor:

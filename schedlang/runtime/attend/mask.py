@@ -6,13 +6,14 @@ Everything goes by the positions of tokens in the whole sequence, so it is right
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from schedlang.runtime.attend.layout import spread
+from schedlang.runtime.attend.reach import Reach
 
 
 class Tags(NamedTuple):
@@ -41,7 +42,11 @@ class Mask:
     slopes     [heads]: -slope * |q - k| is added (Press et al.: ALiBi, ICLR 2022); may be trained
     counted    integers [batch, local tokens]: the positions that `slopes` counts by, where they are
                not those in the sequence (padding on the left, packed documents)
+    rows       a mask that somebody has already made, its rows of the local queries:
+               [batch or 1, heads or 1, local tokens, tokens of the whole sequence in its own
+               order]; booleans (true: seen), or numbers that are added, which may be trained
     cap        scores become cap * tanh(score / cap) before all of this (Gemma 2)
+    sinks      [heads]: a score that takes part in the softmax and has no value (GPT-OSS)
 
     A query that sees no key gives 0.
     """
@@ -54,78 +59,47 @@ class Mask:
     present: Tensor | None = None
     slopes: Tensor | None = None
     counted: Tensor | None = None
+    rows: Tensor | None = None
     cap: float | None = None
+    sinks: Tensor | None = None
 
     @property
     def tags(self) -> Tags:
-        """The parts that lie with the tokens."""
+        """The parts that lie with the tokens, and that others need to see their keys."""
         return Tags(self.documents, self.present, self.counted)
 
     @property
-    def plain(self) -> Mask:
-        """The parts that are the same for all tokens."""
-        return replace(self, documents=None, present=None, counted=None, slopes=None)
+    def reach(self) -> Reach:
+        """The part that goes by positions."""
+        return Reach(0 if self.causal else self.ahead, self.back, self.chunk)
 
-    @property
-    def beyond(self) -> int | None:
-        """How many tokens after itself a query sees; None: all."""
-        return 0 if self.causal else self.ahead
 
-    def nothing(self, queries: range, keys: range) -> bool:
-        """Whether positions alone say that none of the queries sees one of the keys."""
-        q0, q1, k0, k1 = queries[0], queries[-1], keys[0], keys[-1]
-        late = self.beyond is not None and k0 - q1 > self.beyond
-        early = self.back is not None and q0 - k1 > self.back
-        apart = self.chunk is not None and (
-            q1 // self.chunk < k0 // self.chunk or q0 // self.chunk > k1 // self.chunk
-        )
-        return late or early or apart
+def seen(reach: Reach, queries: range, keys: range, at: Tags, to: Tags, device: torch.device
+) -> Tensor | None:  # fmt: skip
+    """Who sees whom in a small block: booleans [batch or 1, 1, queries, keys]; None: all."""
+    found: list[Tensor] = []
+    if not reach.everything(queries, keys):
+        found.append(reach.block(queries, keys, device)[None, None])
+    if at.documents is not None and to.documents is not None:
+        found.append(at.documents[:, None, :, None] == to.documents[:, None, None, :])
+    if to.present is not None:
+        found.append(to.present[:, None, None, :])
+    if not found:
+        return None
+    both = found[0]
+    for more in found[1:]:
+        both = both & more
+    return both
 
-    def everything(self, queries: range, keys: range) -> bool:
-        """Whether positions alone let every query see every key."""
-        q0, q1, k0, k1 = queries[0], queries[-1], keys[0], keys[-1]
-        late = self.beyond is not None and k1 - q0 > self.beyond
-        early = self.back is not None and q1 - k0 > self.back
-        apart = self.chunk is not None and (len({p // self.chunk for p in (q0, q1, k0, k1)}) > 1)
-        return not (late or early or apart)
 
-    def block(
-        self, queries: range, keys: range, at: Tags, to: Tags, device: torch.device
-    ) -> Tensor | None:
-        """Who sees whom in a small block: booleans [batch or 1, 1, queries, keys]; None: all."""
-        seen: list[Tensor] = []
-        if not self.everything(queries, keys):
-            seen.append(self._near(queries, keys, device))
-        if at.documents is not None and to.documents is not None:
-            seen.append(at.documents[:, None, :, None] == to.documents[:, None, None, :])
-        if to.present is not None:
-            seen.append(to.present[:, None, None, :])
-        if not seen:
-            return None
-        found = seen[0]
-        for more in seen[1:]:
-            found = found & more
-        return found
-
-    def _near(self, queries: range, keys: range, device: torch.device) -> Tensor:
-        q, k = spread([queries], device)[:, None], spread([keys], device)[None, :]
-        near = torch.ones(len(queries), len(keys), dtype=torch.bool, device=device)
-        if self.beyond is not None:
-            near &= k - q <= self.beyond
-        if self.back is not None:
-            near &= q - k <= self.back
-        if self.chunk is not None:
-            near &= q // self.chunk == k // self.chunk
-        return near[None, None]
-
-    def distance(self, queries: range, keys: range, at: Tags, to: Tags, like: Tensor) -> Tensor:
-        """How far each key is from each query, [batch or 1, 1, queries, keys], as `like`."""
-        if at.counted is not None and to.counted is not None:
-            apart = at.counted[:, None, :, None] - to.counted[:, None, None, :]
-        else:
-            q, k = spread([queries], like.device), spread([keys], like.device)
-            apart = (q[:, None] - k[None, :])[None, None]
-        return apart.abs().to(like.dtype)
+def distance(queries: range, keys: range, at: Tags, to: Tags, like: Tensor) -> Tensor:
+    """How far each key is from each query, [batch or 1, 1, queries, keys], as `like`."""
+    if at.counted is not None and to.counted is not None:
+        apart = at.counted[:, None, :, None] - to.counted[:, None, None, :]
+    else:
+        q, k = spread([queries], like.device), spread([keys], like.device)
+        apart = (q[:, None] - k[None, :])[None, None]
+    return apart.abs().to(like.dtype)
 
 
 def pieces(runs: Sequence[range], size: int) -> list[tuple[int, range]]:
@@ -133,7 +107,6 @@ def pieces(runs: Sequence[range], size: int) -> list[tuple[int, range]]:
     found, start = [], 0
     for run in runs:
         for first in range(0, len(run), size):
-            part = run[first : first + size]
-            found.append((start + first, part))
+            found.append((start + first, run[first : first + size]))
         start += len(run)
     return found

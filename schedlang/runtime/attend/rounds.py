@@ -11,14 +11,12 @@ Both keep nothing but a rank's own keys and values for the backward, which moves
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
-from schedlang.runtime.attend.layout import Layout
-from schedlang.runtime.attend.mask import Mask
+from schedlang.runtime.attend.layout import Layout, place_at
+from schedlang.runtime.attend.reach import Reach, wanted
 from schedlang.runtime.attend.travel import Moving, Packet, gathered, scattered, shift
 from schedlang.runtime.collective import Group
 
@@ -64,47 +62,28 @@ class Ring:
 
     groups: tuple[Group, ...]
     layout: Layout
-    mask: Mask
+    reach: Reach
 
     @property
     def here(self) -> tuple[int, ...]:
         """This rank's number in each group."""
         return tuple(group.rank for group in self.groups)
 
-    @cached_property
+    @property
     def sizes(self) -> tuple[int, ...]:
         """How many ranks each group has."""
         return tuple(group.size for group in self.groups)
 
-    def place(self, at: Sequence[int]) -> int:
-        """The place of a number in each group."""
-        place = 0
-        for number, size in zip(at, self.sizes):
-            place = place * size + number % size
-        return place
-
     def origin(self, offsets: Offsets) -> int:
         """Whose packet is here after so many steps of each ring."""
         steps = (*offsets, *[0] * (len(self.groups) - len(offsets)))
-        return self.place([rank - step for rank, step in zip(self.here, steps)])
-
-    @cached_property
-    def wanted(self) -> frozenset[Offsets]:
-        """After which steps some rank sees anything of what it then holds; the same everywhere."""
-        ranges = [range(size) for size in self.sizes]
-        found = set()
-        for offsets in itertools.product(*ranges):
-            for at in itertools.product(*ranges):
-                source = self.place([a - o for a, o in zip(at, offsets)])
-                if sees(self.mask, self.layout, self.place(at), source):
-                    found.add(offsets)
-                    break
-        return frozenset(found)
+        return place_at([rank - step for rank, step in zip(self.here, steps)], self.sizes)
 
     def last(self, prefix: Offsets) -> int:
         """The last step of the next ring that anybody needs, after the steps of the outer ones."""
         depth = len(prefix)
-        return max((o[depth] for o in self.wanted if o[:depth] == prefix), default=0)
+        steps = wanted(self.reach, self.layout, self.sizes)
+        return max((o[depth] for o in steps if o[:depth] == prefix), default=0)
 
     # -- forward -----------------------------------------------------------------------------------
 
@@ -155,11 +134,6 @@ class Ring:
             packet = coming.wait() if coming is not None else packet
         assert home is not None
         return home if arriving is None else added(arriving.wait(), home)
-
-
-def sees(mask: Mask, layout: Layout, queries: int, keys: int) -> bool:
-    """Whether, by positions alone, a query of one place may see a key of another."""
-    return any(not mask.nothing(q, k) for q in layout.runs[queries] for k in layout.runs[keys])
 
 
 def added(arrived: Packet, part: Packet) -> Packet:

@@ -65,6 +65,16 @@ class Team:
         )
         return Tags(*(None if t is None else next(whole) for t in tags))
 
+    def rows(self, rows: Tensor, heads: int) -> Tensor:
+        """A mask [rows or 1, heads or 1, my tokens, keys]: the team's tokens, my heads."""
+        if rows.shape[1] == 1 and not rows.requires_grad:
+            parts = gathered(Packet.of([rows], [2]), self.counts, self.group)
+            return self.sorted(torch.cat([p.tensors[0] for p in parts], 2), 2)
+        rows = rows.expand(-1, heads, -1, -1)
+        if rows.dtype == torch.bool:
+            return self.heads(rows.to(torch.uint8)).bool()
+        return self.heads(rows)
+
     def sorted(self, x: Tensor, dim: int) -> Tensor:
         """What has arrived from the ranks one by one, in the order that is wanted."""
         return x if self.order is None else x.index_select(dim, self.order.to(x.device))

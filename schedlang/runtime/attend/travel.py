@@ -24,10 +24,11 @@ class Packet:
     """Tensors of some tokens, flat and side by side, one memory for each dtype.
 
     `shapes` are theirs, `dims` the dim of each that runs along the tokens, `lies` which of `flats`
-    each is in; tensors of one dtype follow each other there.
+    each is in; tensors of one dtype follow each other there, booleans as bytes.
     """
 
     flats: tuple[Tensor, ...]
+    dtypes: tuple[torch.dtype, ...]  # of `flats`
     shapes: tuple[Shape, ...]
     dims: tuple[int, ...]
     lies: tuple[int, ...]
@@ -36,11 +37,10 @@ class Packet:
     def of(tensors: Sequence[Tensor], dims: Sequence[int]) -> Packet:
         """Copy tensors together."""
         kinds = list(dict.fromkeys(t.dtype for t in tensors))
-        flats = tuple(
-            torch.cat([t.reshape(-1) for t in tensors if t.dtype == kind]) for kind in kinds
-        )
-        shapes = tuple(tuple(t.shape) for t in tensors)
-        return Packet(flats, shapes, tuple(dims), tuple(kinds.index(t.dtype) for t in tensors))
+        joined = [torch.cat([t.reshape(-1) for t in tensors if t.dtype == k]) for k in kinds]
+        flats = tuple(f.view(torch.uint8) if f.dtype == torch.bool else f for f in joined)
+        shapes, lies = (tuple(t.shape) for t in tensors), (kinds.index(t.dtype) for t in tensors)
+        return Packet(flats, tuple(kinds), tuple(shapes), tuple(dims), tuple(lies))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -49,7 +49,8 @@ class Packet:
         found = []
         for shape, lies in zip(self.shapes, self.lies):
             size = _size(shape)
-            found.append(self.flats[lies][used[lies] : used[lies] + size].view(shape))
+            part = self.flats[lies][used[lies] : used[lies] + size]
+            found.append(part.view(self.dtypes[lies]).view(shape))
             used[lies] += size
         return tuple(found)
 
@@ -131,8 +132,9 @@ def shift(packet: Packet, tokens: int, group: Group, by: int = 1) -> Moving:
 
 def gathered(packet: Packet, counts: Sequence[int], group: Group) -> list[Packet]:
     """The packets of all ranks, which hold `counts` tokens."""
-    most = max(counts)
-    whole = packet.padded(most)
+    if group.size == 1:
+        return [packet]
+    whole = packet.padded(max(counts))
     everyone = [all_gather(flat, 0, group).chunk(group.size) for flat in whole.flats]
     parts = [replace(whole, flats=tuple(flats)) for flats in zip(*everyone)]
     return [part.first(tokens) for part, tokens in zip(parts, counts)]
@@ -140,8 +142,9 @@ def gathered(packet: Packet, counts: Sequence[int], group: Group) -> list[Packet
 
 def scattered(packets: Sequence[Packet], counts: Sequence[int], group: Group) -> Packet:
     """This rank's packet of the sum over ranks of what each has for everybody."""
-    most = max(counts)
-    padded = [packet.padded(most) for packet in packets]
+    if group.size == 1:
+        return packets[0]
+    padded = [packet.padded(max(counts)) for packet in packets]
     everyone = [torch.cat(flats) for flats in zip(*(p.flats for p in padded))]
     own = replace(padded[0], flats=tuple(reduce_scatter(f, 0, group) for f in everyone))
     return own.first(counts[group.rank])
@@ -149,6 +152,8 @@ def scattered(packets: Sequence[Packet], counts: Sequence[int], group: Group) ->
 
 def exchange(given: Sequence[Tensor], shapes: Sequence[Shape], group: Group) -> list[Tensor]:
     """All-to-all: `given[i]` goes to rank i, what comes from rank i has `shapes[i]`."""
+    if group.size == 1:
+        return list(given)
     flat = torch.cat([t.reshape(-1) for t in given])
     sizes = [_size(shape) for shape in shapes]
     out = flat.new_empty(sum(sizes))
