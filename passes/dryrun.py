@@ -83,7 +83,8 @@ class Run:
 
         self.plan, self.inputs, self.loss, self.leaves = plan, inputs, loss, leaves
         self.divided, self.stack = divided, Stack()
-        sizes = {name: plan.mesh.size(name) for name in plan.mesh.names}
+        over = (b.axis for boundaries in plan.boundaries.values() for b in boundaries)
+        sizes = {name: plan.mesh.size(name) for name in (*plan.mesh.names, *over)}
         self.sizes = sizes
         self.follower = Follower(recording, self.stack, sizes)
         self.edges: dict[str, tuple[Edge, ...]] = {}

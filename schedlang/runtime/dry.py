@@ -19,7 +19,6 @@ from schedlang.runtime.split_norm import NotSplit
 from schedlang.runtime.trace import tensors_in
 from schedlang.runtime.vocab import ShardedLogits
 
-
 GATHER_NORM = "gather before it: `output=R` on the row before, and leave it whole"
 PLAIN = ("Linear", "Conv1D", "Embedding")  # kinds split along one dim for each axis
 
@@ -29,6 +28,7 @@ class Wanted:
     """One axis of one sharded module, before it is known how tensors arrive.
 
     `computes` None: what it wants (a module that runs as it is).  `input` None: as they come.
+    `role`: what the axis is for, of a module with several; along that named "out" nothing may come.
     """
 
     axis: str
@@ -39,6 +39,7 @@ class Wanted:
     cut: int | None = None
     head: bool = False
     hoisted: bool = False
+    role: str = ""
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,9 @@ def _exit(edge: Edge, follower: Follower, x: Tensor) -> Tensor:
 def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) -> Edge:
     tag = note.tags.get(wanted.axis)
     arrives: Placement = R if tag is None else S(tag.dim, _compact(tag.blocks))
+    if wanted.role == "out" and tag is not None:
+        reason = f"`{leaf.fqn}` is given a hidden dim that lies in the order of its own results"
+        raise _refuse(reason, wanted.axis, leaf.fqn, "name its last two axes in the other order")
     wants = arrives if wanted.input is None else wanted.input
     if isinstance(wants, S):
         wants = S(dim_of(wants) % main.ndim, wants.blocks)
@@ -195,7 +199,16 @@ def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) ->
     differ = wanted.splits or (wanted.hoisted and tag is not None)
     differ = differ and wanted.axis not in note.entered
     return Edge(
-        group, arrives, wants, computes, leaves, differ, wanted.cut, wanted.head, wanted.hoisted
+        group,
+        arrives,
+        wants,
+        computes,
+        leaves,
+        differ,
+        wanted.cut,
+        wanted.head,
+        wanted.hoisted,
+        wanted.role,
     )
 
 

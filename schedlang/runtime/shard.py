@@ -27,7 +27,7 @@ class Edge:
     parts, to be summed on the way in.  `cut` is the true size of the output's last dim where
     padding must be cut off, `head` tells that the output stays split over the vocabulary for a
     parallel loss, `hoisted` that children need the gathered input and this module was the first to
-    get it.
+    get it.  `role` tells what an axis is for, where a module has several.
     """
 
     group: Group
@@ -39,6 +39,7 @@ class Edge:
     cut: int | None = None
     head: bool = False
     hoisted: bool = False
+    role: str = ""
 
     def entry(self) -> Crossing:
         """The change of placement on the way in."""
@@ -180,6 +181,9 @@ ELSEWHERE: Mapping[str, str] = {
     "summa Linear": "grid.projection",
     "summa Conv1D": "grid.projection",
     "summa Embedding": "grid.embedding",
+    "cube Linear": "cube.projection",
+    "cube Conv1D": "cube.projection",
+    "cube Embedding": "cube.embedding",
     "norm": "split_norm.norm",
 }
 

@@ -28,7 +28,13 @@ NONE: Axes = frozenset()
 SUMS = ("all-reduce", "reduce-scatter")
 # what these give still differs from rank to rank: every rank gets parts of others, for its own
 MOVES = ("all-to-all", "shift", "broadcast", "reduce")
-TALKING = (collective, moving, vocab, grid, split_norm)  # the modules whose functions of autograd communicate
+TALKING = (
+    collective,
+    moving,
+    vocab,
+    grid,
+    split_norm,
+)  # the modules whose functions of autograd communicate
 
 
 @dataclass(frozen=True)
