@@ -51,7 +51,9 @@ def _normalises(plan: Plan, site: Site, boundaries: list[Boundary]) -> bool:
     inside = all(len(f.shape) == 1 and plan.held(f.name).splits for f in facts)
     ends = [end for b in boundaries for end in (b.input, b.output)]
     last = all(isinstance(end, S) and dim_of(end) == -1 for end in ends)
-    return bool(facts) and inside and last and len(boundaries) == 1 and not site.children
+    replaced = any(site.fqn in a.sites for a in plan.actions if "structure" in a.primitive.writes)
+    one = len(boundaries) == 1 and not site.children and not replaced
+    return bool(facts) and inside and last and one
 
 
 def _check_ties(plan: Plan) -> None:

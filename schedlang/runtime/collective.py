@@ -99,7 +99,9 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
 
 def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
     """The tensor of the rank at place `source`; of the others' only shape and dtype matter."""
-    out = x.contiguous() if group.rank == source else torch.empty_like(x).contiguous()
+    # a new tensor at the source too: a recomputation that keeps results writes them into it
+    own = group.rank == source
+    out = x.clone(memory_format=torch.contiguous_format) if own else x.new_empty(x.shape)
     count("broadcast", group, out)
     if group.pg is not None:
         dist.broadcast(out, src=group.ranks[source], group=group.pg)
