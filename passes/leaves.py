@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from schedlang.runtime.dry import Leaf, Wanted
 
 LINES = ("down", "along", "deep")  # of a cube, in the order in which its axes are named
-CLASSES = ("Linear", "Conv1D", "Embedding")  # that say how they compute
+CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
+POOLS = tuple(f"{kind}Pool{dims}d" for kind in ("Max", "Avg") for dims in (1, 2, 3))
+NORMS = ("GroupNorm", *(f"BatchNorm{dims}d" for dims in (1, 2, 3)))
+# classes that say how they compute
+CLASSES = ("Linear", "Conv1D", "Embedding", *CONVOLUTIONS, *POOLS, *NORMS)
 
 
 def leaves_of(plan: Plan) -> dict[str, Leaf]:
@@ -38,7 +42,8 @@ def leaves_of(plan: Plan) -> dict[str, Leaf]:
         names = tuple(fact.name for fact in site.parameters.values())
         pending = any(isinstance(w.computes, P) for w in wanted)
         bias = site.parameters.get("bias")
-        split_kind = kind if split or fqn in plan.computes else ""
+        own = split or fqn in plan.computes or kind in NORMS or any(w.parts for w in wanted)
+        split_kind = kind if own else ""
         leaves[fqn] = Leaf(fqn, split_kind, wanted, names, bias.name if bias and pending else None)
     return leaves
 
@@ -122,14 +127,43 @@ def _projection(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
     return Wanted(axis, entry, output, P(), splits=True)
 
 
+def _convolution(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """What a convolution wants of an axis that splits its channels, or positions."""
+    from schedlang.runtime.dry import Wanted
+
+    axis, entry, output = boundary.axis, boundary.input, boundary.output
+    site = plan.model.sites[fqn]
+    layout = plan.held(site.parameters["weight"].name)
+    split = next((s for s in layout.splits if s.axis == axis), None)
+    if split is None:
+        return _window(plan, fqn, kind, boundary)
+    name = site.dims["weight"][split.dim]
+    blocks = split.blocks if len(set(split.blocks)) > 1 else len(split.blocks)
+    if name == "in":
+        return Wanted(axis, S(1, blocks), output, P(), splits=True)
+    if plan.model.model.get_submodule(fqn).groups == 1:
+        return Wanted(axis, entry or R, output, S(1, blocks), splits=True)
+    own = S(1, blocks)  # each group sees its own channels
+    return Wanted(axis, own, output, own, splits=False)
+
+
+def _window(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """What a convolution or pool wants of an axis that splits positions, if it does."""
+    from schedlang.runtime.dry import Wanted
+
+    axis, entry = boundary.axis, boundary.input
+    across = isinstance(entry, S) and isinstance(entry.dim, int) and entry.dim > 1
+    return Wanted(axis, entry, boundary.output, None, splits=False, parts=across)
+
+
 def _on_grid(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
     """What a module on a grid wants: its rows split the batch, its columns the hidden dim."""
     from schedlang.runtime.dry import Wanted
 
     _check_data(plan, fqn)
     if plan.boundaries[fqn].index(boundary) == 0:
-        return Wanted(boundary.axis, None, None, R, splits=False, role="down")
-    return replace(_results(plan, fqn, boundary), splits=True, role="along")
+        return Wanted(boundary.axis, None, None, R, splits=False, told="down")
+    return replace(_results(plan, fqn, boundary), splits=True, told="along")
 
 
 def _on_cube(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
@@ -139,10 +173,10 @@ def _on_cube(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
     place = plan.boundaries[fqn].index(boundary)
     _check_data(plan, fqn)
     if place < len(LINES):
-        return Wanted(boundary.axis, None, None, R, splits=False, role=LINES[place])
+        return Wanted(boundary.axis, None, None, R, splits=False, told=LINES[place])
     if boundary.output is None:
-        return Wanted(boundary.axis, boundary.input, R, R, splits=True, role="in")
-    return replace(_results(plan, fqn, boundary), role="out")
+        return Wanted(boundary.axis, boundary.input, R, R, splits=True, told="in")
+    return replace(_results(plan, fqn, boundary), told="out")
 
 
 def _results(plan: Plan, fqn: str, boundary: Boundary) -> Wanted:
@@ -183,10 +217,23 @@ def _check_data(plan: Plan, fqn: str) -> None:
             raise Refusal(Diagnostic("S510", said, label, helps=("leave it out of `zero`",)))
 
 
+def _experts(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """Tokens that ranks see alike are shared out and results summed; other tokens are sent."""
+    from schedlang.runtime.dry import Wanted
+
+    axis, told = boundary.axis, plan.told[fqn]
+    if axis in plan.data_axes:
+        return Wanted(axis, None, None, None, splits=False, told=told)
+    return Wanted(axis, R, R, P(), splits=True, told=told)
+
+
 # kinds that a row chose (plan.computes) and what each wants of one axis
 WANTED: Mapping[str, Callable[[Plan, str, str, Boundary], Wanted]] = {
+    **dict.fromkeys(CONVOLUTIONS, _convolution),
+    **dict.fromkeys((*POOLS, *NORMS), _window),
     "summa Linear": _on_grid, "summa Conv1D": _on_grid, "summa Embedding": _on_grid,
     "cube Linear": _on_cube, "cube Conv1D": _on_cube, "cube Embedding": _on_cube, "norm": _normed,
+    "experts": _experts,
 }  # fmt: skip
 
 

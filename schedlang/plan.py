@@ -107,12 +107,27 @@ class Replicas:
 
 
 @dataclass(frozen=True)
+class Context:
+    """Attention over sequences whose tokens are split over ranks.
+
+    axes    those that the method exchanges over, as named in the row, outermost first
+    method  how queries meet the keys of other ranks
+    layout  which tokens a rank has: "contiguous", "zigzag" or "striped"; None: another row says
+    """
+
+    axes: tuple[str, ...]
+    method: str
+    layout: str | None = None
+
+
+@dataclass(frozen=True)
 class Plan:
     """Mesh, decisions, actions, and what follows from the actions.  Every change makes a new plan.
 
     layouts     parameter (first name) -> Layout, where it is not whole everywhere
     boundaries  module -> its boundaries, one per axis that shards it
     computes    module -> the kind of computation that a row chose for it; else its class says it
+    told        module -> what that row says of it
     spread      parameters (first names) split over an axis that splits the batch too: what their
                 modules send makes their gradients whole over it, and no sum over replicas does
     """
@@ -125,6 +140,7 @@ class Plan:
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     boundaries: Mapping[str, tuple[Boundary, ...]] = field(default_factory=dict)
     computes: Mapping[str, str] = field(default_factory=dict)
+    told: Mapping[str, Any] = field(default_factory=dict)
     spread: frozenset[str] = frozenset()
     unrolled: tuple[tuple[str, int], ...] = ()  # module -> its calls, each a unit of its own
     cuts: tuple[Cut, ...] = ()
@@ -133,11 +149,12 @@ class Plan:
     overlaps: tuple[str, ...] = ()  # communication that runs beside the computation
     ahead: int = 1  # operations before its use at which a receive is posted
     replicas: tuple[Replicas, ...] = ()
+    contexts: Mapping[str, tuple[Context, ...]] = field(default_factory=dict)  # by module
 
     @staticmethod
     def empty(model: ModelFacts, mesh: Mesh | None = None) -> Plan:
-        """The plan that does nothing."""
-        return Plan(model, mesh or Mesh())
+        """The plan that does nothing: the untouched model's, whatever rows have changed in it."""
+        return Plan(model.base, mesh or Mesh())
 
     def __str__(self) -> str:
         """One line for each row: its step, where it acts and what it does."""
@@ -192,9 +209,10 @@ class Plan:
         plan = self.with_layout(parameter, layout)
         return replace(plan, spread=plan.spread | {name})
 
-    def with_kind(self, fqn: str, kind: str) -> Plan:
+    def with_kind(self, fqn: str, kind: str, told: Any = None) -> Plan:
         """The plan in which a module computes as a kind of its own."""
-        return replace(self, computes=_put(self.computes, fqn, kind))
+        told = self.told if told is None else _put(self.told, fqn, told)
+        return replace(self, computes=_put(self.computes, fqn, kind), told=told)
 
     def with_boundary(self, fqn: str, boundary: Boundary) -> Plan:
         """The plan with one more boundary at a module."""
@@ -220,6 +238,7 @@ class Plan:
     def used_axes(self) -> frozenset[str]:
         """The plain axes that some row uses."""
         over = [axis for r in self.replicas for axis in r.axes]
+        over += [*self.context_axes]
         over += [b.axis for boundaries in self.boundaries.values() for b in boundaries]
         over += [axis for layout in self.layouts.values() for axis in layout.axes]
         over += [cut.axis for cut in self.cuts]
@@ -227,9 +246,34 @@ class Plan:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """The plain axes whose ranks see different rows of the batch, in mesh order."""
+        """The plain axes whose ranks see different rows or tokens of the batch, in mesh order."""
         named = {axis for r in self.replicas for over in r.axes for axis in self.mesh.fold(over)}
+        named.update(self.context_axes)
         return tuple(axis for axis in self.mesh.sizes if axis in named)
+
+    @property
+    def context_axes(self) -> tuple[str, ...]:
+        """The plain axes whose ranks see different tokens of the same rows, in mesh order."""
+        named = [axis for rows in self.contexts.values() for row in rows for axis in row.axes]
+        return self.mesh.fold(named)
+
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        """The plain axes whose ranks see different rows of the batch, in mesh order."""
+        tokens = self.context_axes
+        return tuple(axis for axis in self.data_axes if axis not in tokens)
+
+    @property
+    def shares(self) -> int:
+        """Into how many parts the rows of a batch are split."""
+        return self.mesh.size(self.row_axes)
+
+    @property
+    def copies(self) -> tuple[Replicas, ...]:
+        """`replicas`, and those that split sequences alone: what they hold is whole."""
+        named = {axis for one in self.replicas for axis in self.mesh.fold(one.axes)}
+        alone = tuple(axis for axis in self.context_axes if axis not in named)
+        return (*self.replicas, Replicas(alone, 0)) if alone else self.replicas
 
     def split_axes(self, parameter: str) -> frozenset[str]:
         """The plain axes that split a parameter."""

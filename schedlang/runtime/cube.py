@@ -121,7 +121,7 @@ def _summed(x: Tensor, dim: int, group: Group) -> Tensor:
 
 def _lines(sharded: Sharded) -> tuple[Cube, dict[str, Edge]]:
     """The cube of a module, and its edges by what they are for."""
-    edges = {edge.role: edge for edge in sharded.edges}
+    edges = {edge.told: edge for edge in sharded.edges}
     groups = {role: edge.group for role, edge in edges.items()}
     computes = edges["out"].computes if "out" in edges else None
     blocks = computes.blocks if isinstance(computes, S) else ()

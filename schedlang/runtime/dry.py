@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from schedlang.placement import P, Placement, R, Replicate, S
 from schedlang.runtime.collective import Group
+from schedlang.runtime.convolution import CHANNELS, CONVOLUTIONS
 from schedlang.runtime.crossing import dim_of, shared
 from schedlang.runtime.follow import GATHER, Follower
 from schedlang.runtime.notes import Hoist, Mismatch, Note, Tag
@@ -19,8 +20,9 @@ from schedlang.runtime.split_norm import NotSplit
 from schedlang.runtime.trace import tensors_in
 from schedlang.runtime.vocab import ShardedLogits
 
+PROJECTIONS = ("Linear", "Conv1D", *CONVOLUTIONS)
+PLAIN = (*PROJECTIONS, "Embedding")  # kinds split along one dim for each axis
 GATHER_NORM = "gather before it: `output=R` on the row before, and leave it whole"
-PLAIN = ("Linear", "Conv1D", "Embedding")  # kinds split along one dim for each axis
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class Wanted:
     """One axis of one sharded module, before it is known how tensors arrive.
 
     `computes` None: what it wants (a module that runs as it is).  `input` None: as they come.
-    `role`: what the axis is for, of a module with several; along that named "out" nothing may come.
+    `parts`: it computes other positions on each rank, so all its gradients are parts.
+    `told`: what a row says of how it computes; along an axis told to be "out" nothing may come.
     """
 
     axis: str
@@ -39,7 +42,8 @@ class Wanted:
     cut: int | None = None
     head: bool = False
     hoisted: bool = False
-    role: str = ""
+    parts: bool = False
+    told: Any = None
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,7 @@ def _exit(edge: Edge, follower: Follower, x: Tensor) -> Tensor:
 def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) -> Edge:
     tag = note.tags.get(wanted.axis)
     arrives: Placement = R if tag is None else S(tag.dim, _compact(tag.blocks))
-    if wanted.role == "out" and tag is not None:
+    if wanted.told == "out" and tag is not None:
         reason = f"`{leaf.fqn}` is given a hidden dim that lies in the order of its own results"
         raise _refuse(reason, wanted.axis, leaf.fqn, "name its last two axes in the other order")
     wants = arrives if wanted.input is None else wanted.input
@@ -199,17 +203,9 @@ def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) ->
     differ = wanted.splits or (wanted.hoisted and tag is not None)
     differ = differ and wanted.axis not in note.entered
     return Edge(
-        group,
-        arrives,
-        wants,
-        computes,
-        leaves,
-        differ,
-        wanted.cut,
-        wanted.head,
-        wanted.hoisted,
-        wanted.role,
-    )
+        group, arrives, wants, computes, leaves, differ, wanted.cut, wanted.head, wanted.hoisted,
+        wanted.told,
+    )  # fmt: skip
 
 
 def _check_whole(
@@ -217,7 +213,7 @@ def _check_whole(
     main: Tensor,
 ) -> None:  # fmt: skip
     """Refuse what a split projection or embedding cannot be given, or hand on."""
-    reason = ""
+    reason, inner = "", CHANNELS if leaf.kind in CONVOLUTIONS else main.ndim - 1
     if isinstance(computes, S):
         if not isinstance(wants, Replicate):
             reason = f"`{leaf.fqn}` splits its outputs, and computes them from whole inputs"
@@ -227,8 +223,8 @@ def _check_whole(
             reason = f"`{leaf.fqn}` adds its bias to a sum over one axis, and another splits it"
     elif isinstance(wants, S) and wants.blocks != 1 and arrives != wants:
         reason = f"`{leaf.fqn}` splits its inputs in blocks, and they do not arrive so"
-    elif leaf.kind != "Embedding" and not (isinstance(wants, S) and wants.dim == main.ndim - 1):
-        reason = f"`{leaf.fqn}` splits its inputs along their last dim, and is given {wants}"
+    elif leaf.kind != "Embedding" and not (isinstance(wants, S) and wants.dim == inner):
+        reason = f"`{leaf.fqn}` splits its inputs along dim {inner}, and is given {wants}"
     if reason:
         helps = ("leave out `input=`, `output=` and `blocks=`: a style says what fits",)
         raise _refuse(reason, None, leaf.fqn, *helps)
@@ -247,7 +243,11 @@ def _compact(blocks: Sequence[int]) -> int | tuple[int, ...]:
 def _note_leaf(leaf: Leaf, edges: Sequence[Edge], note: Note, out: Any, follower: Follower) -> None:
     """Note the result of a projection or embedding, and which of its gradients are parts."""
     own = {edge.group.axes[0]: edge for edge in edges}
-    for axis in note.parts - own.keys():
+    parts = {wanted.axis for wanted in leaf.wanted if wanted.parts}
+    if leaf.kind in PROJECTIONS:  # one that is given some of the positions
+        inner = CHANNELS if leaf.kind in CONVOLUTIONS else out.ndim - 1
+        parts |= {a for a, e in own.items() if isinstance(e.wants, S) and dim_of(e.wants) != inner}
+    for axis in (note.parts - own.keys()) | parts:
         follower.partial_over(frozenset(leaf.parameters), axis)
     for axis, edge in own.items():
         if leaf.bias is not None and isinstance(edge.computes, P) and isinstance(edge.leaves, S):

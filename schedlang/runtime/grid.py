@@ -186,7 +186,7 @@ def own_words(ids: Tensor, weight: Tensor, along: Group) -> tuple[Tensor, Tensor
 
 def _grid(edges: tuple[Edge, ...]) -> tuple[Grid, Edge | None]:
     """The grid of a module, and the edge that its activations cross (None: one column)."""
-    roles = {edge.role: edge for edge in edges}
+    roles = {edge.told: edge for edge in edges}
     along, down = roles.get("along"), roles.get("down")
     groups = (edge.group if edge is not None else ALONE for edge in (along, down))
     return Grid(*groups), along

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ class Edge:
     parts, to be summed on the way in.  `cut` is the true size of the output's last dim where
     padding must be cut off, `head` tells that the output stays split over the vocabulary for a
     parallel loss, `hoisted` that children need the gathered input and this module was the first to
-    get it.  `role` tells what an axis is for, where a module has several.
+    get it.
     """
 
     group: Group
@@ -39,7 +38,7 @@ class Edge:
     cut: int | None = None
     head: bool = False
     hoisted: bool = False
-    role: str = ""
+    told: Any = None  # what a row says of how a module of its kind computes
 
     def entry(self) -> Crossing:
         """The change of placement on the way in."""
@@ -66,6 +65,7 @@ def _conv1d(module: nn.Module, x: Tensor, with_bias: bool) -> Tensor:
     return out.view(*x.shape[:-1], weight.shape[-1])
 
 
+CLASSES = ("Linear", "Conv1D", "Embedding")
 COMPUTES: Mapping[str, Compute] = {"Linear": _linear, "Conv1D": _conv1d}
 
 
@@ -75,21 +75,25 @@ Forward = Callable[..., Any]
 def projection(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
     """A Linear or Conv1D on its parts: enter, multiply, reduce, add the bias once."""
     compute = COMPUTES[kind]
-    pending = any(isinstance(edge.computes, P) for edge in edges)
+    sums = [edge for edge in edges if isinstance(edge.computes, P)]
+    others = [edge for edge in edges if edge not in sums]
     padded = [edge for edge in edges if edge.cut is not None]
 
     def forward(x: Tensor) -> Any:
         for edge in edges:
             x = shared(edge.entry(), x)
-        y = compute(module, x, not pending)
-        for edge in edges:
+        y = compute(module, x, not sums)
+        for edge in sums:
+            y = edge.exit()(y)
+        bias = module._parameters.get("bias") if sums else None
+        y = y if bias is None else y + bias  # once, before others' positions are gathered
+        for edge in others:
             if edge.head:
                 return head_of(y, edge)
             y = edge.exit()(y)
         for edge in padded:
             y = y[..., : edge.cut]
-        bias = module._parameters.get("bias") if pending else None
-        return y if bias is None else y + bias
+        return y
 
     return forward
 
@@ -170,24 +174,6 @@ def on_result(cross: Callable[[Tensor], Tensor], out: Any) -> Any:
     return out
 
 
-FORWARDS: Mapping[str, Callable[[nn.Module, str, tuple[Edge, ...]], Forward]] = {
-    "Linear": projection,
-    "Conv1D": projection,
-    "Embedding": embedding,
-}
-
-# kinds that rows choose, each with its file in this folder and the function of a Sharded in it
-ELSEWHERE: Mapping[str, str] = {
-    "summa Linear": "grid.projection",
-    "summa Conv1D": "grid.projection",
-    "summa Embedding": "grid.embedding",
-    "cube Linear": "cube.projection",
-    "cube Conv1D": "cube.projection",
-    "cube Embedding": "cube.embedding",
-    "norm": "split_norm.norm",
-}
-
-
 class Sharded:
     """The forward of a sharded module; `kind` is the class that says how it computes, or "".
 
@@ -216,9 +202,6 @@ class Sharded:
         return self.run(*args, **kwargs)
 
     def _made(self) -> Forward:
-        if self.kind in ELSEWHERE:
-            file, _, name = ELSEWHERE[self.kind].partition(".")
-            found = getattr(importlib.import_module(f"schedlang.runtime.{file}"), name)
-            return cast(Forward, found(self))
-        make = FORWARDS.get(self.kind)
-        return make(self.module, self.kind, self.edges) if make else region(self.inner, self.edges)
+        from schedlang.runtime.leaf import forward_of  # the kinds build on what stands here
+
+        return forward_of(self)
