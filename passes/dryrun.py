@@ -121,7 +121,8 @@ class Run:
         self.plan, self.batch, self.inputs, self.loss = plan, batch, inputs, loss
         self.leaves = leaves
         self.divided, self.stack = divided, Stack()
-        sizes = {name: plan.mesh.size(name) for name in plan.mesh.names}
+        over = (b.axis for boundaries in plan.boundaries.values() for b in boundaries)
+        sizes = {name: plan.mesh.size(name) for name in (*plan.mesh.names, *over)}
         self.sizes, self.below = sizes, _below(leaves, sizes)
         self.follower = Follower(recording, self.stack, sizes)
         self.edges: dict[str, tuple[Edge, ...]] = {}

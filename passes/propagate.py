@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Label, Refusal
-from schedlang.passes.dryrun import Loss, Number, Run, record
 from schedlang.fitting import remedies
+from schedlang.passes.dryrun import Loss, Number, Run, record
 from schedlang.passes.leaves import alike, hoisted, leaves_of, touches
 from schedlang.plan import Action, Plan
 
@@ -170,4 +170,4 @@ def _heads(plan: Plan, failure: Mismatch) -> tuple[str, ...]:
 def _row(plan: Plan, fqn: str, axis: str) -> Any:
     """The call that splits a module over an axis so that heads can be said."""
     rows = (a.primitive for a in reversed(plan.actions) if fqn and fqn in a.sites)
-    return next((p for p in rows if hasattr(p, "uneven") and p.over == axis), None)
+    return next((p for p in rows if hasattr(p, "uneven") and getattr(p, "over", "") == axis), None)

@@ -145,7 +145,7 @@ CODES: Mapping[str, tuple[str, str]] = {
         "nothing is left to balance",
         "Single modules are where stages start; a list is shared out.",
     ),
-    "S414": (
+    "S419": (
         "windows do not fit the parts",
         "Where positions are split, each rank's part is a multiple of the stride, reaches as far\n"
         "as a window does, and the whole gives one output for each stride.",
@@ -186,6 +186,11 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S507": ("padding after splitting", "Pad first."),
     "S508": ("an axis cannot slice the state", "It is used otherwise, or sliced already."),
     "S509": ("the pipeline is arranged twice", "One axis cuts the model, one row orders it."),
+    "S510": (
+        "a grid whose rows do not split the batch",
+        "The first axis of a grid or a cube holds different rows of the batch: `zero` names it.\n"
+        "The others hold parts of the hidden dim, and see the same rows.",
+    ),
     "S601": (
         "a cut inside a loop",
         "A cut falls between two calls that the model makes once; this module is called often.",

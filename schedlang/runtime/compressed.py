@@ -109,7 +109,7 @@ class Compressor:
         if not tensors:
             return []
         flat = all_reduce(torch.cat([t.reshape(-1) for t in tensors]), self.group)
-        pieces = flat.split([t.numel() for t in tensors])
+        pieces = torch.split(flat, [t.numel() for t in tensors])
         return [piece.view(t.shape) for piece, t in zip(pieces, tensors)]
 
     def _low_rank(self, parts: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
@@ -153,7 +153,7 @@ class Compressor:
         flat = torch.cat([t.reshape(-1) for t in tensors])
         whole = all_gather(flat, 0, self.group)
         sizes = [t.numel() for t in tensors]
-        return [run.split(sizes) for run in whole.split(flat.numel())]
+        return [torch.split(run, sizes) for run in torch.split(whole, flat.numel())]
 
 
 def encoded(codec: Codec, part: Tensor, name: str, step: int, place: int) -> Coded:

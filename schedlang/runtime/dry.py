@@ -22,8 +22,6 @@ from schedlang.runtime.vocab import ShardedLogits
 
 PROJECTIONS = ("Linear", "Conv1D", *CONVOLUTIONS)
 PLAIN = (*PROJECTIONS, "Embedding")  # kinds split along one dim for each axis
-
-
 GATHER_NORM = "gather before it: `output=R` on the row before, and leave it whole"
 
 
@@ -33,6 +31,7 @@ class Wanted:
 
     `computes` None: what it wants (a module that runs as it is).  `input` None: as they come.
     `parts`: it computes other positions on each rank, so all its gradients are parts.
+    `told`: what a row says of how it computes; along an axis told to be "out" nothing may come.
     """
 
     axis: str
@@ -185,6 +184,9 @@ def _exit(edge: Edge, follower: Follower, x: Tensor) -> Tensor:
 def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) -> Edge:
     tag = note.tags.get(wanted.axis)
     arrives: Placement = R if tag is None else placed(tag)
+    if wanted.told == "out" and tag is not None:
+        reason = f"`{leaf.fqn}` is given a hidden dim that lies in the order of its own results"
+        raise _refuse(reason, wanted.axis, leaf.fqn, "name its last two axes in the other order")
     wants = arrives if wanted.input is None else wanted.input
     if isinstance(wants, S):
         wants = replace(wants, dim=dim_of(wants) % main.ndim)
