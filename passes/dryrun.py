@@ -39,11 +39,13 @@ def record(
 ) -> Recording:  # fmt: skip
     """What the model as it is calls, in order, with the shapes of each call."""
     from schedlang.runtime.constants import on_meta
+    from schedlang.runtime.hollow import hollow_out
     from schedlang.runtime.meta import hollow_model
     from schedlang.runtime.trace import Recorder, Stack
 
     model, stack = hollow_model(plan.model.model, {}), Stack()
     model.train()
+    hollow_out(model, plan.computes)
     stack.watch(model, _opaque(leaves))
     with on_meta(batch, inputs), Recorder(stack, inputs) as recorder:
         try:

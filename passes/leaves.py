@@ -177,12 +177,22 @@ def _check_data(plan: Plan, fqn: str, axis: str) -> None:
     )  # fmt: skip
 
 
+def _experts(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """Tokens that ranks see alike are shared out and results summed; other tokens are sent."""
+    from schedlang.runtime.dry import Wanted
+
+    axis, told = boundary.axis, plan.told[fqn]
+    if axis in plan.data_axes:
+        return Wanted(axis, None, None, None, splits=False, told=told)
+    return Wanted(axis, R, R, P(), splits=True, told=told)
+
+
 # kinds that a row chose (plan.computes) and what each wants of one axis
 WANTED: Mapping[str, Callable[[Plan, str, str, Boundary], Wanted]] = {
     **dict.fromkeys(CONVOLUTIONS, _convolution),
     **dict.fromkeys((*POOLS, *NORMS), _window),
     "summa Linear": _on_grid, "summa Conv1D": _on_grid, "summa Embedding": _on_grid,
-    "norm": _normed,
+    "norm": _normed, "experts": _experts,
 }  # fmt: skip
 
 

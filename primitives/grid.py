@@ -1,4 +1,4 @@
-"""grid: split weights and activations over a grid of ranks, in two, two and a half or three dims."""
+"""grid: split weights and activations over a grid of ranks, in 2, 2.5 or 3 dims."""
 
 from __future__ import annotations
 

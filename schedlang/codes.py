@@ -145,7 +145,7 @@ CODES: Mapping[str, tuple[str, str]] = {
         "nothing is left to balance",
         "Single modules are where stages start; a list is shared out.",
     ),
-    "S413": (
+    "S414": (
         "windows do not fit the parts",
         "Where positions are split, each rank's part is a multiple of the stride, reaches as far\n"
         "as a window does, and the whole gives one output for each stride.",
@@ -156,6 +156,12 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S413": (
         "nothing is frozen, or everything",
         "Something is frozen, and something still trained.",
+    ),
+    "S421": (
+        "no module of experts",
+        "It is called with tokens, the experts of each token and their weights, gives their\n"
+        "sum of weight times output, and holds parameters whose first dim are the experts.\n"
+        "A small copy was tried; the message says what it does otherwise, and by how much.",
     ),
     "S501": ("done twice", "Two rows do the same at one module; drop one."),
     "S502": ("one region inside another", "The inner module would be recomputed twice."),

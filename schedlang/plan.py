@@ -127,6 +127,7 @@ class Plan:
     layouts     parameter (first name) -> Layout, where it is not whole everywhere
     boundaries  module -> its boundaries, one per axis that shards it
     computes    module -> the kind of computation that a row chose for it; else its class says it
+    told        module -> what that row says of it
     spread      parameters (first names) split over an axis that splits the batch too: what their
                 modules send makes their gradients whole over it, and no sum over replicas does
     """
@@ -139,6 +140,7 @@ class Plan:
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     boundaries: Mapping[str, tuple[Boundary, ...]] = field(default_factory=dict)
     computes: Mapping[str, str] = field(default_factory=dict)
+    told: Mapping[str, Any] = field(default_factory=dict)
     spread: frozenset[str] = frozenset()
     unrolled: tuple[tuple[str, int], ...] = ()  # module -> its calls, each a unit of its own
     cuts: tuple[Cut, ...] = ()
@@ -207,9 +209,10 @@ class Plan:
         plan = self.with_layout(parameter, layout)
         return replace(plan, spread=plan.spread | {name})
 
-    def with_kind(self, fqn: str, kind: str) -> Plan:
+    def with_kind(self, fqn: str, kind: str, told: Any = None) -> Plan:
         """The plan in which a module computes as a kind of its own."""
-        return replace(self, computes=_put(self.computes, fqn, kind))
+        told = self.told if told is None else _put(self.told, fqn, told)
+        return replace(self, computes=_put(self.computes, fqn, kind), told=told)
 
     def with_boundary(self, fqn: str, boundary: Boundary) -> Plan:
         """The plan with one more boundary at a module."""

@@ -53,17 +53,48 @@ class Attend(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
+class Experts(nn.Module):
+    """Four experts in one module, called with tokens, the experts of each and their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8, 8) / 8)
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for slot in range(index.shape[1]):
+            given = torch.bmm(self.weight[index[:, slot]], x[:, :, None])[:, :, 0]
+            out = out + torch.tanh(given) * weights[:, slot : slot + 1]
+        return out
+
+
+class Mixture(nn.Module):
+    """A router and its experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 4, bias=False), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        weights, index = self.router(flat).softmax(-1).topk(2, -1)
+        out: Tensor = self.experts(flat, index, weights)
+        return out.reshape(x.shape)
+
+
 class Layer(nn.Module):
-    """Attention, a norm, a gated change and dropout beside a shortcut."""
+    """Attention, a norm, a gated change, experts and dropout beside a shortcut."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.mlp, self.drop = nn.RMSNorm(8, eps=1e-6), MLP(), nn.Dropout(0.2)
         self.attn = Attend()
+        self.moe = Mixture()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(x)
-        return x + self.drop(self.mlp(self.norm(x)))
+        x = x + self.drop(self.mlp(self.norm(x)))
+        return x + self.moe(x)
 
 
 class Toy(nn.Module):

@@ -21,10 +21,10 @@ from schedlang.runtime.trace import tensors_in
 from schedlang.runtime.vocab import ShardedLogits
 
 PROJECTIONS = ("Linear", "Conv1D", *CONVOLUTIONS)
+PLAIN = (*PROJECTIONS, "Embedding")  # kinds split along one dim for each axis
 
 
 GATHER_NORM = "gather before it: `output=R` on the row before, and leave it whole"
-PLAIN = ("Linear", "Conv1D", "Embedding")  # kinds split along one dim for each axis
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Wanted:
     head: bool = False
     hoisted: bool = False
     parts: bool = False
+    told: Any = None
 
 
 @dataclass(frozen=True)
@@ -200,8 +201,9 @@ def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) ->
     differ = wanted.splits or (wanted.hoisted and tag is not None)
     differ = differ and wanted.axis not in note.entered
     return Edge(
-        group, arrives, wants, computes, leaves, differ, wanted.cut, wanted.head, wanted.hoisted
-    )
+        group, arrives, wants, computes, leaves, differ, wanted.cut, wanted.head, wanted.hoisted,
+        wanted.told,
+    )  # fmt: skip
 
 
 def _check_whole(

@@ -138,7 +138,7 @@ def _turned(panel: Tensor, inner: int) -> Tensor:
     return panel if inner == 0 else panel.t()
 
 
-# -- rows of a table, in parts of the hidden dim -----------------------------------------------------
+# -- rows of a table, in parts of the hidden dim ---------------------------------------------------
 
 
 class Lookup(InParts):
@@ -183,7 +183,7 @@ def _own_words(ids: Tensor, weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]
     return local.clamp(0, words - 1), mine
 
 
-# -- forwards of modules -----------------------------------------------------------------------------
+# -- forwards of modules ---------------------------------------------------------------------------
 
 
 def _grid(edges: tuple[Edge, ...]) -> tuple[Grid, Edge | None]:

@@ -8,6 +8,7 @@ from torch import nn
 
 from schedlang.runtime import grid, split_norm
 from schedlang.runtime.convolution import CONVOLUTIONS, POOLS, convolution, pool
+from schedlang.runtime.experts import expert_forward
 from schedlang.runtime.shard import Edge, Forward, Sharded, embedding, projection, region
 from schedlang.runtime.shared_norm import batch_norm, group_norm
 
@@ -26,6 +27,7 @@ CHOSEN: Mapping[str, Callable[[Sharded], Forward]] = {
     "summa Conv1D": grid.projection,
     "summa Embedding": grid.embedding,
     "norm": split_norm.norm,
+    "experts": lambda sharded: expert_forward(sharded.module, sharded.inner, sharded.edges),
 }
 
 

@@ -72,6 +72,8 @@ def _step(made: Made, axis: str, varies: Varies) -> list[Tensor] | str:
         if alike:
             return f"`{made.name}` adds on each rank of `{axis}` what is alike, before the sum"
         return parts
+    if made.name == "index_add":  # onto zeros
+        return [t for t in parts if t is not made.inputs[0]]
     if made.name in LINEAR:
         return parts
     if made.name == "embedding":

@@ -13,7 +13,8 @@ from tests.properties.models import Block, Config, Short, configs
 # verbs in the order in which their rows may stand
 PHASES = (
     *("freeze",),
-    *("replace_kernel", "fuse", "pad", "shard", "checkpoint", "offload", "unroll"),
+    *("replace_kernel", "fuse", "pad", "shard", "expert_parallel"),
+    *("checkpoint", "offload", "unroll"),
     *("pipeline_split", "split_backward", "zero", "overlap", "pipeline", "verify"),
 )
 RELAX = {"freeze": "updates"}  # what the step of a verb must allow
