@@ -141,9 +141,14 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S412": ("nothing is sent", "Transfers overlap where a model is cut into stages."),
     "S421": (
         "no module of experts",
-        "It is called with tokens, the experts of each token and their weights, gives their sum of\n"
+        "It is called with tokens, the experts of each and their weights, gives their sum of\n"
         "weight times output, and holds parameters whose first dim are the experts.\n"
         "A small copy was tried; the message says what it does otherwise, and by how much.",
+    ),
+    "S422": (
+        "experts that do not work together so",
+        "The message says which arguments of `expert_parallel` exclude each other, or do not fit\n"
+        "the rest of the schedule.",
     ),
     "S501": ("done twice", "Two rows do the same at one module; drop one."),
     "S502": ("one region inside another", "The inner module would be recomputed twice."),
