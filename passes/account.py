@@ -75,6 +75,7 @@ def account(
     """
     if batch is None:
         return _without_batch(plan)
+    from schedlang.passes.context import tokens_of
     from schedlang.passes.holdings import holdings_of
     from schedlang.passes.propagate import propagate
     from schedlang.passes.staging import stages_of
@@ -82,18 +83,19 @@ def account(
     from schedlang.runtime import parts
 
     micro = plan.micro
-    everyone = parts.split(batch, plan.mesh.size(plan.data_axes), micro)
+    everyone = parts.split(batch, plan.shares, micro)
     sample = everyone[0][0].inputs
     traced = propagate(plan, sample, loss)
     staged = stages_of(plan, traced, sample, loss)
     check_stale(plan, staged)
+    tokens = tokens_of(plan, traced, sample, loss, None)
     holdings = holdings_of(plan, staged)
     notes = [_MOMENTS]
     if len({len(part.rows) for row in everyone for part in row}) > 1:
         notes.append("microbatches differ in rows; bytes are those of the largest")
     return Account(
         rank_classes(plan, staged, holdings),
-        collectives(plan, traced, staged, holdings, sample, loss),
+        collectives(plan, traced, staged, holdings, sample, loss, tokens),
         _timeline(staged), _stages(staged), staged.ranks, tuple(notes),
     )  # fmt: skip
 

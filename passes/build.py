@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.context import exchange
 from schedlang.passes.executor import early_sums, pipeline_of
 from schedlang.passes.prepare import Prepared, check_axes, prepare
 from schedlang.passes.propagate import Traced
@@ -84,7 +85,7 @@ def build(
     from schedlang.runtime.program import Program
 
     ranks = check_job(plan)
-    micro, count = plan.micro, plan.mesh.size(plan.data_axes)
+    micro, count = plan.micro, plan.shares
     if prepared is None:
         sample = parts.split(batch, 1 if local else count, micro)[0][0].inputs
         prepared = prepare(plan, sample, loss, weight)
@@ -92,6 +93,7 @@ def build(
     check_build(staged, optimizer, clip, hollow)
     module = _local_copy(plan, holdings, ranks, hollow)
     builder = Builder(plan, module, traced, ranks)
+    exchange(plan, module, prepared.tokens, ranks)
     _apply(builder)
     sliced = slice_state(plan, module, ranks, staged, holdings)
     held = {name for name, holding in holdings.items() if holding.held(plan.mesh, ranks.rank)}
@@ -109,6 +111,7 @@ def build(
         stage_axis=staged.axis, dropout=dropout, inputs=frozenset(batch),
         without_labels=traced.labels[0].filled if len(traced.labels) == 1 else None,
         outputs_missing=staged.cut.missing if staged.axis is not None else (),
+        tokens=prepared.tokens, context=plan.context_axes,
     )  # fmt: skip
     return Program(assembly, _optimizer(plan, assembly, optimizer), clip)
 
@@ -235,6 +238,7 @@ def _dropout(
     plan: Plan, prepared: Prepared, ranks: Ranks, seed: int | None, module: nn.Module
 ) -> Any:
     """Logical dropout, where a seed asks for it or several ranks must agree on masks."""
+    from schedlang.runtime.context import install
     from schedlang.runtime.random import LogicalDropout, Window
     from schedlang.runtime.scope import named_sites
     from schedlang.runtime.sliced import windows
@@ -257,6 +261,8 @@ def _dropout(
             index[dim] = tag.positions(logical[dim], parts, place)
         return Window(tuple(logical), tuple(index))
 
+    if prepared.tokens is not None:
+        return LogicalDropout(seed or 0, install.windows(prepared.tokens, slices))
     return LogicalDropout(seed or 0, windows(slicing, slices) if slicing else slices)
 
 

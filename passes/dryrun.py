@@ -34,9 +34,11 @@ def call(model: nn.Module, inputs: Mapping[str, Any], loss: Loss | None) -> Any:
 
 
 def record(
-    plan: Plan, inputs: Mapping[str, Any], loss: Loss | None, leaves: Mapping[str, Leaf]
-) -> Recording:
+    plan: Plan, batch: Mapping[str, Any], inputs: Mapping[str, Any], loss: Loss | None,
+    leaves: Mapping[str, Leaf],
+) -> Recording:  # fmt: skip
     """What the model as it is calls, in order, with the shapes of each call."""
+    from schedlang.runtime.constants import on_meta
     from schedlang.runtime.hollow import hollow_out
     from schedlang.runtime.meta import hollow_model
     from schedlang.runtime.trace import Recorder, Stack
@@ -45,7 +47,7 @@ def record(
     model.train()
     hollow_out(model, plan.computes)
     stack.watch(model, _opaque(leaves))
-    with Recorder(stack, inputs) as recorder:
+    with on_meta(batch, inputs), Recorder(stack, inputs) as recorder:
         try:
             call(model, inputs, loss)
         except Exception as error:
@@ -77,13 +79,14 @@ class Run:
     """One forward of the sharded copy with some attributes divided."""
 
     def __init__(
-        self, plan: Plan, inputs: Mapping[str, Any], loss: Loss | None,
+        self, plan: Plan, batch: Mapping[str, Any], inputs: Mapping[str, Any], loss: Loss | None,
         leaves: Mapping[str, Leaf], recording: Recording, divided: frozenset[Number],
     ) -> None:  # fmt: skip
         from schedlang.runtime.follow import Follower
         from schedlang.runtime.trace import Stack
 
-        self.plan, self.inputs, self.loss, self.leaves = plan, inputs, loss, leaves
+        self.plan, self.batch, self.inputs, self.loss = plan, batch, inputs, loss
+        self.leaves = leaves
         self.divided, self.stack = divided, Stack()
         sizes = {name: plan.mesh.size(name) for name in plan.mesh.names}
         self.sizes = sizes
@@ -102,11 +105,12 @@ class Run:
 
     def attempt(self) -> Mismatch | None:
         """Run; what disagreed first, or None."""
+        from schedlang.runtime.constants import on_meta
         from schedlang.runtime.notes import Mismatch
 
         model = self._copy()
         try:
-            with self.follower:
+            with on_meta(self.batch, self.inputs), self.follower:
                 output, _ = call(model, self.inputs, self.loss)
             self._check_outputs(output)
         except Mismatch as failure:

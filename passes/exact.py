@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _OVER_AXES = frozenset({"shape", "placement", "stage", "state", "order"})
 _REMOVABLE = frozenset({"recompute", "residence"})  # no other row needs such a row
+IN_ORACLE = frozenset({"updates", "model"})  # the original follows the same rule, to the last bit
 _KINDS = (
     *("outputs", "training outputs", "loss", "gradients", "input gradients", "parameters"),
     *("other state", "hidden buffers"),
@@ -29,7 +30,7 @@ def given_up(plan: Plan) -> frozenset[str]:
         name
         for action in plan.actions
         if not (alone and action.primitive.writes <= _OVER_AXES)
-        for name in action.primitive.gives_up
+        for name in action.primitive.gives_up - IN_ORACLE
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from schedlang.passes.context import exchange
 from schedlang.passes.gathers import gathers_by_rows
 from schedlang.passes.prepare import Prepared
 from schedlang.passes.sequence import slices_of
@@ -48,7 +49,9 @@ def pipeline_of(
     down = ranks.again(staged.axis) if ranks.one_way else None
     place = plan.mesh.index(ranks.rank, staged.axis)
     switch = Switch(module, staged.cut.graph.units)
-    stub = Stub(local_skeleton(plan, prepared.traced), staged.cut)
+    skeleton = local_skeleton(plan, prepared.traced)
+    exchange(plan, skeleton, prepared.tokens, ranks)
+    stub = Stub(skeleton, staged.cut)
     late = _late(plan)
     stages = {
         s: Stage(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def slicing(plan: Plan) -> tuple[Replicas | None, tuple[str, ...]]:
     """The row that slices state, and the data axes that keep whole copies."""
-    real = [r for r in plan.replicas if plan.mesh.size(r.axes) > 1]
+    real = [r for r in plan.copies if plan.mesh.size(r.axes) > 1]
     sliced = next((r for r in real if r.stage > 0), None)
     whole = tuple(axis for r in real if r.stage == 0 for axis in r.axes)
     return sliced, whole

@@ -13,7 +13,11 @@ from schedlang.plan import Action, Boundary, Plan
 if TYPE_CHECKING:
     from schedlang.runtime.dry import Leaf, Wanted
 
-CLASSES = ("Linear", "Conv1D", "Embedding")  # that say how they compute
+CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
+POOLS = tuple(f"{kind}Pool{dims}d" for kind in ("Max", "Avg") for dims in (1, 2, 3))
+NORMS = ("GroupNorm", *(f"BatchNorm{dims}d" for dims in (1, 2, 3)))
+# classes that say how they compute
+CLASSES = ("Linear", "Conv1D", "Embedding", *CONVOLUTIONS, *POOLS, *NORMS)
 
 
 def leaves_of(plan: Plan) -> dict[str, Leaf]:
@@ -34,7 +38,7 @@ def leaves_of(plan: Plan) -> dict[str, Leaf]:
         names = tuple(fact.name for fact in site.parameters.values())
         pending = any(isinstance(w.computes, P) for w in wanted)
         bias = site.parameters.get("bias")
-        split_kind = kind if split else ""
+        split_kind = kind if split or kind in NORMS or any(w.parts for w in wanted) else ""
         leaves[fqn] = Leaf(fqn, split_kind, wanted, names, bias.name if bias and pending else None)
     return leaves
 
@@ -105,6 +109,74 @@ def _projection(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
     return Wanted(axis, entry, output, P(), splits=True)
 
 
+def _convolution(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """What a convolution wants of an axis that splits its channels, or positions."""
+    from schedlang.runtime.dry import Wanted
+
+    axis, entry, output = boundary.axis, boundary.input, boundary.output
+    site = plan.model.sites[fqn]
+    layout = plan.held(site.parameters["weight"].name)
+    split = next((s for s in layout.splits if s.axis == axis), None)
+    if split is None:
+        return _window(plan, fqn, kind, boundary)
+    name = site.dims["weight"][split.dim]
+    blocks = split.blocks if len(set(split.blocks)) > 1 else len(split.blocks)
+    if name == "in":
+        return Wanted(axis, S(1, blocks), output, P(), splits=True)
+    if plan.model.model.get_submodule(fqn).groups == 1:
+        return Wanted(axis, entry or R, output, S(1, blocks), splits=True)
+    own = S(1, blocks)  # each group sees its own channels
+    return Wanted(axis, own, output, own, splits=False)
+
+
+def _window(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """What a convolution or pool wants of an axis that splits positions, if it does."""
+    from schedlang.runtime.dry import Wanted
+
+    axis, entry = boundary.axis, boundary.input
+    across = isinstance(entry, S) and isinstance(entry.dim, int) and entry.dim > 1
+    return Wanted(axis, entry, boundary.output, None, splits=False, parts=across)
+
+
+def _on_grid(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """What a module on a grid wants: its rows split the batch, its columns the hidden dim."""
+    from schedlang.runtime.dry import Wanted
+
+    axis, output = boundary.axis, boundary.output
+    if boundary.input is None and output is None:  # a row of the grid
+        _check_data(plan, fqn, axis)
+        return Wanted(axis, None, None, R, splits=False)
+    head = isinstance(output, S) and output.dim == "vocab"
+    weight = plan.model.sites[fqn].parameters["weight"]
+    cut = weight.shape[0] if head else None
+    blocks = next(s.blocks for s in plan.held(weight.name).splits if s.axis == axis)
+    computes = S(-1, blocks if len(set(blocks)) > 1 else len(blocks))
+    if kind == "summa Embedding":
+        return Wanted(axis, None, output, S(-1), splits=True)
+    return Wanted(axis, boundary.input, output, computes, splits=True, cut=cut, head=head)
+
+
+def _normed(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """What a norm over a split hidden dim wants: parts, and it gives parts."""
+    from schedlang.runtime.dry import Wanted
+
+    return Wanted(boundary.axis, S(-1), boundary.output or S(-1), S(-1), splits=True)
+
+
+def _check_data(plan: Plan, fqn: str, axis: str) -> None:
+    """The rows of a grid hold different rows of the batch: else gradients would be summed twice."""
+    if set(plan.mesh.fold(axis)) <= set(plan.data_axes):
+        return
+    row = next(a for a in plan.actions if fqn in a.sites and "placement" in a.primitive.writes)
+    raise Refusal(
+        Diagnostic(
+            "S510", f"nothing splits the batch over `{axis}`, the rows of the grid of `{fqn}`",
+            Label(row.span) if row.span is not None else Label(),
+            helps=(f"add `zero(stage=0, over={axis})` at the end",),
+        )
+    )  # fmt: skip
+
+
 def _experts(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
     """Tokens that ranks see alike are shared out and results summed; other tokens are sent."""
     from schedlang.runtime.dry import Wanted
@@ -116,7 +188,12 @@ def _experts(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
 
 
 # kinds that a row chose (plan.computes) and what each wants of one axis
-WANTED: Mapping[str, Callable[[Plan, str, str, Boundary], Wanted]] = {"experts": _experts}
+WANTED: Mapping[str, Callable[[Plan, str, str, Boundary], Wanted]] = {
+    **dict.fromkeys(CONVOLUTIONS, _convolution),
+    **dict.fromkeys((*POOLS, *NORMS), _window),
+    "summa Linear": _on_grid, "summa Conv1D": _on_grid, "summa Embedding": _on_grid,
+    "norm": _normed, "experts": _experts,
+}  # fmt: skip
 
 
 def touches(action: Action, fqn: str) -> bool:

@@ -110,10 +110,7 @@ def _parts(case: Case, batch: Batch) -> list[list[Part]]:
         bare = len(labels) == 1 and not labels[0].count(part.inputs)
         return Part(labels[0].filled(part.inputs), part.rows) if bare else part
 
-    return [
-        [filled(part) for part in share]
-        for share in split(batch, plan.mesh.size(plan.data_axes), micro)
-    ]
+    return [[filled(part) for part in share] for share in split(batch, plan.shares, micro)]
 
 
 # -- the original ------------------------------------------------------------------------------

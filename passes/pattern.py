@@ -80,7 +80,7 @@ def _shares(name: str, failure: Failure, batch: Batch) -> dict[str, Tensor | Non
 
     case, plan = failure.case, failure.case.plan
     micro = plan.micro
-    parts = [p for share in split(batch, plan.mesh.size(plan.data_axes), micro) for p in share]
+    parts = [p for share in split(batch, plan.shares, micro) for p in share]
     if len(parts) < 2:
         return {}
     weigh = part_weight(plan, parts[0].inputs, case.loss, case.weight, len(parts))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.context import tokens_of
 from schedlang.passes.holdings import holdings_of
 from schedlang.passes.propagate import Traced, propagate
 from schedlang.passes.routing import check_routing
@@ -17,6 +18,7 @@ from schedlang.passes.weigh import Weight
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
+    from schedlang.runtime.context.tokens import Tokens
     from schedlang.runtime.holding import Holding
     from schedlang.runtime.slices import Slicing
 
@@ -31,6 +33,7 @@ class Prepared:
     staged: Staged
     holdings: Mapping[str, Holding]
     slicing: Slicing | None = None  # of sequences, where the pipeline cuts them
+    tokens: Tokens | None = None  # where ranks split them
 
 
 def prepare(
@@ -46,7 +49,8 @@ def prepare(
     staged = stages_of(plan, traced, sample, loss)
     check_stale(plan, staged)
     slicing = slicing_of(plan, traced, staged, sample, loss, weight)
-    return Prepared(traced, staged, holdings_of(plan, staged), slicing)
+    tokens = tokens_of(plan, traced, sample, loss, weight)
+    return Prepared(traced, staged, holdings_of(plan, staged), slicing, tokens)
 
 
 def check_axes(plan: Plan) -> None:

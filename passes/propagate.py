@@ -62,7 +62,7 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
 
     inputs = hollow_batch(dict(batch))
     leaves = leaves_of(plan)
-    recording = record(plan, inputs, loss, leaves)
+    recording = record(plan, batch, inputs, loss, leaves)
     if not leaves:
         return _traced(plan, recording)
     tries: list[tuple[frozenset[Number], int]] = [(frozenset(), -1)]
@@ -74,7 +74,7 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
             break
         single = bool(tries)
         divided, reached = (tries or pairs).pop()
-        run = Run(plan, inputs, loss, leaves, recording, divided)
+        run = Run(plan, batch, inputs, loss, leaves, recording, divided)
         try:
             failure = run.attempt()
         except Hoist as place:

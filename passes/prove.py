@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.again import Failure
 from schedlang.passes.asked import STEPS, Asked, asked
+from schedlang.passes.changed import changed_rows
 from schedlang.passes.curves import curve_rows
-from schedlang.passes.exact import baseline, exact_rows, given_up
+from schedlang.passes.exact import IN_ORACLE, baseline, exact_rows, given_up
 from schedlang.passes.flips import undecided
 from schedlang.passes.observe import Condition, Observation, observe
 from schedlang.passes.routing import routings
@@ -80,7 +81,8 @@ def prove(
     bits, unchecked = _baseline_rows(case, told, actual, pool)
     extra, more = _in_working_dtype(working, wanted, pool)
     report = Report(
-        (*rows, *bits, *extra), title=title, facts=_facts(case, ran), command=command,
+        (*rows, *bits, *extra, *changed_rows(case)),
+        title=title, facts=_facts(case, ran), command=command,
         equivalence=_class(case), unchecked=(*unsure, *unchecked, *more),
         gaps=_gaps(case, ran, expected, actual, drawn),
     )  # fmt: skip
@@ -105,6 +107,7 @@ def _class(case: Case) -> str:
     """The equivalence class of a schedule, in a word."""
     names = ["batch_stats"] * case.parted + ["staleness"] * (case.table is not None)
     names += ["routing"] * any(routings(case.plan))
+    names += sorted(case.plan.gives_up & IN_ORACLE)
     if names:
         return f"relaxed ({', '.join(names)})"
     return "algebraic" if given_up(case.plan) else "exact"

@@ -51,7 +51,8 @@ def sums_of(
     from schedlang.runtime.gradient import Sum
 
     sums = []
-    ranks.group(plan.data_axes)  # made on every rank: outputs are gathered over it on some
+    for axes in (plan.data_axes, plan.row_axes, plan.context_axes):
+        ranks.group(axes)  # made on every rank: outputs are gathered over it on some
     for one in reductions(plan, traced, holdings):
         names = tuple(name for name in one.names if name in found)
         if one.stages is not None:  # every rank takes part in making these groups

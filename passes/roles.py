@@ -139,7 +139,7 @@ def roles(step: Step) -> list[Role]:
     """Play a step on every rank that has a role of its own."""
     short = shortened(step)
     micro = short.plan.micro
-    batch = _repeated(step.sample, short.plan.mesh.size(short.plan.data_axes) * micro)
+    batch = _repeated(step.sample, short.plan.shares * micro)
     return [_role(short, batch, rank) for rank in ranks_to_play(short.plan, short.prepared)]
 
 
@@ -232,7 +232,7 @@ def slices(step: Step, rank: int) -> tuple[Booked, ...]:
     kept = tuple(a for a in plan.actions if not a.primitive.writes & {"structure", "residence"})
     plan = replace(plan, actions=kept)
     micro = plan.micro
-    batch = _repeated(step.sample, plan.mesh.size(plan.data_axes) * micro)
+    batch = _repeated(step.sample, plan.shares * micro)
     ranks = plan.mesh.group(rank, plan.mesh.fold((*row.axes, *whole)))
     found = []
     with playing(rank, plan.mesh.world):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.observe import Batch, Condition, conditions
@@ -12,9 +11,6 @@ from schedlang.passes.routing import routings, unlimited
 from schedlang.passes.sides import Case, modes_of, prepared, twin
 from schedlang.passes.variants import Batches, Labels, varied
 from schedlang.report import Gap, Row
-
-if TYPE_CHECKING:
-    from torch import nn
 
 EVALUATED = "SGD, eval mode"
 SCALE = 3.0  # of the loss: a backward that takes its gradient for 1 is found out
@@ -163,7 +159,7 @@ def _buffers(case: Case, batch: Batch) -> None:
     modes, _ = modes_of(case.seed)
     with ambient(*modes):
         subject = Sequential(twin(case), loss=case.loss)
-        check_buffers(subject, batch, split(batch, plan.mesh.size(plan.data_axes), micro))
+        check_buffers(subject, batch, split(batch, plan.shares, micro))
 
 
 def _parts(case: Case, batch: Batch, evaluate: bool = False) -> tuple[int, Row | None]:
@@ -176,7 +172,7 @@ def _parts(case: Case, batch: Batch, evaluate: bool = False) -> tuple[int, Row |
 
     plan = case.plan
     micro = plan.micro
-    parts = [p for share in split(batch, plan.mesh.size(plan.data_axes), micro) for p in share]
+    parts = [p for share in split(batch, plan.shares, micro) for p in share]
     if len(parts) == 1:
         return 1, None
     weigh = part_weight(plan, parts[0].inputs, case.loss, case.weight, len(parts))
@@ -210,6 +206,8 @@ def _sound(case: Case, batch: Batch) -> bool:
 
 def _frozen(case: Case) -> tuple[Case | None, tuple[Gap, ...]]:
     """The case with a quarter of the parameters frozen, where the user froze none."""
+    from schedlang.runtime.changed import Freeze
+
     module = case.plan.model.model
     names = [name for name, p in module.named_parameters() if p.requires_grad]
     if len(names) < len(list(module.parameters())):
@@ -218,22 +216,11 @@ def _frozen(case: Case) -> tuple[Case | None, tuple[Gap, ...]]:
     try:
         if len(still) == len(names):
             return None, (Gap("no frozen parameters", _FROZEN),)
-        return prepared(case.with_model(_freeze(module, still))), ()
+        untouched = case.plan.model.base.model
+        return prepared(case.with_model(Freeze(frozenset(still))(untouched))), ()
     except Refusal as refusal:
         said = refusal.diagnostics[0].title
         return None, (Gap(f"no frozen parameters ({said})", _FROZEN),)
 
 
 _FROZEN = "frozen weights that are updated, or stop the gradient of others"
-
-
-def _freeze(module: nn.Module, still: set[str]) -> nn.Module:
-    """A twin on the same values, of which some take no gradient."""
-    from torch import nn
-
-    from schedlang.runtime.meta import copy_with
-
-    def made(name: str, parameter: nn.Parameter) -> nn.Parameter:
-        return nn.Parameter(parameter.detach(), requires_grad=name not in still)
-
-    return copy_with(module, made, lambda tensor: tensor)

@@ -38,7 +38,7 @@ def loaded(case: Case, told: Sequence[Condition], folder: str) -> dict[str, Any]
 
     condition = told[saved(told)]
     case = condition.case or case
-    plain = Plan.empty(case.plan.model, Mesh())
+    plain = Plan(case.plan.model, Mesh())
     with ambient(Float64()):
         program = build(plain, case.batches[0], loss=case.loss, optimizer=condition.optimizer)
         program.load(f"{folder}/state")

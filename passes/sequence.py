@@ -61,7 +61,7 @@ def _found(
 
     Slicing(count, "calls").pieces(sample)
     rule = traced.labels[0] if len(traced.labels) == 1 else None
-    weigh = weight or _weight(traced, count)
+    weigh = weight or weight_by_tokens(traced, count)
     model = plan.model.model
 
     def trial(short: bool) -> Trial:
@@ -70,7 +70,7 @@ def _found(
             short=short,
         )  # fmt: skip
 
-    if _hollow(model):
+    if hollow(model):
         return guess(trial(short=True), count)
     try:
         return probe(trial(short=True), count)
@@ -102,7 +102,8 @@ def _grain(traced: Traced) -> int:
     )
 
 
-def _hollow(model: nn.Module) -> bool:
+def hollow(model: nn.Module) -> bool:
+    """Whether a model has no values."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -115,10 +116,10 @@ def slices_of(
     if slicing is None:
         return None
     fill = traced.labels[0].filled if len(traced.labels) == 1 else None
-    return Slices(model, slicing, weight or _weight(traced, slicing.count), fill=fill)
+    return Slices(model, slicing, weight or weight_by_tokens(traced, slicing.count), fill=fill)
 
 
-def _weight(traced: Traced, count: int) -> Weight:
+def weight_by_tokens(traced: Traced, count: int) -> Weight:
     """What a slice weighs in the mean: its labels that count; its tokens where there are none."""
     from schedlang.runtime.parts import rows_of
     from schedlang.runtime.slices import length_of

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic
 from schedlang.passes.claim import Claim, facet_row, placed
 from schedlang.passes.roles import Role, Step, shortened
 from schedlang.passes.weigh import weight_of
+
+if TYPE_CHECKING:
+    from schedlang.runtime.parts import Part
 
 NEAR = 1e-9
 
@@ -20,8 +23,8 @@ def weights(step: Step, batch: Mapping[str, Any], played: Sequence[Role]) -> Cla
 
     plan = step.plan
     micro = plan.micro
-    split = parts.split(batch, plan.mesh.size(plan.data_axes), micro)
-    found = [part.inputs for row in split for part in row]
+    split = parts.split(batch, plan.shares, micro)
+    found = [part for row in split for whole in row for part in _tokens(step, whole)]
     if len(found) == 1:
         return Claim("loss weights", "one part, which is the whole")
     weigh = step.weight or weight_of(step.prepared.traced, len(found))
@@ -30,6 +33,15 @@ def weights(step: Step, batch: Mapping[str, Any], played: Sequence[Role]) -> Cla
     said = f"{len(each)} parts of {whole:g}, {len(played)} ranks"
     unseen = () if _labels(step) else ("that the loss is a mean over rows; `verify` measures it",)
     return Claim("loss weights", said, tuple(problems), unseen=unseen)
+
+
+def _tokens(step: Step, part: Part) -> list[Mapping[str, Any]]:
+    """What is weighed of some rows, on each of the ranks that split their sequences."""
+    tokens = step.prepared.tokens
+    if tokens is None:
+        return [part.inputs]
+    pieces = [tokens.part(part, place, None) for place in range(tokens.ranks)]
+    return [one.weighed if one.weighed is not None else one.inputs for one in pieces]
 
 
 def _labels(step: Step) -> bool:
@@ -75,11 +87,21 @@ def _step(step: Step, played: Sequence[Role]) -> Iterator[Diagnostic]:
     """Of a batch whose parts are alike, those of all replicas weigh one in each update."""
     from schedlang.timeline.versions import updates
 
-    count = step.plan.mesh.size(step.plan.data_axes)
+    count, tokens = step.plan.shares, step.plan.context_axes
     times = int(updates(shortened(step).prepared.staged.timeline).max())  # of a step
     for role in played:
-        total = sum(role.weights) * count / times
+        weights = [sum(one.weights) for one in played if _same_rows(step, one, role)]
+        if len(weights) < step.plan.mesh.size(tokens):
+            continue  # not all ranks with tokens of these rows were played
+        total = sum(weights) * count / times
         if not math.isclose(total, 1.0, rel_tol=NEAR):
             said = f"the microbatches of rank {role.rank} weigh {total:g} of their share"
             yield Diagnostic("S716", said, _row(step))
             return
+
+
+def _same_rows(step: Step, one: Role, other: Role) -> bool:
+    """Whether two ranks differ at most in which tokens of the same rows they have."""
+    mesh, tokens = step.plan.mesh, step.plan.context_axes
+    a, b = mesh.coordinates(one.rank), mesh.coordinates(other.rank)
+    return all(a[axis] == b[axis] for axis in mesh.sizes if axis not in tokens)

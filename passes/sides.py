@@ -48,7 +48,7 @@ class Case:
     def cuts(self) -> tuple[int, int]:
         """How many replicas share a batch, and how many microbatches each makes of its share."""
         order = self.plan.order
-        return self.plan.mesh.size(self.plan.data_axes), 1 if order is None else order.micro
+        return self.plan.shares, 1 if order is None else order.micro
 
     @property
     def table(self) -> Table | None:
@@ -58,20 +58,20 @@ class Case:
         return table_of(self.prepared.staged) if self.prepared is not None else None
 
     def with_model(self, module: nn.Module) -> Case:
-        """The same for another module of the same names and shapes."""
-        from schedlang.model import ModelFacts
-
-        return replace(self, plan=replace(self.plan, model=ModelFacts(module)))
+        """The same for another untouched module of the same names and shapes, changed by rows."""
+        return replace(self, plan=replace(self.plan, model=self.plan.model.like(module)))
 
 
 def prepared(case: Case) -> Case:
     """The case with its plan traced once, here, for all ranks: here it is refused, if it is."""
     from schedlang.passes.prepare import prepare
+    from schedlang.runtime.parametrized import let_travel
     from schedlang.runtime.parts import split
 
     plan = case.plan
+    let_travel(plan.model.model)
     micro = plan.micro
-    sample = split(case.batches[0], plan.mesh.size(plan.data_axes), micro)[0][0].inputs
+    sample = split(case.batches[0], plan.shares, micro)[0][0].inputs
     return replace(case, prepared=prepare(plan, sample, case.loss, case.weight))
 
 
@@ -92,7 +92,7 @@ def as_worked(case: Case) -> Case | None:
 
     from schedlang.passes.original import randomised
 
-    module = case.plan.model.model
+    module = case.plan.model.base.model
     if case.dtype == "none":
         return None
     if case.dtype is not None:
@@ -114,7 +114,7 @@ def _typed(case: Case) -> nn.Module:
 
     import torch
 
-    module = case.plan.model.model
+    module = case.plan.model.base.model
     if case.dtype in (None, "none"):
         return module
     return copy.deepcopy(module).to(getattr(torch, str(case.dtype)))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from schedlang.plan import Plan
 
 # What a step may give up beyond rounding, which every step may.
-RELAXABLE = ("dtype", "rng", "routing", "batch_stats", "staleness", "lossy")
+RELAXABLE = ("dtype", "rng", "routing", "batch_stats", "staleness", "lossy", "updates", "model")
 
 
 @dataclass(frozen=True)

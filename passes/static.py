@@ -56,7 +56,7 @@ def static(
     from schedlang.runtime import parts
 
     micro = plan.micro
-    sample = parts.split(batch, plan.mesh.size(plan.data_axes), micro)[0][0].inputs
+    sample = parts.split(batch, plan.shares, micro)[0][0].inputs
     step = Step(plan, prepare(plan, sample, loss, weight), sample, loss, weight)
     found = gradients(plan, step.prepared, sample, loss)
     if found is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from schedlang.passes.dryrun import Loss
     from schedlang.passes.propagate import Traced
     from schedlang.passes.staging import Staged
+    from schedlang.runtime.context.tokens import Tokens
     from schedlang.runtime.holding import Holding
     from schedlang.runtime.shard import Edge
 
@@ -74,6 +75,7 @@ class _Context:
     traced: Traced
     staged: Staged
     holdings: Mapping[str, Holding]
+    tokens: Tokens | None = None
 
     @property
     def micro(self) -> int:
@@ -112,15 +114,17 @@ def collectives(
     holdings: Mapping[str, Holding],
     batch: Mapping[str, Any],
     loss: Loss | None = None,
+    tokens: Tokens | None = None,
 ) -> tuple[Collective, ...]:
     """All collectives of a step; `batch` is one microbatch, the one that was traced.
 
-    Sizes are those of that microbatch; smaller ones send less.
+    `tokens` says how ranks split its sequences, where they do.  Sizes are those of that
+    microbatch; smaller ones send less.
     """
-    context = _Context(plan, traced, staged, holdings)
+    context = _Context(plan, traced, staged, holdings, tokens)
     found = [
         *(_by_slice(one, staged) for one in _activations(context, batch, loss)),
-        *(_by_slice(one, staged) for one in _transfers(context)),
+        *(_by_slice(one, staged) for one in _transfers(context, batch)),
         *_slices(context),
         *_sums(context),
     ]
@@ -143,8 +147,9 @@ def _by_slice(one: Collective, staged: Staged) -> Collective:
 def _activations(
     context: _Context, batch: Mapping[str, Any], loss: Loss | None
 ) -> Iterator[Collective]:
-    heard = _heard(context, batch, loss) if context.traced.edges else []
-    for (one, what), count in Counter((e, _what(context.traced, e)) for e in heard).items():
+    sends = context.traced.edges or context.tokens is not None
+    heard = _heard(context, batch, loss) if sends else []
+    for (one, what), count in Counter((e, _what(context, e)) for e in heard).items():
         for places, micro in context.runs(one.fqn):
             yield Collective(
                 one.kind, one.axes, "backward" if one.backward else "forward", what, one.fqn,
@@ -162,6 +167,7 @@ def _row_of(plan: Plan, fqn: str) -> int | None:
 
 def _heard(context: _Context, batch: Mapping[str, Any], loss: Loss | None) -> list[_Exchange]:
     """What a microbatch sends: the sharded model on meta, recomputed where rows ask for it."""
+    from schedlang.passes.context import seated
     from schedlang.passes.staging import local_skeleton
     from schedlang.runtime import crossing
     from schedlang.runtime.collective import Group, listening
@@ -182,8 +188,9 @@ def _heard(context: _Context, batch: Mapping[str, Any], loss: Loss | None) -> li
     def listen(kind: str, group: Group, size: int) -> None:
         heard.append(_Exchange(kind, group.axes, size, group.label, backward))
 
+    batch, sitting = seated(plan, model, context.tokens, batch)
     inputs = hollow_batch(dict(batch))
-    with listening(listen):
+    with listening(listen), sitting:
         with OnMeta(dict(batch), inputs):  # a model may ask for values of masks
             value = backward_root(model, inputs, loss)
         backward = True
@@ -241,8 +248,11 @@ _EXIT: Mapping[tuple[type, type], tuple[str, str]] = {
 }
 
 
-def _what(traced: Traced, one: _Exchange) -> str:
+def _what(context: _Context, one: _Exchange) -> str:
     """Which tensor of its module an exchange is of."""
+    traced, plan = context.traced, context.plan
+    if one.fqn in plan.contexts and set(plan.mesh.fold(one.axes)) <= set(plan.context_axes):
+        return "keys and values"
     edge = next((e for e in traced.edges.get(one.fqn, ()) if e.group.axes == one.axes), None)
     if edge is None:
         return "activation"
@@ -270,21 +280,23 @@ def _ends(edge: Edge) -> tuple[tuple[str, str], tuple[str, str]]:
 # -- between stages, and over data-parallel ranks ----------------------------------------------
 
 
-def _transfers(context: _Context) -> Iterator[Collective]:
+def _transfers(context: _Context, batch: Mapping[str, Any]) -> Iterator[Collective]:
     """What stages send to each other, per value; only between stages of different ranks."""
     staged = context.staged
+    local = context.tokens.sizes(batch) if context.tokens is not None else tuple
     if staged.axis is None:
         return
     for replica, homes in enumerate(staged.homes):
         for (source, target), tokens in staged.cut.routes.items():
             ends = homes[source], homes[target]
             for token in tokens if ends[0] != ends[1] else ():
-                yield from _sent(context, token, (source, target), replica)
+                yield from _sent(context, token, (source, target), replica, local)
 
 
 def _sent(
-    context: _Context, token: tuple[int, int], edge: tuple[int, int], replica: int
-) -> Iterator[Collective]:
+    context: _Context, token: tuple[int, int], edge: tuple[int, int], replica: int,
+    local: Callable[[Any], tuple[int, ...]],
+) -> Iterator[Collective]:  # fmt: skip
     """One value of an edge between two places, and its gradient."""
     staged = context.staged
     assert staged.axis is not None
@@ -293,7 +305,7 @@ def _sent(
     count = staged.microbatches(edge[0], ends[0], replica)
     sent = Collective(
         "send", (staged.axis,), "forward", f"to stage {edge[1]}", fqn, count,
-        _bytes(leaf.shape, leaf.dtype), frozenset(ends[:1]), context.row("stage"),
+        _bytes(local(leaf.shape), leaf.dtype), frozenset(ends[:1]), context.row("stage"),
     )  # fmt: skip
     yield sent
     if leaf.differentiable:

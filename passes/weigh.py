@@ -19,7 +19,7 @@ def part_weight(
     """What a part of a batch weighs, as `build` decides it from a sample part."""
     if weight is not None:
         return weight
-    return weight_of(propagate(Plan.empty(plan.model), sample, loss), parts)
+    return weight_of(propagate(Plan(plan.model), sample, loss), parts)
 
 
 def weight_of(traced: Traced, parts: int) -> Weight:

@@ -92,7 +92,7 @@ def _enough_layers(plan: Plan) -> None:
 
 def parts(plan: Plan) -> int:
     """Into how many parts a batch is cut."""
-    return plan.mesh.size(plan.data_axes) * (plan.micro)
+    return plan.shares * (plan.micro)
 
 
 def trace(plan: Plan, batch: Batch, loss: Any) -> None:
@@ -102,7 +102,7 @@ def trace(plan: Plan, batch: Batch, loss: Any) -> None:
 
     micro = plan.micro
     try:
-        sample = split(dict(batch), plan.mesh.size(plan.data_axes), micro)[0][0].inputs
+        sample = split(dict(batch), plan.shares, micro)[0][0].inputs
     except Refusal:  # fewer rows than parts: shapes can be followed all the same
         sample = dict(batch)
     prepare(plan, sample, loss)

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from schedlang.model import ParameterFact, Site
 
 STYLES = {"col": "out", "row": "in", "vocab": "vocab"}
-KINDS = ("Linear", "Conv1D", "Embedding")
+CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
+KINDS = ("Linear", "Conv1D", "Embedding", *CONVOLUTIONS)
 MOST_SHOWN = 8
 
 
@@ -71,6 +72,8 @@ class shard(Primitive):  # noqa: N801
             self._check_split(site, plan, name, fact, dim)
         if kind is not None:
             self._check_together(site)
+        if kind in CONVOLUTIONS:
+            self._check_groups(site, plan)
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Split the parameters and note the boundary."""
@@ -153,6 +156,8 @@ class shard(Primitive):  # noqa: N801
         splits = {site.dims.get(name, ())[dim] for name, _, dim in self._splits(site) if site.dims}
         entry: Placement | None = self.input
         leave: Placement | None = self.output
+        if any(site.is_a(kind) for kind in CONVOLUTIONS):
+            return self._channels(site, splits)
         if "out" in splits:
             head = S("vocab") if self.style == "vocab" else S(-1)
             return entry or R, leave or head
@@ -161,6 +166,14 @@ class shard(Primitive):  # noqa: N801
         if "vocab" in splits:
             return entry, leave or R
         return entry, leave
+
+    def _channels(self, site: Site, splits: set[str]) -> tuple[Placement | None, Placement | None]:
+        """The same of a convolution, whose channels are dim 1."""
+        if "out" in splits:  # groups see their own channels: as they come
+            return self.input, self.output or S(1)
+        if "in" in splits:
+            return self.input or S(1), self.output or R
+        return self.input, self.output
 
     # -- refusals ----------------------------------------------------------------------------------
 
@@ -193,6 +206,21 @@ class shard(Primitive):  # noqa: N801
         if head and ("weight", "out") in splits and self.blocks != 1:
             refuse("S406", f"the classes of `{site}` are one block",
                    helps=("leave out `blocks=`", "or use the style `col`"))  # fmt: skip
+
+    def _check_groups(self, site: Site, plan: Plan) -> None:
+        """Refuse groups of channels that ranks would cut."""
+        groups, ranks = plan.model.model.get_submodule(site.fqn).groups, plan.mesh.size(self.over)
+        splits = {site.dims[name][dim] for name, _, dim in self._splits(site)}
+        assert isinstance(groups, int)
+        if groups > 1 and "in" in splits:
+            better = f"split its outputs: `{site} shard(col, over={self.over})`"
+            refuse("S402", f"`{site}` has {groups} groups, which see their own inputs only",
+                   helps=(better,))  # fmt: skip
+        if groups > 1 and splits and groups % ranks:
+            legal = [n for n in range(2, groups + 1) if groups % n == 0]
+            refuse("S402", f"cannot split {groups} groups evenly {ranks} ways",
+                   f"`{self.over}` has {ranks} ranks",
+                   helps=(f"`{self.over}` may be {_some(legal)}",))  # fmt: skip
 
     def _check_split(
         self, site: Site, plan: Plan, name: str, fact: ParameterFact, dim: int

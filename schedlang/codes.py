@@ -96,6 +96,15 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S208": ("no such attribute", "`where` sees a module's data, and params, dtype, fqn, index."),
     "S209": ("no such module or parameter", "Names are those of `model.named_modules()`."),
     "S210": ("nothing has this name", "A name in an expression is a knob, an axis or an argument."),
+    "S211": (
+        "`init` does not know the axis",
+        "It reads what an axis is for from its name: `dp`, `data`, `fsdp` split the batch, `pp`\n"
+        "and `pipe` the blocks, `tp` and `model` the tensors.",
+    ),
+    "S212": (
+        "`init` found nothing for an axis to do",
+        "Every way to split this model over the axis was refused; the notes say why.",
+    ),
     "S301": (
         "no such primitive",
         "`schedlang explain` lists them; a definition must stand above its use.",
@@ -136,13 +145,22 @@ CODES: Mapping[str, tuple[str, str]] = {
         "nothing is left to balance",
         "Single modules are where stages start; a list is shared out.",
     ),
+    "S414": (
+        "windows do not fit the parts",
+        "Where positions are split, each rank's part is a multiple of the stride, reaches as far\n"
+        "as a window does, and the whole gives one output for each stride.",
+    ),
     "S410": ("the kernel computes something else", "The module is not what the kernel replaces."),
     "S411": ("no weight gradient", "`split_backward` is for modules with trained weights."),
     "S412": ("nothing is sent", "Transfers overlap where a model is cut into stages."),
+    "S413": (
+        "nothing is frozen, or everything",
+        "Something is frozen, and something still trained.",
+    ),
     "S421": (
         "no module of experts",
-        "It is called with tokens, the experts of each and their weights, gives their sum of\n"
-        "weight times output, and holds parameters whose first dim are the experts.\n"
+        "It is called with tokens, the experts of each token and their weights, gives their\n"
+        "sum of weight times output, and holds parameters whose first dim are the experts.\n"
         "A small copy was tried; the message says what it does otherwise, and by how much.",
     ),
     "S422": (
@@ -201,6 +219,25 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S656": ("no sequences", "Slices cut dim 1 of the batch's tensors."),
     "S657": ("padding before a slice", "Pad on the right, or leave sequences whole."),
     "S658": ("packed rows in slices", "One document per row, or sequences that stay whole."),
+    "S659": (
+        "a model that cannot be split by tokens",
+        "Only the attentions that rows name meet the tokens of other ranks; the message names the\n"
+        "first module that gives a token something else than it gives within the whole sequence.",
+    ),
+    "S660": (
+        "an attention that no row names",
+        "Where sequences are split, all attentions of a model meet the keys of the same ranks.",
+    ),
+    "S661": (
+        "an attention that cannot be split by tokens",
+        "Its mask must follow from positions, documents and padding, and nothing else is added.",
+    ),
+    "S662": ("sequences are split twice", "Over ranks, or in slices one after the other."),
+    "S680": ("too few tokens", "Every rank that shares a sequence needs one of its tokens."),
+    "S681": (
+        "heads that cannot be divided",
+        "Ulysses gives every rank the same number of heads; a ring leaves heads whole.",
+    ),
     "S623": (
         "a model without values",
         "It lies on the meta device: `plan` and `diff` work, runs need values.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -10,11 +10,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
+    Change = Callable[[nn.Module], nn.Module]  # to a copy that is trained by another rule
+
 # The names that a class gives to the dims of its parameters, by the class's qualified name;
 # a subclass inherits them.  Parameters of other classes are addressed by dim number.
 DIMS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "torch.nn.modules.linear.Linear": {"weight": ("out", "in"), "bias": ("out",)},
     "torch.nn.modules.sparse.Embedding": {"weight": ("vocab", "hidden")},
+    "torch.nn.modules.conv.Conv1d": {"weight": ("out", "in", "width"), "bias": ("out",)},
+    "torch.nn.modules.conv.Conv2d": {"weight": ("out", "in", "height", "width"), "bias": ("out",)},
+    "torch.nn.modules.conv.Conv3d": {
+        "weight": ("out", "in", "depth", "height", "width"),
+        "bias": ("out",),
+    },  # fmt: skip
     "transformers.pytorch_utils.Conv1D": {"weight": ("in", "out"), "bias": ("out",)},
     "torch.nn.modules.normalization.LayerNorm": {"weight": ("hidden",), "bias": ("hidden",)},
     "torch.nn.modules.normalization.RMSNorm": {"weight": ("hidden",)},
@@ -85,13 +93,30 @@ class ModelFacts:
     """All sites of one model in model order, found once; the model itself stays as it is.
 
     The model may lie on the meta device.  `model` is kept to answer `attribute` and for `build`.
+    Where rows change what is trained (`freeze`, `tie`), `model` is a copy with these `changes`, and
+    `base` has the facts of the untouched one.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self, model: nn.Module, base: ModelFacts | None = None, changes: tuple[Change, ...] = ()
+    ) -> None:
         self.model = model
+        self.base: ModelFacts = base or self
+        self.changes = changes
         self.class_name = type(model).__name__
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self.cache: dict[object, object] = {}  # answers of probes, by what was asked
+
+    def changed(self, change: Change) -> ModelFacts:
+        """The facts of the model after one more change."""
+        return ModelFacts(change(self.model), self.base, (*self.changes, change))
+
+    def like(self, module: nn.Module) -> ModelFacts:
+        """The facts of another untouched module of the same structure, changed as this one is."""
+        facts = ModelFacts(module)
+        for change in self.changes:
+            facts = facts.changed(change)
+        return facts
 
     @cached_property
     def parameters(self) -> Mapping[str, ParameterFact]:

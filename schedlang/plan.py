@@ -107,6 +107,20 @@ class Replicas:
 
 
 @dataclass(frozen=True)
+class Context:
+    """Attention over sequences whose tokens are split over ranks.
+
+    axes    those that the method exchanges over, as named in the row, outermost first
+    method  how queries meet the keys of other ranks
+    layout  which tokens a rank has: "contiguous", "zigzag" or "striped"; None: another row says
+    """
+
+    axes: tuple[str, ...]
+    method: str
+    layout: str | None = None
+
+
+@dataclass(frozen=True)
 class Plan:
     """Mesh, decisions, actions, and what follows from the actions.  Every change makes a new plan.
 
@@ -135,11 +149,12 @@ class Plan:
     overlaps: tuple[str, ...] = ()  # communication that runs beside the computation
     ahead: int = 1  # operations before its use at which a receive is posted
     replicas: tuple[Replicas, ...] = ()
+    contexts: Mapping[str, tuple[Context, ...]] = field(default_factory=dict)  # by module
 
     @staticmethod
     def empty(model: ModelFacts, mesh: Mesh | None = None) -> Plan:
-        """The plan that does nothing."""
-        return Plan(model, mesh or Mesh())
+        """The plan that does nothing: the untouched model's, whatever rows have changed in it."""
+        return Plan(model.base, mesh or Mesh())
 
     def __str__(self) -> str:
         """One line for each row: its step, where it acts and what it does."""
@@ -223,6 +238,7 @@ class Plan:
     def used_axes(self) -> frozenset[str]:
         """The plain axes that some row uses."""
         over = [axis for r in self.replicas for axis in r.axes]
+        over += [*self.context_axes]
         over += [b.axis for boundaries in self.boundaries.values() for b in boundaries]
         over += [axis for layout in self.layouts.values() for axis in layout.axes]
         over += [cut.axis for cut in self.cuts]
@@ -230,9 +246,34 @@ class Plan:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """The plain axes whose ranks see different rows of the batch, in mesh order."""
+        """The plain axes whose ranks see different rows or tokens of the batch, in mesh order."""
         named = {axis for r in self.replicas for over in r.axes for axis in self.mesh.fold(over)}
+        named.update(self.context_axes)
         return tuple(axis for axis in self.mesh.sizes if axis in named)
+
+    @property
+    def context_axes(self) -> tuple[str, ...]:
+        """The plain axes whose ranks see different tokens of the same rows, in mesh order."""
+        named = [axis for rows in self.contexts.values() for row in rows for axis in row.axes]
+        return self.mesh.fold(named)
+
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        """The plain axes whose ranks see different rows of the batch, in mesh order."""
+        tokens = self.context_axes
+        return tuple(axis for axis in self.data_axes if axis not in tokens)
+
+    @property
+    def shares(self) -> int:
+        """Into how many parts the rows of a batch are split."""
+        return self.mesh.size(self.row_axes)
+
+    @property
+    def copies(self) -> tuple[Replicas, ...]:
+        """`replicas`, and those that split sequences alone: what they hold is whole."""
+        named = {axis for one in self.replicas for axis in self.mesh.fold(one.axes)}
+        alone = tuple(axis for axis in self.context_axes if axis not in named)
+        return (*self.replicas, Replicas(alone, 0)) if alone else self.replicas
 
     def split_axes(self, parameter: str) -> frozenset[str]:
         """The plain axes that split a parameter."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 FACETS = frozenset(
     ("structure", "shape", "dtype", "placement", "recompute")
-    + ("residence", "stage", "state", "order")
+    + ("residence", "stage", "state", "order", "trained")
 )
 TAKES = ("module", "selection", "model")
 Relation = Literal["commute", "order", "clash", "both"]

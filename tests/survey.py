@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Mapping
@@ -47,6 +48,8 @@ HEADS = ("head", "rope", "lora", "mamba", "expand", "state", "groups", "experts_
 SMALLER: tuple[Mapping[str, Any], ...] = (
     SIZES,
     {**SIZES, "rotary_dim": 8, "head_dim": 8, "hidden_size_per_layer_input": 0},
+    {**SIZES, "num_key_value_heads": 4},
+    {**SIZES, "head_dim": 8, "num_key_value_heads": 4},
     {name: value for name, value in SIZES.items() if not any(word in name for word in HEADS)},
     {n: SIZES[n] for n in SIZES if n in (*DEPTH, "vocab_size", "use_cache") or "drop" in n},
 )
@@ -104,12 +107,12 @@ class NotTiny(Exception):
     """The model is out of the survey: too large, or it does not run by itself."""
 
 
-def ready(kind: str) -> tuple[nn.Module, dict[str, Any]]:
+def ready(kind: str, layers: int = 4) -> tuple[nn.Module, dict[str, Any]]:
     """The model in float64 and a batch that it takes; raises NotTiny where there is none."""
     said = ""
     for small in SMALLER:
         try:
-            return _ready(kind, small)
+            return _ready(kind, {n: layers if n in DEPTH else small[n] for n in small})
         except Exception as error:
             said = said or f"{type(error).__name__}: {error}"
     raise NotTiny(said)
@@ -129,6 +132,9 @@ def _ready(kind: str, small: Mapping[str, Any]) -> tuple[nn.Module, dict[str, An
     batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
     with Float64(), torch.no_grad():
         model(**batch)
+        if "attention_mask" in inspect.signature(model.forward).parameters:
+            # without a mask some kernels do not look whether heads fit together
+            model(**batch, attention_mask=(ids < 200).long())
     return model, batch
 
 

@@ -137,6 +137,9 @@ class Adjoint:
         out = NONE.union(*(self.typed.varies_at(node, nr) for nr in outputs))
         into = self.typed.varies_at(*edge)
         found = {}
+        if crossed is not None and crossed.settles:
+            shares = self._settled(crossed, shares, into, site)
+            crossed = None
         for axis, share in shares.items():
             heard = [h for h in crossed.back if axis in h.axes] if crossed is not None else []
             label = next((h.label for h in heard if h.label), site)
@@ -165,6 +168,22 @@ class Adjoint:
                             " whole, without a sum")  # fmt: skip
             kind = OWN
         return Share(kind, times) if (kind, times) != (share.kind, share.times) else share
+
+    def _settled(self, crossed: Crossed, shares: Shares, into: Axes, site: str) -> Shares:
+        """The gradient of a factor, from a product that sums those of its factors itself."""
+        found = dict(shares)
+        for axis in sorted(crossed.settles):
+            heard = [h for h in crossed.back if axis in h.axes and h.kind == "reduce"]
+            label = next((h.label for h in heard if h.label), site)
+            if not heard:
+                self._fault(label, axis, f"its gradients are parts over `{axis}`, and its backward"
+                            " does not sum them")  # fmt: skip
+            elif shares[axis].kind == WHOLE:
+                self._fault(label, axis, f"its backward sums over `{axis}` what is alike on all"
+                            " ranks")  # fmt: skip
+            if axis in into:
+                found[axis] = Share(OWN, shares[axis].times)
+        return found
 
     def _fault(self, fqn: str, axis: str, reason: str) -> None:
         self.faults.append(Fault("sum", fqn, axis, reason))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from schedlang.runtime.context.install import Exchanging
+from schedlang.runtime.context.tokens import Tokens
 from schedlang.runtime.early import EarlySums
 from schedlang.runtime.gradient import Sum
 from schedlang.runtime.holding import Holding
-from schedlang.runtime.parts import Batch
+from schedlang.runtime.parts import Batch, Part
 from schedlang.runtime.pipeline import Pipeline
 from schedlang.runtime.random import LogicalDropout
 from schedlang.runtime.ranks import Ranks
@@ -51,7 +53,34 @@ class Assembly:
     outputs_missing: tuple[str, ...] = ()
     loss_dtype: torch.dtype = torch.float32  # the same on every rank
     without_labels: Callable[[Batch], dict[str, Any]] | None = None
+    tokens: Tokens | None = None  # how sequences are split over ranks, where they are
+    context: tuple[str, ...] = ()  # data axes whose ranks see different tokens of the same rows
     inputs: frozenset[str] = frozenset()  # names in the batch that it was built from
+
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        """Data axes whose ranks see different rows."""
+        return tuple(axis for axis in self.replicas if axis not in self.context)
+
+    def place(self, rank: int) -> int:
+        """The number of a rank's part of the batch: by its rows, then by its tokens of them."""
+        mesh = self.ranks.mesh
+        count = mesh.size(self.context)
+        return mesh.index(rank, self.row_axes) * count + mesh.index(rank, self.context)
+
+    def by_tokens(self, parts: Sequence[Part]) -> list[list[Part]]:
+        """Microbatches of the same rows as each rank that splits their sequences has them."""
+        if self.tokens is None:
+            return [list(parts)]
+        meet = Exchanging(self.dropout)
+        return [
+            [self.tokens.part(part, place, meet) for part in parts]
+            for place in range(self.tokens.ranks)
+        ]
+
+    def weigh(self, part: Part) -> float:
+        """What a part of a batch weighs in the mean loss."""
+        return self.weight(part.weighed if part.weighed is not None else part.inputs)
 
     @property
     def buffers(self) -> dict[str, Tensor]:

@@ -100,12 +100,13 @@ def _plain_attention(
     return (F.dropout(weights, dropout) @ value).transpose(1, 2).contiguous()
 
 
-def _implementation(module: nn.Module) -> str | None:
+def implementation(module: nn.Module) -> str | None:
+    """The name of the attention function in a module's config; None where there is none."""
     found = getattr(getattr(module, "config", None), _FIELD, None)
     return found if isinstance(found, str) else None
 
 
-def _switch(module: nn.Module, name: str) -> None:
+def switch(module: nn.Module, name: str) -> None:
     """Give this module a config of its own that names another attention function."""
     config = copy.copy(module.config)
     # not through the property: it would write into configs that are shared
@@ -115,14 +116,14 @@ def _switch(module: nn.Module, name: str) -> None:
 
 def match_attention(module: nn.Module, call: Call | None = None) -> Attention | Mismatch:
     """Whether torch's fused attention computes the attention of `module`, or why not."""
-    attending = {n: m for n, m in module.named_modules() if _implementation(m) is not None}
+    attending = {n: m for n, m in module.named_modules() if implementation(m) is not None}
     if not attending:
         kind = type(module).__name__
         return Mismatch(
             f"`{kind}` holds no attention that looks up its function in a config, as those of "
             "transformers do, so that its own cannot be replaced"
         )
-    now = {_implementation(m) for m in attending.values()}
+    now = {implementation(m) for m in attending.values()}
     if now <= {"sdpa", _SDPA}:
         return Attention(tuple(attending), True, 0.0)
     if now != {"eager"}:
@@ -149,7 +150,7 @@ def _probe_attention(
     plain = _results(copied, args, kwargs)
     with _counted() as calls:
         for name in names:
-            _switch(copied.get_submodule(name), _SDPA)
+            switch(copied.get_submodule(name), _SDPA)
         fused = _results(copied, args, kwargs)
     if not calls:
         return Mismatch("never asked for the attention function that its config names")
@@ -229,7 +230,7 @@ def _mask(rows: int, queries: int, keys: int) -> Tensor:
 def _common_call(module: nn.Module, generator: torch.Generator) -> dict[str, Any]:
     """Arguments under the names that attention modules of transformers share."""
     rows, length = 2, 6
-    config = next(m.config for m in module.modules() if _implementation(m) is not None)
+    config = next(m.config for m in module.modules() if implementation(m) is not None)
     known = inspect.signature(module.forward).parameters
 
     def draw(*shape: int) -> Tensor:
@@ -260,9 +261,9 @@ def replace_attention(module: nn.Module, found: Attention) -> None:
     if not found.identity:
         _register()
         for name in found.modules:
-            _switch(module.get_submodule(name), _SDPA)
+            switch(module.get_submodule(name), _SDPA)
 
 
 def is_fused(module: nn.Module) -> bool:
     """Whether `replace_attention` was here."""
-    return _implementation(module) == _SDPA
+    return implementation(module) == _SDPA

@@ -128,6 +128,11 @@ class Visit:
     span: Span
     memo: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def index(self) -> int:
+        """Which of the slices it is."""
+        return self.span.index
+
     def join(self, key: Hashable, new: Tensor, dim: int = -2) -> Tensor:
         """See Carried.join."""
         if self.carried is None:

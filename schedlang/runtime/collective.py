@@ -88,6 +88,24 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     return out
 
 
+def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
+    """The tensor of the rank at place `source`; of the others' only shape and dtype matter."""
+    out = x.contiguous() if group.rank == source else torch.empty_like(x).contiguous()
+    count("broadcast", group, out)
+    if group.pg is not None:
+        dist.broadcast(out, src=group.ranks[source], group=group.pg)
+    return out
+
+
+def reduce_to(x: Tensor, target: int, group: Group) -> Tensor | None:
+    """The sum over the group, at the rank at place `target`; None at the others."""
+    out = x.clone(memory_format=torch.contiguous_format)
+    count("reduce", group, out)
+    if group.pg is not None:
+        dist.reduce(out, dst=group.ranks[target], group=group.pg)
+    return out if group.rank == target else None
+
+
 def own_part(x: Tensor, dim: int, group: Group) -> Tensor:
     """This rank's equal part of `x` along `dim`."""
     return x.chunk(group.size, dim)[group.rank].contiguous()

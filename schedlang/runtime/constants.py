@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,8 +29,9 @@ class Constants:
     def know(self, real: Any, meta: Any) -> None:
         """Remember the values of integer and boolean tensors given as arguments."""
         for value, bare in zip(pytree.tree_leaves(real), pytree.tree_leaves(meta)):
-            if isinstance(value, torch.Tensor) and not value.is_floating_point():
-                self._keep(bare, value)
+            if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_meta:
+                continue
+            self._keep(bare, value)
 
     def run(
         self,
@@ -43,7 +45,7 @@ class Constants:
             value = self.real(args[0])
             return unknown(func) if value is None else value.item()
         try:
-            output = func(*args, **kwargs)
+            output = SHAPES.get(func, func)(*args, **kwargs)
         except NotImplementedError:  # the shape depends on values
             return self._sized(func, args, kwargs, unknown)
         made = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.is_meta]
@@ -117,6 +119,29 @@ class Constants:
     def _forget(self, written: Iterable[torch.Tensor]) -> None:
         for bare in written:
             self.values.pop(_storage(bare), None)
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The shape of a grouped product: torch's own rule for it knows bfloat16 alone."""
+    if not a.is_meta:
+        return torch.ops.aten._grouped_mm.default(a, b, *args, **kwargs)  # type: ignore[no-any-return]
+    ends = kwargs.get("offs", args[0] if args else None)
+    if a.dim() == b.dim() == 2:  # the sum's dim is cut into groups
+        assert ends is not None
+        return a.new_empty(ends.shape[0], a.shape[0], b.shape[1])
+    lead = a.shape[:1] if a.dim() == b.dim() == 3 else ()
+    return a.new_empty(*lead, a.shape[-2], b.shape[-1])
+
+
+SHAPES = {torch.ops.aten._grouped_mm.default: _grouped_mm}
+
+
+@contextmanager
+def on_meta(real: Any, meta: Any) -> Iterator[OnMeta]:
+    """Models that are run inside may ask for values: they get those that the batch decides."""
+    mode = OnMeta(real, meta)
+    with mode, Literals(mode.constants):
+        yield mode
 
 
 class Literals(TorchFunctionMode):

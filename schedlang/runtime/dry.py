@@ -11,12 +11,20 @@ from torch import Tensor, nn
 
 from schedlang.placement import P, Placement, R, Replicate, S
 from schedlang.runtime.collective import Group
+from schedlang.runtime.convolution import CHANNELS, CONVOLUTIONS
 from schedlang.runtime.crossing import dim_of, shared
 from schedlang.runtime.follow import GATHER, Follower
 from schedlang.runtime.notes import Hoist, Mismatch, Note, Tag
-from schedlang.runtime.shard import CLASSES, Edge, Sharded, is_main, on_first, on_result
+from schedlang.runtime.shard import Edge, Sharded, is_main, on_first, on_result
+from schedlang.runtime.split_norm import NotSplit
 from schedlang.runtime.trace import tensors_in
 from schedlang.runtime.vocab import ShardedLogits
+
+PROJECTIONS = ("Linear", "Conv1D", *CONVOLUTIONS)
+PLAIN = (*PROJECTIONS, "Embedding")  # kinds split along one dim for each axis
+
+
+GATHER_NORM = "gather before it: `output=R` on the row before, and leave it whole"
 
 
 @dataclass(frozen=True)
@@ -24,6 +32,7 @@ class Wanted:
     """One axis of one sharded module, before it is known how tensors arrive.
 
     `computes` None: what it wants (a module that runs as it is).  `input` None: as they come.
+    `parts`: it computes other positions on each rank, so all its gradients are parts.
     """
 
     axis: str
@@ -34,6 +43,7 @@ class Wanted:
     cut: int | None = None
     head: bool = False
     hoisted: bool = False
+    parts: bool = False
     told: Any = None
 
 
@@ -74,7 +84,7 @@ def dry_forward(
         for edge in edges:
             _hoist(edge, main, follower)
         if leaf.kind:
-            out = Sharded(module, leaf.kind, edges)(*args, **kwargs)
+            out = _computed(Sharded(module, leaf.kind, edges, inner), args, kwargs, follower)
             _note_leaf(leaf, edges, note, out, follower)
         else:
             for edge in edges:
@@ -89,6 +99,17 @@ def dry_forward(
         return out
 
     return forward
+
+
+def _computed(
+    sharded: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any], follower: Follower
+) -> Any:
+    """What a sharded module gives; its own call that does not do with parts, as a mismatch."""
+    try:
+        return sharded(*args, **kwargs)
+    except NotSplit as fault:
+        frame, axis = follower.stack.frames[-1], sharded.edges[0].group.axes[0]
+        raise Mismatch(frame, str(fault), axis, (), follower.agreed, (GATHER_NORM,)) from fault
 
 
 def _hoist(edge: Edge, main: Tensor, follower: Follower) -> None:
@@ -175,7 +196,7 @@ def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) ->
         computes = S(dim_of(computes) % ndim, computes.blocks)
         if isinstance(leaves, S):
             leaves = S(dim_of(leaves) % ndim, computes.blocks)
-    if leaf.kind in CLASSES and wanted.splits:
+    if leaf.kind in PLAIN and wanted.splits:
         _check_whole(leaf, arrives, wants, computes, leaves, main)
     differ = wanted.splits or (wanted.hoisted and tag is not None)
     differ = differ and wanted.axis not in note.entered
@@ -190,7 +211,7 @@ def _check_whole(
     main: Tensor,
 ) -> None:  # fmt: skip
     """Refuse what a split projection or embedding cannot be given, or hand on."""
-    reason = ""
+    reason, inner = "", CHANNELS if leaf.kind in CONVOLUTIONS else main.ndim - 1
     if isinstance(computes, S):
         if not isinstance(wants, Replicate):
             reason = f"`{leaf.fqn}` splits its outputs, and computes them from whole inputs"
@@ -200,8 +221,8 @@ def _check_whole(
             reason = f"`{leaf.fqn}` adds its bias to a sum over one axis, and another splits it"
     elif isinstance(wants, S) and wants.blocks != 1 and arrives != wants:
         reason = f"`{leaf.fqn}` splits its inputs in blocks, and they do not arrive so"
-    elif leaf.kind != "Embedding" and not (isinstance(wants, S) and wants.dim == main.ndim - 1):
-        reason = f"`{leaf.fqn}` splits its inputs along their last dim, and is given {wants}"
+    elif leaf.kind != "Embedding" and not (isinstance(wants, S) and wants.dim == inner):
+        reason = f"`{leaf.fqn}` splits its inputs along dim {inner}, and is given {wants}"
     if reason:
         helps = ("leave out `input=`, `output=` and `blocks=`: a style says what fits",)
         raise _refuse(reason, None, leaf.fqn, *helps)
@@ -220,7 +241,11 @@ def _compact(blocks: Sequence[int]) -> int | tuple[int, ...]:
 def _note_leaf(leaf: Leaf, edges: Sequence[Edge], note: Note, out: Any, follower: Follower) -> None:
     """Note the result of a projection or embedding, and which of its gradients are parts."""
     own = {edge.group.axes[0]: edge for edge in edges}
-    for axis in note.parts - own.keys():
+    parts = {wanted.axis for wanted in leaf.wanted if wanted.parts}
+    if leaf.kind in PROJECTIONS:  # one that is given some of the positions
+        inner = CHANNELS if leaf.kind in CONVOLUTIONS else out.ndim - 1
+        parts |= {a for a, e in own.items() if isinstance(e.wants, S) and dim_of(e.wants) != inner}
+    for axis in (note.parts - own.keys()) | parts:
         follower.partial_over(frozenset(leaf.parameters), axis)
     for axis, edge in own.items():
         if leaf.bias is not None and isinstance(edge.computes, P) and isinstance(edge.leaves, S):

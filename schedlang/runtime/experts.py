@@ -24,7 +24,7 @@ from schedlang.runtime.dispatch import Step, Way, place_of
 from schedlang.runtime.expert_probe import Experts
 from schedlang.runtime.hollow import hollow
 from schedlang.runtime.numbers import set_number
-from schedlang.runtime.shard import WITHIN, Edge, Forward
+from schedlang.runtime.shard import Edge, Forward
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,6 @@ def expert_forward(module: nn.Module, inner: Forward, edges: tuple[Edge, ...]) -
     routing = edges[0].told
     assert isinstance(routing, Routing)
     return Spread(module, inner, edges, routing)
-
-
-WITHIN["experts"] = expert_forward
 
 
 class Spread:

@@ -41,6 +41,7 @@ _LIKE = {Tensor.to, Tensor.type_as}  # take their dtype from another tensor
 
 # a third of all calls: reading or setting an attribute of a tensor makes no new float
 _ATTRIBUTE = type(Tensor.shape.__get__)  # type: ignore[attr-defined]
+_REQUIRE = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
 class Float64(Ambient):
@@ -69,6 +70,8 @@ class Float64(Ambient):
     ) -> Any:
         kwargs = kwargs or {}
         if type(func) is _ATTRIBUTE:
+            if args[-1] is True and func == _REQUIRE and args[0].requires_grad:
+                return None  # so it is; torch refuses to be told of what has been computed
             return func(*args, **kwargs)
         if func in _CASTS:
             wanted = _CASTS[func]
@@ -131,6 +134,10 @@ def _grouped_mm(
         return torch._grouped_mm(mat_a, mat_b, offs, bias, out_dtype)
     if offs is None:
         out = torch.bmm(mat_a, mat_b)
+    elif offs.is_meta:  # nobody knows how large the groups are: one group has the shape of all
+        whole = [m.sum(0) if m.dim() == 3 else m for m in (mat_a, mat_b)]
+        out = torch.mm(*whole)
+        out = out.expand(offs.shape[0], -1, -1) if mat_a.dim() == mat_b.dim() else out
     else:
         ends = [int(end) for end in offs.tolist()]
         spans = list(zip([0, *ends[:-1]], ends, strict=True))

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from schedlang.runtime.notes import Mismatch, Note, Tag
+from schedlang.runtime.positions import reaches
 from schedlang.runtime.trace import (
     Call,
     Frame,
@@ -28,8 +29,8 @@ from schedlang.runtime.trace import (
     name_of,
     tensors_in,
 )
+from schedlang.runtime.where import RESHAPES, Given, fitting, told_apart
 
-RESHAPES = {"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"}
 FILLS = {"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty",
          "zeros_like", "ones_like", "full_like", "empty_like"}  # fmt: skip
 PARTS = {"split", "chunk", "tensor_split", "split_with_sizes", "unsafe_split", "unsafe_chunk"}
@@ -37,7 +38,6 @@ ALONG = {"softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", 
          "flip", "roll", "cross_entropy", "nll_loss", "normalize", "softmin", "gumbel_softmax",
          "glu"}  # fmt: skip
 GATHER = "gather the logits: `output=R` on the row of their module"
-OVER_LAST = {"layer_norm", "rms_norm"}
 
 
 class Follower(TorchFunctionMode):
@@ -228,24 +228,31 @@ class Step:
         if len(differ) != len(split_axes):
             known = next(iter(split_axes), None)
             raise self.fail(f"`{self.name}` gives {list(local)} for {list(shape)}", known)
-        tags = {}
-        for dim in differ:
-            axis = self._axis_of(dim, local, shape, split_axes)
-            tags[axis] = Tag(dim, self._blocks(axis, dim, shape, place), _by(self.inputs, axis))
-        return tags
+        dims = self._dims_of(split_axes, differ, local, shape, place)
+        return {
+            axis: Tag(dim, self._blocks(axis, dim, shape, place), _by(self.inputs, axis))
+            for axis, dim in sorted(dims.items(), key=lambda item: item[1])
+        }
 
     def _axes_for(self, differ: list[int], local: Any, shape: Any) -> list[str]:
-        sizes = self.follower.sizes
-        return [
-            next((a for a, n in sizes.items() if n > 1 and local[d] * n == shape[d]), "?")
-            for d in differ
-        ]
+        found: list[str] = []
+        for d in differ:
+            fits = (a for a, n in self.follower.sizes.items() if n > 1 and local[d] * n == shape[d])
+            found.append(next((a for a in fits if a not in found), "?"))
+        return found
 
-    def _axis_of(self, dim: int, local: Any, shape: Any, axes: list[str]) -> str:
-        for axis in axes:
-            if local[dim] * self.follower.sizes.get(axis, 0) == shape[dim]:
-                return axis
-        raise self.fail(f"`{self.name}` gives {list(local)} for {list(shape)}", axes[0])
+    def _dims_of(
+        self, axes: list[str], differ: list[int], local: Any, shape: Any, place: int
+    ) -> dict[str, int]:
+        """The dim that each axis splits; axes of one size are told apart by following each."""
+        ways = fitting(axes, differ, local, shape, self.follower.sizes)
+        if len(ways) > 1:
+            given = Given(self.func, self.args, self.kwargs, self._input_shapes())
+            tags = {axis: [self._of(tensor).get(axis) for tensor in self.inputs] for axis in axes}
+            ways = told_apart(ways, given, tags, self.follower.sizes, shape, place)
+        if len(ways) != 1 and not (ways and self.name in FILLS):  # a fill is alike everywhere
+            raise self.fail(f"`{self.name}` gives {list(local)} for {list(shape)}", axes[0])
+        return ways[0]
 
     def _leak(self, local: tuple[int, ...], shape: tuple[int, ...]) -> Mismatch:
         return self.fail(
@@ -344,10 +351,11 @@ class Step:
         if self.name in ALONG:
             named = [self.kwargs.get("dim", self.args[1] if len(self.args) > 1 else -1)]
             dims = {d % len(whole) for d in named if isinstance(d, int)}
-        elif self.name in OVER_LAST:
-            dims = {len(whole) - 1}
         elif self.func is F.scaled_dot_product_attention:
             dims = {len(whole) - 1, len(whole) - 2}
+        assert self.expected is not None
+        after = self.expected.outputs[0]
+        dims |= reaches(self.name, self.args, self.kwargs, whole, after, self.expected.integers)
         if tag.dim in dims:
             raise Mismatch(
                 self.frame, f"`{self.name}` computes along a dim that is split over `{axis}`", axis,

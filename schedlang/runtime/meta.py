@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +19,13 @@ def copy_with(
     model: nn.Module,
     parameter: Callable[[str, nn.Parameter], nn.Parameter],
     other: Callable[[Tensor], Tensor],
+    kept: Mapping[str, Sequence[str]] | None = None,
 ) -> nn.Module:
     """A deep copy of a model in which tensors are made by the given functions, never copied.
 
     parameter: first name and parameter to its stand-in; ties stay ties.
     other: buffers and tensors kept as plain attributes.
+    kept: of these lists of modules only these children are copied, and numbered anew.
     """
     memo: dict[int, Any] = {}
     for name, tensor in model.named_parameters():
@@ -33,7 +35,18 @@ def copy_with(
         for value in (*module._buffers.values(), *plain):
             if value is not None and id(value) not in memo:
                 memo[id(value)] = other(value)
+    for fqn in sorted(kept or {}, key=lambda name: -name.count(".")):  # the inner lists first
+        found = model.get_submodule(fqn)
+        memo[id(found)] = _shorter(found, (kept or {})[fqn], memo)
     return copy.deepcopy(model, memo)
+
+
+def _shorter(found: nn.Module, kept: Sequence[str], memo: dict[int, Any]) -> nn.Module:
+    """A copy of a list of modules with fewer of them."""
+    made = copy.copy(found)
+    children = (copy.deepcopy(found._modules[name], memo) for name in kept)
+    made.__dict__["_modules"] = {str(k): child for k, child in enumerate(children)}
+    return made
 
 
 def hollow_parameter(tensor: nn.Parameter, shape: tuple[int, ...] | None = None) -> nn.Parameter:
@@ -42,12 +55,20 @@ def hollow_parameter(tensor: nn.Parameter, shape: tuple[int, ...] | None = None)
     return nn.Parameter(empty, requires_grad=tensor.requires_grad)
 
 
-def hollow_model(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
-    """The model on the meta device, with other shapes for some parameters (by first name)."""
+def hollow_model(
+    model: nn.Module,
+    shapes: Mapping[str, tuple[int, ...]],
+    kept: Mapping[str, Sequence[str]] | None = None,
+) -> nn.Module:
+    """The model on the meta device, with other shapes for some parameters (by first name).
+
+    With `kept`, lists of modules that hold fewer.
+    """
     return copy_with(
         model,
         lambda name, tensor: hollow_parameter(tensor, shapes.get(name)),
         lambda tensor: tensor.to("meta"),
+        kept,
     )
 
 

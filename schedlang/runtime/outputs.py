@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from schedlang.runtime.assembly import Assembly
+from schedlang.runtime.attend import Layout
+from schedlang.runtime.context.rejoin import across_tokens
 from schedlang.runtime.parts import Absent, stack
 from schedlang.runtime.vocab import ShardedLogits
 
@@ -21,8 +23,12 @@ _LIST = re.compile(r"\[\d+\]")  # a place in a list, as pytree writes it
 Weighed = tuple[Any, int, float]  # an output, its rows, and what it weighs in a mean
 
 
-def whole_output(a: Assembly, parts: Mapping[int, Weighed]) -> tuple[Any, dict[str, str]]:
+def whole_output(
+    a: Assembly, parts: Mapping[int, Weighed], layout: Layout | None = None
+) -> tuple[Any, dict[str, str]]:
     """The whole output, and by path what is left out of it (None stands there), and why.
+
+    `layout` says which tokens each rank had, where ranks split sequences.
 
     `parts` are those of the microbatches whose last stage is on this rank; every rank calls this.
     """
@@ -30,7 +36,10 @@ def whole_output(a: Assembly, parts: Mapping[int, Weighed]) -> tuple[Any, dict[s
     with torch.no_grad():
         own = {k: (_gathered(_own(a, out)), *rest) for k, (out, *rest) in parts.items()}
     if made := _of_all_copies(a, own):
-        output = _across_replicas(a, (stack(*zip(*made)), *map(sum, list(zip(*made))[1:])))
+        mine = (stack(*zip(*made)), *map(sum, list(zip(*made))[1:]))
+        if layout is not None:
+            mine = across_tokens(a, mine, layout)
+        output = _across_replicas(a, mine)
     return cleaned(_from_last(a, output))
 
 
@@ -94,7 +103,7 @@ def _gathered(output: Any) -> Any:
 
 
 def _across_replicas(a: Assembly, mine: Weighed) -> Any:
-    group = a.ranks.group(a.replicas)
+    group = a.ranks.group(a.row_axes)
     if group.pg is None:
         return mine[0]
     found: list[Any] = [None] * group.size

@@ -17,10 +17,12 @@ Batch = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Part:
-    """Some rows of a batch: keyword arguments for the model, and the rows' numbers in the whole."""
+    """Some rows of a batch, or tokens of them, as keyword arguments; and the rows' numbers."""
 
     inputs: dict[str, Any]
     rows: tuple[int, ...]
+    seat: Any = None  # where its tokens stand, if ranks split sequences
+    weighed: dict[str, Any] | None = None  # what its weight is taken from; None: its inputs
 
 
 def named_tensors(batch: Batch) -> dict[str, Tensor]:

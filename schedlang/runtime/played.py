@@ -105,7 +105,7 @@ class Played(Program):
             self.weights = list(scale or ())
             return plain(batches, scale, **options)
 
-        bare = [Part(hollow_batch(part.inputs), part.rows) for part in parts]
+        bare = [replace(part, inputs=hollow_batch(part.inputs)) for part in parts]
         vars(pipeline)["run"] = run
         self.answers.outside = False
         try:
@@ -128,11 +128,15 @@ def play(program: Program, cut: Cut, batch: Batch) -> Played:
     pipeline.mail.device = torch.device("meta")
     _overhear(pipeline.mail, played.letters)
     parts, _, _ = played._parts(batch, local=False)
+    seat, split = parts[0].seat, assembly.tokens
+    whole: Callable[[Any], tuple[int, ...]] = (
+        tuple if split is None else split.sizes(batch, seat.place)
+    )
     for edge, tokens in cut.routes.items():  # as after the first step: nobody asks for sizes
         leaves = [cut.graph.leaves[token] for token in tokens]
         for part, replica in product(parts, range(pipeline.timeline.replicas)):
             shape = (True, signature(hollow_batch(part.inputs)))
-            for index, resized in enumerate(_sizes(pipeline, part)):
+            for index, resized in enumerate(_sizes(pipeline, part, whole)):
                 layout = tuple((getattr(torch, leaf.dtype), resized(leaf.shape)) for leaf in leaves)
                 pipeline.sizes.learn(shape, Message(False, *edge, replica, 0, index), layout)
     with torch.device("meta"), played.answers:
@@ -140,10 +144,12 @@ def play(program: Program, cut: Cut, batch: Batch) -> Played:
     return played
 
 
-def _sizes(pipeline: Pipeline, part: Part) -> list[Callable[[Any], tuple[int, ...]]]:
+def _sizes(
+    pipeline: Pipeline, part: Part, whole: Callable[[Any], tuple[int, ...]]
+) -> list[Callable[[Any], tuple[int, ...]]]:
     """For each slice of a part the shape that a value of the whole sequence has there."""
     if pipeline.slices is None:
-        return [tuple]
+        return [whole]
 
     def along(span: Span) -> Callable[[Any], tuple[int, ...]]:
         def resized(shape: Any) -> tuple[int, ...]:

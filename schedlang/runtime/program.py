@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime import archive, crossing, whole
 from schedlang.runtime.assembly import Assembly
+from schedlang.runtime.context.install import At
 from schedlang.runtime.gradient import (
     norm_alone,
     scale_gradients,
@@ -61,11 +62,18 @@ class Program:
     def __post_init__(self) -> None:
         self._training = Training(self.assembly.module)
         a = self.assembly
+        self._at = At(a.tokens)
         self._versions: Versions | None = versions_of(a.pipeline, a.parameters, self._update)
 
     @property
     def module(self) -> nn.Module:
         """The plain module, where no pipeline is involved: bring your own loop (S617)."""
+        if self.assembly.context:
+            title = (
+                f"sequences split over `{self.assembly.context[0]}` need a step that splits them"
+            )
+            helps = ("use `train_step` and `eval_step`: they give each rank its tokens",)
+            raise Refusal(Diagnostic("S617", title, helps=helps))
         if self.assembly.stage_axis is not None:
             title = f"the pipeline over `{self.assembly.stage_axis}` has no module of its own"
             helps = ("use `train_step` and `eval_step`: each rank runs a stage of the model",)
@@ -87,7 +95,7 @@ class Program:
         self._zero()
         parts, weights, total = self._parts(batch, local)
         if self.follow_inputs:
-            parts = self._inputs = [Part(followed(part.inputs), part.rows) for part in parts]
+            parts = self._inputs = [replace(part, inputs=followed(part.inputs)) for part in parts]
         if self._versions is None:
             results = self._run(parts, [w / total for w in weights], train=True)
             self._sum()
@@ -136,7 +144,8 @@ class Program:
         self, results: Mapping[int, Result], parts: Sequence[Part], weights: Sequence[float]
     ) -> Any:
         made = {k: (r.output, len(parts[k].rows), weights[k]) for k, r in results.items()}
-        output, self.left_out = whole_output(self.assembly, made)
+        layout = parts[0].seat.layout if parts[0].seat is not None else None
+        output, self.left_out = whole_output(self.assembly, made, layout)
         return output
 
     def _check_names(self, batch: Batch) -> None:
@@ -167,15 +176,16 @@ class Program:
         mesh = a.ranks.mesh
         count = mesh.size(a.replicas)
         if not local:
-            everyone = split(batch, count, a.micro)
-            mine = everyone[mesh.index(a.ranks.rank, a.replicas)]
+            rows = split(batch, mesh.size(a.row_axes), a.micro)
+            everyone = [parts for share in rows for parts in a.by_tokens(share)]
             alone = count * a.micro == 1
-            weigh = [[1.0 if alone else a.weight(p.inputs) for p in parts] for parts in everyone]
-            weights = weigh[mesh.index(a.ranks.rank, a.replicas)]
+            weigh = [[1.0 if alone else a.weigh(p) for p in parts] for parts in everyone]
+            mine = a.place(a.ranks.rank)
             self._everyone = weigh
-            return mine, weights, _positive(sum(map(sum, weigh)))
+            return everyone[mine], weigh[mine], _positive(sum(map(sum, weigh)))
         (own,) = split(batch, 1, a.micro)
-        weights = [a.weight(part.inputs) for part in own]
+        own = a.by_tokens(own)[mesh.index(a.ranks.rank, a.context)]
+        weights = [a.weigh(part) for part in own]
         here = torch.tensor([[*weights, rows_of(batch)]], dtype=torch.float64)
         group = a.ranks.group(a.replicas)
         self._everyone = [weights]
@@ -184,14 +194,21 @@ class Program:
         told = here.new_empty(group.size, len(weights) + 1)
         dist.all_gather_into_tensor(told, here, group=group.pg)
         self._everyone = told[:, :-1].tolist()
-        first = int(told[: group.rank, -1].sum())  # samples are numbered across all ranks
-        parts = [Part(part.inputs, tuple(first + row for row in part.rows)) for part in own]
+        first = sum(  # samples are numbered across all ranks; those of a sequence have the same
+            int(count) for rank, count in zip(group.ranks, told[:, -1].tolist())
+            if mesh.index(rank, a.row_axes) < mesh.index(a.ranks.rank, a.row_axes)
+            and not any(mesh.coordinates(rank)[axis] for axis in a.context)
+        )  # fmt: skip
+        parts = [replace(part, rows=tuple(first + row for row in part.rows)) for part in own]
         return parts, weights, _positive(float(sum(map(sum, self._everyone))))
 
     def _defined(self, part: Part, weight: float) -> Part:
         """A part without labels that count has no mean: give it some, its weight is zero anyway."""
-        fill = self.assembly.without_labels
-        return part if weight or fill is None else Part(fill(part.inputs), part.rows)
+        fill, tokens = self.assembly.without_labels, self.assembly.tokens
+        if weight or fill is None:
+            return part
+        filled = fill(part.inputs)
+        return replace(part, inputs=filled) if tokens is None else tokens.defined(part, filled)
 
     def _run(
         self, parts: Sequence[Part], scale: Sequence[float] | None, *, train: bool
@@ -199,7 +216,10 @@ class Program:
         a = self.assembly
 
         def around(op: Op) -> contextlib.AbstractContextManager[Any]:
-            scope = entered(Scope(self.step, op.microbatch, parts[op.microbatch].rows))
+            part = parts[op.microbatch]
+            scope = entered(Scope(self.step, op.microbatch, part.rows))
+            if part.seat is not None:
+                scope = self._at.sitting(part.seat, scope)
             return scope if self.watch is None else self.watch.around(op, scope)
 
         early = a.early if train else None

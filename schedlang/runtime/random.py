@@ -76,6 +76,26 @@ class LogicalDropout(Ambient):
 
     def bits(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Integers uniform in [0, 2**53), as the next call at the current site; shape: `shape`."""
+        keys, per_sample, window = self._drawn(shape)
+        streams = torch.tensor(keys, device=device).reshape(-1, *[1] * len(per_sample))
+        return mixed(_positions(per_sample, window, device, scope.site()), streams).reshape(
+            tuple(shape)
+        )
+
+    def streams(self, shape: Sequence[int]) -> tuple[Tensor, Sequence[int] | Tensor | None]:
+        """For who draws a tensor of `shape` in parts: a stream for each row, int64 [rows].
+
+        It counts as the next call at the current site.  The second result are the logical positions
+        held along dim 1, None: all; along later dims all are meant.
+        """
+        keys, per_sample, window = self._drawn(shape)
+        if len(keys) != shape[0]:
+            raise _refusal(f"dropout in `{scope.site()}` on {shape[0]} rows of {len(keys)} samples")
+        assert window is None or window.shape[1:] == per_sample[1:], (window, per_sample)
+        return torch.tensor(keys), None if window is None else window.index[0]
+
+    def _drawn(self, shape: Sequence[int]) -> tuple[list[int], tuple[int, ...], Window | None]:
+        """The next call at the current site: a stream for each sample, and what of it is held."""
         where = scope.current()
         assert where is not None, "logical numbers are drawn inside a scope"
         site = scope.site()
@@ -86,9 +106,7 @@ class LogicalDropout(Ambient):
         if self.noted is not None:
             self.noted.setdefault((where.step, site, call), set()).update(where.samples)
         keys = [_key(self.seed, where.step, site, call, sample) for sample in where.samples]
-        streams = torch.tensor(keys, device=device).reshape(-1, *[1] * len(per_sample))
-        positions = _positions(per_sample, window, device, site)
-        return _mix(positions.mul_(_signed(_GAMMA)) + streams).reshape(tuple(shape))
+        return keys, per_sample, window
 
     def keep(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
         """A boolean mask of `shape`, true with probability 1 - p."""
@@ -136,6 +154,14 @@ def _positions(
         stride = math.prod(window.shape[dim + 1 :])
         total = total + (where * stride).reshape([-1 if d == dim else 1 for d in range(len(local))])
     return total.unsqueeze(0)
+
+
+def mixed(positions: Tensor, streams: Tensor) -> Tensor:
+    """The numbers of some streams at positions from 1 on, uniform in [0, 2**53).
+
+    `positions` are overwritten.
+    """
+    return _mix(positions.mul_(_signed(_GAMMA)) + streams)
 
 
 def _mix(state: Tensor) -> Tensor:

@@ -75,26 +75,31 @@ Forward = Callable[..., Any]
 def projection(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
     """A Linear or Conv1D on its parts: enter, multiply, reduce, add the bias once."""
     compute = COMPUTES[kind]
-    pending = any(isinstance(edge.computes, P) for edge in edges)
+    sums = [edge for edge in edges if isinstance(edge.computes, P)]
+    others = [edge for edge in edges if edge not in sums]
     padded = [edge for edge in edges if edge.cut is not None]
 
     def forward(x: Tensor) -> Any:
         for edge in edges:
             x = shared(edge.entry(), x)
-        y = compute(module, x, not pending)
-        for edge in edges:
+        y = compute(module, x, not sums)
+        for edge in sums:
+            y = edge.exit()(y)
+        bias = module._parameters.get("bias") if sums else None
+        y = y if bias is None else y + bias  # once, before others' positions are gathered
+        for edge in others:
             if edge.head:
-                return _head(y, edge)
+                return head_of(y, edge)
             y = edge.exit()(y)
         for edge in padded:
             y = y[..., : edge.cut]
-        bias = module._parameters.get("bias") if pending else None
-        return y if bias is None else y + bias
+        return y
 
     return forward
 
 
-def _head(y: Tensor, edge: Edge) -> ShardedLogits:
+def head_of(y: Tensor, edge: Edge) -> ShardedLogits:
+    """Logits that stay split over the vocabulary; padding gets none."""
     assert edge.cut is not None
     true, width = edge.cut, y.shape[-1]
     mine = max(0, min(width, true - edge.group.rank * width))
@@ -169,25 +174,17 @@ def on_result(cross: Callable[[Tensor], Tensor], out: Any) -> Any:
     return out
 
 
-FORWARDS: Mapping[str, Callable[[nn.Module, str, tuple[Edge, ...]], Forward]] = {
-    "Linear": projection,
-    "Conv1D": projection,
-    "Embedding": embedding,
-}
-
-# kinds that run the module's own forward on a part of its parameters
-WITHIN: dict[str, Callable[[nn.Module, Forward, tuple[Edge, ...]], Forward]] = {}
-
-
 class Sharded:
     """The forward of a sharded module; `kind` is the class that says how it computes, or "".
 
     An object, not a closure: in a deep copy of the model it is bound to the copied module.
     """
 
-    def __init__(self, module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> None:
+    def __init__(
+        self, module: nn.Module, kind: str, edges: tuple[Edge, ...], inner: Forward | None = None
+    ) -> None:
         self.module, self.kind, self.edges = module, kind, edges
-        self.inner = module.forward
+        self.inner: Forward = module.forward if inner is None else inner
         self.run: Forward | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
@@ -205,8 +202,6 @@ class Sharded:
         return self.run(*args, **kwargs)
 
     def _made(self) -> Forward:
-        if self.kind in WITHIN:
-            return WITHIN[self.kind](self.module, self.inner, self.edges)
-        if self.kind in FORWARDS:
-            return FORWARDS[self.kind](self.module, self.kind, self.edges)
-        return region(self.inner, self.edges)
+        from schedlang.runtime.leaf import forward_of  # the kinds build on what stands here
+
+        return forward_of(self)

@@ -37,7 +37,7 @@ def probe(trial: Trial, count: int) -> Slicing:
     for slicing in candidates(trial):
         try:
             tagged = _tagged(trial, slicing, whole)
-            _compare(whole, sliced(trial, tagged))
+            compare(whole, sliced(trial, tagged))
         except Exception as error:  # the model's own code, on what it has not been given before
             first = first or (slicing, error)
             continue
@@ -68,13 +68,13 @@ def candidates(trial: Trial) -> Iterator[Slicing]:
     ignore = trial.rule.ignore_index if trial.rule else -100
     masks = masks_of(trial.batch)
     base = Slicing(count, "calls", source, "none", ignore, along=trial.along, keys=masks)
-    head = replace(base, shift="head", head=_head(trial)) if style != "none" else base
+    head = replace(base, shift="head", head=head_of(trial)) if style != "none" else base
     if has_cache(trial.model):
         if style == "padded" and trial.loss is None:
             yield replace(base, carrier="cache", shift="given")
         yield replace(head, carrier="cache")
         return
-    head = replace(head, places=_places(trial))
+    head = replace(head, places=places_of(trial))
     yield head
     if masks:
         yield replace(head, keys=frozenset())
@@ -109,7 +109,7 @@ def shift_of(trial: Trial) -> str:
     )
 
 
-def _head(trial: Trial) -> str:
+def head_of(trial: Trial) -> str:
     """The last module, but the model itself, that gives something for every token."""
     total, found = sum(trial.lengths), [""]
     handles = []
@@ -132,7 +132,7 @@ def _head(trial: Trial) -> str:
     return found[-1]
 
 
-def _places(trial: Trial) -> frozenset[Place]:
+def places_of(trial: Trial) -> frozenset[Place]:
     """Lines that count positions, at the whole length and at one token less."""
     tables = {id(t) for t in (*trial.model.parameters(), *trial.model.buffers())}
     total = sum(trial.lengths)
@@ -160,7 +160,8 @@ def _shorter(batch: Mapping[str, Any], total: int, length: int) -> dict[str, Any
 # -- comparing -----------------------------------------------------------------------------------
 
 
-def _compare(whole: Seen, parts: Seen) -> None:
+def compare(whole: Seen, parts: Seen) -> None:
+    """Raise Differs unless losses and all gradients are equal but for rounding."""
     wide = whole.loss.dtype == torch.float64
     gate = 1e-9 if wide else 1e-3
     if not torch.allclose(parts.loss, whole.loss, rtol=gate, atol=0.0):
@@ -184,11 +185,11 @@ def _tagged(trial: Trial, slicing: Slicing, whole: Seen) -> Slicing:
     tags = {}
     for (_, site, call), shape in whole.draws.items():
         drawn = [parts.get((k, site, call)) for k in range(len(trial.lengths))]
-        tags[(site, call)] = _dims(site, shape, drawn, trial.lengths, stops)
-    return replace(slicing, draws=_spread(tags, trial.alike))
+        tags[(site, call)] = dims_of(site, shape, drawn, trial.lengths, stops)
+    return replace(slicing, draws=spread(tags, trial.alike))
 
 
-def _spread(tags: Tags, alike: Mapping[str, str]) -> dict[tuple[str, int], tuple[str, ...]]:
+def spread(tags: Tags, alike: Mapping[str, str]) -> dict[tuple[str, int], tuple[str, ...]]:
     """The same for the blocks that were left out."""
     found = dict(tags)
     for block, stands in alike.items():
@@ -198,7 +199,7 @@ def _spread(tags: Tags, alike: Mapping[str, str]) -> dict[tuple[str, int], tuple
     return found
 
 
-def _dims(
+def dims_of(
     site: str,
     shape: tuple[int, ...],
     drawn: Sequence[tuple[int, ...] | None],
@@ -234,7 +235,7 @@ def _left(trial: Trial, slicing: Slicing) -> bool:
         padded[trial.rule.source][0, :pad] = trial.rule.ignore_index
     try:
         other = replace(trial, batch=padded)
-        _compare(watched(other), sliced(other, slicing))
+        compare(watched(other), sliced(other, slicing))
     except Exception:  # the model's own code: padding in front is what it cannot bear
         return False
     return True

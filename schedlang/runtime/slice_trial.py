@@ -119,7 +119,7 @@ class _Noting(LogicalDropout):
 
     def _note(self, site: str, call: int, shape: tuple[int, ...]) -> Window | None:
         part = visit()
-        self.found[(part.span.index if part else None, site, call)] = shape
+        self.found[(part.index if part else None, site, call)] = shape
         window: Window | None = self.within(site, call, shape) if self.within else None
         return window
 
@@ -159,7 +159,7 @@ def watched(trial: Trial) -> Seen:
         value = loss_of(model(**trial.batch), trial.batch, trial.loss)
         assert value is not None, "the model gives no loss"
         torch.autograd.backward(value)
-    return Seen(value.detach(), _gradients(model), draws)
+    return Seen(value.detach(), gradients_of(model), draws)
 
 
 def sliced(trial: Trial, slicing: Slicing) -> Seen:
@@ -176,8 +176,9 @@ def sliced(trial: Trial, slicing: Slicing) -> Seen:
             value, _ = run(slices, model, trial.batch, trial.loss)
     finally:
         slices.close()
-    return Seen(value, _gradients(model), draws)
+    return Seen(value, gradients_of(model), draws)
 
 
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients that a backward has left."""
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

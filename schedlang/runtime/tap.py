@@ -117,6 +117,7 @@ def _functions(tap: Tap) -> dict[str, Callable[..., Any]]:
             op = kwargs.get("op", next((a for a in args if isinstance(a, dist.ReduceOp)), None))
             group = kwargs.get("group", next((a for a in args if _is_group(a)), None))
             root = f"from {kwargs['src']}" if "src" in kwargs else ""
+            root = f"to {kwargs['dst']}" if "dst" in kwargs else root
             reduces = "reduce" in name
             how = root or (str(op if op is not None else dist.ReduceOp.SUM) if reduces else "")
             tensor = args[whole] if len(args) > whole else None
@@ -139,6 +140,7 @@ def _functions(tap: Tap) -> dict[str, Callable[..., Any]]:
         "reduce_scatter_tensor": collective("reduce_scatter", 1),
         "all_to_all_single": collective("all_to_all", 9),  # counts may differ from rank to rank
         "broadcast": collective("broadcast", 0),
+        "reduce": collective("reduce", 0),
         "barrier": collective("barrier", 9),
         "isend": message("send", True),
         "irecv": message("recv", False),

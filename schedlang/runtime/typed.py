@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from schedlang.runtime import collective, moving, vocab
+from schedlang.runtime import collective, grid, moving, shared_norm, split_norm, vocab
 from schedlang.runtime.collective import Group, listening
+from schedlang.runtime.grid import InParts
 from schedlang.runtime.pending import Made, trouble
 from schedlang.runtime.trace import Stack, name_of, tensors_in
 
@@ -27,7 +28,8 @@ NONE: Axes = frozenset()
 SUMS = ("all-reduce", "reduce-scatter")
 # what these give still differs from rank to rank: every rank gets parts of others, for its own
 MOVES = ("all-to-all", "shift", "broadcast", "reduce")
-TALKING = (collective, moving, vocab)  # the modules whose functions of autograd communicate
+# the modules whose functions of autograd communicate
+TALKING = (collective, moving, grid, shared_norm, split_norm, vocab)
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,17 @@ class Heard:
 
 @dataclass
 class Crossed:
-    """What a communicating function did: types before and after, collectives both ways."""
+    """What a communicating function did: types before and after, collectives both ways.
+
+    `settles` are axes over which it has to sum gradients itself: what it gives for an input that
+    varies over one is then that input's own.
+    """
 
     fqn: str
     before: Axes
     after: Axes
     back: list[Heard] = field(default_factory=list)
+    settles: Axes = NONE
 
 
 class Typed(TorchFunctionMode):
@@ -147,7 +154,10 @@ class Typed(TorchFunctionMode):
         before = [(kind, kind.forward, kind.backward) for kind, _ in found]
         try:
             for kind, plain in found:
-                kind.forward = staticmethod(self._forward(kind.forward, plain))
+                made = self._forward(kind.forward, plain)
+                if issubclass(kind, InParts):
+                    made = self._product(kind.forward, kind.summed)
+                kind.forward = staticmethod(made)
                 kind.backward = staticmethod(self._backward(kind.backward))
             with listening(self._listen):
                 yield
@@ -179,6 +189,23 @@ class Typed(TorchFunctionMode):
             for tensor in tensors_in(out):
                 tensor.__dict__["_schedlang_varies"] = after
                 tensor.__dict__["_schedlang_made"] = made if after else None
+            return out
+
+        return forward
+
+    def _product(
+        self, inner: Callable[..., Any], summed: Callable[[Any], tuple[Group, ...]]
+    ) -> Callable[..., Any]:
+        """A product in parts sums over the dim that its factors share, and all else varies on."""
+
+        def forward(ctx: Any, x: Tensor, weight: Tensor, *args: Any) -> Any:
+            out, _ = self._listened(inner, ctx, x, weight, *args)
+            shared = frozenset(self.fold(args[0].down.axes))
+            after = self.varies(x) | (self.varies(weight) - shared)
+            due = frozenset(a for g in summed(ctx) for a in self.fold(g.axes))
+            ctx.schedlang = Crossed(self.site, self.varies(x), after, settles=due)
+            out.__dict__["_schedlang_varies"] = after
+            out.__dict__["_schedlang_made"] = Made("collective", ()) if after else None
             return out
 
         return forward

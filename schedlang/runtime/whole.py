@@ -13,6 +13,8 @@ from torch import Tensor
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.assembly import Assembly
+from schedlang.runtime.attend import Layout
+from schedlang.runtime.context.rejoin import input_gradient
 from schedlang.runtime.folder import gathered
 from schedlang.runtime.gradient import local_gradient
 from schedlang.runtime.holding import assemble, take
@@ -159,18 +161,29 @@ def input_gradients(a: Assembly, parts: Sequence[Part]) -> dict[str, Tensor | No
         for part in parts
     ]
     everyone = gathered(mine, a.ranks.mesh.world)
-    places = range(a.ranks.mesh.size(a.replicas))
+    places = range(a.ranks.mesh.size(a.row_axes))
     names = mine[0] if mine else {}
-    return {n: _joined([_replica(a, everyone, place, n) for place in places]) for n in names}
+    layout = parts[0].seat.layout if parts and parts[0].seat is not None else None
+    return {n: _joined([_rows(a, everyone, place, n, layout) for place in places]) for n in names}
+
+
+def _rows(
+    a: Assembly, everyone: Sequence[Any], place: int, name: str, layout: Layout | None
+) -> Tensor | None:
+    """The gradient of some rows, from all ranks that have tokens of them."""
+    if layout is None or a.tokens is None:
+        return _replica(a, everyone, place, name)
+    count = len(layout.runs)
+    found = [_replica(a, everyone, place * count + k, name) for k in range(count)]
+    return input_gradient(found, layout, name in (a.tokens.along or ()))
 
 
 def _replica(a: Assembly, everyone: Sequence[Any], place: int, name: str) -> Tensor | None:
     """One replica's rows: each stage's part of the gradient, added up."""
-    mesh = a.ranks.mesh
     found = [
         [part[name] for part in parts]
         for rank, parts in enumerate(everyone)
-        if a.speaks(rank) and mesh.index(rank, a.replicas) == place
+        if a.speaks(rank) and a.place(rank) == place
     ]
     return _joined([_added(values) for values in zip(*found)])
 

@@ -12,18 +12,12 @@ from tests.properties.models import Block, Config, Short, configs
 
 # verbs in the order in which their rows may stand
 PHASES = (
-    *(
-        "replace_kernel",
-        "fuse",
-        "pad",
-        "shard",
-        "expert_parallel",
-        "checkpoint",
-        "offload",
-        "unroll",
-    ),
+    *("freeze",),
+    *("replace_kernel", "fuse", "pad", "shard", "expert_parallel"),
+    *("checkpoint", "offload", "unroll"),
     *("pipeline_split", "split_backward", "zero", "overlap", "pipeline", "verify"),
 )
+RELAX = {"freeze": "updates"}  # what the step of a verb must allow
 Axes = tuple[tuple[str, int], ...]
 
 
@@ -104,7 +98,9 @@ class Drawn(Short):
         if self.illegal:
             rows.append(self.illegal)
         body = "\n".join(f"  {row}" for row in rows)
-        return f'schedule 1 for Drawn\n\nmesh({mesh})\n\nstep "all" {{\n{body}\n}}\n'
+        names = sorted({RELAX[s.verb] for s in self.completed if s.verb in RELAX})
+        relax = f"relax({', '.join(names)}) " if names else ""
+        return f'schedule 1 for Drawn\n\nmesh({mesh})\n\nstep "all" {relax}{{\n{body}\n}}\n'
 
     @property
     def world(self) -> int:
@@ -205,6 +201,17 @@ def _ends(config: Config, axis: str, n: int) -> list[Step]:
         gathered = f"head  shard(col, output=R, over={axis})"
         found.append(step("shard", [gathered], ["shard head"], [axis]))
     return found
+
+
+@generator
+def freeze(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """A block, or all but the head; not what the model has frozen itself."""
+    found = []
+    late = [f"late {_at(place)}" for place in range(len(config.blocks))]
+    for place, wait in enumerate(late):  # no gradient of its weights waits
+        if config.frozen != _at(place):
+            found += [step("freeze", [f"{_at(place)}  freeze()"], ["freeze", wait])]
+    return [*found, step("freeze", ['freeze(keep="head.*")'], ["freeze", *late])]
 
 
 @generator

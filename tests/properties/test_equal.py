@@ -58,7 +58,7 @@ def test_2_a_mesh_of_ones_is_the_original(drawn: Drawn, optimizer: Any, clip: fl
     batches, loss = engine.batches_of(drawn, 2), drawn.config.loss
     options = {"loss": loss, "seed": engine.SEED}
     found = steps(engine.plan_of(drawn), batches, optimizer, clip, options)
-    model = drawn.config.model()
+    model = engine.plan_of(drawn).model.model
     plain = sequential(model, batches, optimizer, clip=clip, loss=loss, seed=engine.SEED)
     assert_same(found, plain)
 
@@ -117,7 +117,7 @@ def test_9_shards_are_disjoint_and_cover(pool: Pool, drawn: Drawn) -> None:
     """After a step copies are equal, no rank holds an element twice, and every element of every
     parameter is held by equally many ranks, at least one."""
     held = [part for (part,) in pool.run(_owned, drawn.world, drawn)]
-    model = drawn.config.model()
+    model = engine.plan_of(drawn).model.model
     start = 1
     for name, parameter in model.named_parameters():
         wanted = range(start, start + parameter.numel())
@@ -134,7 +134,7 @@ def test_9_shards_are_disjoint_and_cover(pool: Pool, drawn: Drawn) -> None:
 def test_12_the_model_is_not_touched(threads: Threads, drawn: Drawn) -> None:
     """Planning, proving and training leave the user's module as it was: values, hooks, flags."""
     case = engine.case_of(drawn, 1)
-    model = case.plan.model.model
+    model = case.plan.model.base.model
     before = _snapshot(model)
     if not drawn.refused:
         threads.run(steps, drawn.world, case.plan, case.batches, sgd, None,

@@ -1,0 +1,156 @@
+"""Rows tried on a model with as few blocks as show all, and the whole text at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.blocks import Blocks, leaf_kind, shorter
+from schedlang.passes.expand import expand
+from schedlang.passes.proposal_text import Row, heads, quoted
+from schedlang.plan import Plan
+from schedlang.source import Source
+from schedlang.syntax import parse
+
+if TYPE_CHECKING:
+    from schedlang.model import ModelFacts
+    from schedlang.runtime.feeds import Fed
+
+Loss = Callable[..., Any]
+HEAD = 4  # lines of a trial above its rows
+
+
+class Trial:
+    """One model and one batch on which rows are tried; nothing of the model itself is changed."""
+
+    def __init__(
+        self, facts: ModelFacts, blocks: Blocks, batch: Mapping[str, Any], loss: Loss | None
+    ) -> None:
+        self.facts, self.all, self.batch, self.loss = facts, blocks, batch, loss
+
+    # -- the model with fewer blocks ---------------------------------------------------------------
+
+    @cached_property
+    def _followed(self) -> tuple[Blocks, Fed]:
+        """The blocks of the shortest model that runs, and what its projections read."""
+        try:
+            short = self._short(1)
+            return short, self._uses(short)
+        except Exception:  # a model may count its layers by itself
+            return self.all, self._uses(self.all)
+
+    @property
+    def blocks(self) -> Blocks:
+        """The model that rows are tried on."""
+        return self._followed[0]
+
+    @property
+    def fed(self) -> Fed:
+        """What each projection of that model reads."""
+        return self._followed[1]
+
+    def _short(self, stages: int) -> Blocks:
+        from schedlang.model import ModelFacts
+
+        return self.all.of(ModelFacts(shorter(self.facts.model, self.all, stages)))
+
+    def _uses(self, blocks: Blocks) -> Fed:
+        from schedlang.runtime.feeds import feeds
+        from schedlang.runtime.meta import hollow_model
+
+        sites = blocks.facts.sites
+        return feeds(
+            hollow_model(blocks.facts.model, {}), self.sample(1),
+            leaves=lambda fqn: bool(leaf_kind(sites[fqn])),
+            blocks=blocks.is_block,
+            outside=lambda fqn: leaf_kind(sites[fqn]) == "Embedding" and not blocks.inside(fqn),
+        )  # fmt: skip
+
+    def sample(self, parts: int) -> Mapping[str, Any]:
+        """The rows of one part of the batch."""
+        from schedlang.runtime.parts import split
+
+        return split(self.batch, parts, 1)[0][0].inputs
+
+    @property
+    def shortened(self) -> bool:
+        """Does the model run with fewer blocks?"""
+        return self.blocks is not self.all
+
+    # -- trials ------------------------------------------------------------------------------------
+
+    def refusal(self, rows: Sequence[Row], axis: str, ranks: int) -> tuple[Refusal, int] | None:
+        """Why rows are refused, and the number of the row that is to blame (-1: none); or None."""
+        from schedlang.passes.propagate import propagate
+
+        lines = [
+            (f"{path}  {row.call}", number)
+            for number, row in enumerate(rows)
+            for path in paths(row, self.blocks)
+        ]
+        try:
+            plan = self._plan([line for line, _ in lines], f"{axis}={ranks}", self.blocks.facts)
+            propagate(plan, self.sample(1), self.loss)
+        except Refusal as refusal:
+            place = refusal.diagnostic.primary.span.line - HEAD - 1
+            return refusal, lines[place][1] if 0 <= place < len(lines) else -1
+        except Exception as error:  # what fails on the way is no proposal either
+            said = f"{type(error).__name__}: {error}".split("\n")[0]
+            return Refusal(Diagnostic("S405", said)), -1
+        return None
+
+    def cut(self, row: Row, axis: str, stages: int) -> Refusal | None:
+        """Why the model cannot be cut into stages by a row; None if it can."""
+        from schedlang.passes.propagate import propagate
+        from schedlang.passes.staging import stages_of
+
+        lines = [f"{', '.join(row.names)}  {row.call}"]
+        for blocks in (self._short(stages), self.all):
+            try:
+                plan = self._plan(lines, f"{axis}={stages}", blocks.facts)
+                if stages > 1:
+                    sample = self.sample(1)
+                    stages_of(plan, propagate(plan, sample, self.loss), sample, self.loss)
+                return None
+            except Refusal as error:
+                refusal = error
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}".split("\n")[0]
+                refusal = Refusal(Diagnostic("S612", said))
+        return refusal
+
+    def whole(self, text: Callable[[Blocks], str], stages: int) -> str:
+        """The text for the whole model, planned; traced and cut with as few blocks as show all.
+
+        Raises Refusal for what is refused.
+        """
+        from schedlang.passes.prepare import prepare
+        from schedlang.runtime.parts import split
+
+        made = text(self.all)
+        full = expand(parse(Source("proposed", made)), self.facts).plan
+        short = self._short(stages) if self.shortened else self.all
+        plan = expand(parse(Source("proposed", text(short))), short.facts).plan
+        assert full is not None and plan is not None
+        sample = split(self.batch, plan.mesh.size(plan.data_axes), plan.micro)[0][0].inputs
+        prepare(plan, sample, self.loss)
+        return made
+
+    @staticmethod
+    def _plan(lines: Sequence[str], mesh: str, facts: ModelFacts) -> Plan:
+        body = "\n".join(lines)
+        text = f'schedule 1\nmesh({mesh})\n\nstep "trial" {{\n{body}\n}}\n'
+        made = expand(parse(Source("trial", text)), facts).plan
+        assert made is not None
+        return made
+
+
+def paths(row: Row, blocks: Blocks) -> list[str]:
+    """One selector for each common name of a row."""
+    return [
+        ".".join(filter(None, (head, quoted(name.rpartition("*")[2].lstrip(".")))))
+        for name in row.names
+        for head in heads(name, blocks)
+    ]

@@ -1,0 +1,164 @@
+"""The rows that split a model's projections over one axis: each flow in the first legal form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from schedlang.passes.blocks import leaf_kind
+from schedlang.passes.flows import Flow, flows, variants
+from schedlang.passes.proposal_text import Row, names_text
+
+if TYPE_CHECKING:
+    from schedlang.diagnostic import Refusal
+    from schedlang.passes.proposal_trial import Trial
+
+REMEDY = re.compile(r"`((?:blocks|uneven)=(?:\[[^`]*\]|[^`, ]+))`")
+SAME = re.compile(r"`([^`]+)` and `[^`]+` are the same tensor")
+MOST = 8  # remedies for one flow
+SAID = 200  # characters of a reason
+
+
+@dataclass
+class Finder:
+    """The rows found so far, and how more are tried beside them."""
+
+    trial: Trial
+    axis: str
+    ranks: int
+    rows: list[Row]
+    notes: list[str]
+
+    def mended(self, rows: Sequence[Row]) -> list[Row] | str:
+        """The rows with what their refusals ask for, if they are legal then; else why not."""
+        rows, said = list(rows), ""
+        for _ in range(MOST):
+            found = self.trial.refusal([*self.rows, *rows], self.axis, self.ranks)
+            if found is None:
+                return rows
+            refusal, place = found
+            said = refusal.diagnostic.title[:SAID]
+            place -= len(self.rows)
+            more = self._shared(refusal)
+            remedy = _remedy(refusal)
+            if more is not None and more not in rows:
+                rows.append(more)
+                continue
+            if remedy is None or not 0 <= place < len(rows):
+                return said
+            better = rows[place].with_argument(remedy)
+            if better == rows[place]:
+                return said
+            rows[place] = better
+        return said
+
+    def _shared(self, refusal: Refusal) -> Row | None:
+        """The row for a module that shares a weight which is split."""
+        if refusal.diagnostic.code != "S506":
+            return None
+        found = (SAME.search(note) for note in refusal.diagnostic.notes)
+        name = next((match.group(1) for match in found if match), None)
+        if name is None:
+            return None
+        owner, _, parameter = name.rpartition(".")
+        blocks = self.trial.blocks
+        how = "vocab" if leaf_kind(blocks.facts.sites[owner]) else f"{parameter}=S(0)"
+        row = Row((blocks.common(owner),), f"shard({how}, over={self.axis})")
+        return replace(row, comment="the same weight")
+
+    def whole(self, names: Sequence[str], why: str) -> None:
+        """Note what stays whole, and why."""
+        self.notes.append(f"whole: {names_text(names)}: {why}")
+
+
+def tensor_rows(finder: Finder) -> None:
+    """Add the rows of every flow that is legal beside those before it; note the others."""
+    for flow in flows(finder.trial.fed.uses, finder.trial.blocks):
+        why = _flow(finder, flow)
+        if why:
+            finder.whole((*flow.sources, *flow.sinks), why)
+
+
+def _flow(finder: Finder, flow: Flow) -> str:
+    """Add a flow in its first legal form; else say why none is."""
+    said = ""
+    for rows in _forms(finder, flow):
+        made = finder.mended(rows)
+        if isinstance(made, list):
+            finder.rows += made
+            return ""
+        said = made
+    for one in variants(flow):
+        made = finder.mended(_gathered(finder, one))
+        if isinstance(made, list):
+            finder.rows += made
+            finder.notes.append(f"gathered: {names_text(one.sources)}: {said}")
+            return ""
+    return said
+
+
+def _forms(finder: Finder, flow: Flow) -> Iterator[list[Row]]:
+    """The rows of a flow as they are, and with the parts that the model takes out of outputs."""
+    for one in variants(flow):
+        plain = _split(finder, one)
+        yield plain
+        packed = [_packed(finder, row) for row in plain]
+        if packed != plain:
+            yield packed
+
+
+def _split(finder: Finder, flow: Flow) -> list[Row]:
+    over = f"over={finder.axis}"
+    said = "split by heads" if flow.mixed else "split by width"
+    rows = []
+    for name in flow.sources:
+        table = _kind(finder, name) == "Embedding"
+        how = "weight=S(hidden)" if table else "col"
+        rows.append(Row((name,), f"shard({how}, {over})", said))
+    return [
+        *rows,
+        *(Row((name,), f"shard(row, {over})", "parts are summed") for name in flow.sinks),
+    ]
+
+
+def _gathered(finder: Finder, flow: Flow) -> list[Row]:
+    over = f"over={finder.axis}"
+    tables = [name for name in flow.sources if _kind(finder, name) == "Embedding"]
+    return [
+        *(Row((name,), f"shard(col, output=R, {over})", "split, then gathered")
+          for name in flow.sources if name not in tables),
+        *(Row((name,), f"shard(row, {over})", "parts are summed") for name in flow.sinks),
+    ]  # fmt: skip
+
+
+def _packed(finder: Finder, row: Row) -> Row:
+    """A row with the sizes of the parts that are taken out of its modules' outputs."""
+    blocks = finder.trial.blocks
+    first = blocks.named[row.names[0]][0]
+    parts = finder.trial.fed.parts.get(first, [])
+    site = blocks.facts.sites[first]
+    if "col" not in row.call or len(parts) < 2 or sum(parts) != outputs_of(site):
+        return row
+    return row.with_argument(f"blocks={parts}")
+
+
+def outputs_of(site: object) -> int:
+    """The outputs of a projection."""
+    from schedlang.model import Site
+
+    assert isinstance(site, Site)
+    return site.parameters["weight"].shape[site.dims["weight"].index("out")]
+
+
+def _kind(finder: Finder, name: str) -> str:
+    blocks = finder.trial.blocks
+    return leaf_kind(blocks.facts.sites[blocks.named[name][0]])
+
+
+def _remedy(refusal: Refusal) -> str | None:
+    """An argument that a refusal asks for."""
+    helps = (text for d in refusal.diagnostics for text in d.helps)
+    found = (REMEDY.search(text) for text in helps)
+    return next((match.group(1) for match in found if match), None)

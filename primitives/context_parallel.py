@@ -1,0 +1,93 @@
+"""context_parallel: split sequences over ranks; attention meets the keys of the other ranks."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import TYPE_CHECKING, Any, Literal
+
+from schedlang.kinds import Axes
+from schedlang.plan import Context, Plan
+from schedlang.primitive import Primitive, refuse
+
+if TYPE_CHECKING:
+    from schedlang.model import Site
+
+TWO = ("double_ring", "usp")
+
+
+class context_parallel(Primitive):  # noqa: N801
+    """Give the ranks along `over` different tokens of the same rows; attention joins them again.
+
+    before   y = attention(q, k, v)            of the whole sequence
+    after    y = attention(q, k of all, v of all)   for the queries of this rank's tokens
+
+      gather       keys and values of all ranks are gathered, gradients reduced and scattered
+      ring         blocks of keys and values go round, softmax is merged block by block
+      double_ring  rings of `over`'s last axis inside of a ring of its first
+      ulysses      all-to-all: whole sequences of some of the heads, and back
+      usp          ulysses over `over`'s last axis inside of a ring over its first
+
+    Two rows at one module, one `ulysses`, say `usp` as well.  `layout` says which tokens a rank
+    has: one run, two of 2n chunks from both ends (`zigzag`), or every n-th token (`striped`).
+
+    The inputs of the batch that run along the sequence, labels among them, are split so; positions
+    are those of the whole sequence.  The model is tried on a small stand-in before it runs, and
+    refused where it mixes tokens by other means than its attention.  Parameters are whole on all
+    ranks and their gradients summed; `zero(..., over=(dp, cp))` may slice them over both.
+
+    Llama 3 (2024) for gather; Liu et al., Ring Attention (2023), Brandon et al., Striped Attention
+    (2023); Jacobs et al., DeepSpeed-Ulysses (2023); Fang and Zhao, USP (2024); Gu et al.,
+    LoongTrain (2024); Sun et al., BurstAttention (2024).
+    """
+
+    method: Literal["gather", "ring", "double_ring", "ulysses", "usp"]
+    over: Axes = field(kw_only=True)
+    layout: Literal["contiguous", "zigzag", "striped"] | None = None
+
+    example = "layers.*.attn  context_parallel(gather, over=cp)"
+    reads = frozenset({"structure"})
+    writes = frozenset({"placement"})
+    gives_up = frozenset({"rounding"})
+
+    def check(self, site: Site, plan: Plan) -> None:
+        """Refuse axes with other work, and sequences that would be split in two ways."""
+        if self.method in TWO and len(self.over) != 2:
+            refuse("S303", f"`{self.method}` exchanges on two levels", "over one",
+                   helps=(f"name both, the outer one first: `{self.method}, over=(nodes, gpus)`",
+                          "or `ring` and `ulysses`, over one"))  # fmt: skip
+        split = {a for layout in plan.layouts.values() for n in layout.axes
+                 for a in plan.mesh.fold(n)}  # fmt: skip
+        staged = {a for cut in plan.cuts for a in plan.mesh.fold(cut.axis)}
+        mine = plan.mesh.fold(self.over)
+        for axis in sorted(set(mine) & (split | staged)):
+            use = "splits parameters" if axis in split else "holds pipeline stages"
+            refuse("S504", f"`{axis}` cannot split sequences: it already {use}",
+                   helps=("name another axis of the mesh",))  # fmt: skip
+        self._check_again(site, plan)
+
+    def _check_again(self, site: Site, plan: Plan) -> None:
+        here = plan.contexts.get(site.fqn, ())
+        mine = set(plan.mesh.fold(self.over))
+        both = {self.method, *(one.method for one in here)}
+        fits = len(here) == 1 and both == {"ulysses", "ring"}
+        if here and (not fits or mine & set(plan.mesh.fold(here[0].axes))):
+            refuse("S501", f"`{site}` exchanges keys and values already",
+                   f"by `{here[0].method}` over {', '.join(here[0].axes)}",
+                   helps=("one row for each module, or `ulysses` over one axis and `ring` over"
+                          " another",))  # fmt: skip
+        layouts = {one.layout for rows in plan.contexts.values() for one in rows} - {None}
+        if self.layout and layouts - {self.layout}:
+            known = next(iter(layouts))
+            refuse("S504", f"sequences are split as `{known}` already, and here as `{self.layout}`",
+                   helps=(f"say `layout={known}`, or nothing, in all rows",))  # fmt: skip
+
+    def effect(self, site: Site, plan: Plan) -> Plan:
+        """Note how this module attends."""
+        from dataclasses import replace
+
+        own = Context(tuple(map(str, self.over)), self.method, self.layout)
+        rows = (*plan.contexts.get(site.fqn, ()), own)
+        return replace(plan, contexts={**plan.contexts, site.fqn: rows})
+
+    def apply(self, site: Site, build: Any) -> None:
+        """Nothing of its own: `build` puts the exchange into all modules at once."""

@@ -1,0 +1,93 @@
+"""freeze: parameters that are not trained."""
+
+from __future__ import annotations
+
+from dataclasses import field, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from schedlang.kinds import Many
+from schedlang.plan import Plan
+from schedlang.primitive import Primitive, refuse
+
+if TYPE_CHECKING:
+    from schedlang.model import ParameterFact, Site
+
+
+class freeze(Primitive):  # noqa: N801
+    """Leave parameters as they are: no gradient, no optimizer state, no reduction, no update.
+
+    before   w' = w - lr g      of every parameter that requires a gradient
+    after    w' = w             of those of the module; the gradients of all others stay the same
+
+    Names choose among a module's parameters, whole (`"attn.bias"`), by their end (`bias`) or with
+    `*`; `keep` excepts some: `freeze(keep="*lora*")` trains nothing but adapters.  A tied parameter
+    is frozen under all its names.  Backward ends where nothing before it is trained: a pipeline
+    sends no gradient to stages that are frozen from the start of the model.
+
+    Results are those of training the original with the same parameters frozen: `relax(updates)`.
+
+    BitFit (Ben Zaken et al. 2021); PipeTransformer (He et al. 2021) for layers from the start.
+    """
+
+    names: Many[str] = ()
+    keep: str | tuple[str, ...] = field(default=(), kw_only=True)
+
+    example = "layers[:2]  freeze()"
+    writes = frozenset({"trained"})
+    takes = "selection"
+    gives_up = frozenset({"updates"})
+
+    def check(self, sites: tuple[Site, ...], plan: Plan) -> None:
+        """Refuse what freezes nothing, and what leaves nothing to be trained."""
+        for site in sites:
+            for pattern in (*self.names, *self._kept):
+                if not any(_matches(name, pattern) for name, _ in _below(site, plan)):
+                    some = ", ".join(f"`{name}`" for name, _ in _below(site, plan)[:4])
+                    refuse("S305", f"`{site}` has no parameter `{pattern}`",
+                           helps=(f"it has {some or 'none'}, ...",))  # fmt: skip
+        chosen = self._chosen(sites, plan)
+        trained = {name for name, fact in plan.model.unique.items() if fact.requires_grad}
+        if not chosen & trained:
+            refuse("S413", "there is nothing to freeze here",
+                   notes=("no parameter that is chosen is trained anyway",),
+                   helps=("drop the row, or choose other modules",))  # fmt: skip
+        if not trained - chosen:
+            refuse("S413", "this leaves no parameter that is trained",
+                   helps=('except some: `freeze(keep="*bias")`',))  # fmt: skip
+
+    def effect(self, sites: tuple[Site, ...], plan: Plan) -> Plan:
+        """Go on with a copy of the model, on the same storage, in which they take no gradient."""
+        from schedlang.runtime.changed import Freeze
+
+        return replace(plan, model=plan.model.changed(Freeze(self._chosen(sites, plan))))
+
+    def apply(self, sites: tuple[Site, ...], build: Any) -> None:
+        """Nothing of its own: the model that is built from has them frozen."""
+
+    @property
+    def _kept(self) -> tuple[str, ...]:
+        return (self.keep,) if isinstance(self.keep, str) else self.keep
+
+    def _chosen(self, sites: tuple[Site, ...], plan: Plan) -> frozenset[str]:
+        """First names of the parameters that the row is about."""
+        chosen, kept = set(), set()
+        for site in sites:
+            for name, fact in _below(site, plan):
+                if not self.names or any(_matches(name, pattern) for pattern in self.names):
+                    chosen.add(fact.name)
+                if any(_matches(name, pattern) for pattern in self._kept):
+                    kept.add(fact.name)
+        return frozenset(chosen - kept)
+
+
+def _below(site: Site, plan: Plan) -> list[tuple[str, ParameterFact]]:
+    """The parameters of a module and of all in it, by their names there."""
+    prefix = f"{site.fqn}." if site.fqn else ""
+    found = plan.model.parameters.items()
+    return [(n.removeprefix(prefix), fact) for n, fact in found if n.startswith(prefix)]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Is this the name, or its end from a dot on?"""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")

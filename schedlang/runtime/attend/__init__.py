@@ -1,0 +1,19 @@
+"""Attention over a sequence that is split over ranks: every method, as functions of tensors.
+
+    layout = Layout.of("zigzag", total=8192, ranks=4)
+    mine = layout.take(tokens, dim=1, place=place_of(groups))
+    out = attend(q, k, v, Mask(causal=True), method="ring", groups=(group,), layout=layout)
+
+q is [batch, heads, local tokens, head_dim]; k and v may have fewer heads, v another head_dim.
+All of it is differentiable, and on meta tensors it counts what it would send.
+"""
+
+from schedlang.runtime.attend.call import METHODS, attend, place_of, ranks_of, refuse_heads
+from schedlang.runtime.attend.dropout import Dropout
+from schedlang.runtime.attend.layout import KINDS, Layout
+from schedlang.runtime.attend.mask import Mask
+
+__all__ = [
+    "KINDS", "METHODS", "Dropout", "Layout", "Mask", "attend", "place_of", "ranks_of",
+    "refuse_heads",
+]  # fmt: skip

@@ -1,0 +1,210 @@
+"""attend: one call of attention over a sequence that lies on several ranks, by a named method."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.attend.dropout import Dropout
+from schedlang.runtime.attend.layout import Layout, Runs, place_at
+from schedlang.runtime.attend.local import Backward, Forward, Rules, Tokens
+from schedlang.runtime.attend.mask import Mask, Tags
+from schedlang.runtime.attend.reach import Reach
+from schedlang.runtime.attend.rounds import Gathered, Ring, Rounds
+from schedlang.runtime.attend.swap import Team, enough
+from schedlang.runtime.attend.travel import Packet
+from schedlang.runtime.collective import Group
+
+# method -> how many groups it takes, the outermost first
+METHODS = {
+    "gather": (1,),  # keys and values of all ranks at once
+    "ring": (1,),  # one block after the other
+    "double ring": (2,),  # ring of nodes, ring inside each
+    "ulysses": (1,),  # all-to-all between tokens and heads
+    "usp": (2, 3),  # ring, or double ring, outside; Ulysses inside
+}
+
+
+def ranks_of(groups: Sequence[Group]) -> int:
+    """Over how many ranks the sequence is split."""
+    return math.prod(group.size for group in groups)
+
+
+def place_of(groups: Sequence[Group]) -> int:
+    """This rank's place in a Layout over all of them: the last group's number counts fastest."""
+    return place_at([group.rank for group in groups], [group.size for group in groups])
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    *,
+    method: str,
+    groups: Sequence[Group],
+    layout: Layout,
+    scale: float | None = None,
+    dropout: Dropout | None = None,
+) -> Tensor:
+    """The attention of this rank's queries to the keys of the whole sequence: [.., v's head_dim].
+
+    q        [rows, heads, local tokens, head_dim], this place's tokens under `layout`
+    k, v     as many tokens, heads that divide q's
+    mask     its tensors that lie with tokens: this rank's; `slopes`: those of all of q's heads.
+             Their gradient is what this rank's queries give: a part, to be summed over the groups
+    scale    of the scores; 1/sqrt(head_dim) if None
+
+    The result has q's dtype.  Refusal S681 for heads that Ulysses cannot divide.
+    """
+    _check(q, k, v, method, groups, layout)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    rules = Rules(mask.reach, scale, mask.cap, mask.slopes, mask.rows, dropout)
+    if method in ("ulysses", "usp"):
+        return _swapped(q, k, v, mask, rules, tuple(groups), layout)
+    at = Tokens(layout.runs[place_of(groups)], mask.tags)
+    return _run(q, k, v, rules, mask.sinks, _rounds(method, groups, layout, mask.reach), at)
+
+
+def _rounds(method: str, groups: Sequence[Group], layout: Layout, reach: Reach) -> Rounds:
+    if method == "gather":
+        return Gathered(groups[0], layout)
+    return Ring(tuple(groups), layout, reach)
+
+
+def _swapped(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, rules: Rules, groups: tuple[Group, ...],
+    layout: Layout,
+) -> Tensor:  # fmt: skip
+    """Ulysses around what is left of the ring, if anything is."""
+    *outer, inner = groups
+    refuse_heads(q.shape[1], k.shape[1], inner.size)
+    copies = enough(k.shape[1], inner.size)
+    if copies > 1:
+        k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
+    place, joined = place_of(outer), layout.joined(inner.size)
+    team = Team(inner, layout, place, joined.runs[place])
+    mine = q.shape[1] // inner.size
+    heads = slice(inner.rank * mine, (inner.rank + 1) * mine)
+    rules = replace(
+        rules,
+        slopes=None if mask.slopes is None else mask.slopes[heads],
+        rows=None if mask.rows is None else team.rows(mask.rows, q.shape[1]),
+        dropout=None if rules.dropout is None else rules.dropout.of_heads(heads),
+    )
+    sinks = None if mask.sinks is None else mask.sinks[heads]
+    at = Tokens(joined.runs[place], team.tags(mask.tags))
+    ring = Ring(tuple(outer), joined, rules.reach)
+    return team.tokens(_run(team.heads(q), team.heads(k), team.heads(v), rules, sinks, ring, at))
+
+
+def refuse_heads(heads: int, kv_heads: int, ranks: int) -> None:
+    """Refusal S681 unless `ranks` can share the heads in Ulysses; kv heads are copied as needed."""
+    if heads % ranks:
+        legal = [n for n in range(2, heads + 1) if heads % n == 0]
+        raise Refusal(
+            Diagnostic(
+                "S681",
+                f"Ulysses cannot divide {heads} heads between {ranks} ranks",
+                notes=(f"{kv_heads} heads of keys and values would be copied as needed",),
+                helps=(
+                    f"an axis of {' or '.join(map(str, legal)) or 'one'} ranks",
+                    "or a ring, which leaves heads whole: `context_parallel(ring, ...)`",
+                    "or a ring around a smaller Ulysses: `context_parallel(usp, ...)`",
+                ),
+            )
+        )
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, method: str, groups: Sequence[Group], layout: Layout
+) -> None:
+    assert len(groups) in METHODS[method], (method, len(groups))
+    assert ranks_of(groups) == len(layout.runs), "the layout is over all ranks of the groups"
+    tokens = layout.counts[place_of(groups)]
+    assert q.shape[2] == k.shape[2] == v.shape[2] == tokens, (q.shape, k.shape, v.shape, tokens)
+    assert q.shape[1] % k.shape[1] == 0 and k.shape[1] == v.shape[1], (q.shape, k.shape, v.shape)
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, rules: Rules, sinks: Tensor | None, rounds: Rounds, at: Tokens
+) -> Tensor:
+    plain = replace(rules, slopes=None, rows=None)
+    out, lse = cast(
+        tuple[Tensor, Tensor],
+        _Attention.apply(  # type: ignore[no-untyped-call]
+            q, k, v, rules.slopes, rules.rows, _Call(plain, rounds, at.runs), *at.tags
+        ),
+    )
+    if sinks is None:
+        return out
+    share = (lse - sinks[:, None].to(lse.dtype)).sigmoid()  # of the softmax, beside the sink
+    return out * share[..., None].to(out.dtype)
+
+
+class _Call:
+    """What a call of attention holds beside the tensors that autograd saves."""
+
+    def __init__(self, rules: Rules, rounds: Rounds, runs: Runs) -> None:
+        self.rules, self.rounds, self.runs = rules, rounds, runs
+
+    def packet(self, k: Tensor, v: Tensor, tags: Tags) -> Packet:
+        """What the other ranks need of this one's tokens."""
+        sides = [t for t in tags if t is not None]
+        return Packet.of([k, v, *sides], [2, 2, *[1] * len(sides)])
+
+    def keys(self, place: int, packet: Packet, tags: Tags) -> tuple[Tensor, Tensor, Tokens]:
+        """The other way: keys, values, and the tokens that they are."""
+        k, v, *sides = packet.tensors
+        rest = iter(sides)
+        there = Tags(*(None if t is None else next(rest) for t in tags))
+        return k, v, Tokens(self.rounds.layout.runs[place], there)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None,
+        rows: Tensor | None, call: _Call, *given: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        tags = Tags(*given)
+        with torch._C.DisableTorchFunction():
+            rules = replace(call.rules, slopes=slopes, rows=rows)
+            state = Forward(rules, q, Tokens(call.runs, tags), v.shape[-1])
+            for place, packet in call.rounds.forward(call.packet(k, v, tags)):
+                state.add(*call.keys(place, packet, tags))
+            out = state.out.to(q.dtype)
+        ctx.call = call
+        ctx.save_for_backward(q, k, v, slopes, rows, out, state.lse, *given)
+        ctx.set_materialize_grads(False)
+        return out, state.lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, slopes, rows, out, lse, *given = ctx.saved_tensors
+        call, tags = ctx.call, Tags(*given)
+        with torch._C.DisableTorchFunction():
+            grad = torch.zeros_like(out) if grad is None else grad
+            inner = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+            inner = inner if grad_lse is None else inner - grad_lse
+            rules = replace(call.rules, slopes=slopes, rows=rows)
+            state = Backward(rules, q, Tokens(call.runs, tags), lse, grad.to(lse.dtype), inner)
+
+            def contribute(place: int, packet: Packet) -> Packet:
+                return Packet.of(state.add(*call.keys(place, packet, tags)), (2, 2))
+
+            dk, dv = call.rounds.backward(call.packet(k, v, tags), contribute).tensors
+            ds, drows = (
+                None if made is None else made.to(of.dtype)
+                for made, of in ((state.slopes, slopes), (state.rows, rows))
+            )
+        none = (None,) * (1 + len(given))
+        return (state.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), ds, drows, *none)

@@ -1,0 +1,1 @@
+"""Unmodified models whose ranks have different tokens of the same sequences."""

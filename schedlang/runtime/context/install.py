@@ -1,0 +1,109 @@
+"""A model made ready to run on some tokens of its sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime import scope
+from schedlang.runtime.attend import attend
+from schedlang.runtime.attend.dropout import Dropout
+from schedlang.runtime.context import calls, described
+from schedlang.runtime.context.seat import Call, How, Seat, seated
+from schedlang.runtime.context.tokens import Tokens
+from schedlang.runtime.modes import ambient
+from schedlang.runtime.random import LogicalDropout, Slices, Window
+
+
+def install(model: nn.Module, tokens: Tokens, hows: Mapping[str, How]) -> list[Any]:
+    """Let named attentions exchange; the result are handles of hooks, to be removed."""
+    described.use(model)
+    for fqn, how in hows.items():
+        module = model.get_submodule(fqn)
+        described.mark(module, how)
+        calls.around(module, how)
+    if tokens.shift != "head" or not tokens.head:
+        return []
+    return [model.get_submodule(tokens.head).register_forward_hook(_one_more)]
+
+
+def _one_more(module: nn.Module, args: Any, output: Any) -> Any:
+    """A row without label behind those of the tokens here, whose labels come moved by one."""
+    seat = seated()
+    if seat is None or not seat.more:
+        return output
+    return torch.cat([output, output.new_zeros(output[:, :1].shape)], 1)
+
+
+class Exchanging:
+    """Attention over groups of ranks; `draw` says which of its weights dropout takes."""
+
+    def __init__(self, draw: LogicalDropout | None = None) -> None:
+        self.draw = draw
+
+    def __call__(self, seat: Seat, how: How, call: Call) -> torch.Tensor:
+        """See Seat.attend."""
+        rows, heads, total = call.query.shape[0], call.query.shape[1], seat.layout.total
+        drop = None
+        if call.dropout:
+            assert self.draw is not None, "several ranks draw logically"
+            drop = Dropout.logical(call.dropout, self.draw, rows, heads, total)
+        return attend(
+            call.query, call.key, call.value, call.mask, method=how.method, groups=how.groups,
+            layout=seat.layout, scale=call.scale, dropout=drop,
+        )  # fmt: skip
+
+
+class At:
+    """Enters the seats of a step's microbatches, with what counts positions in them."""
+
+    def __init__(self, tokens: Tokens | None) -> None:
+        self._mode = calls.Positions(tokens.places) if tokens and tokens.places else None
+
+    @contextmanager
+    def sitting(self, seat: Seat, around: AbstractContextManager[Any]) -> Iterator[None]:
+        """Inside `around`, the forward or backward of a microbatch at its seat."""
+        with ExitStack() as stack:
+            stack.enter_context(around)
+            stack.enter_context(scope.visiting(seat))
+            stack.enter_context(ambient(*([self._mode] if self._mode else [])))
+            yield
+
+
+def windows(tokens: Tokens, inner: Slices | None) -> Slices:
+    """The part of a logical mask that the tokens of a seat draw, on top of what shards draw."""
+
+    def window(site: str, call: int, shape: tuple[int, ...]) -> Window | None:
+        held = inner(site, call, shape) if inner else None
+        seat = seated()
+        if seat is None:
+            return held
+        dims, total = tokens.draws.get((site, call)), seat.layout.total
+        if dims is None or len(dims) != len(shape):
+            raise _unknown_draw(site)
+        if all(size == total for size, what in zip(shape, dims) if what):
+            return held  # an attention asks for the whole, and takes its part by itself
+        whole = list(held.shape if held else shape)
+        index = list(held.index if held else [None] * len(shape))
+        for dim, what in enumerate(dims):
+            if what:
+                whole[dim] = total
+                index[dim] = seat.positions() if what == "rows" else range(total)
+        return Window(tuple(whole), tuple(index))
+
+    return window
+
+
+def _unknown_draw(site: str) -> Refusal:
+    return Refusal(
+        Diagnostic(
+            "S661", f"`{site}` draws random numbers that it did not draw when it was tried",
+            notes=("a rank must find its part of what the whole sequence would draw",),
+            helps=("leave `context_parallel` out for this model",),
+        )
+    )  # fmt: skip

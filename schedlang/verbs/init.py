@@ -1,0 +1,59 @@
+"""init: write a commented schedule for a model and a mesh; on the meta device."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from schedlang.verbs.outcome import AsJson, show_json, verb
+
+if TYPE_CHECKING:
+    from schedlang.modelfile import ModelFile
+
+
+@verb
+def init(
+    model: Annotated[
+        str, typer.Argument(help="A model file, its folder, or a module.", metavar="MODEL")
+    ],
+    mesh: Annotated[
+        str, typer.Option("--mesh", metavar="AXIS=N,...", help="Axes with their sizes.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Write a schedule for a model: `schedlang init model.py --mesh dp=2,pp=2,tp=2 > my.sched`.
+
+    Axes are understood by name: dp, data and fsdp split the batch, pp and pipe the blocks, tp and
+    model the tensors.  What can be split is found by following one forward without values and by
+    asking what is legal; what stays whole is said with the reason.
+    """
+    from schedlang.passes.propose import check_mesh, propose
+    from schedlang.verbs.settings import settings
+
+    sizes = settings((), mesh).mesh
+    check_mesh(sizes)
+    start = time.perf_counter()
+    found = _file(model)
+    import torch  # noqa: F401  (a model file may put it off; it is counted among the imports)
+
+    imports = time.perf_counter() - start
+    made = propose(found.model(meta=True), found.batch(0), sizes, found.loss)
+    spent = time.perf_counter() - start - imports
+    if as_json:
+        show_json({"schedule": made.text, "notes": list(made.notes), "mesh": dict(sizes)})
+    else:
+        print(made.text, end="")
+        print(f"written in {spent:.1f} s, imports {imports:.1f} s", file=sys.stderr)
+
+
+def _file(named: str) -> ModelFile:
+    """The model file of a path, of a folder that holds a `model.py`, or of a dotted name."""
+    from schedlang.modelfile import load_model_file
+
+    if Path(named).is_dir():
+        named = str(Path(named) / "model.py")
+    return load_model_file(named)

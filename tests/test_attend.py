@@ -1,0 +1,101 @@
+"""Distributed attention against dense attention in one process, in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedlang.diagnostic import Refusal
+from schedlang.runtime.attend import Layout, Mask, attend
+from schedlang.runtime.launch import Pool
+from tests.attending import KINDS, SIZES, Case, cases, dense, groups_of, joined, part, rank
+from tests.engine import Faults, Threads
+
+FIRST = [Case(method, sizes[0]) for method, sizes in SIZES.items()]
+
+
+def agree(case: Case, threads: Threads, block: int = 512) -> None:
+    """Results and gradients are those of dense attention, to 1e-12."""
+    found = joined(case, threads.run(rank, case.ranks, case, block))
+    for one, other in zip(found, dense(case), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", SIZES)
+def test_it_is_attention(method: str, kind: str, threads: Threads) -> None:
+    """Every method gives dense causal attention and its gradients, for tokens in any layout."""
+    agree(Case(method, SIZES[method][0], kind), threads)
+
+
+@given(case=cases(), block=st.integers(1, 6))
+@settings(max_examples=60, deadline=None)
+def test_any_mask_any_layout(threads: Threads, case: Case, block: int) -> None:
+    """Windows, documents, padding, slopes, caps, sinks, given masks, few kv heads, any length."""
+    agree(case, threads, block)
+
+
+def test_late_messages_change_nothing() -> None:
+    """Buffers that are written at the last moment, and poisoned before, are waited for."""
+    with Threads(Faults(order=3)) as threads:
+        for case in FIRST:
+            agree(case, threads, 4)
+
+
+def _all_ranks() -> list[list[torch.Tensor]]:
+    return [rank(case) for case in _FOUR]
+
+
+_FOUR = [
+    Case(method, sizes, has=frozenset({"present", "documents"}))
+    for method, several in SIZES.items()
+    for sizes in several
+    if math.prod(sizes) == 4 and method != "gather"
+] + [Case("gather", (4,), has=frozenset({"present"}))]
+
+
+def test_on_processes(pool: Pool) -> None:
+    """The same over gloo."""
+    found = pool.run(_all_ranks, 4)
+    for case, *parts in zip(_FOUR, *found):
+        for one, other in zip(joined(case, parts), dense(case), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@given(kind=st.sampled_from(KINDS), ranks=st.integers(1, 6), more=st.integers(0, 20))
+def test_layouts_hold_every_token_once(kind: str, ranks: int, more: int) -> None:
+    """Taking parts and putting them back is nothing; parts differ by two tokens at most."""
+    layout = Layout.of(kind, ranks + more, ranks)
+    tokens = torch.arange(ranks + more)[None]
+    parts = [layout.take(tokens, 1, place) for place in range(ranks)]
+    assert layout.whole(parts, 1).equal(tokens)
+    assert all(p[0].equal(layout.positions(place)) for place, p in enumerate(parts))
+    assert max(layout.counts) - min(layout.counts) <= 2
+
+
+def test_short_sequences_are_refused() -> None:
+    """Every rank needs a token; the message says how many are needed."""
+    with pytest.raises(Refusal, match="give sequences of 4 tokens or more") as refused:
+        Layout.of("zigzag", 3, 4)
+    assert refused.value.diagnostic.code == "S680"
+
+
+def _undivided() -> str:
+    case = Case("ulysses", (3,))
+    groups, layout = groups_of(case.sizes), Layout.of("striped", case.tokens, 3)
+    mine = part(case, layout, groups[0].rank)
+    with pytest.raises(Refusal) as refused:
+        attend(mine["q"], mine["k"], mine["v"], Mask(), method="ulysses", groups=groups,
+               layout=layout)  # fmt: skip
+    return str(refused.value)
+
+
+def test_heads_that_ulysses_cannot_divide_are_refused(threads: Threads) -> None:
+    """The message names the heads, the ranks, the numbers that work, and the ring."""
+    for said in threads.run(_undivided, 3):
+        for words in ("S681", "4 heads between 3 ranks", "2 or 4 ranks", "context_parallel(ring"):
+            assert words in said, said

@@ -1,0 +1,95 @@
+"""Axes of one size are told apart by following each through a call alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.runtime.notes import Tag
+from schedlang.runtime.where import alone, fitting, reshaped
+from tests.engine.threads import Threads
+from tests.proofs import assert_near, planned, sequential, sgd, steps
+
+
+def test_both_orders_fit_where_sizes_are_equal() -> None:
+    """With two axes of two ranks shapes cannot tell which dim is whose; with 2 and 3 they can."""
+    assert len(fitting(["a", "b"], [0, 1], (2, 4), (4, 8), {"a": 2, "b": 2})) == 2
+    assert fitting(["a", "b"], [0, 1], (2, 2), (4, 6), {"a": 2, "b": 3}) == [{"a": 0, "b": 1}]
+
+
+def test_an_axis_is_followed_through_moves() -> None:
+    """A transpose carries a split dim along, even of a square matrix; a view keeps its slowest."""
+    x = torch.empty(2, 2, device="meta")
+    assert alone(torch.t, (x,), {}, [(4, 4)], [Tag(0, (4,))], 2, 0) == (4, 2)
+    y = torch.empty(2, 8, 3, device="meta")
+    shapes = [(2, 8, 6), (2, 6, 8)]
+    assert alone(torch.matmul, (y, y.mT), {}, shapes, [None, Tag(2, (8,))], 2, 0) == (2, 8, 4)
+    assert reshaped((2, 8, 16), Tag(2, (16,)), (2, 8, 4, 4), [1, 2]) == 2
+    assert alone(torch.Tensor.view, (x, 4), {}, [(4, 4)], [Tag(0, (4,))], 2, 0) is None
+
+
+class Turned(nn.Module):
+    """Channels and positions change places between two convolutions, at equal sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Conv1d(4, 8, 3, padding=1), nn.Conv1d(8, 4, 1)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.up(x).transpose(1, 2)  # [batch, 8 positions, 8 channels]
+        h = torch.tanh(h.unsqueeze(1).squeeze(1) * 2).mT
+        out = self.head(self.down(h).mT)
+        return nn.functional.cross_entropy(out.flatten(0, 1), y.flatten())
+
+
+def test_two_axes_of_one_size_on_a_square(threads: Threads) -> None:
+    """Channels over one axis and positions over another, through transposes, give the whole."""
+    net = Turned().double()
+    rows = """
+      up    shard(col, over=tp)
+      down  shard(row, over=tp)
+      up    shard(input=S(2), output=S(2), over=sp)
+      down  shard(input=S(2), output=R, over=sp)
+    """
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        {"x": torch.randn(3, 4, 8, generator=generator).double(),
+         "y": torch.randint(3, (3, 8), generator=generator)}
+        for _ in range(2)
+    ]  # fmt: skip
+    plan = planned(net, rows, "tp=2, sp=2")
+    seen = threads.run(steps, 4, plan, tuple(batches), sgd, None, {})[0]
+    assert_near(seen, sequential(net, batches))
+
+
+class Two(nn.Module):
+    """Two linear layers over a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x))).square().mean()
+
+
+def test_weights_that_see_some_positions(threads: Threads) -> None:
+    """Where a sharded layer sees some positions on each rank, its gradients are summed once.
+
+    Its bias too, whether it is added before the positions are gathered or to a sum of parts.
+    """
+    net = Two().double()
+    rows = """
+      up    shard(col, over=tp)
+      down  shard(row, over=tp)
+      up    shard(input=S(1), output=S(1), over=sp)
+      down  shard(input=S(1), output=R, over=sp)
+    """
+    generator = torch.Generator().manual_seed(1)
+    batches = [{"x": torch.randn(3, 6, 4, generator=generator).double()} for _ in range(2)]
+    plan = planned(net, rows, "tp=2, sp=2")
+    seen = threads.run(steps, 4, plan, tuple(batches), sgd, None, {})[0]
+    assert_near(seen, sequential(net, batches))
