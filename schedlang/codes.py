@@ -169,6 +169,11 @@ CODES: Mapping[str, tuple[str, str]] = {
         "sum of weight times output, and holds parameters whose first dim are the experts.\n"
         "A small copy was tried; the message says what it does otherwise, and by how much.",
     ),
+    "S422": (
+        "experts that do not work together so",
+        "The message says which arguments of `expert_parallel` exclude each other, or do not fit\n"
+        "the rest of the schedule.",
+    ),
     "S501": ("done twice", "Two rows do the same at one module; drop one."),
     "S502": ("one region inside another", "The inner module would be recomputed twice."),
     "S503": (
