@@ -74,6 +74,7 @@ def _completed(
     for flow in flows(trial.fed.uses, trial.blocks):
         if begun.of(flow):
             _complete(finder, flow, begun)
+    _loose(finder, begun)
     _tied(finder, begun)
     own = (*begun.rows.values(), *_shapes(plan, blocks))
     added = [one for one in finder.rows if one not in own]
@@ -138,6 +139,23 @@ def _complete(finder: Finder, flow: Flow, begun: _Begun) -> None:
     if len(legal) > 1:
         raise Refusal(_several(flow, begun, legal))
     finder.rows += legal[0]
+
+
+def _loose(finder: Finder, begun: _Begun) -> None:
+    """Refuse a projection in the middle of a chain: sum behind it, or gather, is equally good."""
+    blocks, uses = finder.trial.blocks, finder.trial.fed.uses
+    for name, row in begun.rows.items():
+        if row in finder.rows or "shard(col" not in row.call or "output=" in row.call:
+            continue
+        readers = {
+            blocks.common(f) for f, use in uses.items() if name in map(blocks.common, use.reads)
+        }
+        over = f"over={finder.axis}"
+        rows = [row, *(Row((reader,), f"shard(row, {over})") for reader in readers)]
+        gathered = [replace(row, call=row.call.replace(over, f"output=R, {over}"))]
+        if readers and isinstance(finder.mended(rows), list):
+            flow = Flow((name,), tuple(readers))
+            raise Refusal(_several(flow, begun, [rows[1:], gathered]))
 
 
 def _tied(finder: Finder, begun: _Begun) -> None:

@@ -96,8 +96,8 @@ def test_axes_of_size_one_add_nothing() -> None:
     assert made.actions == plan.actions and not made.completing
 
 
-class Forked(nn.Module):
-    """`up` feeds `down`, and also what stays whole."""
+class Gated(nn.Module):
+    """Two gated blocks and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Forked(nn.Module):
 
 def test_nothing_begun_is_refused() -> None:
     """Without a row to complete, the message gives one (S416)."""
-    plan = planned(Forked(), "complete(over=tp)", "tp=2")
+    plan = planned(Gated(), "complete(over=tp)", "tp=2")
     with pytest.raises(Refusal, match="no row splits anything over `tp`"):
         completed(plan, {"x": torch.randn(4, 8)})
 
@@ -130,21 +130,21 @@ def test_what_cannot_follow_is_refused() -> None:
 
 
 class Chain(nn.Module):
-    """A third projection reads what feeds the second, so two ways are open."""
+    """Three projections in a row."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.side, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        up, side = self.up(x), self.side(x)
-        return (self.down(up * side) + 0 * x + side.mean(-1, keepdim=True)).square().mean()
+        return self.third(F.silu(self.second(F.silu(self.first(x))))).square().mean()
 
 
 def test_several_ways_are_named() -> None:
-    """Where rows may be completed in two ways both stand in the message, as text to paste."""
-    plan = planned(Chain(), "up  shard(col, over=tp)\ncomplete(over=tp)", "tp=2")
+    """In a chain a sum behind the next projection and a gather are equally good: both are given."""
+    plan = planned(Chain(), "first  shard(col, over=tp)\ncomplete(over=tp)", "tp=2")
     with pytest.raises(Refusal) as refusal:
         completed(plan, {"x": torch.randn(4, 8)})
-    print(refusal.value)
-    assert "S417" in str(refusal.value) or "S418" in str(refusal.value)
+    said = str(refusal.value)
+    assert "S417" in said and "`first` can be completed in 2 ways" in said, said
+    assert "second  shard(row, over=tp)" in said and "first  shard(col, output=R" in said, said
