@@ -112,18 +112,16 @@ def _projection(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
     layout = plan.held(weight.name) if weight is not None else None
     split = next((s for s in layout.splits if s.axis == axis), None) if layout else None
     if not kind or split is None or layout is None or weight is None:
-        return Wanted(axis, entry, output, None, splits=False)
+        return Wanted(axis, entry, output, None, splits=False, differ=boundary.differ)
     name = site.dims["weight"][split.dim]
-    blocks: int | tuple[int, ...] = (
-        split.blocks if len(set(split.blocks)) > 1 else len(split.blocks)
-    )
+    blocks = split.blocks if len(set(split.blocks)) > 1 else len(split.blocks)
+    lies = S(-1, blocks, split.uneven)
     if name == "in" and isinstance(entry, S):
-        entry = S(entry.dim, blocks)  # inputs lie as the weight does
-    cut = weight.shape[split.dim] if layout.padded != layout.shape else None
-    if name == "out":
+        entry = replace(lies, dim=entry.dim)  # inputs lie as the weight does
+    if name in ("out", "hidden"):
         head = isinstance(output, S) and output.dim == "vocab"
-        cut = weight.shape[split.dim] if head else cut
-        return Wanted(axis, entry, output, S(-1, blocks), splits=True, cut=cut, head=head)
+        cut = weight.shape[split.dim] if head else None
+        return Wanted(axis, entry, output, lies, splits=True, cut=cut, head=head)
     return Wanted(axis, entry, output, P(), splits=True)
 
 

@@ -260,6 +260,8 @@ def _what(context: _Context, one: _Exchange) -> str:
     entry, leave = enters[one.backward] == one.kind, leaves[one.backward] == one.kind
     if edge.head and not one.backward and not entry:
         return "loss"
+    if one.kind not in (*enters, *leaves):  # between its own parts
+        return "parts, backward" if one.backward else "parts"
     side = "input or output" if entry and leave else "output" if leave else "input"
     if one.backward and not (entry or leave):  # recomputed
         return "input again" if enters[False] == one.kind else "output again"
@@ -328,10 +330,11 @@ def _slices(context: _Context) -> Iterator[Collective]:
 
     As runtime/replicas.py has them: parameters are gathered once a step, or for every forward and
     backward (stage 3); gradients are reduced once a step, or after every backward (stages 2, 3).
-    Stages that rows of the timeline hold gathered: both once for each run.
+    Stages that rows of the timeline hold gathered: both once for each run.  Whole copies of slices
+    are summed once a step, as all other sums are.
     """
     plan, staged = context.plan, context.staged
-    row, whole = slicing(plan)
+    row, _ = slicing(plan)
     if row is None:
         return
     axes, line = plan.mesh.fold(row.axes), context.row("state")
@@ -349,15 +352,11 @@ def _slices(context: _Context) -> Iterator[Collective]:
             )  # fmt: skip
             if names:
                 yield gather
-            if names and row.stage == 3 and fqn:  # the root's stay until its backward
+            if names and row.stage == 3 and row.reshard and fqn:  # the root's stay anyway
                 yield replace(gather, phase="backward", count=backwards)
             if trained:
                 reduce = replace(gather, kind="reduce-scatter", phase="backward", what="grads")
                 yield replace(reduce, count=times, bytes=grads)
-                if whole:
-                    part = grads // plan.mesh.size(axes)
-                    over = plan.mesh.fold(whole)
-                    yield replace(reduce, kind="all-reduce", axes=over, count=times, bytes=part)
 
 
 # -- after the last backward -------------------------------------------------------------------

@@ -119,20 +119,12 @@ class Ranks:
         assert found is not None or any(len(r) == 1 for r in groups)
         return found  # type: ignore[return-value]
 
-    def device_mesh(self, shard: Sequence[str], replicate: Sequence[str] = ()) -> DeviceMesh:
-        """A mesh for fully_shard: (replicate, shard) or (shard,), from groups made here."""
+    def device_mesh(self, shard: Sequence[str]) -> DeviceMesh:
+        """A mesh for fully_shard, of a group made here."""
         inner = self.group(tuple(shard))
         assert inner.pg is not None
         kind = "cuda" if torch.cuda.is_available() and dist.get_backend() == "nccl" else "cpu"
-        if not replicate:
-            return DeviceMesh.from_group(inner.pg, kind, mesh_dim_names=("shard",))
-        outer = self.group(tuple(replicate))
-        both = self.mesh.group(self.rank, (*replicate, *shard))
-        table = torch.tensor(both).view(outer.size, inner.size)
-        assert outer.pg is not None
-        return DeviceMesh.from_group(
-            [outer.pg, inner.pg], kind, mesh=table, mesh_dim_names=("replicate", "shard")
-        )
+        return DeviceMesh.from_group(inner.pg, kind, mesh_dim_names=("shard",))
 
 
 def _wrong_world(mesh: Mesh, world: int) -> Diagnostic:

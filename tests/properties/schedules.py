@@ -13,12 +13,13 @@ from tests.properties.models import Block, Config, Short, configs
 
 # verbs in the order in which their rows may stand
 PHASES = (
-    *("freeze",),
+    *("tie", "untie", "freeze"),
     *("replace_kernel", "fuse", "pad", "shard", "grid", "expert_parallel"),
     *("checkpoint", "offload", "unroll"),
-    *("pipeline_split", "split_backward", "zero", "overlap", "pipeline", "verify"),
+    *("pipeline_split", "split_backward", "zero", "compress", "overlap", "pipeline", "verify"),
 )
-RELAX = {"freeze": "updates"}  # what the step of a verb must allow
+# what the step of a verb must allow
+RELAX = {"freeze": "updates", "tie": "model", "untie": "model", "compress": "lossy"}
 Axes = tuple[tuple[str, int], ...]
 
 
@@ -202,6 +203,29 @@ def _ends(config: Config, axis: str, n: int) -> list[Step]:
         gathered = f"head  shard(col, output=R, over={axis})"
         found.append(step("shard", [gathered], ["shard head"], [axis]))
     return found
+
+
+@generator
+def tie(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """Blocks that are alike, next to each other or not; both then lie as one does."""
+    found = []
+    for place, block in enumerate(config.blocks):
+        for other in range(place + 1, len(config.blocks)):
+            at, to = _at(place), _at(other)
+            if config.blocks[other] == block and not config.frozen.startswith("blocks"):
+                claims = [
+                    "tie",
+                    *(f"{verb} {one}" for verb in ("shard", "late") for one in (at, to)),
+                ]
+                found.append(step("tie", [f"{at}, {to}  tie()"], [*claims, "freeze"]))
+    return found
+
+
+@generator
+def untie(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """The head, where it shares the embedding's weight."""
+    return [step("untie", ["head  untie(weight)"], ["untie", "shard embed", "shard head", "freeze"])
+            for _ in range(config.tied)]  # fmt: skip
 
 
 @generator
