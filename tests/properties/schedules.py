@@ -13,7 +13,7 @@ from tests.properties.models import Block, Config, Short, configs
 # verbs in the order in which their rows may stand
 PHASES = (
     *("freeze",),
-    *("replace_kernel", "fuse", "pad", "shard", "expert_parallel"),
+    *("replace_kernel", "fuse", "pad", "shard", "context_parallel", "expert_parallel"),
     *("checkpoint", "offload", "unroll"),
     *("pipeline_split", "split_backward", "zero", "overlap", "pipeline", "verify"),
 )
@@ -203,6 +203,27 @@ def _ends(config: Config, axis: str, n: int) -> list[Step]:
     return found
 
 
+TOKENWISE = ("chain", "mlp", "experts", "twice", "custom")  # kinds that mix no tokens
+
+
+@generator
+def context_parallel(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """All attentions together, where nothing else mixes tokens and the loss is a mean over them."""
+    mixing = [(k, b) for k, b in enumerate(config.blocks) if b.kind not in TOKENWISE]
+    own = config.returns == "tuple" and config.entry == "floats"
+    fit = [block.kind == "attention" and block.flag for _, block in mixing]
+    if "cp" not in sizes or not mixing or own or not all(fit):
+        return []
+    whole = all(block.heads % sizes["cp"] == 0 for _, block in mixing)
+    ways = ["gather, over=cp", "ring, over=cp, layout=zigzag", "ring, over=cp, layout=striped"]
+    ways += ["ulysses, over=cp"] * whole
+    return [
+        step("context_parallel", [f"{_at(k)}  context_parallel({way})" for k, _ in mixing],
+             ["zero cp"], ["cp"])
+        for way in ways
+    ]  # fmt: skip
+
+
 @generator
 def freeze(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     """A block, or all but the head; not what the model has frozen itself."""
@@ -377,6 +398,8 @@ MESHES: tuple[Axes, ...] = (
     (("pp", 2), ("tp", 3)),
     (("dp", 3), ("pp", 2)),
     (("dp", 1), ("pp", 3), ("tp", 2)),
+    (("cp", 2),),
+    (("cp", 2), ("tp", 2)),
 )
 
 
