@@ -17,6 +17,7 @@ from schedlang.passes.executor import early_sums, pipeline_of
 from schedlang.passes.prepare import Prepared, check_axes, prepare
 from schedlang.passes.propagate import Traced
 from schedlang.passes.reduce import compressor_of, slice_state, sums_of
+from schedlang.passes.sequence import weight_by_tokens
 from schedlang.passes.staging import Staged, buffer_stages, shape_up
 from schedlang.passes.staleness import check_build
 from schedlang.passes.weigh import weight_of
@@ -103,7 +104,8 @@ def build(
     sums = sums_of(plan, traced, holdings, found, ranks)
     dropout = _dropout(plan, prepared, ranks, seed, module)
     pipeline = pipeline_of(plan, module, ranks, prepared, loss, weight, sliced)
-    weight = weight or weight_of(traced, count * micro)
+    weigh = weight_of if prepared.tokens is None else weight_by_tokens
+    weight = weight or weigh(traced, count * micro)
     assembly = Assembly(
         module=module, pipeline=pipeline, ranks=ranks, replicas=plan.data_axes, micro=micro,
         parameters=found, holdings=holdings, buffer_stages=buffer_stages(staged),

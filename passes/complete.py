@@ -185,7 +185,7 @@ def _none(finder: Finder, flow: Flow, begun: _Begun, said: str) -> Diagnostic:
 
 def _several(flow: Flow, begun: _Begun, legal: Sequence[Sequence[Row]]) -> Diagnostic:
     texts = [
-        "; ".join(f"`{row.names[0]}  {row.call}`" for row in rows if row.names[0] not in begun.rows)
+        "; ".join(f"`{r.names[0]}  {r.call}`" for r in rows if r not in begun.rows.values())
         for rows in legal
     ]
     return Diagnostic(

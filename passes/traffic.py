@@ -11,12 +11,11 @@ from schedlang.passes.gathers import gathers
 from schedlang.passes.holdings import slicing
 from schedlang.passes.memory import gathered_bytes
 from schedlang.passes.reductions import Reduction, reductions, sliced_names
+from schedlang.passes.root import backward_root
 from schedlang.placement import P, Placement, Replicate, S
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from schedlang.passes.dryrun import Loss
     from schedlang.passes.propagate import Traced
     from schedlang.passes.staging import Staged
@@ -209,29 +208,6 @@ class _At:
 
     def at(self, fqn: str) -> Any:
         return self.module.get_submodule(fqn)
-
-
-def backward_root(model: Any, inputs: Mapping[str, Any], loss: Loss | None) -> Any:
-    """Something to go backward from: the loss, else the sum of what the model gives."""
-    import torch
-
-    with torch.device("meta"):  # a forward that makes tensors of its own makes them there
-        output = model(**inputs)
-        return _root(output, loss(output, inputs) if loss is not None else None)
-
-
-def _root(output: Any, loss: Tensor | None) -> Tensor | None:
-    """Where a backward can start: the loss, the model's own, else the sum of what it gives."""
-    import torch
-
-    from schedlang.runtime.record import loss_of
-    from schedlang.runtime.trace import tensors_in
-
-    root = loss if loss is not None else loss_of(output, {}, None)
-    if root is None:
-        floats = [t for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
-        root = torch.stack([t.sum() for t in floats]).sum() if floats else None
-    return root if root is not None and root.requires_grad else None
 
 
 # (from, to) -> kind in forward, kind in backward; of an entry the backward only where ranks differ

@@ -14,7 +14,8 @@ from tests.properties.models import Block, Config, Short, configs
 # verbs in the order in which their rows may stand
 PHASES = (
     *("tie", "untie", "freeze"),
-    *("replace_kernel", "fuse", "pad", "shard", "grid", "complete", "expert_parallel"),
+    *("replace_kernel", "fuse", "pad", "shard", "grid", "complete"),
+    *("context_parallel", "expert_parallel"),
     *("checkpoint", "offload", "unroll"),
     *("pipeline_split", "split_backward", "zero", "compress", "overlap", "pipeline", "verify"),
 )
@@ -203,6 +204,27 @@ def _ends(config: Config, axis: str, n: int) -> list[Step]:
         gathered = f"head  shard(col, output=R, over={axis})"
         found.append(step("shard", [gathered], ["shard head"], [axis]))
     return found
+
+
+TOKENWISE = ("chain", "mlp", "experts", "twice", "custom")  # kinds that mix no tokens
+
+
+@generator
+def context_parallel(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """All attentions together, where nothing else mixes tokens and the loss is a mean over them."""
+    mixing = [(k, b) for k, b in enumerate(config.blocks) if b.kind not in TOKENWISE]
+    own = config.returns == "tuple" and config.entry == "floats"
+    fit = [block.kind == "attention" and block.flag for _, block in mixing]
+    if "cp" not in sizes or not mixing or own or not all(fit):
+        return []
+    whole = all(block.heads % sizes["cp"] == 0 for _, block in mixing)
+    ways = ["gather, over=cp", "ring, over=cp, layout=zigzag", "ring, over=cp, layout=striped"]
+    ways += ["ulysses, over=cp"] * whole
+    return [
+        step("context_parallel", [f"{_at(k)}  context_parallel({way})" for k, _ in mixing],
+             ["zero cp"], ["cp"])
+        for way in ways
+    ]  # fmt: skip
 
 
 @generator
@@ -460,6 +482,8 @@ MESHES: tuple[Axes, ...] = (
     (("pp", 2), ("tp", 3)),
     (("dp", 3), ("pp", 2)),
     (("dp", 1), ("pp", 3), ("tp", 2)),
+    (("cp", 2),),
+    (("cp", 2), ("tp", 2)),
 )
 
 
