@@ -100,13 +100,13 @@ def _flow(finder: Finder, flow: Flow) -> str:
 
 
 def _forms(finder: Finder, flow: Flow) -> Iterator[list[Row]]:
-    """The rows of a flow as they are, and with the parts that the model takes out of outputs."""
+    """The rows of a flow with the parts that the model takes out of outputs, and without."""
     for one in variants(flow):
         plain = _split(finder, one)
-        yield plain
         packed = [_packed(finder, row) for row in plain]
         if packed != plain:
             yield packed
+        yield plain
 
 
 def _split(finder: Finder, flow: Flow) -> list[Row]:
@@ -141,7 +141,7 @@ def _packed(finder: Finder, row: Row) -> Row:
     site = blocks.facts.sites[first]
     if "col" not in row.call or len(parts) < 2 or sum(parts) != outputs_of(site):
         return row
-    return row.with_argument(f"blocks={parts}")
+    return row.with_argument(f"blocks={parts if len(set(parts)) > 1 else len(parts)}")
 
 
 def outputs_of(site: object) -> int:
