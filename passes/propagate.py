@@ -66,7 +66,9 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
     recording = record(plan, batch, inputs, loss, leaves)
     if not leaves:
         return _traced(plan, recording)
-    tries: list[tuple[frozenset[Number], int]] = [(frozenset(), -1)]
+    # what served before is tried first: the comparison proves it anew
+    served: Any = plan.model.cache.setdefault(("divided", plan.mesh.axes), [])
+    tries: list[tuple[frozenset[Number], int]] = [(found, -1) for found in (frozenset(), *served)]
     pairs: list[tuple[frozenset[Number], int]] = []
     tried: set[frozenset[Number]] = set()
     best: Mismatch | None = None
@@ -84,6 +86,8 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
             tries.append((divided, reached))
             continue
         if failure is None:
+            if divided and divided not in served:
+                served.append(divided)
             return _traced(plan, recording, run)
         if best is None or _told(failure) > _told(best):
             best = failure
