@@ -64,6 +64,10 @@ def record(
 
 
 def _rejected(error: Exception) -> Refusal:
+    if isinstance(error, NotImplementedError) or "on meta tensors" in str(error):
+        from schedlang.runtime.calls import asks_for_values
+
+        return asks_for_values(error)
     text = f"{type(error).__name__}: {error}".split("\n")[0]
     return Refusal(
         Diagnostic(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from schedlang.passes.holdings import slicing
 from schedlang.passes.propagate import Traced
 from schedlang.passes.reductions import reductions, sliced_names
-from schedlang.passes.staging import Staged
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:

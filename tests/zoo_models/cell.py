@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -92,7 +93,7 @@ def compared(
     # clipped: one rank's norm in place of the whole one would show
     told = [replace(conditions(case.batches, norm)[0], clip=norm / 2)]
     expected, _ = original(case, told)
-    with pool or Threads() as ranks:
+    with nullcontext(pool) if pool else Threads() as ranks:
         seen = ranks.run(tried, plan.mesh.world, case, told)[0]
     return compare(expected, seen)
 
