@@ -1,4 +1,4 @@
-"""Parameters that only some of the ranks use in a step, as of an expert that no token there chose."""
+"""Parameters that only some of the ranks use in a step: experts that no token there chose."""
 
 from __future__ import annotations
 
