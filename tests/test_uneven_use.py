@@ -45,6 +45,31 @@ class Chosen(nn.Module):
         return loss
 
 
+class Nested(nn.Module):
+    """Layers in lists within a list, which nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.groups = nn.ModuleList(
+            nn.ModuleList(nn.Linear(4, 4) for _ in range(2)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The mean of what the rows give."""
+        for group in self.groups:
+            for layer in group:  # type: ignore[attr-defined]
+                x = layer(x).tanh()
+        return x.square().mean()
+
+
+def test_lists_in_lists_are_sliced_by_what_is_called(threads: Threads) -> None:
+    """ZeRO gathers the layers of nested lists, as lists themselves are never called."""
+    batches = [{"x": torch.randn(4, 4, dtype=torch.float64)} for _ in range(3)]
+    plan = planned(Nested().double(), "  zero(stage=3, over=dp)", "dp=2")
+    proven(threads, plan, batches)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_what_one_rank_alone_uses(threads: Threads, stage: int) -> None:
     """Its gradient is whole on all, and what nobody uses has none, at every stage of ZeRO."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import traceback
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ from tests.engine import Threads
 from tests.zoo_models import meshes
 from tests.zoo_models.cases import Subject
 
+_NAMED = re.compile(r"[\w.]+(Error|Exception|Mismatch|Deadlock|Hang)\b")  # ends a traceback
 STATISTICS = ("S703", "S708")  # refusals that `relax(batch_stats)` answers
 
 
@@ -108,8 +110,8 @@ def _told(error: Exception) -> tuple[str, str]:
     if isinstance(error, Hang):
         return "failed", _line(f"hang: {error}")
     if isinstance(error, RankDied):
-        last = str(error).strip().split("\n")
-        return "failed", _line(f"rank died: {last[-1]}")
+        lines = [line for line in str(error).split("\n") if _NAMED.match(line)]
+        return "failed", _line(f"rank died: {lines[-1] if lines else error}")
     frames = traceback.extract_tb(error.__traceback__)
     at = next((f for f in reversed(frames) if "schedlang" in f.filename), frames[-1])
     name = at.filename.rpartition("/")[2]
