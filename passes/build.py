@@ -98,7 +98,7 @@ def build(
     builder = Builder(plan, module, traced, ranks)
     exchange(plan, module, prepared.tokens, ranks)
     _apply(builder)
-    sliced = slice_state(plan, module, ranks, staged, holdings)
+    sliced = slice_state(plan, module, ranks, prepared)
     held = {name for name, holding in holdings.items() if holding.held(plan.mesh, ranks.rank)}
     found = {name: p for name, p in module.named_parameters() if name in held}
     sums = sums_of(plan, traced, holdings, found, ranks)

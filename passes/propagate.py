@@ -37,6 +37,7 @@ class Traced:
     masks     (module, turn) of a random draw -> whole shape and split dims by axis
     layouts   (module, turn) -> notes on the tensors that it is given and on those that it gives,
               None where they are not known; empty where nothing is sharded
+    reached   parameters that the loss depends on, whatever the values are
     order     modules in the order of their first call; entries: how often each is called
     """
 
@@ -52,6 +53,7 @@ class Traced:
     )
     labels: tuple[LabelRule, ...] = ()
     random: bool = False
+    reached: frozenset[str] = frozenset()
     order: tuple[str, ...] = ()
     entries: Mapping[str, int] = field(default_factory=dict)
 
@@ -114,6 +116,7 @@ def _traced(plan: Plan, recording: Recording, run: Run | None = None) -> Traced:
     shared = {
         "labels": tuple(recording.labels),
         "random": recording.random,
+        "reached": recording.reached,
         "order": tuple(recording.order),
         "entries": dict(recording.entries),
     }
