@@ -106,7 +106,7 @@ MUTANTS: dict[str, Change] = {
         rounds, "scattered", lambda packets, counts, group: packets[group.rank],
     ),
     "the gradient of the sum is left out": (
-        call, "Backward", lambda *args: local.Backward(*args[:-1], torch.zeros_like(args[-1])),
+        call, "Backward", lambda *args: local.Backward(*args[:5], torch.zeros_like(args[5])),
     ),
     "gradients that arrive are not added": (rounds, "added", lambda arrived, part: part),
     "members of a team do not weigh what they found": (

@@ -244,9 +244,10 @@ class _Attention(torch.autograd.Function):
         with torch._C.DisableTorchFunction():
             grad = torch.zeros_like(out) if grad is None else grad
             inner = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-            inner = inner if grad_lse is None else inner - grad_lse
+            inner, plain = (inner, out) if grad_lse is None else (inner - grad_lse, None)
             rules = replace(call.rules, slopes=slopes, rows=rows)
-            state = Backward(rules, q, Tokens(call.runs, tags), lse, grad.to(lse.dtype), inner)
+            mine = Tokens(call.runs, tags)
+            state = Backward(rules, q, mine, lse, grad.to(lse.dtype), inner, plain)
 
             def contribute(place: int, packet: Packet) -> Packet:
                 return Packet.of(state.add(*call.keys(place, packet, tags)), (2, 2))

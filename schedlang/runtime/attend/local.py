@@ -14,12 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from schedlang.runtime.attend import flash
 from schedlang.runtime.attend.dropout import Dropout
 from schedlang.runtime.attend.layout import Runs
 from schedlang.runtime.attend.mask import Tags, distance, pieces, seen
 from schedlang.runtime.attend.reach import Reach
 
-BLOCK = 512  # tokens
+BLOCK = 256  # tokens
 
 
 @dataclass(frozen=True)
@@ -55,16 +56,55 @@ class Pair:
     to: Tags
 
 
-def pairs(rules: Rules, queries: Tokens, keys: Tokens) -> Iterator[Pair]:
-    """All blocks that positions alone do not rule out."""
+@dataclass(frozen=True)
+class Quick:
+    """Runs of queries and of keys that torch's flash attention can do at once."""
+
+    rows: slice
+    cols: slice
+    causal: bool
+
+
+def parts(
+    rules: Rules, queries: Tokens, keys: Tokens, quick: bool
+) -> Iterator[Quick | Pair]:  # fmt: skip
+    """What queries have to do with keys that they see; in blocks, or by flash where it can."""
+    plain = not (
+        rules.cap or rules.dropout or any(t is not None for t in (*keys.tags, *queries.tags))
+    )
+    quick = quick and plain and rules.slopes is None and rules.rows is None
+    start = 0
+    for run in queries.runs:
+        first = 0
+        for other in keys.runs:
+            made = flash.form(rules.reach, run, other) if quick else None
+            if made is not None:
+                rows, cols, causal = made
+                yield Quick(_moved(rows, start), _moved(cols, first), causal)
+            else:
+                yield from pairs(
+                    rules, Tokens((run,), queries.tags), Tokens((other,), keys.tags), start, first
+                )
+            first += len(other)
+        start += len(run)
+
+
+def pairs(
+    rules: Rules, queries: Tokens, keys: Tokens, start: int = 0, first: int = 0
+) -> Iterator[Pair]:
+    """All blocks that positions alone do not rule out; tokens begin at `start` and `first`."""
     columns = pieces(keys.runs, rules.block)
-    for start, where in pieces(queries.runs, rules.block):
-        rows = slice(start, start + len(where))
+    for begin, where in pieces(queries.runs, rules.block):
+        rows = _moved(slice(0, len(where)), start + begin)
         at = queries.tags.cut(rows.start, rows.stop)
-        for first, other in columns:
+        for begins, other in columns:
             if not rules.reach.nothing(where, other):
-                cols = slice(first, first + len(other))
+                cols = _moved(slice(0, len(other)), first + begins)
                 yield Pair(rows, cols, where, other, at, keys.tags.cut(cols.start, cols.stop))
+
+
+def _moved(part: slice, by: int) -> slice:
+    return slice(part.start + by, part.stop + by)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -85,13 +125,23 @@ class Forward:
         """Let the queries see more keys."""
         if self.q.is_meta:
             return  # shapes are known, and a long sequence has very many blocks
-        for pair in pairs(self.rules, self.tokens, keys):
-            scores, _ = _scores(self.rules, self.q, k, pair)
-            lse = scores.logsumexp(-1)
-            weights = (scores - finite(lse)[..., None]).exp_()
-            if self.rules.dropout is not None:
-                weights *= self.rules.dropout.factor(pair.queries, pair.keys, weights)
-            self._merge(pair.rows, _times(weights, v[:, :, pair.cols]), lse)
+        for part in parts(self.rules, self.tokens, keys, flash.usable(self.q, v)):
+            if isinstance(part, Quick):
+                q, cols = self.q[:, :, part.rows], part.cols
+                out, lse = flash.forward(
+                    q, k[:, :, cols], v[:, :, cols], part.causal, self.rules.scale
+                )
+                self._merge(part.rows, out.to(self.out.dtype), lse)
+            else:
+                self._block(part, k, v)
+
+    def _block(self, pair: Pair, k: Tensor, v: Tensor) -> None:
+        scores, _ = _scores(self.rules, self.q, k, pair)
+        lse = scores.logsumexp(-1)
+        weights = (scores - finite(lse)[..., None]).exp_()
+        if self.rules.dropout is not None:
+            weights *= self.rules.dropout.factor(pair.queries, pair.keys, weights)
+        self._merge(pair.rows, _times(weights, v[:, :, pair.cols]), lse)
 
     def _merge(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Join what a block gives to what is known: both by their share of the sum of exponents."""
@@ -106,14 +156,16 @@ class Forward:
 class Backward:
     """Gradients of one rank's queries, and of each packet of keys that passes by.
 
-    `inner` is, for each query, the sum of result times its gradient, less the log-sum-exp's own.
+    `inner` is, for each query, the sum of result times its gradient, less the log-sum-exp's own;
+    `out` the result, where the log-sum-exp has no gradient and flash attention may be used.
     """
 
     def __init__(
-        self, rules: Rules, q: Tensor, tokens: Tokens, lse: Tensor, grad: Tensor, inner: Tensor
+        self, rules: Rules, q: Tensor, tokens: Tokens, lse: Tensor, grad: Tensor, inner: Tensor,
+        out: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.rules, self.q, self.tokens = rules, q, tokens
-        self.lse, self.grad, self.inner = lse, grad, inner
+        self.lse, self.grad, self.inner, self.out = lse, grad, inner, out
         self.dq = torch.zeros_like(q, dtype=lse.dtype)
         self.slopes = _like(rules.slopes, lse.dtype)
         self.rows = _like(rules.rows, lse.dtype) if _added(rules.rows) else None
@@ -124,9 +176,24 @@ class Backward:
         dk, dv = torch.zeros_like(k, dtype=kind), torch.zeros_like(v, dtype=kind)
         if self.q.is_meta:
             return dk, dv
-        for pair in pairs(self.rules, self.tokens, keys):
-            self._block(pair, k, v, dk, dv)
+        quick = self.out is not None and flash.usable(self.q, v)
+        for part in parts(self.rules, self.tokens, keys, quick):
+            if isinstance(part, Quick):
+                self._quick(part, k, v, dk, dv)
+            else:
+                self._block(part, k, v, dk, dv)
         return dk, dv
+
+    def _quick(self, part: Quick, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
+        rows, cols, kind = part.rows, part.cols, self.q.dtype
+        assert self.out is not None
+        grads = flash.backward(
+            self.grad[:, :, rows].to(kind), self.q[:, :, rows], k[:, :, cols], v[:, :, cols],
+            self.out[:, :, rows], self.lse[:, :, rows], part.causal, self.rules.scale,
+        )  # fmt: skip
+        self.dq[:, :, rows] += grads[0]
+        dk[:, :, cols] += grads[1]
+        dv[:, :, cols] += grads[2]
 
     def _block(self, pair: Pair, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
         rules, rows, cols = self.rules, pair.rows, pair.cols
