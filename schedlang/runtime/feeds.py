@@ -139,7 +139,6 @@ class _Following(TorchFunctionMode):
             _put(tensor, made)
         return out
 
-
     def _parted(self, source: Any, made: list[Tensor]) -> None:
         """Note the sizes of parts of a projection's output, in the order of their making."""
         fqn = source.__dict__.get(WHOLE) if isinstance(source, Tensor) else None
