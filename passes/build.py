@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.complete import completed
 from schedlang.passes.context import exchange
 from schedlang.passes.executor import early_sums, pipeline_of
 from schedlang.passes.prepare import Prepared, check_axes, prepare
@@ -84,6 +85,7 @@ def build(
     from schedlang.runtime.assembly import Assembly
     from schedlang.runtime.program import Program
 
+    plan = completed(plan, batch, loss)
     ranks = check_job(plan)
     micro, count = plan.micro, plan.shares
     if prepared is None:

@@ -102,14 +102,15 @@ def _flow(finder: Finder, flow: Flow) -> str:
 def _forms(finder: Finder, flow: Flow) -> Iterator[list[Row]]:
     """The rows of a flow as they are, and with the parts that the model takes out of outputs."""
     for one in variants(flow):
-        plain = _split(finder, one)
+        plain = split_rows(finder, one)
         yield plain
         packed = [_packed(finder, row) for row in plain]
         if packed != plain:
             yield packed
 
 
-def _split(finder: Finder, flow: Flow) -> list[Row]:
+def split_rows(finder: Finder, flow: Flow) -> list[Row]:
+    """The rows of a flow: its sources split by outputs, its sinks by inputs."""
     over = f"over={finder.axis}"
     said = "split by heads" if flow.mixed else "split by width"
     rows = []

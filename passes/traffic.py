@@ -260,6 +260,8 @@ def _what(context: _Context, one: _Exchange) -> str:
     entry, leave = enters[one.backward] == one.kind, leaves[one.backward] == one.kind
     if edge.head and not one.backward and not entry:
         return "loss"
+    if one.kind not in (*enters, *leaves):  # between its own parts
+        return "parts, backward" if one.backward else "parts"
     side = "input or output" if entry and leave else "output" if leave else "input"
     if one.backward and not (entry or leave):  # recomputed
         return "input again" if enters[False] == one.kind else "output again"

@@ -163,6 +163,9 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S414": ("nothing to tie or untie", "Parameters of one shape become one; a shared one, two."),
     "S415": ("nothing whole to compress", "Compress over the axes of a `zero(stage=0)` row."),
+    "S416": ("nothing to complete", "`complete` adds to rows that stand above it."),
+    "S417": ("two ways to complete", "Write the rows of one of them, or gather."),
+    "S418": ("no way to complete", "What was begun cannot be followed; the message says where."),
     "S421": (
         "no module of experts",
         "It is called with tokens, the experts of each token and their weights, gives their\n"

@@ -14,7 +14,7 @@ from tests.properties.models import Block, Config, Short, configs
 # verbs in the order in which their rows may stand
 PHASES = (
     *("tie", "untie", "freeze"),
-    *("replace_kernel", "fuse", "pad", "shard", "grid", "expert_parallel"),
+    *("replace_kernel", "fuse", "pad", "shard", "grid", "complete", "expert_parallel"),
     *("checkpoint", "offload", "unroll"),
     *("pipeline_split", "split_backward", "zero", "compress", "overlap", "pipeline", "verify"),
 )
@@ -202,6 +202,22 @@ def _ends(config: Config, axis: str, n: int) -> list[Step]:
     if not pads:
         gathered = f"head  shard(col, output=R, over={axis})"
         found.append(step("shard", [gathered], ["shard head"], [axis]))
+    return found
+
+
+@generator
+def complete(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """One row of a block, and what follows from it."""
+    found, n = [], sizes.get("tp", 0)
+    for place, block in enumerate(config.blocks if n else ()):
+        at, first = _at(place), ""
+        if block.kind in ("mlp", "custom") and block.hidden % n == 0:
+            first = "up"
+        elif block.kind == "attention" and block.heads % n == 0 and block.groups % n == 0:
+            first = "" if block.fused else "k"
+        if first:
+            rows = [f"{at}.{first}  shard(col, over=tp)", "complete(over=tp)"]
+            found.append(step("complete", rows, ["complete", f"shard {at}"], ["tp"]))
     return found
 
 
