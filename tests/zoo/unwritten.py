@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.zoo.bug import Operator, absent
 
-CP, EP = "context_parallel", "expert_parallel"
+CP = "context_parallel"
 OPS = Operator
 
 absent("X02", CP, OPS.SLICE, "Positions of shape [3, batch, seq] are cut along another dim.",
@@ -15,8 +15,3 @@ absent("X05", CP, OPS.GROUP, "The loss is a mean over each rank's own tokens.",
 absent("X06", CP, OPS.REDUCTION, "Partial attentions are added without rescaling.")
 absent("X07", CP, OPS.ADJOINT, "Gradients of keys and values are not sent back to their owner.")
 absent("X08", CP, OPS.SLICE, "Data, positions and labels are ordered differently.")
-absent("E02", EP, OPS.GROUP, "Gradients of experts are divided by the data-parallel ranks.",
-       "DeepSpeed#5259")  # fmt: skip
-absent("E04", EP, OPS.DETACH, "The router gets no gradient, or a wrong one.", "transformers#48687")
-absent("E07", EP, OPS.SLICE, "Capacity is counted by each rank for itself.")
-absent("E08", EP, OPS.SLICE, "Tokens come back in another order than they went.")
