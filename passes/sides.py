@@ -65,8 +65,8 @@ class Case:
 def prepared(case: Case) -> Case:
     """The case with its plan traced once, here, for all ranks: here it is refused, if it is."""
     from schedlang.passes.prepare import prepare
-    from schedlang.runtime.parametrized import let_travel
     from schedlang.runtime.parts import split
+    from schedlang.runtime.travel import let_travel
 
     plan = case.plan
     let_travel(plan.model.model)

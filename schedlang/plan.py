@@ -45,11 +45,15 @@ class Action:
 
 @dataclass(frozen=True)
 class Boundary:
-    """How activations enter and leave a sharded module, for one axis; None: as they come."""
+    """How activations enter and leave a sharded module, for one axis; None: as they come.
+
+    differ: the module is whole on every rank, and what follows uses a part of its result.
+    """
 
     axis: str
     input: Placement | None = R
     output: Placement | None = R
+    differ: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,10 +104,13 @@ class Replicas:
     """What the ranks along `axes`, which see different rows of the batch, keep whole or split.
 
     stage 0: all whole; 1: optimizer state split; 2: gradients too; 3: parameters too (ZeRO).
+    Of stage 3: `prefetch` units are gathered ahead; `reshard` frees them between the passes.
     """
 
     axes: tuple[str, ...]
     stage: int
+    prefetch: int = 0
+    reshard: bool = True
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,21 @@ class Context:
     axes: tuple[str, ...]
     method: str
     layout: str | None = None
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How the sum of gradients over data axes is sent in fewer bytes.
+
+    kind      "powersgd" (a product of `rank`), "int8" or "onebit" (in blocks of `block` elements)
+    feedback  what a step leaves out is added to the gradients of the next
+    """
+
+    axes: tuple[str, ...]
+    kind: str
+    rank: int
+    block: int
+    feedback: bool
 
 
 @dataclass(frozen=True)
@@ -150,6 +172,7 @@ class Plan:
     ahead: int = 1  # operations before its use at which a receive is posted
     replicas: tuple[Replicas, ...] = ()
     contexts: Mapping[str, tuple[Context, ...]] = field(default_factory=dict)  # by module
+    compression: Compression | None = None  # of the sums of gradients over some data axes
 
     @staticmethod
     def empty(model: ModelFacts, mesh: Mesh | None = None) -> Plan:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from schedlang.runtime import collective, grid, moving, shared_norm, split_norm, vocab
+from schedlang.runtime import collective, cube, grid, moving, shared_norm, split_norm, vocab
 from schedlang.runtime.collective import Group, listening
 from schedlang.runtime.grid import InParts
 from schedlang.runtime.pending import Made, trouble
@@ -29,7 +29,7 @@ SUMS = ("all-reduce", "reduce-scatter")
 # what these give still differs from rank to rank: every rank gets parts of others, for its own
 MOVES = ("all-to-all", "shift", "broadcast", "reduce")
 # the modules whose functions of autograd communicate
-TALKING = (collective, moving, grid, shared_norm, split_norm, vocab)
+TALKING = (collective, cube, grid, moving, shared_norm, split_norm, vocab)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 # entering its bugs is all that such a module does
 from tests.zoo import (  # noqa: F401
+    context,
     experts,
     heads,
     kernels,
@@ -14,7 +15,6 @@ from tests.zoo import (  # noqa: F401
     stale,
     steps,
     tensor,
-    unwritten,
 )
 from tests.zoo.bug import ZOO, Bug, Operator, Site, mutate
 from tests.zoo.pool import Mutated
