@@ -146,6 +146,21 @@ class _Noisy(models.Experts):
         return super().forward(nn.functional.dropout(x, 0.5, self.training), index, weights)
 
 
+class _Normed(models.Experts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(models.WIDTH)
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(self.norm(x), index, weights)
+
+
+def test_parameters_of_all_experts_are_refused() -> None:
+    """What all experts use would get a part of its gradient on each rank."""
+    found = probe_experts(_Normed())
+    assert isinstance(found, NoExperts) and "`norm.weight` is not split" in found.reason
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -171,7 +186,7 @@ def test_large_experts_are_tried_small() -> None:
         module.up_bias = nn.Parameter(torch.empty(4, 2 * 14336))
         module.down = nn.Parameter(torch.empty(4, 4096, 14336))
     found = probe_experts(module)
-    assert found == Experts(4, ("up", "up_bias", "down"), (), ("num_experts",))
+    assert found == Experts(4, ("up", "up_bias", "down"), ("num_experts",))
 
 
 def test_refusals() -> None:
