@@ -224,6 +224,10 @@ _EXIT: Mapping[tuple[type, type], tuple[str, str]] = {
 }
 
 
+# what a module of experts sends; shares of tokens are those of equally many for each expert
+_ROUTED = {"all-to-all": "tokens", "all-gather": "experts", "reduce-scatter": "experts"}
+
+
 def _what(context: _Context, one: _Exchange) -> str:
     """Which tensor of its module an exchange is of."""
     traced, plan = context.traced, context.plan
@@ -232,6 +236,8 @@ def _what(context: _Context, one: _Exchange) -> str:
     edge = next((e for e in traced.edges.get(one.fqn, ()) if e.group.axes == one.axes), None)
     if edge is None:
         return "activation"
+    if edge.told is not None and one.kind in _ROUTED:
+        return _ROUTED[one.kind] + (" grads" if one.backward else "")
     enters, leaves = _ends(edge)
     entry, leave = enters[one.backward] == one.kind, leaves[one.backward] == one.kind
     if edge.head and not one.backward and not entry:

@@ -137,6 +137,41 @@ class Experts(nn.Module):
         return x
 
 
+class Routed(nn.Module):
+    """A router and experts in one module, each of which sees the tokens that choose it."""
+
+    def __init__(self, width: int, hidden: int, count: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.router = nn.Linear(width, count, bias=False)
+        self.experts = Fused(width, hidden, count)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        flat = self.norm(x).flatten(0, -2)
+        best, which = self.router(flat).softmax(-1).topk(2, -1)
+        out: Tensor = self.experts(flat, which, best / best.sum(-1, keepdim=True))
+        return x + out.view(x.shape)
+
+
+class Fused(nn.Module):
+    """Experts whose parameters are stacked."""
+
+    def __init__(self, width: int, hidden: int, count: int) -> None:
+        super().__init__()
+        self.count = count
+        self.up = nn.Parameter(torch.randn(count, width, hidden))
+        self.bias = nn.Parameter(torch.randn(count, hidden))
+        self.down = nn.Parameter(torch.randn(count, hidden, width))
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for expert in range(self.count):
+            token, slot = torch.where(index == expert)
+            h = torch.tanh(x[token] @ self.up[expert] + self.bias[expert])
+            out = out.index_add(0, token, h @ self.down[expert] * weights[token, slot, None])
+        return out
+
+
 class Expert(nn.Module):
     """A gated pair of layers."""
 

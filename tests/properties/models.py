@@ -59,6 +59,8 @@ class Block(Short):
                 )  # fmt: skip
             case "experts":
                 return kinds.Experts(width, self.hidden, self.count)
+            case "routed":
+                return kinds.Routed(width, self.hidden, self.count)
             case "conv":
                 return kinds.Convolved(width, self.norm)
             case "twice":
@@ -190,7 +192,9 @@ class Drawn(nn.Module):
         return loss if self.returns == "loss" else {"loss": loss, "out": out, "parts": (h,)}
 
 
-KINDS = ("chain", "mlp", "attention", "experts", "conv", "twice", "counting", "custom")
+KINDS = (
+    *("chain", "mlp", "attention", "experts", "routed", "conv", "twice", "counting", "custom"),
+)
 
 
 @st.composite
@@ -209,6 +213,8 @@ def _block(draw: st.DrawFn, tp: int) -> Block:
         )  # fmt: skip
     if kind == "experts":
         return Block(kind, hidden, count=of(2, 3))
+    if kind == "routed":
+        return Block(kind, hidden, count=of(4, 6, 3))
     if kind == "conv":
         return Block(kind, norm=of("group", "past", "batch"))
     if kind == "counting":

@@ -329,6 +329,20 @@ def pad(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
 
 
 @generator
+def expert_parallel(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """Stacked experts, where their number divides; an axis of data is left to `zero`."""
+    options = ("", ", chunks=2", ", dispatch=fetch", ", shadow=[1, 2]")
+    return [
+        step("expert_parallel", [f"{_at(place)}.experts  expert_parallel(over={axis}{more})"],
+             [f"shard {_at(place)}"], [axis] if axis in ("tp", "up") else [])
+        for place, block in enumerate(config.blocks)
+        for axis in ("dp", "ep", "tp", "up")
+        for more in options
+        if block.kind == "routed" and block.count % sizes.get(axis, block.count + 1) == 0
+    ]  # fmt: skip
+
+
+@generator
 def checkpoint(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     """At blocks, and inside of them; not where buffers are written."""
     found = []
