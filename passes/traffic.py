@@ -359,8 +359,13 @@ def _slices(context: _Context) -> Iterator[Collective]:
 
 # -- after the last backward -------------------------------------------------------------------
 
-FACETS = {"partial": "placement", "tied": "stage", "replicas": "state"}
+FACETS = {"partial": "placement", "tied": "stage", "replicas": "state", "compressed": "state"}
 WORDS = {"partial": "grads of parts", "tied": "grads of ties", "replicas": "grads"}
+CODED = {  # by what is sent, as runtime/compressed.py has it
+    "there": ("all-reduce", "which grads there are"), "small": ("all-reduce", "grads"),
+    "p": ("all-reduce", "grads, low rank"), "q": ("all-reduce", "grads, low rank"),
+    "codes": ("all-gather", "grads, coded"), "scales": ("all-gather", "scales of grads"),
+}  # fmt: skip
 
 
 def _sums(context: _Context) -> Iterator[Collective]:
@@ -372,6 +377,11 @@ def _sums(context: _Context) -> Iterator[Collective]:
         for place in places:
             if one.stages is None or place in one.stages:
                 at = None if place is None else frozenset([place])
+                if one.kind == "compressed":
+                    for what, size in _coded(context, one, place).items():
+                        kind, words = CODED[what]
+                        yield Collective(kind, one.axes, "step", words, "", 1, size, at, row)
+                    continue
                 for size, fqn in _buckets(context, one, place):
                     yield Collective(
                         "all-reduce", one.axes, "step", WORDS[one.kind], fqn, 1, size, at, row
@@ -396,6 +406,22 @@ def _buckets(context: _Context, one: Reduction, place: int | None) -> Iterator[t
         elements = sum(counts[k] for k in bucket) + len(bucket)
         owners = [plan.model.owner(names[k]).fqn for k in bucket]
         yield elements * facts[bucket[0]].itemsize, _common(owners)
+
+
+def _coded(context: _Context, one: Reduction, place: int | None) -> dict[str, int]:
+    """Bytes of the messages of one compressed sum at a place, whole as they arrive."""
+    from schedlang.runtime.compressed import Codec, message_bytes
+
+    plan, how = context.plan, context.plan.compression
+    assert how is not None
+    rank = 0
+    if place is not None and context.staged.axis is not None:
+        rank = plan.mesh.group(0, context.staged.axis)[place]
+    names = [n for n in one.names if context.holdings[n].held(plan.mesh, rank)]
+    shapes = [(context.holdings[n].local_shape(plan.mesh, rank), plan.model.unique[n].itemsize)
+              for n in names]  # fmt: skip
+    codec = Codec(how.kind, how.rank, how.block, how.feedback)
+    return message_bytes(codec, shapes, plan.mesh.size(one.axes))
 
 
 def _common(owners: list[str]) -> str:

@@ -157,8 +157,8 @@ CODES: Mapping[str, tuple[str, str]] = {
         "nothing is frozen, or everything",
         "Something is frozen, and something still trained.",
     ),
-    "S414": ("nothing to tie or untie", "Parameters of one shape become one; a shared one, two."),
-    "S415": ("nothing whole to compress", "Compress over the axes of a `zero(stage=0)` row."),
+    "S416": ("nothing to tie or untie", "Parameters of one shape become one; a shared one, two."),
+    "S417": ("nothing whole to compress", "Compress over the axes of a `zero(stage=0)` row."),
     "S421": (
         "no module of experts",
         "It is called with tokens, the experts of each token and their weights, gives their\n"

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from schedlang.runtime.compressed import Compressor
 from schedlang.runtime.context.install import Exchanging
 from schedlang.runtime.context.tokens import Tokens
-from schedlang.runtime.compressed import Compressor
 from schedlang.runtime.early import EarlySums
 from schedlang.runtime.gradient import Sum
 from schedlang.runtime.holding import Holding
