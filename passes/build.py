@@ -257,7 +257,7 @@ def _dropout(
         index: list[Any] = [None] * len(shape)
         for axis, tag in tags.items():
             dim, parts = tag.dim - 1, plan.mesh.size(axis)  # dim 0 holds the samples
-            logical[dim] = shape[dim] * parts
+            logical[dim] = tag.uneven.true(shape[dim], parts)
             place = plan.mesh.index(ranks.rank, axis)
             index[dim] = tag.positions(logical[dim], parts, place)
         return Window(tuple(logical), tuple(index))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.mesh import neighbours
+from schedlang.placement import Uneven
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
@@ -17,7 +20,17 @@ if TYPE_CHECKING:
     from schedlang.runtime.trace import Recording
 
 Loss = Callable[..., Any]
-Number = tuple[str, str, int]  # class of a module, attribute, its value in the original
+Below = tuple[tuple[str, str, int, Uneven], ...]  # what of a module is split: path, axis, ranks
+
+
+class Number(NamedTuple):
+    """A number by which modules of a class count that hold the same split things: old and new."""
+
+    kind: str
+    below: Below
+    attribute: str
+    value: int
+    local: int
 
 
 def _opaque(leaves: Mapping[str, Leaf]) -> Callable[[str], bool]:
@@ -71,8 +84,28 @@ def _rejected(error: Exception) -> Refusal:
 
 def _near(failure: Mismatch, number: Number) -> bool:
     """May this number have made the sizes in the failing call?  Of settings only those that do."""
-    _, path, value = number
-    return "." not in path or any(whole and whole % value == 0 for whole in failure.integers)
+    sized = any(whole and whole % number.value == 0 for whole in failure.integers)
+    return "." not in number.attribute or sized
+
+
+def _locals(below: Below, value: int) -> Iterator[int]:
+    """What a number may be on one rank: its share of the ranks, or of those that hold the same."""
+    found = set()
+    for _, _, ranks, uneven in below:
+        found |= {value * uneven.wide / ranks, Fraction(value, uneven.repeat)}
+    yield from (n.numerator for n in sorted(found) if n.denominator == 1 and n != value)
+
+
+def _below(leaves: Mapping[str, Leaf], sizes: Mapping[str, int]) -> dict[str, Below]:
+    """For every module that holds something split: what, by its path from there."""
+    found: dict[str, list[Any]] = {}
+    for leaf in leaves.values():
+        split = [(w.axis, sizes[w.axis], w.uneven) for w in leaf.wanted if w.splits]
+        names = leaf.fqn.split(".")
+        for depth in range(len(names) + 1 if split else 0):
+            path = ".".join(names[depth:])
+            found.setdefault(".".join(names[:depth]), []).extend((path, *one) for one in split)
+    return {fqn: tuple(split) for fqn, split in found.items()}
 
 
 class Run:
@@ -88,8 +121,9 @@ class Run:
         self.plan, self.batch, self.inputs, self.loss = plan, batch, inputs, loss
         self.leaves = leaves
         self.divided, self.stack = divided, Stack()
-        sizes = {name: plan.mesh.size(name) for name in plan.mesh.names}
-        self.sizes = sizes
+        over = (b.axis for boundaries in plan.boundaries.values() for b in boundaries)
+        sizes = {name: plan.mesh.size(name) for name in (*plan.mesh.names, *over)}
+        self.sizes, self.below = sizes, _below(leaves, sizes)
         self.follower = Follower(recording, self.stack, sizes)
         self.edges: dict[str, tuple[Edge, ...]] = {}
         self.numbers: list[tuple[str, str, int]] = []
@@ -135,11 +169,16 @@ class Run:
         model.train()
         for name, tensor in model.named_parameters():
             owner = name.rpartition(".")[0]
-            tags = {s.axis: Tag(s.dim, s.blocks, owner) for s in plan.held(name).splits}
+            tags = {s.axis: Tag(s.dim, s.blocks, owner, s.uneven) for s in plan.held(name).splits}
+            for split in plan.held(name).splits:
+                self.follower.unevens.setdefault(split.axis, set()).add(split.uneven)
+                if split.uneven.repeat > 1:
+                    copies = neighbours(split.axis, split.uneven.repeat)
+                    self.follower.partial_over(frozenset([name]), copies)
             self.follower.put(tensor, Note(tags, frozenset() if tags else frozenset([name])))
         for given in tensors_in(dict(self.inputs)):
             self.follower.put(given, Note({}, frozenset(), True))
-        for fqn, attribute, value in self._places(model):
+        for fqn, attribute, value in self._places():
             set_number(model.get_submodule(fqn), attribute, value)
             self.numbers.append((fqn, attribute, value))
         for fqn, leaf in self.leaves.items():
@@ -154,52 +193,42 @@ class Run:
 
         return lambda axis: Group((axis,), tuple(range(self.sizes[axis])), 0, None, fqn)
 
-    def _places(self, model: nn.Module) -> Iterator[tuple[str, str, int]]:
-        """Where divided attributes lie: on modules of the class that hold something sharded."""
+    def _places(self) -> Iterator[tuple[str, str, int]]:
+        """Where divided attributes lie: on modules of the class that hold the same split things."""
         from schedlang.runtime.numbers import number_at
 
-        for fqn, site in self.plan.model.sites.items():
-            for kind, attribute, value in self.divided:
-                if site.classes[0] != kind:
+        kinds = {number.kind for number in self.divided}
+        for fqn, below in self.below.items():
+            site = self.plan.model.sites[fqn]
+            for number in self.divided if site.classes[0] in kinds else ():
+                if (site.classes[0], below) != (number.kind, number.below):
                     continue
-                found = number_at(self.plan.model.model.get_submodule(fqn), attribute)
-                ranks = self._ranks_below(fqn) if found == value else 1
-                if ranks > 1:
-                    yield fqn, attribute, value // ranks
-
-    def _ranks_below(self, fqn: str) -> int:
-        """The ranks over which parameters of this module's subtree are split."""
-        prefix = f"{fqn}." if fqn else ""
-        for leaf in self.leaves.values():
-            if leaf.fqn == fqn or leaf.fqn.startswith(prefix):
-                split = [w.axis for w in leaf.wanted if w.splits]
-                if split:
-                    return self.sizes[split[0]]
-        return 1
+                found = number_at(self.plan.model.model.get_submodule(fqn), number.attribute)
+                if found == number.value:
+                    yield fqn, number.attribute, number.local
 
     def candidates(self, failure: Mismatch) -> list[Number]:
         """Attributes of the modules that were running whose division might mend the failure."""
         from schedlang.runtime.numbers import numbers_of
 
-        if not failure.integers:
+        if not failure.integers and not failure.mixed:
             return []
+        known = {number[:-1] for number in self.divided}
         found: list[Number] = []
-        fqn: str | None = failure.frame[0]
-        while fqn is not None:
-            ranks = self._ranks_below(fqn)
+        names = failure.frame[0].split(".")
+        for depth in range(len(names), 0, -1):
+            fqn = ".".join(names[:depth])
+            below = self.below.get(fqn, ())
             module = self.plan.model.model.get_submodule(fqn)
             kind = self.plan.model.sites[fqn].classes[0]
-            numbers = numbers_of(module) if ranks > 1 else ()
-            for attribute, value in numbers:
-                number = (kind, attribute, value)
-                if value % ranks == 0 and number not in self.divided and _near(failure, number):
-                    found.append(number)
-            fqn = fqn.rpartition(".")[0] if fqn else None
-            if fqn == "":
-                break
+            for attribute, value in numbers_of(module) if below else ():
+                for local in _locals(below, value):
+                    number = Number(kind, below, attribute, value, local)
+                    if number[:-1] not in known and _near(failure, number):
+                        found.append(number)
         # tried from the last: an attribute whose very value stands in the call comes first, and
         # the module's own numbers come before those of its configuration
-        return sorted(found, key=lambda n: (n[2] in failure.integers, "." not in n[1]))
+        return sorted(found, key=lambda n: (n.value in failure.integers, "." not in n.attribute))
 
     def _check_outputs(self, output: Any) -> None:
         from schedlang.runtime.notes import Mismatch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from schedlang.diagnostic import Diagnostic, Label, Refusal
@@ -11,8 +12,10 @@ from schedlang.placement import P, R, S
 from schedlang.plan import Action, Boundary, Plan
 
 if TYPE_CHECKING:
+    from schedlang.model import Site
     from schedlang.runtime.dry import Leaf, Wanted
 
+LINES = ("down", "along", "deep")  # of a cube, in the order in which its axes are named
 CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
 POOLS = tuple(f"{kind}Pool{dims}d" for kind in ("Max", "Avg") for dims in (1, 2, 3))
 NORMS = ("GroupNorm", *(f"BatchNorm{dims}d" for dims in (1, 2, 3)))
@@ -32,15 +35,30 @@ def leaves_of(plan: Plan) -> dict[str, Leaf]:
             continue
         site = plan.model.sites[fqn]
         kind = plan.computes.get(fqn) or next((k for k in CLASSES if site.is_a(k)), "")
+        kind = kind or ("norm" if _normalises(plan, site, real) else "")
         make = WANTED.get(kind, _projection)
         wanted = tuple(make(plan, fqn, kind, b) for b in real)
         split = any(plan.held(fact.name).splits for fact in site.parameters.values())
         names = tuple(fact.name for fact in site.parameters.values())
         pending = any(isinstance(w.computes, P) for w in wanted)
         bias = site.parameters.get("bias")
-        split_kind = kind if split or kind in NORMS or any(w.parts for w in wanted) else ""
+        own = split or fqn in plan.computes or kind in NORMS or any(w.parts for w in wanted)
+        split_kind = kind if own else ""
         leaves[fqn] = Leaf(fqn, split_kind, wanted, names, bias.name if bias and pending else None)
     return leaves
+
+
+def _normalises(plan: Plan, site: Site, boundaries: list[Boundary]) -> bool:
+    """Does a module keep parameters along a hidden dim that comes and goes in parts?"""
+    from schedlang.runtime.crossing import dim_of
+
+    facts = site.parameters.values()
+    inside = all(len(f.shape) == 1 and plan.held(f.name).splits for f in facts)
+    ends = [end for b in boundaries for end in (b.input, b.output)]
+    last = all(isinstance(end, S) and dim_of(end) == -1 for end in ends)
+    replaced = any(site.fqn in a.sites for a in plan.actions if "structure" in a.primitive.writes)
+    one = len(boundaries) == 1 and not site.children and not replaced
+    return bool(facts) and inside and last and one
 
 
 def _check_ties(plan: Plan) -> None:
@@ -48,9 +66,9 @@ def _check_ties(plan: Plan) -> None:
     for name in plan.layouts:
         for used in plan.model.parameters[name].names:
             owner = plan.model.owner(used).fqn
-            known = {b.axis for b in plan.boundaries.get(owner, ())}
+            known = {a for b in plan.boundaries.get(owner, ()) for a in plan.mesh.fold(b.axis)}
             for split in plan.held(name).splits:
-                if split.axis not in known:
+                if not known.issuperset(plan.mesh.fold(split.axis)):
                     raise Refusal(_half_sharded(plan, name, used, split.axis))
 
 
@@ -94,18 +112,16 @@ def _projection(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
     layout = plan.held(weight.name) if weight is not None else None
     split = next((s for s in layout.splits if s.axis == axis), None) if layout else None
     if not kind or split is None or layout is None or weight is None:
-        return Wanted(axis, entry, output, None, splits=False)
+        return Wanted(axis, entry, output, None, splits=False, differ=boundary.differ)
     name = site.dims["weight"][split.dim]
-    blocks: int | tuple[int, ...] = (
-        split.blocks if len(set(split.blocks)) > 1 else len(split.blocks)
-    )
+    blocks = split.blocks if len(set(split.blocks)) > 1 else len(split.blocks)
+    lies = S(-1, blocks, split.uneven)
     if name == "in" and isinstance(entry, S):
-        entry = S(entry.dim, blocks)  # inputs lie as the weight does
-    cut = weight.shape[split.dim] if layout.padded != layout.shape else None
-    if name == "out":
+        entry = replace(lies, dim=entry.dim)  # inputs lie as the weight does
+    if name in ("out", "hidden"):
         head = isinstance(output, S) and output.dim == "vocab"
-        cut = weight.shape[split.dim] if head else cut
-        return Wanted(axis, entry, output, S(-1, blocks), splits=True, cut=cut, head=head)
+        cut = weight.shape[split.dim] if head else None
+        return Wanted(axis, entry, output, lies, splits=True, cut=cut, head=head)
     return Wanted(axis, entry, output, P(), splits=True)
 
 
@@ -142,18 +158,39 @@ def _on_grid(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
     """What a module on a grid wants: its rows split the batch, its columns the hidden dim."""
     from schedlang.runtime.dry import Wanted
 
-    axis, output = boundary.axis, boundary.output
-    if boundary.input is None and output is None:  # a row of the grid
-        _check_data(plan, fqn, axis)
-        return Wanted(axis, None, None, R, splits=False)
-    head = isinstance(output, S) and output.dim == "vocab"
-    weight = plan.model.sites[fqn].parameters["weight"]
-    cut = weight.shape[0] if head else None
-    blocks = next(s.blocks for s in plan.held(weight.name).splits if s.axis == axis)
+    _check_data(plan, fqn)
+    if plan.boundaries[fqn].index(boundary) == 0:
+        return Wanted(boundary.axis, None, None, R, splits=False, told="down")
+    return replace(_results(plan, fqn, boundary), splits=True, told="along")
+
+
+def _on_cube(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """What a module on a cube wants: three lines of ranks; what comes over two, and what goes."""
+    from schedlang.runtime.dry import Wanted
+
+    place = plan.boundaries[fqn].index(boundary)
+    _check_data(plan, fqn)
+    if place < len(LINES):
+        return Wanted(boundary.axis, None, None, R, splits=False, told=LINES[place])
+    if boundary.output is None:
+        return Wanted(boundary.axis, boundary.input, R, R, splits=True, told="in")
+    return replace(_results(plan, fqn, boundary), told="out")
+
+
+def _results(plan: Plan, fqn: str, boundary: Boundary) -> Wanted:
+    """How what a product gives lies, by how its weight does."""
+    from schedlang.runtime.dry import Wanted
+
+    site, output = plan.model.sites[fqn], boundary.output
+    weight, head = site.parameters["weight"], isinstance(output, S) and output.dim == "vocab"
+    if site.is_a("Embedding"):
+        return Wanted(boundary.axis, None, output, S(-1), splits=False)
+    outer = site.dims["weight"].index("out")
+    blocks = next((s.blocks for s in plan.layout(weight.name).splits if s.dim == outer), (1,))
     computes = S(-1, blocks if len(set(blocks)) > 1 else len(blocks))
-    if kind == "summa Embedding":
-        return Wanted(axis, None, output, S(-1), splits=True)
-    return Wanted(axis, boundary.input, output, computes, splits=True, cut=cut, head=head)
+    cut = weight.shape[outer] if head else None
+    entry = boundary.input
+    return Wanted(boundary.axis, entry, output, computes, splits=False, cut=cut, head=head)
 
 
 def _normed(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
@@ -163,18 +200,19 @@ def _normed(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
     return Wanted(boundary.axis, S(-1), boundary.output or S(-1), S(-1), splits=True)
 
 
-def _check_data(plan: Plan, fqn: str, axis: str) -> None:
-    """The rows of a grid hold different rows of the batch: else gradients would be summed twice."""
-    if set(plan.mesh.fold(axis)) <= set(plan.data_axes):
-        return
+def _check_data(plan: Plan, fqn: str) -> None:
+    """The first axis of a grid splits the batch, or gradients would be summed twice; no other."""
+    first, *others = (plan.mesh.fold(b.axis) for b in plan.boundaries[fqn])
     row = next(a for a in plan.actions if fqn in a.sites and "placement" in a.primitive.writes)
-    raise Refusal(
-        Diagnostic(
-            "S510", f"nothing splits the batch over `{axis}`, the rows of the grid of `{fqn}`",
-            Label(row.span) if row.span is not None else Label(),
-            helps=(f"add `zero(stage=0, over={axis})` at the end",),
-        )
-    )  # fmt: skip
+    label = Label(row.span) if row.span is not None else Label()
+    if plan.mesh.size(first) > 1 and not set(first) <= set(plan.data_axes):
+        said = f"nothing splits the batch over `{first[0]}`, the rows of the grid of `{fqn}`"
+        add = f"add `zero(stage=0, over={first[0]})` at the end"
+        raise Refusal(Diagnostic("S510", said, label, helps=(add,)))
+    for axis in {plain for axes in others for plain in axes} & set(plan.data_axes):
+        if plan.mesh.size(axis) > 1:
+            said = f"`{axis}` splits the batch, and the hidden dim in the grid of `{fqn}`"
+            raise Refusal(Diagnostic("S510", said, label, helps=("leave it out of `zero`",)))
 
 
 def _experts(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
@@ -192,7 +230,8 @@ WANTED: Mapping[str, Callable[[Plan, str, str, Boundary], Wanted]] = {
     **dict.fromkeys(CONVOLUTIONS, _convolution),
     **dict.fromkeys((*POOLS, *NORMS), _window),
     "summa Linear": _on_grid, "summa Conv1D": _on_grid, "summa Embedding": _on_grid,
-    "norm": _normed, "experts": _experts,
+    "cube Linear": _on_cube, "cube Conv1D": _on_cube, "cube Embedding": _on_cube, "norm": _normed,
+    "experts": _experts,
 }  # fmt: skip
 
 

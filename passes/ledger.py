@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from schedlang.diagnostic import Diagnostic
+from schedlang.mesh import neighbours
 from schedlang.passes.book import Book, Booked
 from schedlang.passes.claim import Claim, axis_row, folded, placed
 from schedlang.passes.gradients import Gradients
@@ -36,6 +37,7 @@ def ledger(plan: Plan, prepared: Prepared, gradients: Gradients, book: Book) -> 
             if axis in _pipeline(plan):
                 continue
             problems += ((name, d) for d in _axis(plan, name, gradient, axis, mine))
+        problems += ((name, d) for d in _copies(plan, name, gradient, mine))
         problems += ((name, d) for d in _divided(plan, name, mine))
         problems += ((name, d) for d in _stages(plan, prepared, name, gradient, mine))
     problems += ((f.fqn, _fault(plan, f)) for f in gradients.faults if f.kind == "sum")
@@ -81,6 +83,20 @@ def _axis(plan: Plan, name: str, gradient: Gradient, axis: str, mine: Book) -> I
             said = f"gradients are summed too often over `{axis}`: {times} times too large"
             yield Diagnostic("S712", said, label)
             return
+
+
+def _copies(plan: Plan, name: str, gradient: Gradient, mine: Book) -> Iterator[Diagnostic]:
+    """A part that several ranks hold: each has a part of its gradient, summed over them, once."""
+    for split in plan.held(name).splits:
+        copies = neighbours(split.axis, split.uneven.repeat)
+        for sums in mine.values() if split.uneven.repeat > 1 else ():
+            done = sum(copies in one.axes or split.axis in one.axes for one in sums)
+            if done != 1:
+                said = f"{split.uneven.repeat} ranks of `{split.axis}` hold each part, and its"
+                said += f" gradient is summed over them {done} times"
+                label = placed(axis_row(plan, _user(plan, name, gradient), split.axis))
+                yield Diagnostic("S712" if done else "S711", said, label)
+                return
 
 
 def _divided(plan: Plan, name: str, mine: Book) -> Iterator[Diagnostic]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Label, Refusal
+from schedlang.fitting import remedies
 from schedlang.passes.dryrun import Loss, Number, Run, record
 from schedlang.passes.leaves import alike, hoisted, leaves_of, touches
 from schedlang.plan import Action, Plan
@@ -151,13 +152,22 @@ def _guilty(plan: Plan, failure: Mismatch) -> Action | None:
 
 
 def _heads(plan: Plan, failure: Mismatch) -> tuple[str, ...]:
-    """Where a view takes a split dim apart into fewer parts than there are ranks: say so."""
-    axis = failure.axis
-    if axis is None or failure.counted is None:
+    """Where a view takes a split dim apart into heads that the ranks do not divide: say so."""
+    axis, count = failure.axis, failure.counted
+    if axis is None or count is None:
         return ()
-    count, ranks = failure.counted, plan.mesh.size(axis)
-    if count % ranks == 0:
+    ranks, row = plan.mesh.size(axis), _row(plan, failure.by, axis)
+    if count % ranks == 0 or (row is not None and row.uneven is not None):
         return ()
     legal = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
     title = f"{count} heads of `{failure.frame[0]}` cannot be split over {axis}={ranks}"
-    return title, f"`{axis}` may be one of {legal}"
+    helps = [f"`{axis}` may be one of {legal}"]
+    if row is not None:
+        helps += remedies(f"{failure.by} {row.call}", count, ranks, row.style == "col")
+    return title, *helps
+
+
+def _row(plan: Plan, fqn: str, axis: str) -> Any:
+    """The call that splits a module over an axis so that heads can be said."""
+    rows = (a.primitive for a in reversed(plan.actions) if fqn and fqn in a.sites)
+    return next((p for p in rows if hasattr(p, "uneven") and getattr(p, "over", "") == axis), None)

@@ -45,7 +45,7 @@ def reductions(plan: Plan, traced: Traced, holdings: Mapping[str, Holding]) -> l
 def _partial(plan: Plan, traced: Traced, trained: list[str]) -> Iterator[Reduction]:
     by_axes: dict[tuple[str, ...], list[str]] = {}
     for name in trained:
-        axes = tuple(a for a in plan.mesh.names if a in traced.partial.get(name, ()))
+        axes = plan.mesh.ordered(traced.partial.get(name, ()))
         if axes:
             by_axes.setdefault(axes, []).append(name)
     for axes, names in sorted(by_axes.items()):

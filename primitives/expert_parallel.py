@@ -22,40 +22,66 @@ class expert_parallel(Primitive):  # noqa: N801
 
     The module is called with tokens, the experts of each token, and their weights, as
     transformers' modules of experts are; its own forward computes the experts of a rank.  Along an
-    axis that splits the batch tokens are sent by all-to-all, none is dropped; along any other axis
-    all ranks see the same tokens, each takes those of its experts, and the sum is reduced.  `over`
-    may be a view of both.
+    axis that splits the batch tokens are sent by all-to-all; along any other axis all ranks see the
+    same tokens, each takes those of its experts, and the sum is reduced.  `over` may be a view of
+    both.
+
+    dispatch  `all_to_all`, or `fetch`: experts come to the tokens, gradients go back to the experts
+    capacity  an expert takes so many times its even share of the batch's tokens, the first ones;
+              the rest is dropped, which the step has to allow: `relax(routing)`.  Default: all
+    chunks    tokens are sent in so many parts, each under way while the one before is computed
+    shadow    numbers of experts that come to all tokens, while the tokens of the others are sent
 
     GShard (Lepikhin et al. 2020), FastMoE (He et al. 2021), DeepSpeed-MoE (Rajbhandari et al.
-    2022).
+    2022), FasterMoE (He et al. 2022), PipeMoE (Shi et al. 2023), Janus (Liu et al. 2023).
     """
 
     over: Axis = field(kw_only=True)
-    dispatch: Literal["all_to_all"] = field(default="all_to_all", kw_only=True)
+    dispatch: Literal["all_to_all", "fetch"] = field(default="all_to_all", kw_only=True)
+    capacity: float | None = field(default=None, kw_only=True)
+    chunks: int = field(default=1, kw_only=True)
+    shadow: tuple[int, ...] = field(default=(), kw_only=True)
 
     example = "moe.experts  expert_parallel(over=ep)"
     reads = frozenset({"structure", "shape", "dtype"})
     writes = frozenset({"placement"})
-    gives_up = frozenset({"rounding"})
+
+    @property
+    def gives_up(self) -> frozenset[str]:
+        """Rounding; and which experts a token meets, where some are dropped."""
+        return frozenset({"rounding"} | ({"routing"} if self.capacity is not None else set()))
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse what is no module of experts, and numbers of experts that do not divide."""
         found = self._experts(site, plan)
         if isinstance(found, str):
-            refuse(
-                "S421",
-                f"`{site}` is no module of experts",
-                found,
-                helps=(
-                    "name the module that is called with tokens, the experts of each, and weights",
-                ),
-            )
+            helps = ("name the module that is called with tokens, experts of each, and weights",)
+            refuse("S421", f"`{site}` is no module of experts", notes=(found,), helps=helps)
+        self._check_options(site, found.count)
         ranks = plan.mesh.size(self.over)
         if found.count % ranks:
             legal = [n for n in range(1, found.count + 1) if found.count % n == 0]
-            refuse("S402", f"cannot spread {found.count} experts evenly over {ranks} ranks",
-                   f"`{self.over}` has {ranks} ranks",
-                   helps=(f"`{self.over}` may be {', '.join(map(str, legal))}",))  # fmt: skip
+            help_ = f"`{self.over}` may be {', '.join(map(str, legal))}"
+            title = f"cannot spread {found.count} experts evenly over {ranks} ranks"
+            refuse("S402", title, f"`{self.over}` has {ranks} ranks", helps=(help_,))
+        if site.fqn in plan.boundaries:
+            refuse(
+                "S501", f"`{site}` is spread or sharded already", helps=("drop one of the rows",)
+            )
+
+    def _check_options(self, site: Site, count: int) -> None:
+        """Refuse numbers out of range, and arguments that exclude each other."""
+        if self.chunks < 1:
+            refuse("S422", "tokens are sent in at least one part", helps=("`chunks=1`",))
+        if self.capacity is not None and self.capacity <= 0:
+            refuse("S422", "a capacity is more than nothing", helps=("`capacity=1.25`",))
+        beyond = [number for number in self.shadow if not 0 <= number < count]
+        if beyond:
+            refuse("S422", f"`{site}` has no expert {beyond[0]}",
+                   helps=(f"its experts are 0 to {count - 1}",))  # fmt: skip
+        if self.dispatch == "fetch" and (self.shadow or self.chunks > 1):
+            refuse("S422", "with `dispatch=fetch` all experts come to the tokens, none is sent",
+                   helps=("leave out `shadow=` and `chunks=`",))  # fmt: skip
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Split the experts over every plain axis of `over`."""
@@ -71,7 +97,9 @@ class expert_parallel(Primitive):  # noqa: N801
             plan = plan.with_spread(first, layout)
         for axis in axes:
             plan = plan.with_boundary(site.fqn, Boundary(axis, R, R))
-        return plan.with_kind(site.fqn, "experts", Routing(found, self.dispatch))
+        hot = tuple(sorted(set(self.shadow)))
+        routing = Routing(found, self.dispatch, self.capacity, self.chunks, hot)
+        return plan.with_kind(site.fqn, "experts", routing)
 
     def apply(self, site: Site, build: Any) -> None:
         """Nothing of its own: `build` puts the exchange in place once the whole plan is traced."""

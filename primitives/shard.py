@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import field
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
+from schedlang.fitting import Cut, remedies, some
 from schedlang.kinds import Axis, Rest
-from schedlang.placement import P, Placement, R, Replicate, S
+from schedlang.placement import EVEN, P, Placement, R, Replicate, S
 from schedlang.plan import Boundary, Plan
 from schedlang.primitive import Primitive, refuse
 
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
 STYLES = {"col": "out", "row": "in", "vocab": "vocab"}
 CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
 KINDS = ("Linear", "Conv1D", "Embedding", *CONVOLUTIONS)
-MOST_SHOWN = 8
 
 
 class shard(Primitive):  # noqa: N801
@@ -38,6 +39,12 @@ class shard(Primitive):  # noqa: N801
     be given `input` and `output` alone.  Sizes that a module counts by (heads, widths) are found by
     tracing.
 
+    Every part is of one size.  Where the ranks do not divide a dim, `uneven=pad` adds zeros that no
+    result, gradient, norm or state dict ever sees.  `heads` says into how many pieces a dim may be
+    cut, where not between any two elements: `heads=6, uneven=pad` makes 6 heads 8 on 4 ranks (the
+    rows of an attention's four projections say the same).  `heads=2, uneven=replicate` lets 2 of 4
+    ranks hold each of 2 key-value heads; their gradients are summed.
+
     Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022).
     """
 
@@ -46,6 +53,8 @@ class shard(Primitive):  # noqa: N801
     blocks: int | tuple[int, ...] = field(default=1, kw_only=True)
     input: S | Replicate | None = field(default=None, kw_only=True)
     output: S | Replicate | P | None = field(default=None, kw_only=True)
+    heads: int | None = field(default=None, kw_only=True)
+    uneven: Literal["pad", "replicate"] | None = field(default=None, kw_only=True)
     tensors: Rest[S | Replicate] = field(default=(), kw_only=True)
 
     example = "mlp.up  shard(col, over=tp)"
@@ -61,13 +70,16 @@ class shard(Primitive):  # noqa: N801
         if self.style is not None and self._dim(site) is None:
             self._refuse_class(site)
         kind = next((k for k in KINDS if site.is_a(k)), None)
-        if kind is not None and self._named(site) and not self._plain(site, kind, plan):
+        if kind is not None and self._named(site) and not plain(site, kind, plan):
             refuse(
                 "S404",
                 f"`{site}` is a `{kind}` that computes something else",
                 notes=("a copy of it was tried, and its parts would be computed as a plain one",),
                 helps=("shard the modules inside it, or leave it whole",),
             )
+        if kind in CONVOLUTIONS and (self.heads or self.uneven):
+            refuse("S401", f"`{site}` is a `{site.class_name}`, whose channels are split evenly",
+                   helps=("leave out `heads=` and `uneven=`",))  # fmt: skip
         for name, fact, dim in self._splits(site):
             self._check_split(site, plan, name, fact, dim)
         if kind is not None:
@@ -78,11 +90,15 @@ class shard(Primitive):  # noqa: N801
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Split the parameters and note the boundary."""
         axis = str(self.over)
+        if self._whole(plan):
+            return plan.with_boundary(site.fqn, Boundary(axis, self.input or R, R, differ=True))
         for _, fact, dim in self._splits(site):
             layout = plan.layout(fact.name)
             if axis not in layout.axes:  # a tied name may have split it already
-                sizes = self._blocks(layout.padded[dim])
-                plan = plan.with_layout(fact.name, layout.split(axis, dim, sizes))
+                cut = self._cut(layout.shape[dim])
+                uneven = cut.uneven(plan.mesh.size(axis)) if layout.padded == layout.shape else None
+                split = layout.split(axis, dim, cut.blocks, uneven or EVEN)
+                plan = plan.with_layout(fact.name, split)
         entry, leave = self._edges(site)
         return plan.with_boundary(site.fqn, Boundary(axis, entry, leave))
 
@@ -100,18 +116,6 @@ class shard(Primitive):  # noqa: N801
         if self.style == "vocab" and "out" in names:
             return "out"
         return wanted if wanted in names else None
-
-    def _plain(self, site: Site, kind: str, plan: Plan) -> bool:
-        """Does the module compute what its class says?  Tried once for each kind of module."""
-        if plan.model.computes_as(site.fqn, kind):
-            return True
-        key = ("plain", kind, site.kind)
-        if key not in plan.model.cache:
-            from schedlang.runtime.likeness import computes_like
-
-            module = plan.model.model.get_submodule(site.fqn)
-            plan.model.cache[key] = computes_like(module, kind)
-        return bool(plan.model.cache[key])
 
     def _named(self, site: Site) -> dict[str, Placement]:
         """Each parameter of the site that is given a placement."""
@@ -146,10 +150,14 @@ class shard(Primitive):  # noqa: N801
                    helps=(f"its shape is {list(fact.shape)}",))  # fmt: skip
         return placement.dim % len(fact.shape)
 
-    def _blocks(self, size: int) -> tuple[int, ...]:
-        if isinstance(self.blocks, int):
-            return (size // self.blocks,) * self.blocks
-        return tuple(self.blocks)
+    def _cut(self, size: int) -> Cut:
+        blocks = self.blocks
+        sizes = (size // blocks,) * blocks if isinstance(blocks, int) else tuple(blocks)
+        return Cut(sizes, self.heads, self.uneven)
+
+    def _whole(self, plan: Plan) -> bool:
+        """Does every rank hold all, because there is one head?"""
+        return self.heads == 1 and self.uneven == "replicate" and plan.mesh.size(self.over) > 1
 
     def _edges(self, site: Site) -> tuple[Placement | None, Placement | None]:
         """The placements that the module wants and hands on."""
@@ -220,38 +228,97 @@ class shard(Primitive):  # noqa: N801
             legal = [n for n in range(2, groups + 1) if groups % n == 0]
             refuse("S402", f"cannot split {groups} groups evenly {ranks} ways",
                    f"`{self.over}` has {ranks} ranks",
-                   helps=(f"`{self.over}` may be {_some(legal)}",))  # fmt: skip
+                   helps=(f"`{self.over}` may be {some(legal)}",))  # fmt: skip
 
     def _check_split(
         self, site: Site, plan: Plan, name: str, fact: ParameterFact, dim: int
     ) -> None:
-        size, ranks = plan.layout(fact.name).padded[dim], plan.mesh.size(self.over)
-        blocks = self._blocks(size)
-        if sum(blocks) != size:
-            refuse("S406", f"blocks of {list(blocks)} do not make up {size}",
+        layout, ranks = plan.layout(fact.name), plan.mesh.size(self.over)
+        size, cut = layout.shape[dim], self._cut(layout.shape[dim])
+        if sum(cut.blocks) != size:
+            refuse("S406", f"blocks of {list(cut.blocks)} do not make up {size}",
                    notes=(f"`{site}.{name}` is {_shape(fact)}",))  # fmt: skip
-        bad = next((block for block in blocks if block % ranks), None)
-        if bad is None:
-            return
-        names = site.dims.get(name, ())
+        odd = [block for block in cut.blocks if self.heads and block % self.heads]
+        if odd or (self.heads is not None and self.heads < 1):
+            refuse("S406", f"{self.heads} heads do not make up {(odd or [size])[0]}",
+                   notes=(f"`{site}.{name}` is {_shape(fact)}",))  # fmt: skip
+        if self.uneven == "replicate":
+            self._check_replicate(site, plan, name, dim, cut)
+        padded = Fraction(layout.padded[dim], size)
+        held = [unit * padded for unit in cut.units]
+        if padded == 1:
+            fits = cut.uneven(ranks) is not None
+        else:
+            fits = all(unit.denominator == 1 and unit % ranks == 0 for unit in held)
+        if not fits:
+            wrong = (b for b, n in zip(cut.blocks, held) if n.denominator > 1 or n % ranks)
+            self._refuse_size(site, name, dim, cut, next(wrong, size) * padded, ranks)
+
+    def _refuse_size(
+        self, site: Site, name: str, dim: int, cut: Cut, bad: Fraction, ranks: int
+    ) -> None:
+        fact, names = site.parameters[name], site.dims.get(name, ())
         what = f"dim `{names[dim]}`" if names else f"dim {dim}"
-        legal = [n for n in range(2, 1025) if all(block % n == 0 for block in blocks)]
-        helps = [f"`{self.over}` may be {_some(legal)}"] if legal else []
-        vocab = names[dim : dim + 1] in (("vocab",), ("out",)) and self.style == "vocab"
-        if vocab:
+        legal = cut.fitting()
+        helps = [f"`{self.over}` may be {some(legal)}"] if legal else []
+        if names[dim : dim + 1] in (("vocab",), ("out",)) and self.style == "vocab":
             helps.append(f"or pad it first: `{site} pad({names[dim]}, multiple=128)`")
+        elif self.uneven is None:
+            out = names[dim : dim + 1] == ("out",)
+            helps += remedies(f"{site} {self.call}", self.heads, ranks, out)
         style = f"`{self.style}`" if self.style else "this"
-        count = f"{len(blocks)} blocks of {bad}" if len(blocks) > 1 else f"{bad}"
+        count = f"{len(cut.blocks)} blocks of {bad}" if len(cut.blocks) > 1 else f"{bad}"
+        if self.heads:
+            count = f"{self.heads} heads"
         refuse("S402", f"cannot split {count} evenly {ranks} ways",
                f"`{self.over}` has {ranks} ranks",
-               notes=(f"`{site}.{name}` is {_shape(fact)}; {style} splits {what} = {size}",),
+               notes=(f"`{site}.{name}` is {_shape(fact)}; {style} splits {what} ="
+                      f" {fact.shape[dim]}",),
                helps=helps)  # fmt: skip
+
+    @property
+    def call(self) -> str:
+        """The call as it stands, without what follows the axis, and open."""
+        given = [self.style] if self.style else [f"{k}={v}" for k, v in self.tensors]
+        blocks = self.blocks if isinstance(self.blocks, int) else list(self.blocks)
+        more = [] if blocks == 1 else [f"blocks={blocks}"]
+        return f"shard({', '.join([*given, f'over={self.over}', *more])}"
+
+    def _check_replicate(self, site: Site, plan: Plan, name: str, dim: int, cut: Cut) -> None:
+        """Refuse parts held by several ranks where they would be counted several times."""
+        ranks, names = plan.mesh.size(self.over), site.dims.get(name, ())
+        if cut.even(ranks):
+            return
+        if self.heads is None:
+            refuse("S402", "how many heads there are to replicate is not said",
+                   notes=(f"`{site}.{name}` has {sum(cut.blocks)} in dim {dim}",),
+                   helps=("say it: `heads=2`",))  # fmt: skip
+        if self.style != "col" and names[dim : dim + 1] != ("out",):
+            refuse("S402", f"what several ranks hold of `{site}.{name}` would be summed twice",
+                   helps=("replicate outputs only, as key-value heads",
+                          "or pad: `uneven=pad`"))  # fmt: skip
+        if ranks % self.heads:
+            refuse("S402", f"{ranks} ranks cannot share {self.heads} heads evenly",
+                   f"`{self.over}` has {ranks} ranks",
+                   helps=(f"`{self.over}` may be a multiple or a divisor of {self.heads}",
+                          "or pad: `uneven=pad`, on all rows of the attention"))  # fmt: skip
+        if str(self.over) not in plan.mesh.sizes and self.heads > 1:
+            refuse("S402", f"`{self.over}` is a view, whose ranks cannot share heads",
+                   helps=("name a plain axis", "or pad: `uneven=pad`"))  # fmt: skip
+
+
+def plain(site: Site, kind: str, plan: Plan) -> bool:
+    """Does the module compute what its class says?  Tried once for each kind of module."""
+    if plan.model.computes_as(site.fqn, kind):
+        return True
+    key = ("plain", kind, site.kind)
+    if key not in plan.model.cache:
+        from schedlang.runtime.likeness import computes_like
+
+        module = plan.model.model.get_submodule(site.fqn)
+        plan.model.cache[key] = computes_like(module, kind)
+    return bool(plan.model.cache[key])
 
 
 def _shape(fact: ParameterFact) -> str:
     return " x ".join(map(str, fact.shape))
-
-
-def _some(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:MOST_SHOWN]))
-    return shown if len(numbers) <= MOST_SHOWN else f"{shown}, ..."

@@ -145,7 +145,7 @@ CODES: Mapping[str, tuple[str, str]] = {
         "nothing is left to balance",
         "Single modules are where stages start; a list is shared out.",
     ),
-    "S414": (
+    "S419": (
         "windows do not fit the parts",
         "Where positions are split, each rank's part is a multiple of the stride, reaches as far\n"
         "as a window does, and the whole gives one output for each stride.",
@@ -153,6 +153,10 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S410": ("the kernel computes something else", "The module is not what the kernel replaces."),
     "S411": ("no weight gradient", "`split_backward` is for modules with trained weights."),
     "S412": ("nothing is sent", "Transfers overlap where a model is cut into stages."),
+    "S420": (
+        "a length that the ranks do not divide",
+        "A tensor is split along a dim whose size in this batch is no multiple of the ranks.",
+    ),
     "S413": (
         "nothing is frozen, or everything",
         "Something is frozen, and something still trained.",
@@ -164,6 +168,11 @@ CODES: Mapping[str, tuple[str, str]] = {
         "It is called with tokens, the experts of each token and their weights, gives their\n"
         "sum of weight times output, and holds parameters whose first dim are the experts.\n"
         "A small copy was tried; the message says what it does otherwise, and by how much.",
+    ),
+    "S422": (
+        "experts that do not work together so",
+        "The message says which arguments of `expert_parallel` exclude each other, or do not fit\n"
+        "the rest of the schedule.",
     ),
     "S501": ("done twice", "Two rows do the same at one module; drop one."),
     "S502": ("one region inside another", "The inner module would be recomputed twice."),
@@ -182,6 +191,11 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S507": ("padding after splitting", "Pad first."),
     "S508": ("an axis cannot slice the state", "It is used otherwise, or sliced already."),
     "S509": ("the pipeline is arranged twice", "One axis cuts the model, one row orders it."),
+    "S510": (
+        "a grid whose rows do not split the batch",
+        "The first axis of a grid or a cube holds different rows of the batch: `zero` names it.\n"
+        "The others hold parts of the hidden dim, and see the same rows.",
+    ),
     "S601": (
         "a cut inside a loop",
         "A cut falls between two calls that the model makes once; this module is called often.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,6 +14,7 @@ class Mesh:
 
     `axes` are (name, size) pairs, `views` give a second name to several axes folded together.
     `device` is the text behind `on`, or None.
+    `tp/2` names runs of 2 neighbours along `tp` (see `neighbours`): an axis that nobody declares.
     Names only: process groups are made when a plan is built.
     """
 
@@ -45,16 +46,28 @@ class Mesh:
         """The plain axes that a name, a view or a tuple of them stands for, in mesh order.
 
         In whatever order they are named: the members of a process group go by rising rank, and
-        only mesh order numbers them so.
+        only mesh order numbers them so.  `b.a` stands for axes of which the first is the slowest.
         """
         views = dict(self.views)
-        names = (over,) if isinstance(over, str) else over
+        named = (over,) if isinstance(over, str) else over
+        names = [one for name in named for one in name.split(".")]
         plain = {axis for name in names for axis in views.get(name, (name,))}
-        return tuple(sorted(plain, key=list(self.sizes).index))
+        order = list(self.sizes)
+        return tuple(sorted(plain, key=lambda name: order.index(_run(name)[0])))
+
+    def ordered(self, names: Collection[str]) -> tuple[str, ...]:
+        """Some axes, views and runs in mesh order, without runs along an axis that is named."""
+        runs = (n for n in names if "/" in n and _run(n)[0] not in names)
+        order = list(self.sizes)
+        behind = sorted(runs, key=lambda name: (order.index(_run(name)[0]), name))
+        return (*(name for name in self.names if name in names), *behind)
 
     def size(self, over: str | Sequence[str]) -> int:
         """How many ranks lie along one axis, a view, or a tuple of axes."""
-        return math.prod(self.sizes[axis] for axis in self.fold(over))
+        return math.prod(self._extent(axis) for axis in self.fold(over))
+
+    def _extent(self, axis: str) -> int:
+        return _run(axis)[1] or self.sizes[axis]
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank lies on each axis."""
@@ -78,28 +91,52 @@ class Mesh:
     def index_at(self, coordinates: Mapping[str, int], over: str | Sequence[str]) -> int:
         """The place within a group along `over` of the rank with these coordinates."""
         place = 0
-        for axis in self.fold(over):
-            place = place * self.sizes[axis] + coordinates[axis]
+        for axis in self._numbered(over):
+            place = place * self._extent(axis) + coordinates[_run(axis)[0]] % self._extent(axis)
         return place
 
     def group(self, rank: int, over: str | Sequence[str]) -> tuple[int, ...]:
         """The ranks that differ from `rank` along `over` only, in the order of `index`."""
-        here = self.coordinates(rank)
-        return tuple(self.rank(here | place) for place in self._places(self.fold(over)))
+        here, folded = self.coordinates(rank), self._numbered(over)
+        first = {a: here[_run(a)[0]] - here[_run(a)[0]] % self._extent(a) for a in folded}
+        return tuple(
+            self.rank(here | {_run(axis)[0]: first[axis] + at for axis, at in place.items()})
+            for place in self._places(folded)
+        )
+
+    def _numbered(self, over: str | Sequence[str]) -> tuple[str, ...]:
+        """The plain axes by which the places of a group are counted, the slowest first."""
+        if isinstance(over, str) and "." in over:
+            return tuple(over.split("."))
+        return self.fold(over)
 
     def groups(self, over: str | Sequence[str]) -> list[tuple[int, ...]]:
         """All groups along `over`; every rank is in exactly one."""
         folded = self.fold(over)
+        if any("/" in axis for axis in folded):
+            ranks = range(self.world)
+            return [self.group(rank, folded) for rank in ranks if self.index(rank, folded) == 0]
         rest = [name for name in self.sizes if name not in folded]
         zero = dict.fromkeys(folded, 0)
         return [self.group(self.rank(zero | place), folded) for place in self._places(rest)]
 
     def _places(self, axes: Sequence[str]) -> Iterator[dict[str, int]]:
-        for number in range(math.prod(self.sizes[axis] for axis in axes)):
+        for number in range(math.prod(self._extent(axis) for axis in axes)):
             place: dict[str, int] = {}
             for axis in reversed(axes):
-                number, place[axis] = divmod(number, self.sizes[axis])
+                number, place[axis] = divmod(number, self._extent(axis))
             yield place
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={size}" for name, size in self.axes) or "one rank"
+
+
+def neighbours(axis: str, count: int) -> str:
+    """The name of the axis along which runs of `count` neighbours of another axis lie."""
+    return f"{axis}/{count}"
+
+
+def _run(axis: str) -> tuple[str, int]:
+    """A declared axis, and the length of the runs along it; 0: all of it."""
+    declared, _, count = axis.partition("/")
+    return declared, int(count or 0)

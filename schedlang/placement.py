@@ -3,9 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 
 from schedlang.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """How a dim that its ranks do not divide is made to fit, so that all parts are of one size.
+
+    wide    elements that all ranks hold together, for each true one; above 1 in both cases
+    repeat  neighbouring ranks that hold the same part; 1: each block ends in zeros instead
+    """
+
+    wide: Fraction = Fraction(1)
+    repeat: int = 1
+
+    def parts(self, ranks: int) -> int:
+        """Into how many different parts a block is cut."""
+        return ranks // self.repeat
+
+    def padded(self, size: int) -> int:
+        """The size of a block with its zeros."""
+        return _whole(size * self.wide / self.repeat)
+
+    def true(self, held: int, ranks: int) -> int:
+        """The true size of a dim of which each rank holds so many."""
+        return _whole(held * ranks / self.wide)
+
+
+EVEN = Uneven()
 
 
 @dataclass(frozen=True)
@@ -18,12 +46,14 @@ class S:
 
     dim: str | int
     blocks: int | tuple[int, ...] = 1
+    uneven: Uneven = field(default=EVEN, repr=False)
 
     def __str__(self) -> str:
-        if self.blocks == 1:
-            return f"S({self.dim})"
         blocks = self.blocks if isinstance(self.blocks, int) else list(self.blocks)
-        return f"S({self.dim}, blocks={blocks})"
+        also = "" if blocks == 1 else f", blocks={blocks}"
+        if self.uneven != EVEN:
+            also += ", replicate" if self.uneven.repeat > 1 else ", pad"
+        return f"S({self.dim}{also})"
 
 
 @dataclass(frozen=True)
@@ -63,6 +93,7 @@ class Split:
     axis: str
     dim: int
     blocks: tuple[int, ...]
+    uneven: Uneven = field(default=EVEN, repr=False)
 
 
 @dataclass(frozen=True)
@@ -89,11 +120,20 @@ class Layout:
         padded[dim] = size
         return replace(self, padded=tuple(padded))
 
-    def split(self, axis: str, dim: int, blocks: Sequence[int] = ()) -> Layout:
-        """The same, split once more."""
-        sizes = tuple(blocks) or (self.padded[dim],)
-        assert sum(sizes) == self.padded[dim], (sizes, self.padded)
-        return replace(self, splits=(*self.splits, Split(axis, dim, sizes)))
+    def split(
+        self, axis: str, dim: int, blocks: Sequence[int] = (), uneven: Uneven = EVEN
+    ) -> Layout:
+        """The same, split once more; what was padded before is the first split's own padding."""
+        size, padded = self.shape[dim], list(self.padded)
+        sizes = tuple(blocks) or (size,)
+        assert sum(sizes) == size, (sizes, self.shape)
+        if all(split.dim != dim for split in self.splits):
+            if padded[dim] != size:
+                assert uneven == EVEN
+                uneven = Uneven(Fraction(padded[dim], size))
+            padded[dim] = sum(uneven.padded(block) for block in sizes)
+        made = Split(axis, dim, sizes, uneven)
+        return replace(self, padded=tuple(padded), splits=(*self.splits, made))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -102,23 +142,22 @@ class Layout:
 
     def segments(self, mesh: Mesh, at: Mapping[str, int]) -> tuple[tuple[Segment, ...], ...]:
         """For each dim, the runs of the padded whole that the rank at coordinates `at` holds."""
-        held = [[Segment(0, size)] for size in self.padded]
+        held = [[[Segment(0, size)]] for size in self.padded]
+        cut: set[int] = set()
         for split in self.splits:
-            parts, place = mesh.size(split.axis), mesh.index_at(at, split.axis)
-            whole = held[split.dim] == [Segment(0, self.padded[split.dim])]
-            runs = _blocks(split.blocks) if whole else held[split.dim]
-            assert all(run.length % parts == 0 for run in runs), (split, runs, parts)
-            held[split.dim] = [
-                Segment(run.start + place * (run.length // parts), run.length // parts)
-                for run in runs
-            ]
-        return tuple(tuple(_joined(runs)) for runs in held)
+            parts = split.uneven.parts(mesh.size(split.axis))
+            place = mesh.index_at(at, split.axis) // split.uneven.repeat
+            if split.dim not in cut:
+                held[split.dim] = strips(split.blocks, split.uneven)
+            cut.add(split.dim)
+            held[split.dim] = [_part(strip, parts, place) for strip in held[split.dim]]
+        return tuple(tuple(_joined([run for strip in dim for run in strip])) for dim in held)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """The shape that every rank holds (padding included)."""
         shape = list(self.padded)
         for split in self.splits:
-            shape[split.dim] //= mesh.size(split.axis)
+            shape[split.dim] //= split.uneven.parts(mesh.size(split.axis))
         return tuple(shape)
 
     def show(self, names: Sequence[str] | None = None) -> str:
@@ -130,12 +169,61 @@ class Layout:
         return f"[{', '.join(cells)}]"
 
 
-def _blocks(sizes: Sequence[int]) -> list[Segment]:
-    runs, start = [], 0
+def strips(sizes: Sequence[int], uneven: Uneven = EVEN) -> list[list[Segment]]:
+    """Each block as its true indices and its zeros; all zeros lie behind the true whole."""
+    found, start, beyond = [], 0, sum(sizes)
     for size in sizes:
-        runs.append(Segment(start, size))
-        start += size
-    return runs
+        more = uneven.padded(size) - size
+        found.append([Segment(start, size), *([Segment(beyond, more)] if more else [])])
+        start, beyond = start + size, beyond + more
+    return found
+
+
+@dataclass(frozen=True)
+class Held:
+    """A run of indices that a rank holds: at `at` of its own, from `start` of the whole."""
+
+    rank: int
+    at: int
+    start: int
+    length: int
+
+
+def holds(sizes: Sequence[int], uneven: Uneven, ranks: int) -> list[Held]:
+    """All runs of all ranks, in their order; `start` beyond the sum of the sizes: zeros."""
+    found = []
+    for rank in range(ranks):
+        at = 0
+        for strip in strips(sizes, uneven):
+            for run in _part(strip, uneven.parts(ranks), rank // uneven.repeat):
+                found.append(Held(rank, at, run.start, run.length))
+                at += run.length
+    return found
+
+
+def positions(sizes: Sequence[int], uneven: Uneven, ranks: int, place: int) -> list[int]:
+    """The indices that one of the ranks holds, in its order; those beyond the sum are zeros."""
+    mine = [run for run in holds(sizes, uneven, ranks) if run.rank == place]
+    return [run.start + k for run in mine for k in range(run.length)]
+
+
+def _part(strip: Sequence[Segment], parts: int, place: int) -> list[Segment]:
+    """One of equal parts of a chain of runs."""
+    whole = sum(run.length for run in strip)
+    assert whole % parts == 0, (strip, parts)
+    first, last = place * (whole // parts), (place + 1) * (whole // parts)
+    found, at = [], 0
+    for run in strip:
+        low, high = max(first, at), min(last, at + run.length)
+        if low < high:
+            found.append(Segment(run.start + low - at, high - low))
+        at += run.length
+    return found
+
+
+def _whole(number: Fraction) -> int:
+    assert number.denominator == 1, number
+    return number.numerator
 
 
 def _joined(runs: Sequence[Segment]) -> list[Segment]:

@@ -45,11 +45,15 @@ class Action:
 
 @dataclass(frozen=True)
 class Boundary:
-    """How activations enter and leave a sharded module, for one axis; None: as they come."""
+    """How activations enter and leave a sharded module, for one axis; None: as they come.
+
+    differ: the module is whole on every rank, and what follows uses a part of its result.
+    """
 
     axis: str
     input: Placement | None = R
     output: Placement | None = R
+    differ: bool = False
 
 
 @dataclass(frozen=True)

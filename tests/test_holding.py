@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedlang.mesh import Mesh
-from schedlang.placement import Layout
+from schedlang.placement import EVEN, Layout, Uneven
 from schedlang.runtime.holding import Holding, put, take
 
 MESHES = [Mesh((("a", 2), ("b", 3))), Mesh((("a", 2), ("b", 2), ("c", 2))), Mesh((("b", 3),))]
@@ -15,29 +18,31 @@ MESHES = [Mesh((("a", 2), ("b", 3))), Mesh((("a", 2), ("b", 2), ("c", 2))), Mesh
 
 @st.composite
 def placed(draw: st.DrawFn) -> tuple[Mesh, Layout]:
-    """A layout whose blocks divide, after padding, for the axes that split its dims."""
+    """A layout of blocks that the axes divide once they are padded, or held several times."""
     mesh = draw(st.sampled_from(MESHES))
     axes = draw(st.lists(st.sampled_from(list(mesh.sizes)), unique=True))
     dims = [draw(st.integers(0, 1)) for _ in axes]
-    ways = [1, 1]
-    for axis, dim in zip(axes, dims):
-        ways[dim] *= mesh.size(axis)
-    blocks = [draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)) for _ in range(2)]
-    sizes = [[block * ways[dim] for block in blocks[dim]] for dim in range(2)]
-    padded = [sum(sizes[dim]) for dim in range(2)]
-    shape = [size - draw(st.integers(0, size - 1)) for size in padded]
-    layout = Layout.whole(shape)
+    sizes, unevens = [], []
     for dim in range(2):
-        layout = layout.pad(dim, padded[dim])
+        ranks = [mesh.size(axis) for axis, other in zip(axes, dims) if other == dim]
+        heads = draw(st.integers(1, 5))
+        repeat = draw(st.sampled_from([1, *ranks[:1]]))
+        ways = math.prod(ranks) // repeat
+        held = -(-heads // ways) * ways
+        heads = held if repeat > 1 else heads
+        sizes.append([heads * width for width in draw(st.lists(st.integers(1, 3), min_size=1))])
+        unevens.append(Uneven(Fraction(held * repeat, heads), repeat))
+    layout = Layout.whole([sum(blocks) for blocks in sizes])
     for axis, dim in zip(axes, dims):
-        layout = layout.split(axis, dim, sizes[dim])
+        first = all(split.dim != dim for split in layout.splits)
+        layout = layout.split(axis, dim, sizes[dim], unevens[dim] if first else EVEN)
     return mesh, layout
 
 
 @settings(deadline=None)
 @given(placed())
 def test_parts_are_disjoint_and_cover(case: tuple[Mesh, Layout]) -> None:
-    """Every element lies on as many ranks as the unused axes have, and on no rank twice."""
+    """Every element lies on as many ranks as the unused axes have and its split repeats it."""
     mesh, layout = case
     counts = torch.zeros(layout.padded, dtype=torch.int64)
     for rank in range(mesh.world):
@@ -48,7 +53,8 @@ def test_parts_are_disjoint_and_cover(case: tuple[Mesh, Layout]) -> None:
         assert (len(rows), len(columns)) == layout.local_shape(mesh)
         assert len(set(rows.tolist())) == len(rows) and len(set(columns.tolist())) == len(columns)
         counts[rows[:, None], columns[None]] += 1
-    assert (counts == mesh.world // mesh.size(layout.axes)).all()
+    repeats = math.prod(split.uneven.repeat for split in layout.splits)
+    assert (counts == repeats * mesh.world // mesh.size(layout.axes)).all()
 
 
 @settings(deadline=None)

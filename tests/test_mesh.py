@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedlang.mesh import Mesh
+from schedlang.mesh import Mesh, neighbours
 
 
 @st.composite
@@ -29,7 +29,13 @@ def test_coordinates_and_ranks_are_inverse(mesh: Mesh) -> None:
 @given(meshes(), st.data())
 def test_groups_partition_the_world(mesh: Mesh, data: st.DataObject) -> None:
     """Each rank is in one group along any axes, at its index, and the members rise."""
-    over = data.draw(st.lists(st.sampled_from(mesh.names), unique=True)) if mesh.names else []
+    over = list(data.draw(st.lists(st.sampled_from(mesh.names), unique=True))) if mesh.names else []
+    for place, name in enumerate(over):
+        count = data.draw(st.integers(1, 4))
+        if name in mesh.sizes and mesh.sizes[name] % count == 0 and data.draw(st.booleans()):
+            over[place] = neighbours(name, count)
+    if len({name for n in over for name in mesh.fold(n.partition("/")[0])}) < len(mesh.fold(over)):
+        over = over[:1]  # a view may hold the axis whose neighbours were drawn
     groups = mesh.groups(over)
     assert sorted(rank for group in groups for rank in group) == list(range(mesh.world))
     for group in groups:

@@ -36,7 +36,12 @@ from tests.proofs import (
 load_all()
 NAMES = sorted(registry())
 # rows that may have to stand beside an example, so that what it leaves split is taken up again
-BESIDE = ("", "layers.*.mlp.down  shard(row, over=tp)")
+BESIDE = (
+    "",
+    "layers.*.mlp.down  shard(row, over=tp)",
+    "layers.*.mlp.down  grid(summa, output=R, over=(r, c))",
+    "layers.*.mlp.down  grid(summa, output=R, over=(r, c))\nzero(stage=0, over=r)",
+)
 ABOVE = {"compress": "zero(stage=0, over=dp)"}  # what an example stands on
 CLASSES = 21
 
@@ -157,7 +162,10 @@ def _row(name: str) -> str:
 
 
 def _axes(name: str) -> list[str]:
-    return sorted(set(re.findall(r"over=\(?(\w+)", _row(name))))
+    named = re.findall(r"over=(?:\(([\w, ]+)\)|(\w+))", _row(name))
+    return list(
+        dict.fromkeys(axis for pair in named for axis in ", ".join(pair).split(", ") if axis)
+    )
 
 
 def _relax(name: str) -> str:
@@ -264,7 +272,9 @@ def _on_ranks(name: str, world: int) -> Plan:
     if not axes or axes == ["dp"]:
         return _buildable(name, {"dp": world}, *([] if axes else ["zero(stage=0, over=dp)"]))
     if world == 2:
-        return _buildable(name, {axes[0]: 2})
+        return _buildable(name, {axis: 1 for axis in axes[:-1]} | {axes[-1]: 2})
+    if len(axes) > 1:
+        return _buildable(name, dict.fromkeys(axes, 2))
     return _buildable(name, {"dp": world // 2, axes[0]: 2}, "zero(stage=0, over=dp)")
 
 

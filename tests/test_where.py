@@ -13,8 +13,10 @@ from tests.proofs import assert_near, planned, sequential, sgd, steps
 
 def test_both_orders_fit_where_sizes_are_equal() -> None:
     """With two axes of two ranks shapes cannot tell which dim is whose; with 2 and 3 they can."""
-    assert len(fitting(["a", "b"], [0, 1], (2, 4), (4, 8), {"a": 2, "b": 2})) == 2
-    assert fitting(["a", "b"], [0, 1], (2, 2), (4, 6), {"a": 2, "b": 3}) == [{"a": 0, "b": 1}]
+    assert len(fitting(["a", "b"], [0, 1], lambda axis, dim: True)) == 2
+    sizes, local, whole = {"a": 2, "b": 3}, (2, 2), (4, 6)
+    found = fitting(["a", "b"], [0, 1], lambda a, dim: local[dim] * sizes[a] == whole[dim])
+    assert found == [{"a": 0, "b": 1}]
 
 
 def test_an_axis_is_followed_through_moves() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schedlang.placement import P, Placement, Replicate, S
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.placement import EVEN, P, Placement, Replicate, S, holds
 from schedlang.runtime import collective
 from schedlang.runtime.collective import Group
 
@@ -43,7 +44,7 @@ class Crossing:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for crossings that do the same to the same tensor."""
-        place = (str(self.source), str(self.target), self.group.axes, self.differ)
+        place = (self.source, self.target, self.group.axes, self.differ)
         return (*place, torch.is_grad_enabled())
 
 
@@ -56,21 +57,24 @@ def _same(crossing: Crossing, x: Tensor) -> Tensor:
 
 def _split(crossing: Crossing, x: Tensor) -> Tensor:
     assert isinstance(crossing.target, S)
-    return collective.split(x, dim_of(crossing.target), crossing.group)
+    dim = dim_of(crossing.target)
+    return collective.split(_laid(x, crossing.target, crossing.group), dim, crossing.group)
 
 
 def _gather(crossing: Crossing, x: Tensor) -> Tensor:
-    assert isinstance(crossing.source, S)
-    dim, parts = dim_of(crossing.source), crossing.group.size
-    whole = collective.gather(x, dim, crossing.group, consumers_differ=crossing.differ)
-    blocks = crossing.source.blocks
-    if blocks == 1:
+    source, group = crossing.source, crossing.group
+    assert isinstance(source, S)
+    dim = dim_of(source)
+    whole = collective.gather(x, dim, group, consumers_differ=crossing.differ)
+    if source.blocks == 1 and source.uneven == EVEN:
         return whole
     # every rank's part holds its piece of each block side by side: put equal blocks together
-    sizes = [whole.shape[dim] // blocks] * blocks if isinstance(blocks, int) else list(blocks)
-    shares = [size // parts for size in sizes]
-    pieces = [torch.split(part, shares, dim) for part in whole.chunk(parts, dim)]
-    return torch.cat([piece[block] for block in range(len(sizes)) for piece in pieces], dim)
+    sizes = block_sizes(source, source.uneven.true(x.shape[dim], group.size))
+    runs = holds(sizes, source.uneven, group.size)
+    first = [r for r in runs if r.start < sum(sizes) and r.rank % source.uneven.repeat == 0]
+    first.sort(key=lambda run: run.start)
+    pieces = [whole.narrow(dim, r.rank * x.shape[dim] + r.at, r.length) for r in first]
+    return torch.cat(pieces, dim)
 
 
 def _reduce(crossing: Crossing, x: Tensor) -> Tensor:
@@ -78,8 +82,48 @@ def _reduce(crossing: Crossing, x: Tensor) -> Tensor:
 
 
 def _scatter(crossing: Crossing, x: Tensor) -> Tensor:
-    assert isinstance(crossing.target, S)
-    return collective.scatter_sum(x, dim_of(crossing.target), crossing.group)
+    target = crossing.target
+    assert isinstance(target, S)
+    laid = _laid(x, target, crossing.group)
+    return collective.scatter_sum(laid, dim_of(target), crossing.group)
+
+
+def block_sizes(placement: S, whole: int) -> tuple[int, ...]:
+    """The sizes of the blocks in a dim of this size."""
+    blocks = placement.blocks
+    if isinstance(blocks, int):
+        return (whole // blocks,) * blocks
+    return tuple(block * whole // sum(blocks) for block in blocks)
+
+
+def _laid(x: Tensor, placement: S, group: Group) -> Tensor:
+    """The whole with the parts of all ranks one behind the other, each as wide as the others."""
+    dim, ranks = dim_of(placement), group.size
+    size = x.shape[dim]
+    if placement.blocks == 1 and placement.uneven == EVEN:
+        if size % ranks:
+            raise Refusal(_ragged(placement, size, group))
+        return x
+    sizes = block_sizes(placement, size)
+    pieces = []
+    for run in holds(sizes, placement.uneven, ranks):
+        if run.start < size:
+            pieces.append(x.narrow(dim, run.start, run.length))
+        else:
+            shape = list(x.shape)
+            shape[dim] = run.length
+            pieces.append(x.new_zeros(shape))
+    return torch.cat(pieces, dim)
+
+
+def _ragged(placement: S, size: int, group: Group) -> Diagnostic:
+    axis = group.axes[0]
+    return Diagnostic(
+        "S420", f"a dim of {size} cannot be split evenly over `{axis}`={group.size}",
+        notes=(f"`{group.label or 'a module'}` hands on, or takes, a tensor as {placement}",),
+        helps=(f"pad the batch to a multiple of {group.size} along this dim",
+               f"or leave out the `{placement}` of its row"),
+    )  # fmt: skip
 
 
 _CHANGES: dict[tuple[type, type], Callable[[Crossing, Tensor], Tensor]] = {

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from schedlang.placement import P, Placement, R, Replicate, S
+from schedlang.placement import EVEN, P, Placement, R, Replicate, S, Uneven
 from schedlang.runtime.collective import Group
 from schedlang.runtime.convolution import CHANNELS, CONVOLUTIONS
-from schedlang.runtime.crossing import dim_of, shared
+from schedlang.runtime.crossing import block_sizes, dim_of, shared
 from schedlang.runtime.follow import GATHER, Follower
 from schedlang.runtime.notes import Hoist, Mismatch, Note, Tag
 from schedlang.runtime.shard import Edge, Sharded, is_main, on_first, on_result
@@ -22,8 +22,6 @@ from schedlang.runtime.vocab import ShardedLogits
 
 PROJECTIONS = ("Linear", "Conv1D", *CONVOLUTIONS)
 PLAIN = (*PROJECTIONS, "Embedding")  # kinds split along one dim for each axis
-
-
 GATHER_NORM = "gather before it: `output=R` on the row before, and leave it whole"
 
 
@@ -33,6 +31,7 @@ class Wanted:
 
     `computes` None: what it wants (a module that runs as it is).  `input` None: as they come.
     `parts`: it computes other positions on each rank, so all its gradients are parts.
+    `told`: what a row says of how it computes; along an axis told to be "out" nothing may come.
     """
 
     axis: str
@@ -45,6 +44,13 @@ class Wanted:
     hoisted: bool = False
     parts: bool = False
     told: Any = None
+    differ: bool = False  # what takes its result, whole on every rank, uses a part of it
+
+    @property
+    def uneven(self) -> Uneven:
+        """How the module's own split lies on the ranks."""
+        lies = (self.computes, self.input)
+        return next((p.uneven for p in lies if isinstance(p, S)), EVEN)
 
 
 @dataclass(frozen=True)
@@ -133,10 +139,10 @@ def _left(edge: Edge, wanted: Wanted, out: Any, follower: Follower) -> Edge:
     """The edge with what the module was seen to compute."""
     main = next((t for t in tensors_in(out) if is_main(t)), None)
     tag = follower.note(main).tags.get(wanted.axis) if main is not None else None
-    computes: Placement = R if tag is None else S(tag.dim, _compact(tag.blocks))
+    computes: Placement = R if tag is None else placed(tag)
     leaves = computes if wanted.output is None else wanted.output
     if isinstance(leaves, S) and main is not None:
-        leaves = S(dim_of(leaves) % main.ndim, leaves.blocks)
+        leaves = replace(leaves, dim=dim_of(leaves) % main.ndim)
         if isinstance(computes, S) and computes != leaves:
             reason = f"it computes {computes} and cannot hand on {leaves}"
             raise _refuse(reason, wanted.axis, edge.group.label)
@@ -152,11 +158,9 @@ def _enter(edge: Edge, follower: Follower, x: Tensor) -> Tensor:
     kept = {axis: tag for axis, tag in note.tags.items() if axis != edge.group.axes[0]}
     if isinstance(edge.wants, S):
         dim = dim_of(edge.wants) % x.ndim
-        kept[edge.group.axes[0]] = Tag(
-            dim, (crossed.shape[dim] * edge.group.size,), edge.group.label
-        )
+        kept[edge.group.axes[0]] = _tag(edge, edge.wants, dim, crossed)
     axis = edge.group.axes[0]
-    entered = note.entered | {axis} if edge.hoisted else note.entered
+    entered = note.entered | {axis} if edge.hoisted or edge.differ else note.entered
     follower.put(crossed, Note(kept, frozenset(), True, entered))
     return crossed
 
@@ -172,17 +176,20 @@ def _exit(edge: Edge, follower: Follower, x: Tensor) -> Tensor:
     kept = {other: tag for other, tag in note.tags.items() if other != axis}
     if isinstance(edge.leaves, S):
         dim = dim_of(edge.leaves)
-        kept[axis] = Tag(dim, (crossed.shape[dim] * edge.group.size,), edge.group.label)
+        kept[axis] = _tag(edge, edge.leaves, dim, crossed)
     follower.put(crossed, Note(kept, frozenset(), True, note.entered))
     return crossed
 
 
 def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) -> Edge:
     tag = note.tags.get(wanted.axis)
-    arrives: Placement = R if tag is None else S(tag.dim, _compact(tag.blocks))
+    arrives: Placement = R if tag is None else placed(tag)
+    if wanted.told == "out" and tag is not None:
+        reason = f"`{leaf.fqn}` is given a hidden dim that lies in the order of its own results"
+        raise _refuse(reason, wanted.axis, leaf.fqn, "name its last two axes in the other order")
     wants = arrives if wanted.input is None else wanted.input
     if isinstance(wants, S):
-        wants = S(dim_of(wants) % main.ndim, wants.blocks)
+        wants = replace(wants, dim=dim_of(wants) % main.ndim)
         if isinstance(arrives, S) and arrives != wants:
             reason = f"`{leaf.fqn}` wants its input as {wanted.input}, but it arrives as {arrives}"
             raise _refuse(reason, wanted.axis, leaf.fqn)
@@ -193,12 +200,12 @@ def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) ->
         raise _refuse(reason, wanted.axis, leaf.fqn, "use `output=R`, or split the sum")
     if isinstance(computes, S):
         ndim = main.ndim if is_main(main) else main.ndim + 1  # an embedding adds a dim to its ids
-        computes = S(dim_of(computes) % ndim, computes.blocks)
+        computes = replace(computes, dim=dim_of(computes) % ndim)
         if isinstance(leaves, S):
-            leaves = S(dim_of(leaves) % ndim, computes.blocks)
+            leaves = replace(computes, dim=dim_of(leaves) % ndim)
     if leaf.kind in PLAIN and wanted.splits:
         _check_whole(leaf, arrives, wants, computes, leaves, main)
-    differ = wanted.splits or (wanted.hoisted and tag is not None)
+    differ = wanted.splits or wanted.differ or (wanted.hoisted and tag is not None)
     differ = differ and wanted.axis not in note.entered
     return Edge(
         group, arrives, wants, computes, leaves, differ, wanted.cut, wanted.head, wanted.hoisted,
@@ -247,6 +254,9 @@ def _note_leaf(leaf: Leaf, edges: Sequence[Edge], note: Note, out: Any, follower
         parts |= {a for a, e in own.items() if isinstance(e.wants, S) and dim_of(e.wants) != inner}
     for axis in (note.parts - own.keys()) | parts:
         follower.partial_over(frozenset(leaf.parameters), axis)
+    whole = frozenset(w.axis for w in leaf.wanted if w.differ)
+    for axis in whole:
+        follower.partial_over(frozenset(leaf.parameters), axis)
     for axis, edge in own.items():
         if leaf.bias is not None and isinstance(edge.computes, P) and isinstance(edge.leaves, S):
             follower.partial_over(frozenset([leaf.bias]), axis)
@@ -257,11 +267,17 @@ def _note_leaf(leaf: Leaf, edges: Sequence[Edge], note: Note, out: Any, follower
     for axis, edge in own.items():
         if isinstance(edge.leaves, S):
             dim = dim_of(edge.leaves) % out.ndim
-            kept[axis] = Tag(dim, _sizes(edge, out.shape[dim] * edge.group.size), edge.group.label)
-    follower.put(out, Note(kept, frozenset(), True, note.entered - own.keys()))
+            kept[axis] = _tag(edge, edge.leaves, dim, out)
+    follower.put(out, Note(kept, frozenset(), True, (note.entered - own.keys()) | whole))
 
 
-def _sizes(edge: Edge, whole: int) -> tuple[int, ...]:
-    assert isinstance(edge.leaves, S)
-    blocks = edge.leaves.blocks
-    return (whole // blocks,) * blocks if isinstance(blocks, int) else blocks
+def _tag(edge: Edge, placement: S, dim: int, local: Tensor) -> Tag:
+    """The tag of a tensor that an edge leaves in a placement."""
+    uneven = placement.uneven
+    whole = uneven.true(local.shape[dim], edge.group.size)
+    return Tag(dim, block_sizes(placement, whole), edge.group.label, uneven)
+
+
+def placed(tag: Tag) -> S:
+    """The placement that a tag describes."""
+    return S(tag.dim, _compact(tag.blocks), tag.uneven)

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from schedlang.placement import Uneven
+from schedlang.runtime import unevens
 from schedlang.runtime.notes import Mismatch, Note, Tag
 from schedlang.runtime.positions import reaches
 from schedlang.runtime.trace import (
@@ -54,6 +56,7 @@ class Follower(TorchFunctionMode):
         ] = {}  # parameter -> axes over which its gradient is a part
         self.masks: dict[tuple[str, int], tuple[tuple[int, ...], Mapping[str, Tag]]] = {}
         self.drawn: dict[str, int] = {}
+        self.unevens: dict[str, set[Uneven]] = {}  # by axis, of all that the plan splits
 
     # -- notes on tensors ------------------------------------------------------------------------
 
@@ -135,6 +138,7 @@ class Follower(TorchFunctionMode):
         axis = next((a for t in inputs for a in self.note(t).tags), None)
         integers = expected.integers if expected is not None and axis is not None else ()
         failure = Mismatch(frame, str(error).split("\n")[0], axis, integers, self.agreed)
+        failure.mixed = unevens.mixed([self.note(tensor) for tensor in inputs])
         failure.by = _by(inputs, axis)
         if expected is not None and axis is not None and expected.name in RESHAPES:
             failure.counted = _leading_factor(expected, self.note(inputs[0]).tags.get(axis))
@@ -216,7 +220,10 @@ class Step:
             raise self.fail(f"`{self.name}` gives {list(local)} for {list(shape)}")
         differ = [dim for dim in range(len(shape)) if local[dim] != shape[dim]]
         if not axes and differ and self.name not in FILLS:
-            raise self._leak(local, shape)
+            opened = unevens.opened(self, local, shape, differ)
+            if not opened:
+                raise self._leak(local, shape)
+            return opened
         split_axes = sorted(axes) if axes else self._axes_for(differ, local, shape)
         if not differ:
             if axes and self._carries_values():
@@ -225,19 +232,25 @@ class Step:
                     f"`{self.name}` reduces over a dim that is split over `{axis}`", axis
                 )
             return {}
+        along = unevens.alike(self, local, shape)
+        differ = [dim for dim in differ if dim != along]
         if len(differ) != len(split_axes):
             known = next(iter(split_axes), None)
             raise self.fail(f"`{self.name}` gives {list(local)} for {list(shape)}", known)
         dims = self._dims_of(split_axes, differ, local, shape, place)
-        return {
-            axis: Tag(dim, self._blocks(axis, dim, shape, place), _by(self.inputs, axis))
-            for axis, dim in sorted(dims.items(), key=lambda item: item[1])
-        }
+        tags = {}
+        for axis, dim in sorted(dims.items(), key=lambda item: item[1]):
+            uneven = self._fits(axis, local[dim], shape[dim])
+            assert uneven is not None
+            blocks = self._blocks(axis, dim, shape, place)
+            tags[axis] = Tag(dim, blocks, _by(self.inputs, axis), uneven, along)
+        return tags
 
     def _axes_for(self, differ: list[int], local: Any, shape: Any) -> list[str]:
         found: list[str] = []
+        sizes = self.follower.sizes
         for d in differ:
-            fits = (a for a, n in self.follower.sizes.items() if n > 1 and local[d] * n == shape[d])
+            fits = (a for a, n in sizes.items() if n > 1 and self._fits(a, local[d], shape[d]))
             found.append(next((a for a in fits if a not in found), "?"))
         return found
 
@@ -245,7 +258,11 @@ class Step:
         self, axes: list[str], differ: list[int], local: Any, shape: Any, place: int
     ) -> dict[str, int]:
         """The dim that each axis splits; axes of one size are told apart by following each."""
-        ways = fitting(axes, differ, local, shape, self.follower.sizes)
+
+        def fits(axis: str, dim: int) -> bool:
+            return self._fits(axis, local[dim], shape[dim]) is not None
+
+        ways = fitting(axes, differ, fits)
         if len(ways) > 1:
             given = Given(self.func, self.args, self.kwargs, self._input_shapes())
             tags = {axis: [self._of(tensor).get(axis) for tensor in self.inputs] for axis in axes}
@@ -253,6 +270,11 @@ class Step:
         if len(ways) != 1 and not (ways and self.name in FILLS):  # a fill is alike everywhere
             raise self.fail(f"`{self.name}` gives {list(local)} for {list(shape)}", axes[0])
         return ways[0]
+
+    def _fits(self, axis: str, local: int, whole: int) -> Uneven | None:
+        """How a dim that is `whole` lies on an axis if each rank has `local` of it."""
+        held = local * self.follower.sizes.get(axis, 0)
+        return next((u for u in unevens.legal(self, axis) if held == whole * u.wide), None)
 
     def _leak(self, local: tuple[int, ...], shape: tuple[int, ...]) -> Mismatch:
         return self.fail(

@@ -59,6 +59,8 @@ class Holding:
             if mesh.index(rank, self.axis) != min(self.stages):
                 return False
             splitting |= set(mesh.fold(self.axis))
+        if any(mesh.index_at(here, s.axis) % s.uneven.repeat for s in self.layout.splits):
+            return False
         return all(place == 0 for axis, place in here.items() if axis not in splitting)
 
     def local_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:

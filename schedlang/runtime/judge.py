@@ -68,7 +68,7 @@ class View:
         for axis, tag in note.tags.items():
             at = self.mesh.index(self.rank, axis)
             positions = tag.positions(whole.shape[tag.dim], self.mesh.size(axis), at)
-            whole = whole.index_select(tag.dim, torch.tensor(positions, dtype=torch.long))
+            whole = _picked(whole, tag.dim, positions, like)
         return whole
 
     def summed(self, value: Tensor, axes: frozenset[str]) -> Tensor:
@@ -77,6 +77,16 @@ class View:
             if self.groups[axis].size > 1:
                 value = collective.all_reduce(value, self.groups[axis])
         return value
+
+
+def _picked(whole: Tensor, dim: int, positions: Sequence[int], like: Tensor) -> Tensor:
+    """Some indices of a dim; behind its end lies padding, of which anything may be true."""
+    size = whole.shape[dim]
+    there = torch.tensor([index < size for index in positions])
+    found = whole.index_select(dim, torch.tensor([min(i, size - 1) for i in positions]))
+    if found.shape != like.shape or bool(there.all()):
+        return found
+    return torch.where(there.view([-1] + [1] * (found.ndim - 1 - dim % found.ndim)), found, like)
 
 
 @dataclass(frozen=True)

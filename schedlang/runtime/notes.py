@@ -5,27 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from schedlang.placement import EVEN, Uneven, positions
 from schedlang.runtime.trace import Frame
 
 
 @dataclass(frozen=True)
 class Tag:
-    """A tensor dim split over an axis, with the sizes of the blocks that lie side by side in it."""
+    """A tensor dim split over an axis, with the sizes of the blocks that lie side by side in it.
+
+    `along`: a dim of a tensor whose parts several ranks hold, along which its values are alike: the
+    dim into which each key-value head is repeated for its query heads.
+    """
 
     dim: int
     blocks: tuple[int, ...]  # of the whole dim
     by: str = field(default="", compare=False)  # the sharded module that split it
+    uneven: Uneven = EVEN
+    along: int | None = None
 
     def positions(self, size: int, parts: int, place: int) -> list[int]:
-        """The positions that a rank holds along a dim of `size`, cut block by block in `parts`."""
-        scale = size / sum(self.blocks)
-        found: list[int] = []
-        start = 0
-        for block in self.blocks:
-            length = int(block * scale) // parts
-            found += range(start + place * length, start + (place + 1) * length)
-            start += int(block * scale)
-        return found
+        """What a rank holds of a dim of `size`, in its order; indices beyond `size` are zeros."""
+        total = sum(self.blocks)
+        sizes = [block * size // total for block in self.blocks]
+        return positions(sizes, self.uneven, parts, place)
 
 
 @dataclass
@@ -71,3 +73,4 @@ class Mismatch(Exception):
         self.integers, self.place, self.helps = integers, place, helps
         self.by = ""  # the sharded module that split what fails
         self.counted: int | None = None  # into how many parts (heads) a view takes the split dim
+        self.mixed = False  # parts that one rank holds met parts that several do

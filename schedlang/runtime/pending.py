@@ -34,7 +34,7 @@ LINEAR = {"view", "reshape", "flatten", "unflatten", "transpose", "permute", "co
           "to", "type", "float", "double", "half", "bfloat16", "__getitem__", "squeeze",
           "unsqueeze", "expand", "expand_as", "view_as", "sum", "mean", "neg", "__neg__", "div",
           "__truediv__", "div_", "movedim", "swapaxes", "t", "T", "mT", "narrow", "select",
-          "split", "chunk", "unbind"}  # fmt: skip
+          "split", "chunk", "unbind", "moved"}  # fmt: skip
 
 
 def trouble(tensor: Tensor, axis: str, varies: Varies) -> str | None:

@@ -68,7 +68,7 @@ class Program:
     @property
     def module(self) -> nn.Module:
         """The plain module, where no pipeline is involved: bring your own loop (S617)."""
-        if self.assembly.context:
+        if self.assembly.tokens is not None:
             title = (
                 f"sequences split over `{self.assembly.context[0]}` need a step that splits them"
             )

@@ -6,6 +6,7 @@ import atexit
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -61,8 +62,17 @@ class Ranks:
         if name not in self._along:
             axes = self.mesh.fold(over)
             place = self.mesh.index(self.rank, axes)
-            self._along[name] = self._made(name, self.mesh.groups(axes), place)
+            made = self._made(name, self.mesh.groups(axes), place)
+            self._along[name] = self._ordered(made, over) if isinstance(over, str) else made
         return self._along[name]
+
+    def _ordered(self, group: Group, over: str) -> Group:
+        """The same ranks, counted by the axes in the order in which they are named."""
+        ranks = self.mesh.group(self.rank, over)
+        if ranks == group.ranks:
+            return group
+        order = tuple(group.ranks.index(rank) for rank in ranks)
+        return replace(group, ranks=ranks, rank=ranks.index(self.rank), order=order)
 
     def again(self, over: str) -> dist.ProcessGroup | None:
         """A second process group over the same ranks, for traffic the other way."""

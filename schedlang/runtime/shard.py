@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.placement import P, Placement
+from schedlang.placement import P, Placement, S, positions
 from schedlang.runtime.collective import Group
-from schedlang.runtime.crossing import Crossing, shared
+from schedlang.runtime.crossing import Crossing, block_sizes, dim_of, shared
 from schedlang.runtime.vocab import ShardedLogits
 
 
@@ -77,11 +77,10 @@ def projection(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward
     compute = COMPUTES[kind]
     sums = [edge for edge in edges if isinstance(edge.computes, P)]
     others = [edge for edge in edges if edge not in sums]
-    padded = [edge for edge in edges if edge.cut is not None]
 
     def forward(x: Tensor) -> Any:
         for edge in edges:
-            x = shared(edge.entry(), x)
+            x = without_padding(shared(edge.entry(), x), edge.wants, edge.group)
         y = compute(module, x, not sums)
         for edge in sums:
             y = edge.exit()(y)
@@ -90,12 +89,27 @@ def projection(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward
         for edge in others:
             if edge.head:
                 return head_of(y, edge)
-            y = edge.exit()(y)
-        for edge in padded:
-            y = y[..., : edge.cut]
+            y = edge.exit()(without_padding(y, edge.computes, edge.group))
         return y
 
     return forward
+
+
+def without_padding(x: Tensor, placement: Placement, group: Group) -> Tensor:
+    """The tensor with zeros where it is padded, and in backward its gradient.
+
+    What a model computes between two projections need not keep zeros (`exp`, a division), and no
+    such value may reach a sum, nor a gradient the padding of a weight.
+    """
+    if not isinstance(placement, S) or placement.uneven.wide == placement.uneven.repeat:
+        return x
+    dim = dim_of(placement) % x.ndim
+    size = placement.uneven.true(x.shape[dim], group.size)
+    where = positions(block_sizes(placement, size), placement.uneven, group.size, group.rank)
+    if max(where) < size:
+        return x
+    mask = torch.tensor([index >= size for index in where], device=x.device)
+    return x.masked_fill(mask.view([-1] + [1] * (x.ndim - 1 - dim)), 0.0)
 
 
 def head_of(y: Tensor, edge: Edge) -> ShardedLogits:
@@ -109,19 +123,30 @@ def head_of(y: Tensor, edge: Edge) -> ShardedLogits:
 
 
 def embedding(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
-    """An embedding that looks up only the rows that this rank holds; the sum has them all."""
+    """An embedding that looks up only the rows, or the part of each, that this rank holds.
+
+    Of the rows the sum has them all.
+    """
     assert isinstance(module, nn.Embedding)
-    (edge,) = edges
-    width, group = module.weight.shape[0], edge.group
-    first = group.rank * width
+    edge = next((edge for edge in edges if isinstance(edge.computes, P)), None)
+    others = [one for one in edges if one is not edge]
+    group = edge.group if edge is not None else None
+    width = module.weight.shape[0]
+    first = group.rank * width if group is not None else 0
     pad = module.padding_idx
     local_pad = pad - first if pad is not None and first <= pad < first + width else None
 
     def forward(ids: Tensor) -> Tensor:
-        local = ids - first
-        mine = (local >= 0) & (local < width)
-        rows = F.embedding(local.clamp(0, width - 1), module.weight, local_pad)
-        return edge.exit()(rows * mine[..., None])
+        if edge is None:
+            rows = F.embedding(ids, module.weight, local_pad)
+        else:
+            local = ids - first
+            mine = (local >= 0) & (local < width)
+            rows = F.embedding(local.clamp(0, width - 1), module.weight, local_pad)
+            rows = edge.exit()(rows * mine[..., None])
+        for one in others:  # split along what each row holds
+            rows = one.exit()(without_padding(rows, one.computes, one.group))
+        return rows
 
     return forward
 

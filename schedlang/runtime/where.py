@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from schedlang.placement import EVEN
 from schedlang.runtime.notes import Tag
 from schedlang.runtime.trace import name_of
 
@@ -20,13 +21,13 @@ RESHAPES = {"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"}
 
 
 def fitting(
-    axes: Sequence[str], dims: Sequence[int], local: Shape, whole: Shape, sizes: Mapping[str, int]
+    axes: Sequence[str], dims: Sequence[int], fits: Callable[[str, int], bool]
 ) -> list[dict[str, int]]:
-    """All ways to give each axis one of the dims that are shorter than in the original."""
+    """All ways to give each axis one of the dims whose sizes differ from the original's."""
     return [
         dict(zip(axes, order))
         for order in itertools.permutations(dims)
-        if all(local[d] * sizes.get(axis, 0) == whole[d] for axis, d in zip(axes, order))
+        if all(fits(axis, d) for axis, d in zip(axes, order))
     ]
 
 
@@ -82,6 +83,8 @@ def _followed(
     tag, before = found
     if call.name in RESHAPES:
         return reshaped(before, tag, whole, dims)
+    if tag.uneven != EVEN:
+        return None
     seen = alone(call.func, call.args, call.kwargs, call.shapes, tags, size, place)
     if seen is None or len(seen) != len(whole):
         return tag.dim if len(before) == len(whole) and tag.dim in dims else None
