@@ -34,7 +34,7 @@ class _Begun:
 def completed(plan: Plan, batch: Mapping[str, Any] | None, loss: Loss | None = None) -> Plan:
     """The plan with the rows that its `complete` rows stand for; the plan itself without such rows.
 
-    Raises Refusal S417 where there are two ways, S418 where there is none, at the `complete` row;
+    Raises Refusal S426 where there are two ways, S427 where there is none, at the `complete` row;
     S605 where there is no batch to follow the model with.
     """
     for axis in plan.completing:
@@ -66,7 +66,7 @@ def _completed(
     begun = _begun(plan, axis, blocks, row)
     if not begun.rows:
         raise Refusal(
-            Diagnostic("S416", f"no row splits anything over `{axis}`", begun.line, helps=(
+            Diagnostic("S425", f"no row splits anything over `{axis}`", begun.line, helps=(
                 f"begin with one projection of a block: `shard(col, over={axis})`",
                 "or let `schedlang init` write the whole schedule"))
         )  # fmt: skip
@@ -163,7 +163,7 @@ def _tied(finder: Finder, begun: _Begun) -> None:
     made = finder.mended([row for row in begun.rows.values() if row not in finder.rows])
     if isinstance(made, str):
         raise Refusal(
-            Diagnostic("S418", f"what was begun over `{finder.axis}` cannot be completed",
+            Diagnostic("S427", f"what was begun over `{finder.axis}` cannot be completed",
                        begun.line, notes=(made,))
         )  # fmt: skip
     finder.rows += made
@@ -178,7 +178,7 @@ def _none(finder: Finder, flow: Flow, begun: _Begun, said: str) -> Diagnostic:
         for name in gathered[:2]
     ]
     return Diagnostic(
-        "S418", f"`{names_text(begun.of(flow))}` cannot be completed over `{finder.axis}`",
+        "S427", f"`{names_text(begun.of(flow))}` cannot be completed over `{finder.axis}`",
         begun.line, notes=(f"{rows} would be: {said}",), helps=tuple(helps),
     )  # fmt: skip
 
@@ -189,7 +189,7 @@ def _several(flow: Flow, begun: _Begun, legal: Sequence[Sequence[Row]]) -> Diagn
         for rows in legal
     ]
     return Diagnostic(
-        "S417", f"`{names_text(begun.of(flow))}` can be completed in {len(legal)} ways",
+        "S426", f"`{names_text(begun.of(flow))}` can be completed in {len(legal)} ways",
         begun.line, helps=tuple(f"write one of them: {text}" for text in texts),
     )  # fmt: skip
 

@@ -166,8 +166,10 @@ def sequential(
     case: Case, condition: Condition, dropout: LogicalDropout | None = None
 ) -> Sequential:
     """The loop around a copy of the model, under a condition: plain, or as the rows relax it."""
+    from schedlang.passes.compressed import Compressed
     from schedlang.passes.original import Sequential
     from schedlang.passes.parted import Parted
+    from schedlang.passes.reductions import compressed_over
     from schedlang.passes.replayed import Replayed
     from schedlang.passes.weigh import weight_of
     from schedlang.runtime.parts import split
@@ -177,7 +179,8 @@ def sequential(
         "evaluate": condition.evaluate, "dropout": dropout,
     }  # fmt: skip
     table = case.table
-    if not case.parted and table is None:
+    few = bool(compressed_over(case.plan))
+    if not case.parted and table is None and not few:
         return Sequential(twin(case), condition.optimizer, **options)
     assert case.prepared is not None
     replicas, micro = case.cuts
@@ -185,6 +188,9 @@ def sequential(
     options |= {"split": lambda batch: split(batch, replicas, micro), "weigh": weigh}
     if table is not None:
         return Replayed(twin(case), condition.optimizer, **options, table=table)
+    if few:
+        held = case.prepared.holdings
+        return Compressed(twin(case), condition.optimizer, **options, plan=case.plan, holdings=held)
     return Parted(twin(case), condition.optimizer, **options)
 
 

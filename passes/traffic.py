@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from schedlang.passes.gathers import gathers
 from schedlang.passes.holdings import slicing
 from schedlang.passes.memory import gathered_bytes
-from schedlang.passes.reductions import Reduction, reductions, sliced_names
+from schedlang.passes.messages import messages
+from schedlang.passes.reductions import reductions, sliced_names
 from schedlang.passes.root import backward_root
 from schedlang.placement import P, Placement, Replicate, S
 from schedlang.plan import Plan
@@ -343,51 +344,19 @@ def _slices(context: _Context) -> Iterator[Collective]:
 
 # -- after the last backward -------------------------------------------------------------------
 
-FACETS = {"partial": "placement", "tied": "stage", "replicas": "state"}
+FACETS = {"partial": "placement", "tied": "stage", "replicas": "state", "compressed": "state"}
 WORDS = {"partial": "grads of parts", "tied": "grads of ties", "replicas": "grads"}
 
 
 def _sums(context: _Context) -> Iterator[Collective]:
     """Sums of gradients in buckets, which differ by stage."""
-    staged, mesh = context.staged, context.plan.mesh
-    places = range(mesh.size(staged.axis)) if staged.axis is not None else (None,)
-    for one in reductions(context.plan, context.traced, context.holdings):
+    plan, staged = context.plan, context.staged
+    places = range(plan.mesh.size(staged.axis)) if staged.axis is not None else (None,)
+    for one in reductions(plan, context.traced, context.holdings):
         row = context.row(FACETS[one.kind])
         for place in places:
             if one.stages is None or place in one.stages:
                 at = None if place is None else frozenset([place])
-                for size, fqn in _buckets(context, one, place):
-                    yield Collective(
-                        "all-reduce", one.axes, "step", WORDS[one.kind], fqn, 1, size, at, row
-                    )
-
-
-def _buckets(context: _Context, one: Reduction, place: int | None) -> Iterator[tuple[int, str]]:
-    """Bytes of each bucket, with the module that holds all of it (one number more a parameter)."""
-    import math
-
-    from schedlang.runtime.gradient import buckets
-
-    plan = context.plan
-    rank = 0
-    if place is not None and context.staged.axis is not None:
-        rank = plan.mesh.group(0, context.staged.axis)[place]
-    names = [n for n in one.names if context.holdings[n].held(plan.mesh, rank)]
-    facts = [plan.model.unique[n] for n in names]
-    counts = [math.prod(context.holdings[n].local_shape(plan.mesh, rank)) for n in names]
-    sizes = [(count * f.itemsize, f.dtype) for count, f in zip(counts, facts)]
-    for bucket in buckets(sizes):
-        elements = sum(counts[k] for k in bucket) + len(bucket)
-        owners = [plan.model.owner(names[k]).fqn for k in bucket]
-        yield elements * facts[bucket[0]].itemsize, _common(owners)
-
-
-def _common(owners: list[str]) -> str:
-    """The innermost module that holds all of them."""
-    rows = [owner.split(".") for owner in owners]
-    shared = []
-    for column in zip(*rows):
-        if len(set(column)) > 1:
-            break
-        shared.append(column[0])
-    return ".".join(shared)
+                for kind, what, size, fqn in messages(plan, staged, context.holdings, one, place):
+                    words = what or WORDS[one.kind]
+                    yield Collective(kind, one.axes, "step", words, fqn, 1, size, at, row)

@@ -113,7 +113,7 @@ class Gated(nn.Module):
 
 
 def test_nothing_begun_is_refused() -> None:
-    """Without a row to complete, the message gives one (S416)."""
+    """Without a row to complete, the message gives one (S425)."""
     plan = planned(Gated(), "complete(over=tp)", "tp=2")
     with pytest.raises(Refusal, match="no row splits anything over `tp`"):
         completed(plan, {"x": torch.randn(4, 8)})
@@ -126,7 +126,7 @@ def test_what_cannot_follow_is_refused() -> None:
     with pytest.raises(Refusal) as refusal:
         completed(plan, models.tokens())
     said = str(refusal.value)
-    assert "S418" in said and "k_proj  shard(col" in said and "output=R" in said, said
+    assert "S427" in said and "k_proj  shard(col" in said and "output=R" in said, said
 
 
 class Chain(nn.Module):
@@ -146,5 +146,5 @@ def test_several_ways_are_named() -> None:
     with pytest.raises(Refusal) as refusal:
         completed(plan, {"x": torch.randn(4, 8)})
     said = str(refusal.value)
-    assert "S417" in said and "`first` can be completed in 2 ways" in said, said
+    assert "S426" in said and "`first` can be completed in 2 ways" in said, said
     assert "second  shard(row, over=tp)" in said and "first  shard(col, output=R" in said, said

@@ -65,7 +65,8 @@ class Drawn(Short):
     @property
     def parts(self) -> int:
         """Into how many parts a batch is split."""
-        used = {axis for s in self.completed if s.verb == "zero" for axis in s.axes}
+        verbs = ("zero", "compress")  # the second brings a row of the first with it
+        used = {axis for s in self.completed if s.verb in verbs for axis in s.axes}
         count = self.micro
         for axis, size in self.axes:
             count *= size if axis in used else 1
@@ -466,6 +467,17 @@ def zero(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
         found += [step("zero", [f"zero(stage={stage}, over=({both}))"], claims, data)
                   for stage in (3, 1)]  # fmt: skip
     return found
+
+
+@generator
+def compress(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """Each data axis, in the limit: a rank so high that nothing is left out."""
+    return [
+        step("compress", [f"zero(stage=0, over={axis})",
+                          f"compress(gradients, powersgd, over={axis}, rank=1000)"],
+             ["compress", f"zero {axis}"], [axis])
+        for axis in ("dp", "ep") if axis in sizes
+    ]  # fmt: skip
 
 
 @generator
