@@ -137,7 +137,7 @@ class Run:
     def attempt(self) -> Mismatch | None:
         """Run; what disagreed first, or None."""
         from schedlang.runtime.constants import on_meta
-        from schedlang.runtime.notes import Mismatch
+        from schedlang.runtime.notes import Hoist, Mismatch
 
         model = self._copy()
         try:
@@ -146,6 +146,8 @@ class Run:
             self._check_outputs(output)
         except Mismatch as failure:
             return failure
+        except Hoist:
+            raise
         except Exception as error:
             if not self.divided:
                 raise

@@ -49,6 +49,8 @@ def _check_ties(plan: Plan) -> None:
     for name in plan.layouts:
         for used in plan.model.parameters[name].names:
             owner = plan.model.owner(used).fqn
+            if not any(plan.model.sites[owner].is_a(kind) for kind in CLASSES):
+                continue  # a holder; whatever it does with its parameter is followed
             known = {b.axis for b in plan.boundaries.get(owner, ())}
             for split in plan.held(name).splits:
                 if split.axis not in known:

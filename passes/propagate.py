@@ -66,15 +66,19 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
     recording = record(plan, batch, inputs, loss, leaves)
     if not leaves:
         return _traced(plan, recording)
-    tries: list[tuple[frozenset[Number], int]] = [(frozenset(), -1)]
-    pairs: list[tuple[frozenset[Number], int]] = []
+    # divided numbers, and at which call, and how, it failed without the last of them
+    tries: list[tuple[frozenset[Number], tuple[int, str]]] = [(frozenset(), (-1, ""))]
+    pairs: list[tuple[frozenset[Number], tuple[int, str]]] = []
     tried: set[frozenset[Number]] = set()
+    idle: set[tuple[frozenset[Number], tuple[int, str]]] = set()
     best: Mismatch | None = None
     for _ in range(MOST_RUNS + len(plan.model.sites)):
         if not tries and not pairs:
             break
         single = bool(tries)
         divided, reached = (tries or pairs).pop()
+        if not single and any((divided - {number}, reached) in idle for number in divided):
+            continue  # one of the two changes nothing here
         run = Run(plan, batch, inputs, loss, leaves, recording, divided)
         try:
             failure = run.attempt()
@@ -87,13 +91,17 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
             return _traced(plan, recording, run)
         if best is None or _told(failure) > _told(best):
             best = failure
-        if failure.place <= reached:  # this division alone did not help
-            if single and failure.place == reached:  # one call may count by two: `split([q, k, k])`
-                more = {divided | {number} for number in run.candidates(failure)} - tried
-                pairs += [(both, reached) for both in more]
-                tried |= more
+        if failure.place <= reached[0]:  # this division alone did not help
+            # but if it changed something, two numbers may stand in a call: `split([q, k, k])`
+            if (failure.place, failure.reason) == reached:
+                idle.add((divided, reached))
+            elif single:
+                more = [divided | {number} for number in run.candidates(failure)]
+                pairs += [(both, reached) for both in more if both not in tried]
+                tried.update(more)
             continue
-        tries += [(divided | {number}, failure.place) for number in run.candidates(failure)]
+        now = failure.place, failure.reason
+        tries += [(divided | {number}, now) for number in run.candidates(failure)]
     assert best is not None
     raise _refusal(plan, best)
 
