@@ -8,17 +8,18 @@ all later calls proves the choice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Label, Refusal
-from schedlang.passes.dryrun import Loss, Number, Run, record
+from schedlang.passes.dryrun import Choice, Loss, Run, record
 from schedlang.fitting import remedies
 from schedlang.passes.leaves import alike, hoisted, leaves_of, touches
 from schedlang.plan import Action, Plan
 
 if TYPE_CHECKING:
+    from schedlang.runtime.narrowed import Narrowed
     from schedlang.runtime.notes import Mismatch, Note, Tag
     from schedlang.runtime.shard import Edge
     from schedlang.runtime.trace import LabelRule, Recording
@@ -33,6 +34,7 @@ class Traced:
     edges     module -> its edges, with groups that have no processes yet
     kinds     module -> how it computes (Linear, Conv1D, Embedding, or "" for as it is)
     numbers   attributes to be divided: (module, attribute, local value)
+    parts     module -> its arguments that are whole, and of which it takes a part
     partial   parameter -> axes over which its gradient must still be summed
     masks     (module, turn) of a random draw -> whole shape and split dims by axis
     layouts   (module, turn) -> notes on the tensors that it is given and on those that it gives,
@@ -43,6 +45,7 @@ class Traced:
     edges: Mapping[str, tuple[Edge, ...]] = field(default_factory=dict)
     kinds: Mapping[str, str] = field(default_factory=dict)
     numbers: tuple[tuple[str, str, int], ...] = ()
+    parts: Mapping[str, tuple[Narrowed, ...]] = field(default_factory=dict)
     partial: Mapping[str, frozenset[str]] = field(default_factory=dict)
     masks: Mapping[tuple[str, int], tuple[tuple[int, ...], Mapping[str, Tag]]] = field(
         default_factory=dict
@@ -67,10 +70,10 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
     if not leaves:
         return _traced(plan, recording)
     # divided numbers, and at which call, and how, it failed without the last of them
-    tries: list[tuple[frozenset[Number], tuple[int, str]]] = [(frozenset(), (-1, ""))]
-    pairs: list[tuple[frozenset[Number], tuple[int, str]]] = []
-    tried: set[frozenset[Number]] = set()
-    idle: set[tuple[frozenset[Number], tuple[int, str]]] = set()
+    tries: list[tuple[frozenset[Choice], tuple[int, str]]] = [(frozenset(), (-1, ""))]
+    pairs: list[tuple[frozenset[Choice], tuple[int, str]]] = []
+    tried: set[frozenset[Choice]] = set()
+    idle: set[tuple[frozenset[Choice], tuple[int, str]]] = set()
     best: Mismatch | None = None
     for _ in range(MOST_RUNS + len(plan.model.sites)):
         if not tries and not pairs:
@@ -128,6 +131,7 @@ def _traced(plan: Plan, recording: Recording, run: Run | None = None) -> Traced:
         edges=run.edges,
         kinds={fqn: run.leaves[fqn].kind for fqn in run.edges},
         numbers=tuple(run.numbers),
+        parts=run.parts,
         partial=partial,
         masks=run.follower.masks,
         layouts=run.layouts,
@@ -177,5 +181,5 @@ def _heads(plan: Plan, failure: Mismatch) -> tuple[str, ...]:
 
 def _row(plan: Plan, fqn: str, axis: str) -> Any:
     """The call that splits a module over an axis so that heads can be said."""
-    rows = (a.primitive for a in reversed(plan.actions) if fqn and fqn in a.sites)
+    rows: Iterator[Any] = (a.primitive for a in reversed(plan.actions) if fqn and fqn in a.sites)
     return next((p for p in rows if hasattr(p, "uneven") and p.over == axis), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -194,6 +194,12 @@ def on_result(cross: Callable[[Tensor], Tensor], out: Any) -> Any:
             if is_main(value):
                 changed = [*out[:place], cross(value), *out[place + 1 :]]
                 return changed if isinstance(out, list) else tuple(changed)
+    if isinstance(out, MutableMapping):  # the named outputs of transformers are dicts too
+        name = next((name for name, value in out.items() if is_main(value)), None)
+        if name is not None:
+            made = copy.copy(out)
+            made[name] = cross(out[name])
+            return made
     return out
 
 
