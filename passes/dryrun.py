@@ -178,8 +178,8 @@ class Run:
 
     def _copy(self) -> nn.Module:
         from schedlang.runtime.dry import dry_forward
-        from schedlang.runtime.narrowed import dry_parts
         from schedlang.runtime.meta import hollow_model
+        from schedlang.runtime.narrowed import dry_parts
         from schedlang.runtime.notes import Note, Tag
         from schedlang.runtime.numbers import set_number
         from schedlang.runtime.trace import tensors_in

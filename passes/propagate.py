@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Label, Refusal
-from schedlang.passes.dryrun import Choice, Loss, Run, record
 from schedlang.fitting import remedies
+from schedlang.passes.dryrun import Choice, Loss, Run, record
 from schedlang.passes.leaves import alike, hoisted, leaves_of, touches
 from schedlang.plan import Action, Plan
 

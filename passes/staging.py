@@ -70,8 +70,8 @@ def local_skeleton(plan: Plan, traced: Traced) -> nn.Module:
 
 def shape_up(model: nn.Module, traced: Traced, at_home: Callable[[Any], Any]) -> None:
     """Divide the numbers that modules count by, and put crossings around sharded modules."""
-    from schedlang.runtime.numbers import set_number
     from schedlang.runtime.narrowed import WithParts
+    from schedlang.runtime.numbers import set_number
     from schedlang.runtime.shard import Sharded
 
     for fqn, attribute, value in traced.numbers:

@@ -70,9 +70,10 @@ def mpt() -> nn.Module:
 
 @pytest.mark.parametrize(
     ("model", "rows"),
-    [(bloom, PACKED), (lambda: falcon(False), PACKED), (lambda: falcon(True), PACKED), (mpt, MPT),
-     (models.phi3, PHI3)],
-    ids=["bloom", "falcon", "falcon-alibi", "mpt", "phi3"],
+    [(bloom, PACKED), (lambda: falcon(False), PACKED), (models.phi3, PHI3),
+     pytest.param(lambda: falcon(True), PACKED, marks=pytest.mark.deep),
+     pytest.param(mpt, MPT, marks=pytest.mark.deep)],
+    ids=["bloom", "falcon", "phi3", "falcon-alibi", "mpt"],
 )  # fmt: skip
 def test_packed_heads(threads: Threads, model: Any, rows: str) -> None:
     """Each layout is followed, numbers and biases of all heads are found, and the model stays."""
@@ -115,13 +116,11 @@ def test_a_head_with_a_bias_that_its_parent_holds(threads: Threads) -> None:
 def test_alibi_is_cut_where_the_attention_takes_it() -> None:
     """The argument and its dim are found: Bloom's holds the heads of every row, MPT's once."""
     found = propagate(planned(bloom(), PACKED, "tp=2"), models.tokens(3)).parts
-    assert {(fqn.split(".")[-1], p.name, p.dim, p.unit) for fqn, ps in found.items() for p in ps} == {
-        ("self_attention", "alibi", 0, 4)
-    }
+    cut = {(at.split(".")[-1], p.name, p.dim, p.unit) for at, ps in found.items() for p in ps}
+    assert cut == {("self_attention", "alibi", 0, 4)}
     found = propagate(planned(mpt(), MPT, "tp=2"), models.tokens(3)).parts
-    assert {(fqn.split(".")[-1], p.name, p.dim, p.unit) for fqn, ps in found.items() for p in ps} == {
-        ("attn", "position_bias", 0, 4)
-    }
+    cut = {(at.split(".")[-1], p.name, p.dim, p.unit) for at, ps in found.items() for p in ps}
+    assert cut == {("attn", "position_bias", 0, 4)}
 
 
 def test_attentions_of_one_class_divided_differently() -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from schedlang.placement import P, Placement, S, positions
 from schedlang.runtime.collective import Group
 from schedlang.runtime.crossing import Crossing, block_sizes, dim_of, shared
+from schedlang.runtime.lookup import around
 from schedlang.runtime.vocab import ShardedLogits
 
 
@@ -134,7 +135,7 @@ def embedding(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
     pad = module.padding_idx
     local_pad = pad - first if pad is not None and first <= pad < first + width else None
 
-    def forward(ids: Tensor) -> Tensor:
+    def rows_of(ids: Tensor) -> Tensor:
         if edge is None:
             rows = F.embedding(ids, module.weight, local_pad)
         else:
@@ -146,7 +147,7 @@ def embedding(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
             rows = one.exit()(without_padding(rows, one.computes, one.group))
         return rows
 
-    return forward
+    return around(module, rows_of)
 
 
 def region(inner: Forward, edges: tuple[Edge, ...]) -> Forward:
