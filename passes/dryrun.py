@@ -54,6 +54,8 @@ def record(
     from schedlang.runtime.constants import on_meta
     from schedlang.runtime.hollow import hollow_out
     from schedlang.runtime.meta import hollow_model
+    from schedlang.runtime.reach import reached
+    from schedlang.runtime.record import loss_of
     from schedlang.runtime.trace import Recorder, Stack
 
     model, stack = hollow_model(plan.model.model, {}), Stack()
@@ -62,9 +64,12 @@ def record(
     stack.watch(model, _opaque(leaves))
     with on_meta(batch, inputs), Recorder(stack, inputs) as recorder:
         try:
-            call(model, inputs, loss)
+            output, value = call(model, inputs, loss)
         except Exception as error:
             raise _rejected(error) from error
+    recorder.recording.reached = reached(
+        model, loss_of(output, inputs, None) if value is None else value
+    )
     recorder.recording.entries.update(stack.turns)
     recorder.recording.order.extend(stack.turns)
     recording: Recording = recorder.recording
@@ -72,6 +77,10 @@ def record(
 
 
 def _rejected(error: Exception) -> Refusal:
+    if isinstance(error, NotImplementedError) or "on meta tensors" in str(error):
+        from schedlang.runtime.calls import asks_for_values
+
+        return asks_for_values(error)
     text = f"{type(error).__name__}: {error}".split("\n")[0]
     return Refusal(
         Diagnostic(

@@ -37,6 +37,7 @@ class Traced:
     masks     (module, turn) of a random draw -> whole shape and split dims by axis
     layouts   (module, turn) -> notes on the tensors that it is given and on those that it gives,
               None where they are not known; empty where nothing is sharded
+    reached   parameters that the loss depends on, whatever the values are
     order     modules in the order of their first call; entries: how often each is called
     """
 
@@ -52,6 +53,7 @@ class Traced:
     )
     labels: tuple[LabelRule, ...] = ()
     random: bool = False
+    reached: frozenset[str] = frozenset()
     order: tuple[str, ...] = ()
     entries: Mapping[str, int] = field(default_factory=dict)
 
@@ -66,7 +68,9 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
     recording = record(plan, batch, inputs, loss, leaves)
     if not leaves:
         return _traced(plan, recording)
-    tries: list[tuple[frozenset[Number], int]] = [(frozenset(), -1)]
+    # what served before is tried first: the comparison proves it anew
+    served: Any = plan.model.cache.setdefault(("divided", plan.mesh.axes), [])
+    tries: list[tuple[frozenset[Number], int]] = [(found, -1) for found in (frozenset(), *served)]
     pairs: list[tuple[frozenset[Number], int]] = []
     tried: set[frozenset[Number]] = set()
     best: Mismatch | None = None
@@ -84,6 +88,8 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
             tries.append((divided, reached))
             continue
         if failure is None:
+            if divided and divided not in served:
+                served.append(divided)
             return _traced(plan, recording, run)
         if best is None or _told(failure) > _told(best):
             best = failure
@@ -110,6 +116,7 @@ def _traced(plan: Plan, recording: Recording, run: Run | None = None) -> Traced:
     shared = {
         "labels": tuple(recording.labels),
         "random": recording.random,
+        "reached": recording.reached,
         "order": tuple(recording.order),
         "entries": dict(recording.entries),
     }

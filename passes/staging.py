@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from schedlang.timeline import Timeline
 
 Loss = Callable[..., Any]
+UNCALLED = tuple(f"torch.nn.modules.container.{kind}" for kind in ("ModuleList", "ModuleDict"))
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,17 @@ def _trunk(plan: Plan) -> frozenset[str]:
     outer = [
         f for f in lists if not any(f.startswith(f"{other}.") for other in lists if other != f)
     ]
-    return frozenset(f"{fqn}.{child}" for fqn in outer for child in plan.model.sites[fqn].children)
+    return frozenset(one for fqn in outer for one in _elements(plan, fqn))
+
+
+def _elements(plan: Plan, fqn: str) -> Iterator[str]:
+    """What stands in a list, also in lists and dicts within it: modules that are called."""
+    for child in plan.model.sites[fqn].children:
+        name = f"{fqn}.{child}"
+        if any(plan.model.sites[name].is_a(kind) for kind in UNCALLED):
+            yield from _elements(plan, name)
+        else:
+            yield name
 
 
 def placed(refusal: Refusal, plan: Plan, facet: str) -> Refusal:

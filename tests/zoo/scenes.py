@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from schedlang.passes.prove import Case
-from tests import models
+from tests import expert_models, models
 from tests.proofs import planned
 from tests.zoo import networks
 from tests.zoo.networks import points, words
@@ -103,6 +103,12 @@ def _alone(
     return Scene(networks.made(lambda: networks.Points(kind())), rows, "", batches, holds=holds)
 
 
+def _routed(said: str, mesh: str, relax: str = "") -> Scene:
+    rows = f"layers.*.experts expert_parallel({said})"
+    rows += "\nzero(stage=0, over=dp)" if mesh.startswith("dp") else ""
+    return Scene(expert_models.tiny, rows, mesh, expert_models.batch, relax=relax)
+
+
 SCENES: dict[str, Scene] = {
     "tp": _gpt2(GPT2, "tp=2"),
     "tp, recomputed": _gpt2(GPT2 + "transformer.h.* checkpoint()", "tp=2"),
@@ -187,6 +193,9 @@ SCENES: dict[str, Scene] = {
         networks.made(lambda: networks.Points(networks.Experts())),
         "zero(stage=0, over=dp)", "dp=2", lambda seed: points(seed, 6, (5, networks.WIDTH)),
     ),
+    "routed": _routed("over=dp", "dp=2"),
+    "routed alike": _routed("over=tp", "tp=2"),
+    "routed, dropped": _routed("over=dp, capacity=0.75", "dp=2", "routing"),
     "whole updates": replace(
         _block(networks.Residual, BLOCK), optimizer=networks.adafactor, holds=False
     ),
