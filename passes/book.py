@@ -37,10 +37,10 @@ def planned(plan: Plan, prepared: Prepared) -> dict[int, list[Booked]]:
         for place in one.stages if one.stages is not None else book:
             at = frozenset([place]) if one.stages is None else one.stages
             book[place].append(Booked(mesh.fold(one.axes), frozenset(one.names), at))
-    row, whole = slicing(plan)
+    row, _ = slicing(plan)
     for place in book if row is not None else ():
         assert row is not None
-        axes = mesh.fold((*row.axes, *whole))
+        axes = mesh.fold(row.axes)
         for stage in staged.stages_at(place):
             units = sliced_names(plan, staged, prepared.holdings, stage)
             for names in units.values():

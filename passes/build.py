@@ -15,7 +15,7 @@ from schedlang.passes.context import exchange
 from schedlang.passes.executor import early_sums, pipeline_of
 from schedlang.passes.prepare import Prepared, check_axes, prepare
 from schedlang.passes.propagate import Traced
-from schedlang.passes.reduce import slice_state, sums_of
+from schedlang.passes.reduce import compressor_of, slice_state, sums_of
 from schedlang.passes.staging import Staged, buffer_stages, shape_up
 from schedlang.passes.staleness import check_build
 from schedlang.passes.weigh import weight_of
@@ -107,6 +107,7 @@ def build(
         parameters=found, holdings=holdings, buffer_stages=buffer_stages(staged),
         ties=(*plan.model.ties, *plan.model.shared_buffers), sums=tuple(sums), sliced=sliced,
         keys=tuple(plan.model.model.state_dict()), weight=weight, loss_dtype=_loss_dtype(plan),
+        compressor=compressor_of(plan, traced, holdings, found, ranks),
         early=early_sums(plan, staged, found, sums), last_rank=_last_rank(plan, staged),
         stage_axis=staged.axis, dropout=dropout, inputs=frozenset(batch),
         without_labels=traced.labels[0].filled if len(traced.labels) == 1 else None,

@@ -53,11 +53,13 @@ def record(
 ) -> Recording:  # fmt: skip
     """What the model as it is calls, in order, with the shapes of each call."""
     from schedlang.runtime.constants import on_meta
+    from schedlang.runtime.hollow import hollow_out
     from schedlang.runtime.meta import hollow_model
     from schedlang.runtime.trace import Recorder, Stack
 
     model, stack = hollow_model(plan.model.model, {}), Stack()
     model.train()
+    hollow_out(model, plan.computes)
     stack.watch(model, _opaque(leaves))
     with on_meta(batch, inputs), Recorder(stack, inputs) as recorder:
         try:
@@ -136,7 +138,8 @@ class Run:
         self.plan, self.batch, self.inputs, self.loss = plan, batch, inputs, loss
         self.leaves = leaves
         self.divided, self.stack = divided, Stack()
-        sizes = {name: plan.mesh.size(name) for name in plan.mesh.names}
+        over = (b.axis for boundaries in plan.boundaries.values() for b in boundaries)
+        sizes = {name: plan.mesh.size(name) for name in (*plan.mesh.names, *over)}
         self.sizes, self.below = sizes, _below(leaves, sizes)
         self.follower = Follower(recording, self.stack, sizes)
         self.edges: dict[str, tuple[Edge, ...]] = {}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import MISSING, fields, replace
+from typing import TYPE_CHECKING, Any
 
 from schedlang.passes.observe import Observation
 from schedlang.plan import Action, Plan
@@ -57,7 +57,7 @@ def baseline(plan: Plan) -> tuple[Plan, str] | None:
             continue
         primitive, stage = action.primitive, getattr(action.primitive, "stage", 0)
         if action.primitive.writes == {"state"} and stage and two and (micro == 1 or stage == 1):
-            primitive = replace(primitive, stage=0)  # type: ignore[type-var]
+            primitive = unsliced(primitive)
             words.append(f"{action.name} at stage 0")
         rows.append((primitive, action))
     if not words:
@@ -68,6 +68,12 @@ def baseline(plan: Plan) -> tuple[Plan, str] | None:
     for primitive, action in rows:
         made = made.add(primitive, action.sites, step=action.step, span=action.span)
     return made, ", ".join(words)
+
+
+def unsliced(primitive: Any) -> Any:
+    """The row at stage 0; what else it says is about slices."""
+    usual = {f.name: f.default for f in fields(primitive) if f.default is not MISSING}
+    return replace(primitive, **{**usual, "stage": 0})
 
 
 def exact_rows(without: Observation, program: Observation, words: str) -> Iterator[Row]:

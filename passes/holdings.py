@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from schedlang.passes.staging import Staged
@@ -49,13 +50,22 @@ def _owners(staged: Staged) -> dict[str, frozenset[int]]:
 def _unsliced(plan: Plan, staged: Staged) -> frozenset[str]:
     """Parameters that stay whole on data-parallel ranks although the rest is sliced.
 
-    In a pipeline: those that several units use, or none holds; each unit gathers and frees its own.
+    Those that several units use: each gathers and frees its own. In a pipeline also what no unit
+    holds; without one the model itself takes that.
     """
     if staged.axis is None:
-        return frozenset()
+        return frozenset(_across(plan, staged))
     units = [f"{name}." for name in staged.cut.graph.units]
     held = {
         name: sum(any(n.startswith(unit) for n in fact.names) for unit in units)
         for name, fact in plan.model.unique.items()
     }
     return frozenset(staged.cut.shared) | {name for name, count in held.items() if count != 1}
+
+
+def _across(plan: Plan, staged: Staged) -> Iterator[str]:
+    """Parameters of an element of the trunk that have a name outside of it too."""
+    for name, fact in plan.model.unique.items():
+        homes = {next((u for u in staged.trunk if n.startswith(f"{u}.")), "") for n in fact.names}
+        if len(homes) > 1:
+            yield name

@@ -12,8 +12,10 @@ from schedlang.placement import P, R, S
 from schedlang.plan import Action, Boundary, Plan
 
 if TYPE_CHECKING:
+    from schedlang.model import Site
     from schedlang.runtime.dry import Leaf, Wanted
 
+LINES = ("down", "along", "deep")  # of a cube, in the order in which its axes are named
 CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
 POOLS = tuple(f"{kind}Pool{dims}d" for kind in ("Max", "Avg") for dims in (1, 2, 3))
 NORMS = ("GroupNorm", *(f"BatchNorm{dims}d" for dims in (1, 2, 3)))
@@ -33,15 +35,30 @@ def leaves_of(plan: Plan) -> dict[str, Leaf]:
             continue
         site = plan.model.sites[fqn]
         kind = plan.computes.get(fqn) or next((k for k in CLASSES if site.is_a(k)), "")
+        kind = kind or ("norm" if _normalises(plan, site, real) else "")
         make = WANTED.get(kind, _projection)
         wanted = tuple(make(plan, fqn, kind, b) for b in real)
         split = any(plan.held(fact.name).splits for fact in site.parameters.values())
         names = tuple(fact.name for fact in site.parameters.values())
         pending = any(isinstance(w.computes, P) for w in wanted)
         bias = site.parameters.get("bias")
-        split_kind = kind if split or kind in NORMS or any(w.parts for w in wanted) else ""
+        own = split or fqn in plan.computes or kind in NORMS or any(w.parts for w in wanted)
+        split_kind = kind if own else ""
         leaves[fqn] = Leaf(fqn, split_kind, wanted, names, bias.name if bias and pending else None)
     return leaves
+
+
+def _normalises(plan: Plan, site: Site, boundaries: list[Boundary]) -> bool:
+    """Does a module keep parameters along a hidden dim that comes and goes in parts?"""
+    from schedlang.runtime.crossing import dim_of
+
+    facts = site.parameters.values()
+    inside = all(len(f.shape) == 1 and plan.held(f.name).splits for f in facts)
+    ends = [end for b in boundaries for end in (b.input, b.output)]
+    last = all(isinstance(end, S) and dim_of(end) == -1 for end in ends)
+    replaced = any(site.fqn in a.sites for a in plan.actions if "structure" in a.primitive.writes)
+    one = len(boundaries) == 1 and not site.children and not replaced
+    return bool(facts) and inside and last and one
 
 
 def _check_ties(plan: Plan) -> None:
@@ -51,9 +68,9 @@ def _check_ties(plan: Plan) -> None:
             owner = plan.model.owner(used).fqn
             if not any(plan.model.sites[owner].is_a(kind) for kind in CLASSES):
                 continue  # a holder; whatever it does with its parameter is followed
-            known = {b.axis for b in plan.boundaries.get(owner, ())}
+            known = {a for b in plan.boundaries.get(owner, ()) for a in plan.mesh.fold(b.axis)}
             for split in plan.held(name).splits:
-                if split.axis not in known:
+                if not known.issuperset(plan.mesh.fold(split.axis)):
                     raise Refusal(_half_sharded(plan, name, used, split.axis))
 
 
@@ -143,18 +160,39 @@ def _on_grid(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
     """What a module on a grid wants: its rows split the batch, its columns the hidden dim."""
     from schedlang.runtime.dry import Wanted
 
-    axis, output = boundary.axis, boundary.output
-    if boundary.input is None and output is None:  # a row of the grid
-        _check_data(plan, fqn, axis)
-        return Wanted(axis, None, None, R, splits=False)
-    head = isinstance(output, S) and output.dim == "vocab"
-    weight = plan.model.sites[fqn].parameters["weight"]
-    cut = weight.shape[0] if head else None
-    blocks = next(s.blocks for s in plan.held(weight.name).splits if s.axis == axis)
+    _check_data(plan, fqn)
+    if plan.boundaries[fqn].index(boundary) == 0:
+        return Wanted(boundary.axis, None, None, R, splits=False, told="down")
+    return replace(_results(plan, fqn, boundary), splits=True, told="along")
+
+
+def _on_cube(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """What a module on a cube wants: three lines of ranks; what comes over two, and what goes."""
+    from schedlang.runtime.dry import Wanted
+
+    place = plan.boundaries[fqn].index(boundary)
+    _check_data(plan, fqn)
+    if place < len(LINES):
+        return Wanted(boundary.axis, None, None, R, splits=False, told=LINES[place])
+    if boundary.output is None:
+        return Wanted(boundary.axis, boundary.input, R, R, splits=True, told="in")
+    return replace(_results(plan, fqn, boundary), told="out")
+
+
+def _results(plan: Plan, fqn: str, boundary: Boundary) -> Wanted:
+    """How what a product gives lies, by how its weight does."""
+    from schedlang.runtime.dry import Wanted
+
+    site, output = plan.model.sites[fqn], boundary.output
+    weight, head = site.parameters["weight"], isinstance(output, S) and output.dim == "vocab"
+    if site.is_a("Embedding"):
+        return Wanted(boundary.axis, None, output, S(-1), splits=False)
+    outer = site.dims["weight"].index("out")
+    blocks = next((s.blocks for s in plan.layout(weight.name).splits if s.dim == outer), (1,))
     computes = S(-1, blocks if len(set(blocks)) > 1 else len(blocks))
-    if kind == "summa Embedding":
-        return Wanted(axis, None, output, S(-1), splits=True)
-    return Wanted(axis, boundary.input, output, computes, splits=True, cut=cut, head=head)
+    cut = weight.shape[outer] if head else None
+    entry = boundary.input
+    return Wanted(boundary.axis, entry, output, computes, splits=False, cut=cut, head=head)
 
 
 def _normed(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
@@ -164,18 +202,29 @@ def _normed(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
     return Wanted(boundary.axis, S(-1), boundary.output or S(-1), S(-1), splits=True)
 
 
-def _check_data(plan: Plan, fqn: str, axis: str) -> None:
-    """The rows of a grid hold different rows of the batch: else gradients would be summed twice."""
-    if set(plan.mesh.fold(axis)) <= set(plan.data_axes):
-        return
+def _check_data(plan: Plan, fqn: str) -> None:
+    """The first axis of a grid splits the batch, or gradients would be summed twice; no other."""
+    first, *others = (plan.mesh.fold(b.axis) for b in plan.boundaries[fqn])
     row = next(a for a in plan.actions if fqn in a.sites and "placement" in a.primitive.writes)
-    raise Refusal(
-        Diagnostic(
-            "S510", f"nothing splits the batch over `{axis}`, the rows of the grid of `{fqn}`",
-            Label(row.span) if row.span is not None else Label(),
-            helps=(f"add `zero(stage=0, over={axis})` at the end",),
-        )
-    )  # fmt: skip
+    label = Label(row.span) if row.span is not None else Label()
+    if plan.mesh.size(first) > 1 and not set(first) <= set(plan.data_axes):
+        said = f"nothing splits the batch over `{first[0]}`, the rows of the grid of `{fqn}`"
+        add = f"add `zero(stage=0, over={first[0]})` at the end"
+        raise Refusal(Diagnostic("S510", said, label, helps=(add,)))
+    for axis in {plain for axes in others for plain in axes} & set(plan.data_axes):
+        if plan.mesh.size(axis) > 1:
+            said = f"`{axis}` splits the batch, and the hidden dim in the grid of `{fqn}`"
+            raise Refusal(Diagnostic("S510", said, label, helps=("leave it out of `zero`",)))
+
+
+def _experts(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
+    """Tokens that ranks see alike are shared out and results summed; other tokens are sent."""
+    from schedlang.runtime.dry import Wanted
+
+    axis, told = boundary.axis, plan.told[fqn]
+    if axis in plan.data_axes:
+        return Wanted(axis, None, None, None, splits=False, told=told)
+    return Wanted(axis, R, R, P(), splits=True, told=told)
 
 
 # kinds that a row chose (plan.computes) and what each wants of one axis
@@ -183,7 +232,8 @@ WANTED: Mapping[str, Callable[[Plan, str, str, Boundary], Wanted]] = {
     **dict.fromkeys(CONVOLUTIONS, _convolution),
     **dict.fromkeys((*POOLS, *NORMS), _window),
     "summa Linear": _on_grid, "summa Conv1D": _on_grid, "summa Embedding": _on_grid,
-    "norm": _normed,
+    "cube Linear": _on_cube, "cube Conv1D": _on_cube, "cube Embedding": _on_cube, "norm": _normed,
+    "experts": _experts,
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from schedlang.passes.exact import unsliced
 from schedlang.passes.observe import Batch
 from schedlang.passes.sides import Case, modes_of, prepared, twin
 from schedlang.plan import Plan
@@ -85,7 +86,7 @@ def _plain(plan: Plan) -> Plan:
             continue
         primitive: Any = action.primitive
         if "state" in writes:
-            primitive = replace(primitive, stage=0)
+            primitive = unsliced(primitive)
         made = made.add(primitive, action.sites, step=action.step, span=action.span)
     return made
 

@@ -148,7 +148,7 @@ def gathered_bytes(plan: Plan, holdings: Mapping[str, Holding], names: tuple[str
 
 
 def _working(plan: Plan, staged: Staged, holdings: Mapping[str, Holding], place: int) -> int:
-    """Stage 1 and 2 keep all units gathered through the step, 3 one at a time (and the next).
+    """Stage 1 and 2 keep all units gathered through the step, 3 one at a time (and those next).
 
     Gradients are whole until they are reduced: all of them at the end in stage 1, else one unit's.
     A stage that rows of the timeline hold gathered is whole with its gradients, one at a time, and
@@ -164,8 +164,8 @@ def _working(plan: Plan, staged: Staged, holdings: Mapping[str, Holding], place:
         whole += mine
         if gathers_of(plan, staged, stage, place) is not None:
             held = max(held, 2 * sum(mine) + max(mine, default=0))
-    largest = sum(sorted(whole)[-2:])
-    parameters = sum(whole) if row.stage < 3 else largest
+    largest = sum(sorted(whole)[-max(2, 1 + row.prefetch) :])
+    parameters = sum(whole) if row.stage < 3 or not row.reshard else largest
     several = plan.order is not None and plan.order.micro > 1
     gradients = sum(whole) if row.stage == 1 and several else max(whole, default=0)
     return max(parameters + gradients, held)

@@ -10,6 +10,7 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.context import tokens_of
 from schedlang.passes.holdings import holdings_of
 from schedlang.passes.propagate import Traced, propagate
+from schedlang.passes.routing import check_routing
 from schedlang.passes.sequence import slicing_of
 from schedlang.passes.staging import Staged, stages_of
 from schedlang.passes.staleness import check_stale
@@ -43,6 +44,7 @@ def prepare(
 ) -> Prepared:
     """Trace a plan with one microbatch and cut it; raises Refusal where it cannot run."""
     check_axes(plan)
+    check_routing(plan)
     traced = propagate(plan, sample, loss)
     staged = stages_of(plan, traced, sample, loss)
     check_stale(plan, staged)

@@ -85,14 +85,9 @@ class Trial:
         """Why rows are refused, and the number of the row that is to blame (-1: none); or None."""
         from schedlang.passes.propagate import propagate
 
-        lines = [
-            (f"{path}  {row.call}", number)
-            for number, row in enumerate(rows)
-            for path in paths(row, self.blocks)
-        ]
+        lines = self._lines(rows)
         try:
-            plan = self._plan([line for line, _ in lines], f"{axis}={ranks}", self.blocks.facts)
-            propagate(plan, self.sample(1), self.loss)
+            propagate(self.plan(rows, axis, ranks), self.sample(1), self.loss)
         except Refusal as refusal:
             place = refusal.diagnostic.primary.span.line - HEAD - 1
             return refusal, lines[place][1] if 0 <= place < len(lines) else -1
@@ -100,6 +95,19 @@ class Trial:
             said = f"{type(error).__name__}: {error}".split("\n")[0]
             return Refusal(Diagnostic("S405", said)), -1
         return None
+
+    def plan(self, rows: Sequence[Row], axis: str, ranks: int) -> Plan:
+        """The plan of rows on a mesh of one axis; raises Refusal where one is refused."""
+        lines = [line for line, _ in self._lines(rows)]
+        return self._plan(lines, f"{axis}={ranks}", self.blocks.facts)
+
+    def _lines(self, rows: Sequence[Row]) -> list[tuple[str, int]]:
+        """Rows as text, one for each selector, with the number of the row."""
+        return [
+            (f"{path}  {row.call}".strip(), number)
+            for number, row in enumerate(rows)
+            for path in paths(row, self.blocks) or [""]
+        ]
 
     def cut(self, row: Row, axis: str, stages: int) -> Refusal | None:
         """Why the model cannot be cut into stages by a row; None if it can."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.blocks import Blocks, blocks_of
+from schedlang.passes.proposal_notes import differences, headline, left_whole
 from schedlang.passes.proposal_text import Row, canonical, mesh_text, rows_text, wrapped
 from schedlang.passes.proposal_trial import Trial
 from schedlang.passes.tensor_rows import Finder, tensor_rows
@@ -99,6 +100,9 @@ def _tensor(asked: Asked, notes: list[str]) -> list[Row]:
         title = f"nothing of this model could be split over `{axis}`"
         helps = (f"leave it out of the mesh, or give its ranks to another axis: `{axis}=1`",)
         raise Refusal(Diagnostic("S212", title, notes=tuple(notes[:8]), helps=helps))
+    plan = asked.trial.plan(rows, axis, finder.ranks)
+    notes += [*left_whole(plan, asked.trial.blocks, axis, notes)]
+    notes += differences(plan, asked.trial.blocks, axis)
     return rows
 
 
@@ -159,7 +163,8 @@ def _cut(asked: Asked, axis: str, stages: int) -> Row:
 def _text(
     asked: Asked, blocks: Blocks, tensor: list[Row], rest: list[Row], notes: list[str]
 ) -> str:
-    head = f"schedule 1 for {blocks.facts.class_name}\n\n{mesh_text(asked.mesh)}\n"
+    head = f"schedule 1 for {blocks.facts.class_name}\n\n# {headline(blocks)}\n"
+    head += f"{mesh_text(asked.mesh)}\n"
     steps = [head]
     if tensor:
         body = rows_text(tensor, blocks)

@@ -14,6 +14,7 @@ from schedlang.plan import Plan
 if TYPE_CHECKING:
     from torch import nn
 
+    from schedlang.runtime.compressed import Compressor
     from schedlang.runtime.gradient import Sum
     from schedlang.runtime.holding import Holding
     from schedlang.runtime.ranks import Ranks
@@ -26,10 +27,10 @@ def slice_state(
     """Put fully_shard around the units of each stage of this rank."""
     from schedlang.runtime.replicas import Sliced
 
-    sliced, whole = slicing(plan)
+    sliced, _ = slicing(plan)
     if sliced is None:
         return {}
-    mesh = ranks.device_mesh(plan.mesh.fold(sliced.axes), plan.mesh.fold(whole) if whole else ())
+    mesh = ranks.device_mesh(plan.mesh.fold(sliced.axes))
     ignored = {
         p for n, p in module.named_parameters()
         if not holdings[n].sliced or not holdings[n].held(plan.mesh, ranks.rank)
@@ -37,9 +38,10 @@ def slice_state(
     place = plan.mesh.index(ranks.rank, staged.axis) if staged.axis is not None else 0
     out = {}
     for stage in staged.stages_at(place):
-        out[stage] = one = Sliced(sliced.stage, mesh, ignored)
+        out[stage] = one = Sliced(sliced.stage, mesh, ignored, sliced.reshard)
         for fqn in sliced_names(plan, staged, holdings, stage):
             one.add(module.get_submodule(fqn), root=not fqn)
+        one.prefetch(sliced.prefetch)
     return out
 
 
@@ -61,6 +63,23 @@ def sums_of(
             group = ranks.subset(one.axes[0], groups)
         else:
             group = ranks.group(one.axes)
-        if group is not None and names:
+        if one.kind != "compressed" and group is not None and names:
             sums.append(Sum(group, names, one.kind))
     return sums
+
+
+def compressor_of(
+    plan: Plan, traced: Traced, holdings: Mapping[str, Holding],
+    found: Mapping[str, nn.Parameter], ranks: Ranks,
+) -> Compressor | None:  # fmt: skip
+    """What does the compressed sums of this rank, where a row asks for them."""
+    from schedlang.runtime.compressed import Codec, Compressor
+
+    how = plan.compression
+    rows = [one for one in reductions(plan, traced, holdings) if one.kind == "compressed"]
+    if how is None or not rows:
+        return None
+    (one,) = rows
+    codec = Codec(how.kind, how.rank, how.block, how.feedback)
+    names = tuple(name for name in one.names if name in found)
+    return Compressor(codec, ranks.group(one.axes), names)

@@ -19,7 +19,8 @@ class Reduction:
     """Gradients of `names` are parts over `axes`, or over the places `stages` of one axis.
 
     kind   "partial": each rank computed with a part of the activations; "tied": several stages use
-           the parameter; "replicas": ranks saw different rows of the batch
+           the parameter; "replicas": ranks saw different rows of the batch; "compressed": as
+           "replicas", in fewer bytes
     """
 
     kind: str
@@ -67,12 +68,26 @@ def _replicas(
     plan: Plan, holdings: Mapping[str, Holding], trained: list[str]
 ) -> Iterator[Reduction]:
     by_axes: dict[tuple[str, ...], list[str]] = {}
+    few = compressed_over(plan)
+    less: dict[tuple[str, ...], list[str]] = {}
     for name in trained:
-        axes = plan.copied_over(name)
-        if not holdings[name].sliced and axes and plan.mesh.size(axes) > 1:
+        cut = plan.mesh.fold(holdings[name].sliced)  # there unit by unit, by fully_shard
+        axes = tuple(axis for axis in plan.copied_over(name) if axis not in cut)
+        if set(few) <= set(axes) and few:
+            less.setdefault(few, []).append(name)
+            axes = tuple(axis for axis in axes if axis not in few)
+        if axes and plan.mesh.size(axes) > 1:
             by_axes.setdefault(axes, []).append(name)
     for axes, names in sorted(by_axes.items(), key=lambda item: -len(item[0])):
         yield Reduction("replicas", axes, tuple(names))
+    for axes, names in less.items():
+        yield Reduction("compressed", axes, tuple(names))
+
+
+def compressed_over(plan: Plan) -> tuple[str, ...]:
+    """The plain axes over which sums are compressed, in mesh order; none of one rank."""
+    axes = plan.mesh.fold(plan.compression.axes) if plan.compression is not None else ()
+    return tuple(a for a in plan.mesh.sizes if a in axes) if plan.mesh.size(axes) > 1 else ()
 
 
 def units_of_stage(plan: Plan, staged: Staged, stage: int) -> tuple[str, ...]:
@@ -81,7 +96,7 @@ def units_of_stage(plan: Plan, staged: Staged, stage: int) -> tuple[str, ...]:
     Each takes what no module before it took; without a pipeline the model takes the rest.
     """
     if staged.axis is None:
-        return (*sorted(staged.trunk), "")
+        return (*(fqn for fqn in plan.model.sites if fqn in staged.trunk), "")
     return tuple(staged.cut.graph.units[unit] for unit in staged.cut.units(stage))
 
 

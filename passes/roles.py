@@ -220,12 +220,15 @@ def booked_at(
 
 
 def slices(step: Step, rank: int) -> tuple[Booked, ...]:
-    """The sums that fully_shard does on a rank, with their divisors; built, not run."""
+    """The sums of sliced gradients on a rank, with their divisors; built, not run.
+
+    Those that fully_shard does unit by unit, and those over whole copies of slices.
+    """
     from schedlang.passes.build import build
     from schedlang.runtime.factors import reduced
     from schedlang.runtime.tap import playing
 
-    row, whole = slicing(step.plan)
+    row, _ = slicing(step.plan)
     if row is None:
         return ()
     plan, prepared = step.plan, step.prepared
@@ -233,8 +236,9 @@ def slices(step: Step, rank: int) -> tuple[Booked, ...]:
     plan = replace(plan, actions=kept)
     micro = plan.micro
     batch = _repeated(step.sample, plan.shares * micro)
-    ranks = plan.mesh.group(rank, plan.mesh.fold((*row.axes, *whole)))
+    ranks = plan.mesh.group(rank, plan.mesh.fold(row.axes))
     found = []
+    cut = {name for name, holding in prepared.holdings.items() if holding.sliced}
     with playing(rank, plan.mesh.world):
         program = build(plan, batch, loss=step.loss, weight=step.weight, prepared=prepared,
                         hollow=True)  # fmt: skip
@@ -242,4 +246,8 @@ def slices(step: Step, rank: int) -> tuple[Booked, ...]:
             for names, divisor in reduced(one, program.assembly.parameters):
                 made = booked_at(plan, prepared, ranks, names)
                 found.append(replace(made, divisor=divisor))
+        for copies in program.assembly.sums:
+            names = frozenset(copies.names) & cut
+            if copies.kind == "replicas" and names:
+                found.append(booked_at(plan, prepared, copies.group.ranks, names))
     return tuple(found)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.observe import Batch, Condition, conditions
+from schedlang.passes.routing import routings, unlimited
 from schedlang.passes.sides import Case, modes_of, prepared, twin
 from schedlang.passes.variants import Batches, Labels, varied
 from schedlang.report import Gap, Row
@@ -50,7 +51,7 @@ def runs(case: Case, evaluate: bool = False) -> Runs:
     still, gaps = _frozen(case)
     told = [plain, replace(clipped, case=still, scale=SCALE)]
     limit, more = _limit(case, plain)
-    told += [*limit, *_at_once(case, plain)]
+    told += [*limit, *_at_once(case, plain), *_unlimited(case, plain)]
     if evaluate:
         told.append(replace(plain, name=EVALUATED, batches=case.batches[:2], evaluate=True))
     if case.table is not None:  # a norm over stages that update apart is known too late to clip by
@@ -86,6 +87,15 @@ def _at_once(case: Case, plain: Condition) -> list[Condition]:
     return [replace(plain, name=name, batches=case.batches[:2], case=whole)]
 
 
+def _unlimited(case: Case, plain: Condition) -> list[Condition]:
+    """Where experts drop tokens: a run in which they take all, and equal the model as it is."""
+    if not any(routings(case.plan)) or case.parted or case.table is not None:
+        return []
+    whole = prepared(replace(case, plan=unlimited(case.plan)))
+    name = "capacity without limit, where `routing` vanishes"
+    return [replace(plain, name=name, batches=case.batches[:2], case=whole)]
+
+
 def batches_of(case: Case) -> Batches:
     """The batches of a case, how they are cut, and what in them is known to be labels."""
     from schedlang.runtime.parts import shares
@@ -112,12 +122,13 @@ def check_parts(case: Case) -> Case:
 
     Where the schedule relaxes batch statistics such a model is compared with itself, by parts.
     """
-    count, bad = _parts(case, case.batches[0])
+    free = replace(case, plan=unlimited(case.plan))  # what is dropped depends on the whole
+    count, bad = _parts(free, case.batches[0])
     relaxed = {name for _, names in case.plan.relaxed for name in names}
     if bad is None:
         try:
             if count > 1:
-                _buffers(case, case.batches[0])
+                _buffers(free, case.batches[0])
             return case
         except Refusal:
             if "batch_stats" not in relaxed:

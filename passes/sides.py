@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.chance import draws_in_words, generators, generators_agree, together
 from schedlang.passes.observe import Batch, Condition, Loss, Observation, observe
+from schedlang.passes.routing import limited
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
@@ -64,8 +65,8 @@ class Case:
 def prepared(case: Case) -> Case:
     """The case with its plan traced once, here, for all ranks: here it is refused, if it is."""
     from schedlang.passes.prepare import prepare
-    from schedlang.runtime.parametrized import let_travel
     from schedlang.runtime.parts import split
+    from schedlang.runtime.travel import let_travel
 
     plan = case.plan
     let_travel(plan.model.model)
@@ -142,8 +143,8 @@ def modes_of(seed: int) -> Any:
 
 
 def twin(case: Case) -> nn.Module:
-    """A copy of the model, so that training leaves the given one as it is."""
-    return copy.deepcopy(case.plan.model.model)
+    """A copy of the model, which training may change; experts drop what rows let them drop."""
+    return limited(case.plan, copy.deepcopy(case.plan.model.model))
 
 
 def original(case: Case, told: Sequence[Condition]) -> tuple[Observation, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.passes.book import Booked, executed
@@ -55,6 +55,7 @@ def static(
     """
     from schedlang.runtime import parts
 
+    plan = replace(plan, compression=None)
     micro = plan.micro
     sample = parts.split(batch, plan.shares, micro)[0][0].inputs
     step = Step(plan, prepare(plan, sample, loss, weight), sample, loss, weight)

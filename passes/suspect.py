@@ -77,6 +77,8 @@ def _location(first: Row, failure: Failure, batch: Batch, pool: Pool) -> Locatio
     """Where among the modules; None where they cannot be cut apart or the ranks do not get on."""
     from schedlang.runtime.launch import Hang, RankDied
 
+    if failure.case.plan.context_axes:
+        return None  # a call of the original is no part's alone
     try:
         name = first.name if first.kind == "gradients" else ""
         return localise(failure.case, batch, pool, name)

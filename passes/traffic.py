@@ -328,10 +328,11 @@ def _slices(context: _Context) -> Iterator[Collective]:
 
     As runtime/replicas.py has them: parameters are gathered once a step, or for every forward and
     backward (stage 3); gradients are reduced once a step, or after every backward (stages 2, 3).
-    Stages that rows of the timeline hold gathered: both once for each run.
+    Stages that rows of the timeline hold gathered: both once for each run.  Whole copies of slices
+    are summed once a step, as all other sums are.
     """
     plan, staged = context.plan, context.staged
-    row, whole = slicing(plan)
+    row, _ = slicing(plan)
     if row is None:
         return
     axes, line = plan.mesh.fold(row.axes), context.row("state")
@@ -349,15 +350,11 @@ def _slices(context: _Context) -> Iterator[Collective]:
             )  # fmt: skip
             if names:
                 yield gather
-            if names and row.stage == 3 and fqn:  # the root's stay until its backward
+            if names and row.stage == 3 and row.reshard and fqn:  # the root's stay anyway
                 yield replace(gather, phase="backward", count=backwards)
             if trained:
                 reduce = replace(gather, kind="reduce-scatter", phase="backward", what="grads")
                 yield replace(reduce, count=times, bytes=grads)
-                if whole:
-                    part = grads // plan.mesh.size(axes)
-                    over = plan.mesh.fold(whole)
-                    yield replace(reduce, kind="all-reduce", axes=over, count=times, bytes=part)
 
 
 # -- after the last backward -------------------------------------------------------------------

@@ -55,6 +55,11 @@ class context_parallel(Primitive):  # noqa: N801
             refuse("S303", f"`{self.method}` exchanges on two levels", "over one",
                    helps=(f"name both, the outer one first: `{self.method}, over=(nodes, gpus)`",
                           "or `ring` and `ulysses`, over one"))  # fmt: skip
+        order = list(plan.mesh.sizes)
+        places = [order.index(plan.mesh.fold(axis)[0]) for axis in self.over]
+        if self.method in TWO and places != sorted(places):
+            refuse("S504", "the inner axis of two has to vary fastest", "in the order of the mesh",
+                   helps=("name the axis first that stands first in the mesh",))  # fmt: skip
         split = {a for layout in plan.layouts.values() for n in layout.axes
                  for a in plan.mesh.fold(n)}  # fmt: skip
         staged = {a for cut in plan.cuts for a in plan.mesh.fold(cut.axis)}

@@ -1,28 +1,48 @@
-"""grid: split weights and activations over a grid of ranks, in two, two and a half or three dims."""
+"""grid: split weights and activations over a grid or a cube of ranks (2-D, 2.5-D and 3-D)."""
 
 from __future__ import annotations
 
-from dataclasses import field
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from schedlang.kinds import Axes
-from schedlang.placement import Replicate, S
+from schedlang.placement import Layout, R, Replicate, S
 from schedlang.plan import Boundary, Plan
-from schedlang.primitive import Primitive
+from schedlang.primitive import Primitive, refuse
+from schedlang.primitives.shard import KINDS, plain
 
 if TYPE_CHECKING:
-    from schedlang.model import Site
+    from schedlang.model import ParameterFact, Site
 
-KINDS = ("Linear", "Conv1D", "Embedding")
+AXES = {"summa": 2, "cube": 3}
+LAST = (S(-1), S("hidden"), S("out"))
+MOST = 16  # ranks along one side of the grids that a refusal names
 
 
 class grid(Primitive):  # noqa: N801
-    """Split a module over a grid of ranks.
+    """Split a module's weight, and what goes through it, over several axes at once.
 
-    summa   over=(r, c): weights and activations both lie on r x c ranks
+    before   y = f(x)                 every rank holds f whole, and every activation
+    after    y_part = f_part(x_part)  weights and activations both lie in parts
+
+    Along the first axis ranks see different rows of the batch (`zero(stage=0, over=...)` names it
+    too), over the others the hidden dim of every activation is split:
+      summa  over=(r, c): each weight lies in r x c parts, inputs down the rows and outputs along
+             the columns; panels are broadcast, products summed (Optimus, 2-D)
+      cube   over=(x, y, z): inputs arrive with their hidden dim over (z, y) and leave with it over
+             (y, z), so that the next layer says `over=(x, z, y)` (3-D)
+    With one more data axis, `zero(stage=0, over=(d, r))`, the grid has replicas (Tesseract, 2.5-D).
+
+    It fits linear layers, embeddings, and modules whose parameters all run along the hidden dim:
+    norms, whose statistics are summed over the ranks.  `output=S(vocab)` on the last layer keeps
+    the logits split for the loss, `output=R` gathers; `blocks` is that of `shard`.
+
+    Xu et al. 2021 (Optimus), Wang et al. 2022 (Tesseract), Bian et al. 2021 (3-D).
     """
 
-    style: Literal["summa"]
+    style: Literal["summa", "cube"]
     over: Axes = field(kw_only=True)
     blocks: int | tuple[int, ...] = field(default=1, kw_only=True)
     output: S | Replicate | None = field(default=None, kw_only=True)
@@ -33,38 +53,208 @@ class grid(Primitive):  # noqa: N801
     gives_up = frozenset({"rounding"})
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse what the grid does not divide."""
+        """Refuse other modules, and sizes that the grid does not divide."""
+        self._check_axes(plan)
+        kind = self._kind(site)
+        if kind == "norm":
+            self._check_norm(site, plan)
+        else:
+            _check_plain(site, kind, plan)
+        self._check_output(site, kind, plan)
+        if sum(self._blocks(site, plan)) != self._outer(site, plan):
+            refuse("S406", f"blocks of {self.blocks} do not make up {self._outer(site, plan)}",
+                   f"of `{site}`")  # fmt: skip
+        sides = Sides(*(plan.mesh.size(axis) for axis in self.over))
+        for size, ways in self._needs(site, plan, sides):
+            if size % ways:
+                self._refuse_size(site, plan, size, ways)
+        for name, layout in self._layouts(site, plan).items():
+            known = plan.layout(name)
+            if known.splits and known != layout:
+                refuse("S504", f"`{name}` is split already, and not as this row would split it",
+                       helps=("drop one of the two rows",))  # fmt: skip
 
     def effect(self, site: Site, plan: Plan) -> Plan:
-        """Split weight and bias, and note the boundaries."""
-        r, c = map(str, self.over)
-        kind = next((k for k in KINDS if site.is_a(k)), None)
-        if kind is None:
-            for fact in site.parameters.values():
-                plan = plan.with_layout(fact.name, plan.layout(fact.name).split(c, 0))
-            plan = plan.with_kind(site.fqn, "norm")
-            return plan.with_boundary(site.fqn, Boundary(c, S(-1), self.output or S(-1)))
-        names = site.dims["weight"]
-        outer, inner = ("vocab", "hidden") if kind == "Embedding" else ("out", "in")
-        weight = plan.layout(site.parameters["weight"].name)
-        if not weight.axes:
-            size = weight.padded[names.index(outer)]
-            weight = weight.split(r, names.index(inner))
-            weight = weight.split(c, names.index(outer), self._blocks(size))
-            plan = plan.with_spread(site.parameters["weight"].name, weight)
-        if "bias" in site.parameters:
-            bias = plan.layout(site.parameters["bias"].name)
-            if not bias.axes:
-                bias = bias.split(c, 0, self._blocks(bias.padded[0]))
-                plan = plan.with_layout(site.parameters["bias"].name, bias)
-        plan = plan.with_kind(site.fqn, f"summa {kind}")
-        plan = plan.with_boundary(site.fqn, Boundary(r, None, None))
-        return plan.with_boundary(site.fqn, Boundary(c, S(-1), self.output or S(-1)))
+        """Split the parameters, and note what comes and goes over which axes."""
+        kind, axes = self._kind(site), tuple(map(str, self.over))
+        for name, layout in self._layouts(site, plan).items():
+            spread = axes[0] in layout.axes
+            plan = plan.with_spread(name, layout) if spread else plan.with_layout(name, layout)
+        leave = self.output or S(-1)
+        if kind == "norm":
+            plan = plan.with_kind(site.fqn, kind)
+            return plan.with_boundary(site.fqn, Boundary(self._hidden, S(-1), leave))
+        plan = plan.with_kind(site.fqn, f"{self.style} {kind}")
+        for boundary in self._boundaries(kind, leave):
+            plan = plan.with_boundary(site.fqn, boundary)
+        return plan
 
     def apply(self, site: Site, build: Any) -> None:
         """Nothing of its own: `build` puts the products in place once the whole plan is traced."""
 
-    def _blocks(self, size: int) -> tuple[int, ...]:
+    # -- what the arguments mean at a site ---------------------------------------------------------
+
+    @property
+    def _hidden(self) -> str:
+        """The axes over which the hidden dim of what comes is split, the slowest first."""
+        return str(self.over[1]) if self.style == "summa" else f"{self.over[2]}.{self.over[1]}"
+
+    def _kind(self, site: Site) -> str:
+        return next((k for k in KINDS if site.is_a(k)), "norm")
+
+    def _boundaries(self, kind: str, leave: S | Replicate) -> Iterator[Boundary]:
+        """The axes of a product in the order in which passes take them."""
+        first, *others = map(str, self.over)
+        yield Boundary(first, None, None)
+        entry = None if kind == "Embedding" else S(-1)
+        if self.style == "summa":
+            yield Boundary(others[0], entry, leave)
+            return
+        yield from (Boundary(axis, None, None) for axis in others)
+        if kind == "Embedding":
+            yield Boundary(self._hidden, None, leave)
+        else:
+            yield Boundary(self._hidden, S(-1), None)
+            yield Boundary(f"{others[0]}.{others[1]}", None, leave)
+
+    def _weight(self, site: Site) -> tuple[ParameterFact, int, int]:
+        """The weight, its dim that meets the input (an embedding's: `hidden`), and the other."""
+        names = site.dims["weight"]
+        pair = ("hidden", "vocab") if "vocab" in names else ("in", "out")
+        return site.parameters["weight"], names.index(pair[0]), names.index(pair[1])
+
+    def _outer(self, site: Site, plan: Plan) -> int:
+        if self._kind(site) == "norm":
+            return 1
+        fact, _, outer = self._weight(site)
+        return plan.layout(fact.name).padded[outer]
+
+    def _blocks(self, site: Site, plan: Plan) -> tuple[int, ...]:
+        """The sizes of what lies side by side in the outer dim."""
         if isinstance(self.blocks, int):
-            return (size // self.blocks,) * self.blocks
+            return (self._outer(site, plan) // self.blocks,) * self.blocks
         return tuple(self.blocks)
+
+    def _layouts(self, site: Site, plan: Plan) -> dict[str, Layout]:
+        """Each parameter of the site as this row lays it out."""
+        first, *others = map(str, self.over)
+        hidden = self._hidden.split(".")
+        if self._kind(site) == "norm":
+            facts = {f.name: _bare(plan.layout(f.name)) for f in site.parameters.values()}
+            return {name: _over(layout, hidden, 0) for name, layout in facts.items()}
+        fact, inner, outer = self._weight(site)
+        blocks = self._blocks(site, plan)
+        weight = _over(_bare(plan.layout(fact.name)), [*others[1:], first], inner)
+        found = {fact.name: weight.split(others[0], outer, blocks)}
+        if "bias" in site.parameters:
+            name = site.parameters["bias"].name
+            found[name] = _over(_bare(plan.layout(name)), others, 0, blocks)
+        return found
+
+    def _needs(self, site: Site, plan: Plan, sides: Sides) -> Iterator[tuple[int, int]]:
+        """Sizes, and in how many equal parts each has to come."""
+        if self._kind(site) == "norm":
+            yield from ((f.shape[0], sides.hidden) for f in site.parameters.values())
+            return
+        fact, inner, _ = self._weight(site)
+        yield plan.layout(fact.name).padded[inner], sides.inner
+        vocab = self._kind(site) == "Embedding"
+        yield from ((b, sides.along if vocab else sides.hidden) for b in self._blocks(site, plan))
+
+    # -- refusals ----------------------------------------------------------------------------------
+
+    def _check_axes(self, plan: Plan) -> None:
+        wanted = AXES[self.style]
+        if len(self.over) != wanted or len(set(self.over)) != wanted:
+            example = {"summa": "over=(r, c)", "cube": "over=(x, y, z)"}[self.style]
+            refuse("S304", f"`{self.style}` lies over {wanted} axes, not {len(self.over)}",
+                   helps=(f"name them all: `{example}`",))  # fmt: skip
+        view = next((a for a in self.over if a not in plan.mesh.sizes), None)
+        if view is not None:
+            known = ", ".join(f"`{axis}`" for axis in plan.mesh.sizes)
+            refuse("S304", f"`{view}` folds several axes, and a grid lies over plain ones",
+                   helps=(f"choose among {known}",))  # fmt: skip
+
+    def _check_norm(self, site: Site, plan: Plan) -> None:
+        """Only what runs along the hidden dim can be computed in parts of it."""
+        shapes = {fact.shape for fact in site.parameters.values()}
+        if site.children or len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
+            refuse(
+                "S401",
+                f"`{site}` is a `{site.class_name}`, which a grid does not split",
+                helps=("name the linear layers, embeddings and norms inside it",),
+            )
+        replaced = [a for a in plan.actions if "structure" in a.primitive.writes]
+        if any(site.fqn in action.sites for action in replaced):
+            refuse("S404", f"`{site}` has its computation replaced, and runs here in parts",
+                   helps=("leave out one of the two rows",))  # fmt: skip
+
+    def _check_output(self, site: Site, kind: str, plan: Plan) -> None:
+        if self.output == S("vocab"):
+            if kind not in ("Linear", "Conv1D") or self.blocks != 1:
+                refuse("S306", f"`{site}` gives no logits, which alone are split over classes",
+                       helps=("leave out `output=`",))  # fmt: skip
+        elif self.output not in (None, R, *LAST):
+            refuse("S307", f"a grid splits the hidden dim, and hands on no {self.output}",
+                   helps=("use `output=R`, or leave it out",))  # fmt: skip
+        elif kind != "norm" and kind != "Embedding" and self.output != R:
+            layout = plan.layout(site.parameters["weight"].name)
+            if layout.padded != layout.shape:
+                refuse("S306", f"`{site}` is padded, and would hand the padding on",
+                       helps=("use `output=S(vocab)` for logits, or `output=R`",))  # fmt: skip
+
+    def _refuse_size(self, site: Site, plan: Plan, size: int, ways: int) -> None:
+        fits = [
+            side
+            for side in range(2, MOST + 1)
+            if all(s % n == 0 for s, n in self._needs(site, plan, Sides(*(side,) * len(self.over))))
+        ]
+        names = " and ".join(f"`{axis}`" for axis in self.over)
+        helps = [f"{names} may each be {' or '.join(map(str, fits))}"] if fits else []
+        words = self._kind(site) == "Embedding"
+        if size == self._outer(site, plan) and (words or self.output == S("vocab")):
+            dim = "vocab" if words else "out"
+            helps.append(f"or pad it first: `{site} pad({dim}, multiple=128)`")
+        mesh = ", ".join(f"{axis}={plan.mesh.size(axis)}" for axis in self.over)
+        refuse("S402", f"cannot split {size} evenly {ways} ways", f"of `{site}`, over {mesh}",
+               helps=helps)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The sizes of a grid's or a cube's axes, and the parts that they make of each dim."""
+
+    rows: int
+    along: int
+    deep: int = 1
+
+    @property
+    def hidden(self) -> int:
+        """Parts of an activation's hidden dim."""
+        return self.along * self.deep
+
+    @property
+    def inner(self) -> int:
+        """Parts of a weight's dim that meets the input: its own, and those of the input."""
+        return math.lcm(self.rows * self.deep, self.hidden)
+
+
+def _bare(layout: Layout) -> Layout:
+    """The layout before anything splits it."""
+    return Layout(layout.shape, layout.padded)
+
+
+def _over(layout: Layout, axes: list[str], dim: int, blocks: tuple[int, ...] = ()) -> Layout:
+    for axis in axes:
+        layout = layout.split(axis, dim, blocks)
+    return layout
+
+
+def _check_plain(site: Site, kind: str, plan: Plan) -> None:
+    """Refuse subclasses that compute something else, and embeddings that change their rows."""
+    module = plan.model.model.get_submodule(site.fqn)
+    odd = [n for n in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, n, None)]
+    if odd or not plain(site, kind, plan):
+        what = f"with `{odd[0]}`" if odd else "that computes something else"
+        refuse("S404", f"`{site}` is a `{kind}` {what}",
+               helps=("name the modules inside it, or leave it whole",))  # fmt: skip

@@ -70,7 +70,7 @@ class shard(Primitive):  # noqa: N801
         if self.style is not None and self._dim(site) is None:
             self._refuse_class(site)
         kind = next((k for k in KINDS if site.is_a(k)), None)
-        if kind is not None and self._named(site) and not self._plain(site, kind, plan):
+        if kind is not None and self._named(site) and not plain(site, kind, plan):
             refuse(
                 "S404",
                 f"`{site}` is a `{kind}` that computes something else",
@@ -120,18 +120,6 @@ class shard(Primitive):  # noqa: N801
         if self.style == "vocab" and "out" in names:
             return "out"
         return wanted if wanted in names else None
-
-    def _plain(self, site: Site, kind: str, plan: Plan) -> bool:
-        """Does the module compute what its class says?  Tried once for each kind of module."""
-        if plan.model.computes_as(site.fqn, kind):
-            return True
-        key = ("plain", kind, site.kind)
-        if key not in plan.model.cache:
-            from schedlang.runtime.likeness import computes_like
-
-            module = plan.model.model.get_submodule(site.fqn)
-            plan.model.cache[key] = computes_like(module, kind)
-        return bool(plan.model.cache[key])
 
     def _named(self, site: Site) -> dict[str, Placement]:
         """Each parameter of the site that is given a placement."""
@@ -321,6 +309,19 @@ class shard(Primitive):  # noqa: N801
         if str(self.over) not in plan.mesh.sizes and self.heads > 1:
             refuse("S402", f"`{self.over}` is a view, whose ranks cannot share heads",
                    helps=("name a plain axis", "or pad: `uneven=pad`"))  # fmt: skip
+
+
+def plain(site: Site, kind: str, plan: Plan) -> bool:
+    """Does the module compute what its class says?  Tried once for each kind of module."""
+    if plan.model.computes_as(site.fqn, kind):
+        return True
+    key = ("plain", kind, site.kind)
+    if key not in plan.model.cache:
+        from schedlang.runtime.likeness import computes_like
+
+        module = plan.model.model.get_submodule(site.fqn)
+        plan.model.cache[key] = computes_like(module, kind)
+    return bool(plan.model.cache[key])
 
 
 def _shape(fact: ParameterFact) -> str:

@@ -26,13 +26,20 @@ class zero(Primitive):  # noqa: N801
     reduced once a run; one stage at a time is whole on a rank, and its gradients with it.
 
     A tuple folds axes: `zero(stage=3, over=(a, b))` slices over both.  Slice within and replicate
-    across is two rows: `zero(stage=3, over=a)` and `zero(stage=0, over=b)`.
+    across is two rows: `zero(stage=3, over=a)` and `zero(stage=0, over=b)`.  Parameters are then
+    gathered along `a` alone, and what `a` has reduced is summed over `b` once a step (MiCS, HSDP).
 
-    ZeRO (Rajbhandari et al. 2020), by torch's fully_shard.
+    `prefetch` gathers as many units before they are called, in forward and in backward (0: as torch
+    does by itself: none in forward, one in backward).  `reshard=false` keeps parameters gathered
+    from a unit's forward to its backward: one gather less, and as much memory as stage 2.
+
+    ZeRO (Rajbhandari et al. 2020), MiCS (Zhang et al. 2022), by torch's fully_shard.
     """
 
     stage: int = field(kw_only=True)
     over: Axes = field(kw_only=True)
+    prefetch: int = field(default=0, kw_only=True)
+    reshard: bool = field(default=True, kw_only=True)
 
     example = "zero(stage=1, over=dp)"
     reads = frozenset({"structure", "shape", "dtype", "placement", "stage"})
@@ -46,6 +53,12 @@ class zero(Primitive):  # noqa: N801
             refuse(
                 "S303", f"there is no ZeRO stage {self.stage}", helps=("choose one of 0, 1, 2, 3",)
             )
+        if self.stage < 3 and (self.prefetch or not self.reshard):
+            refuse("S306", f"stage {self.stage} gathers no parameters on the way",
+                   helps=("leave out `prefetch` and `reshard`, or use `stage=3`",))  # fmt: skip
+        if self.prefetch < 0:
+            refuse("S304", f"nothing can be gathered {self.prefetch} units ahead",
+                   helps=("use 0 for torch's own order, 1 to gather one unit ahead",))  # fmt: skip
         if site.fqn:
             refuse("S408", "state is sliced for the whole model", f"this stands inside `{site}`",
                    helps=("move the row out of its `at`",))  # fmt: skip
@@ -79,7 +92,7 @@ class zero(Primitive):  # noqa: N801
         """Note what the ranks along these axes keep whole or sliced."""
         from dataclasses import replace
 
-        mine = Replicas(tuple(map(str, self.over)), self.stage)
+        mine = Replicas(tuple(map(str, self.over)), self.stage, self.prefetch, self.reshard)
         return replace(plan, replicas=(*plan.replicas, mine))
 
     def apply(self, site: Site, build: Any) -> None:

@@ -145,7 +145,7 @@ CODES: Mapping[str, tuple[str, str]] = {
         "nothing is left to balance",
         "Single modules are where stages start; a list is shared out.",
     ),
-    "S413": (
+    "S419": (
         "windows do not fit the parts",
         "Where positions are split, each rank's part is a multiple of the stride, reaches as far\n"
         "as a window does, and the whole gives one output for each stride.",
@@ -160,6 +160,19 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S413": (
         "nothing is frozen, or everything",
         "Something is frozen, and something still trained.",
+    ),
+    "S414": ("nothing to tie or untie", "Parameters of one shape become one; a shared one, two."),
+    "S415": ("nothing whole to compress", "Compress over the axes of a `zero(stage=0)` row."),
+    "S421": (
+        "no module of experts",
+        "It is called with tokens, the experts of each token and their weights, gives their\n"
+        "sum of weight times output, and holds parameters whose first dim are the experts.\n"
+        "A small copy was tried; the message says what it does otherwise, and by how much.",
+    ),
+    "S422": (
+        "experts that do not work together so",
+        "The message says which arguments of `expert_parallel` exclude each other, or do not fit\n"
+        "the rest of the schedule.",
     ),
     "S501": ("done twice", "Two rows do the same at one module; drop one."),
     "S502": ("one region inside another", "The inner module would be recomputed twice."),
@@ -178,6 +191,11 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S507": ("padding after splitting", "Pad first."),
     "S508": ("an axis cannot slice the state", "It is used otherwise, or sliced already."),
     "S509": ("the pipeline is arranged twice", "One axis cuts the model, one row orders it."),
+    "S510": (
+        "a grid whose rows do not split the batch",
+        "The first axis of a grid or a cube holds different rows of the batch: `zero` names it.\n"
+        "The others hold parts of the hidden dim, and see the same rows.",
+    ),
     "S601": (
         "a cut inside a loop",
         "A cut falls between two calls that the model makes once; this module is called often.",

@@ -46,10 +46,11 @@ class Mesh:
         """The plain axes that a name, a view or a tuple of them stands for, in mesh order.
 
         In whatever order they are named: the members of a process group go by rising rank, and
-        only mesh order numbers them so.
+        only mesh order numbers them so.  `b.a` stands for axes of which the first is the slowest.
         """
         views = dict(self.views)
-        names = (over,) if isinstance(over, str) else over
+        named = (over,) if isinstance(over, str) else over
+        names = [one for name in named for one in name.split(".")]
         plain = {axis for name in names for axis in views.get(name, (name,))}
         order = list(self.sizes)
         return tuple(sorted(plain, key=lambda name: order.index(_run(name)[0])))
@@ -90,18 +91,24 @@ class Mesh:
     def index_at(self, coordinates: Mapping[str, int], over: str | Sequence[str]) -> int:
         """The place within a group along `over` of the rank with these coordinates."""
         place = 0
-        for axis in self.fold(over):
+        for axis in self._numbered(over):
             place = place * self._extent(axis) + coordinates[_run(axis)[0]] % self._extent(axis)
         return place
 
     def group(self, rank: int, over: str | Sequence[str]) -> tuple[int, ...]:
         """The ranks that differ from `rank` along `over` only, in the order of `index`."""
-        here, folded = self.coordinates(rank), self.fold(over)
+        here, folded = self.coordinates(rank), self._numbered(over)
         first = {a: here[_run(a)[0]] - here[_run(a)[0]] % self._extent(a) for a in folded}
         return tuple(
             self.rank(here | {_run(axis)[0]: first[axis] + at for axis, at in place.items()})
             for place in self._places(folded)
         )
+
+    def _numbered(self, over: str | Sequence[str]) -> tuple[str, ...]:
+        """The plain axes by which the places of a group are counted, the slowest first."""
+        if isinstance(over, str) and "." in over:
+            return tuple(over.split("."))
+        return self.fold(over)
 
     def groups(self, over: str | Sequence[str]) -> list[tuple[int, ...]]:
         """All groups along `over`; every rank is in exactly one."""

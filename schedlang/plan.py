@@ -104,10 +104,13 @@ class Replicas:
     """What the ranks along `axes`, which see different rows of the batch, keep whole or split.
 
     stage 0: all whole; 1: optimizer state split; 2: gradients too; 3: parameters too (ZeRO).
+    Of stage 3: `prefetch` units are gathered ahead; `reshard` frees them between the passes.
     """
 
     axes: tuple[str, ...]
     stage: int
+    prefetch: int = 0
+    reshard: bool = True
 
 
 @dataclass(frozen=True)
@@ -125,12 +128,28 @@ class Context:
 
 
 @dataclass(frozen=True)
+class Compression:
+    """How the sum of gradients over data axes is sent in fewer bytes.
+
+    kind      "powersgd" (a product of `rank`), "int8" or "onebit" (in blocks of `block` elements)
+    feedback  what a step leaves out is added to the gradients of the next
+    """
+
+    axes: tuple[str, ...]
+    kind: str
+    rank: int
+    block: int
+    feedback: bool
+
+
+@dataclass(frozen=True)
 class Plan:
     """Mesh, decisions, actions, and what follows from the actions.  Every change makes a new plan.
 
     layouts     parameter (first name) -> Layout, where it is not whole everywhere
     boundaries  module -> its boundaries, one per axis that shards it
     computes    module -> the kind of computation that a row chose for it; else its class says it
+    told        module -> what that row says of it
     spread      parameters (first names) split over an axis that splits the batch too: what their
                 modules send makes their gradients whole over it, and no sum over replicas does
     """
@@ -143,6 +162,7 @@ class Plan:
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     boundaries: Mapping[str, tuple[Boundary, ...]] = field(default_factory=dict)
     computes: Mapping[str, str] = field(default_factory=dict)
+    told: Mapping[str, Any] = field(default_factory=dict)
     spread: frozenset[str] = frozenset()
     unrolled: tuple[tuple[str, int], ...] = ()  # module -> its calls, each a unit of its own
     cuts: tuple[Cut, ...] = ()
@@ -152,6 +172,7 @@ class Plan:
     ahead: int = 1  # operations before its use at which a receive is posted
     replicas: tuple[Replicas, ...] = ()
     contexts: Mapping[str, tuple[Context, ...]] = field(default_factory=dict)  # by module
+    compression: Compression | None = None  # of the sums of gradients over some data axes
 
     @staticmethod
     def empty(model: ModelFacts, mesh: Mesh | None = None) -> Plan:
@@ -211,9 +232,10 @@ class Plan:
         plan = self.with_layout(parameter, layout)
         return replace(plan, spread=plan.spread | {name})
 
-    def with_kind(self, fqn: str, kind: str) -> Plan:
+    def with_kind(self, fqn: str, kind: str, told: Any = None) -> Plan:
         """The plan in which a module computes as a kind of its own."""
-        return replace(self, computes=_put(self.computes, fqn, kind))
+        told = self.told if told is None else _put(self.told, fqn, told)
+        return replace(self, computes=_put(self.computes, fqn, kind), told=told)
 
     def with_boundary(self, fqn: str, boundary: Boundary) -> Plan:
         """The plan with one more boundary at a module."""

@@ -21,6 +21,7 @@ SIZES = {
     "double ring": [(2, 2), (1, 3), (2, 3)],
     "ulysses": [(2,), (3,), (4,)],
     "usp": [(2, 2), (1, 2), (2, 1), (3, 2), (2, 2, 2)],
+    "nbody": [(2, 2), (4, 2), (3, 1), (3, 2), (1, 2)],
 }
 KINDS = ["contiguous", "zigzag", "striped"]
 TAGS = ("documents", "present", "counted")  # of each token; what else is a tensor is of heads
@@ -118,19 +119,16 @@ LEAVES = ("q", "k", "v", "bias", "slopes", "sinks")  # the last ones are alike o
 
 def rank(case: Case, block: int = 512) -> list[Tensor]:
     """On a rank: the result for its tokens, and the gradient of every leaf that the case has."""
-    import schedlang.runtime.attend.local as local
-
-    local.BLOCK = block
     groups = groups_of(case.sizes)
     layout = Layout.of(case.kind, case.tokens, ranks_of(groups))
     mine = part(case, layout, place_of(groups))
     leaves = [mine[name].requires_grad_() for name in LEAVES if name in mine]
-    out = attended(case, mine, groups, layout)
+    out = attended(case, mine, groups, layout, block)
     return [out.detach(), *torch.autograd.grad(out, leaves, mine["grad"])]
 
 
 def attended(
-    case: Case, mine: dict[str, Tensor], groups: tuple[Group, ...], layout: Layout
+    case: Case, mine: dict[str, Tensor], groups: tuple[Group, ...], layout: Layout, block: int = 512
 ) -> Tensor:
     """The call itself."""
     mask = Mask(
@@ -140,7 +138,7 @@ def attended(
     )  # fmt: skip
     return attend(
         mine["q"], mine["k"], mine["v"], mask,
-        method=case.method, groups=groups, layout=layout, scale=case.scale,
+        method=case.method, groups=groups, layout=layout, scale=case.scale, block=block,
     )  # fmt: skip
 
 

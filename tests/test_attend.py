@@ -6,13 +6,17 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedlang.diagnostic import Refusal
-from schedlang.runtime.attend import Layout, Mask, attend
+from schedlang.runtime.attend import Dropout, Layout, Mask, attend, attend_lse, place_of
 from schedlang.runtime.launch import Pool
-from tests.attending import KINDS, SIZES, Case, cases, dense, groups_of, joined, part, rank
+from schedlang.runtime.modes import ambient
+from schedlang.runtime.random import LogicalDropout
+from schedlang.runtime.scope import Scope, entered
+from tests.attending import KINDS, SIZES, Case, cases, dense, groups_of, joined, part, rank, whole
 from tests.engine import Faults, Threads
 
 FIRST = [Case(method, sizes[0]) for method, sizes in SIZES.items()]
@@ -99,3 +103,75 @@ def test_heads_that_ulysses_cannot_divide_are_refused(threads: Threads) -> None:
     for said in threads.run(_undivided, 3):
         for words in ("S681", "4 heads between 3 ranks", "2 or 4 ranks", "context_parallel(ring"):
             assert words in said, said
+
+
+# -- dropout ---------------------------------------------------------------------------------------
+
+P = 0.4
+
+
+def _dropped(case: Case) -> list[torch.Tensor]:
+    groups = groups_of(case.sizes)
+    layout = Layout.of(case.kind, case.tokens, case.ranks)
+    mine = part(case, layout, place_of(groups))
+    leaves = [mine[name].requires_grad_() for name in "qkv"]
+    draw = LogicalDropout(7)
+    with ambient(draw), entered(Scope(2, 0, (5, 8))):
+        dropout = Dropout.logical(P, draw, case.rows, case.heads, case.tokens)
+        out = attend(*leaves, Mask(causal=True), method=case.method, groups=groups,
+                     layout=layout, dropout=dropout, block=4)  # fmt: skip
+    return [out.detach(), *torch.autograd.grad(out, leaves, mine["grad"])]
+
+
+@pytest.mark.parametrize("method", SIZES)
+def test_the_same_weights_are_dropped(method: str, threads: Threads) -> None:
+    """Logical dropout drops what it would in torch's attention over the whole sequence."""
+    case = Case(method, SIZES[method][-1], "zigzag", heads=12)
+    made = whole(case)
+    leaves = [made[name].requires_grad_() for name in "qkv"]
+    with ambient(LogicalDropout(7)), entered(Scope(2, 0, (5, 8))):
+        out = F.scaled_dot_product_attention(*leaves, None, P, is_causal=True, enable_gqa=True)
+    expected = [out.detach(), *torch.autograd.grad(out, leaves, made["grad"])]
+    for one, other in zip(joined(case, threads.run(_dropped, case.ranks, case)), expected):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_fresh_dropout_drops_as_often_as_it_says() -> None:
+    """A share of p is dropped, the rest scaled; another draw drops others."""
+    torch.manual_seed(1)
+    drops = [Dropout.fresh(P, 2, 3, 64) for _ in range(2)]
+    first, second = (d.factor(range(64), range(64), torch.ones(1)) for d in drops)
+    assert first.shape == (2, 3, 64, 64) and len(first.unique()) == 2
+    assert float((first == 0).float().mean()) == pytest.approx(P, abs=0.02)
+    assert float(first.mean()) == pytest.approx(1, abs=0.04)
+    assert not first.equal(second) and not first[0].equal(first[1])
+
+
+def _blind(case: Case) -> list[torch.Tensor]:
+    groups = groups_of(case.sizes)
+    layout = Layout.of(case.kind, case.tokens, case.ranks)
+    mine = part(case, layout, place_of(groups))
+    leaves = [mine[name].requires_grad_() for name in "qkv"]
+    mask = Mask(causal=True, present=mine["present"])
+    out, lse = attend_lse(*leaves, mask, method=case.method, groups=groups, layout=layout)
+    assert bool((out.detach()[lse.isneginf()] == 0).all())
+    scored = lse.masked_fill(lse.isneginf(), 0)
+    grads = torch.autograd.grad((scored * mine["grad"][..., 0]).sum(), leaves[:2])
+    return [lse.detach(), *grads]
+
+
+@pytest.mark.parametrize("method", SIZES)
+def test_the_sum_of_exponents_is_given_too(method: str, threads: Threads) -> None:
+    """Each query's log-sum-exp, with its gradient; -inf, and a result of 0, where it sees none."""
+    case = Case(method, SIZES[method][-1], heads=12, has=frozenset({"present"}), seed=1)
+    made = whole(case)
+    q, k = (made[name].requires_grad_() for name in "qk")
+    scores = q @ k.repeat_interleave(6, 1).mT / 5**0.5
+    hidden = torch.ones(13, 13, dtype=torch.bool).triu(1) | ~made["present"][:, None, None]
+    lse = scores.masked_fill(hidden, -math.inf).logsumexp(-1)
+    assert lse.isneginf().any()
+    scored = lse.masked_fill(lse.isneginf(), 0)
+    expected = [lse.detach(), *torch.autograd.grad((scored * made["grad"][..., 0]).sum(), [q, k])]
+    layout = Layout.of(case.kind, case.tokens, case.ranks)
+    for parts, other in zip(zip(*threads.run(_blind, case.ranks, case)), expected):
+        torch.testing.assert_close(layout.whole(parts, 2), other, rtol=1e-12, atol=1e-12)

@@ -26,7 +26,12 @@ from tests.proofs import Seen, adamw, assert_near, assert_same, planned, sequent
 load_all()
 NAMES = sorted(registry())
 # rows that may have to stand beside an example, so that what it leaves split is taken up again
-BESIDE = ("", "layers.*.mlp.down  shard(row, over=tp)")
+BESIDE = (
+    "",
+    "layers.*.mlp.down  shard(row, over=tp)",
+    "layers.*.mlp.down  grid(summa, output=R, over=(r, c))",
+    "layers.*.mlp.down  grid(summa, output=R, over=(r, c))\nzero(stage=0, over=r)",
+)
 CLASSES = 21
 
 
@@ -53,17 +58,48 @@ class Attend(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
+class Experts(nn.Module):
+    """Four experts in one module, called with tokens, the experts of each and their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8, 8) / 8)
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for slot in range(index.shape[1]):
+            given = torch.bmm(self.weight[index[:, slot]], x[:, :, None])[:, :, 0]
+            out = out + torch.tanh(given) * weights[:, slot : slot + 1]
+        return out
+
+
+class Mixture(nn.Module):
+    """A router and its experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 4, bias=False), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        weights, index = self.router(flat).softmax(-1).topk(2, -1)
+        out: Tensor = self.experts(flat, index, weights)
+        return out.reshape(x.shape)
+
+
 class Layer(nn.Module):
-    """Attention, a norm, a gated change and dropout beside a shortcut."""
+    """Attention, a norm, a gated change, experts and dropout beside a shortcut."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.mlp, self.drop = nn.RMSNorm(8, eps=1e-6), MLP(), nn.Dropout(0.2)
         self.attn = Attend()
+        self.moe = Mixture()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(x)
-        return x + self.drop(self.mlp(self.norm(x)))
+        x = x + self.drop(self.mlp(self.norm(x)))
+        return x + self.moe(x)
 
 
 class Toy(nn.Module):
@@ -74,6 +110,8 @@ class Toy(nn.Module):
         self.embed = nn.Embedding(CLASSES, 8)
         self.layers = nn.ModuleList(Layer() for _ in range(4))
         self.again = nn.Linear(8, 8)
+        self.side = nn.Linear(8, 8, bias=False)
+        self.side.weight = self.again.weight
         self.head = nn.Linear(8, CLASSES, bias=False)
 
     def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -82,7 +120,7 @@ class Toy(nn.Module):
             x = layer(x)
         for _ in range(3):
             x = x + torch.tanh(self.again(x))
-        logits = self.head(x)
+        logits = self.head(x - self.side(x))
         loss = F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1))
         return {"loss": loss, "logits": logits}
 
@@ -108,12 +146,15 @@ def _row(name: str) -> str:
     """The example as a row at the top of a schedule for Toy."""
     example = registry()[name].example
     path = example.split()[0]
-    inside = not path.startswith(("layers", "embed", "again", name))
+    inside = not path.startswith(("layers", "embed", "again", "side", name))
     return f"at layers.* {{ {example} }}" if inside else example
 
 
 def _axes(name: str) -> list[str]:
-    return sorted(set(re.findall(r"over=\(?(\w+)", _row(name))))
+    named = re.findall(r"over=(?:\(([\w, ]+)\)|(\w+))", _row(name))
+    return list(
+        dict.fromkeys(axis for pair in named for axis in ", ".join(pair).split(", ") if axis)
+    )
 
 
 def _relax(name: str) -> str:
@@ -218,7 +259,9 @@ def _on_ranks(name: str, world: int) -> Plan:
     if not axes or axes == ["dp"]:
         return _buildable(name, {"dp": world}, *([] if axes else ["zero(stage=0, over=dp)"]))
     if world == 2:
-        return _buildable(name, {axes[0]: 2})
+        return _buildable(name, {axis: 1 for axis in axes[:-1]} | {axes[-1]: 2})
+    if len(axes) > 1:
+        return _buildable(name, dict.fromkeys(axes, 2))
     return _buildable(name, {"dp": world // 2, axes[0]: 2}, "zero(stage=0, over=dp)")
 
 

@@ -173,7 +173,7 @@ class Adjoint:
         """The gradient of a factor, from a product that sums those of its factors itself."""
         found = dict(shares)
         for axis in sorted(crossed.settles):
-            heard = [h for h in crossed.back if axis in h.axes and h.kind == "reduce"]
+            heard = [h for h in crossed.back if axis in h.axes and h.kind.startswith("reduce")]
             label = next((h.label for h in heard if h.label), site)
             if not heard:
                 self._fault(label, axis, f"its gradients are parts over `{axis}`, and its backward"

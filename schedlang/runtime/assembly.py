@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from schedlang.runtime.compressed import Compressor
 from schedlang.runtime.context.install import Exchanging
 from schedlang.runtime.context.tokens import Tokens
 from schedlang.runtime.early import EarlySums
@@ -49,6 +50,7 @@ class Assembly:
     last_rank: int  # a rank of the last stage, at place 0 of all other axes
     stage_axis: str | None = None
     early: EarlySums | None = None
+    compressor: Compressor | None = None  # does the sums that follow, in fewer bytes
     dropout: LogicalDropout | None = None
     outputs_missing: tuple[str, ...] = ()
     loss_dtype: torch.dtype = torch.float32  # the same on every rank

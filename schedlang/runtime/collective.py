@@ -22,6 +22,7 @@ class Group:
 
     `ranks` are global ranks in mesh order, `rank` the place of this one among them.  Without a
     process group (`pg` None) collectives only give tensors of the right shape: a dry run.
+    `order`: the places in the process group of the ranks, where they are not in mesh order.
     """
 
     axes: tuple[str, ...]
@@ -29,6 +30,7 @@ class Group:
     rank: int
     pg: dist.ProcessGroup | None = None
     label: str = ""  # whose collectives these are, for those who listen
+    order: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -75,12 +77,19 @@ def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     count("all-gather", group, out)
     if group.pg is not None:
         dist.all_gather_into_tensor(out, x, group=group.pg)
-    return out if dim % x.ndim == 0 else torch.cat(out.chunk(group.size), dim)
+    if dim % x.ndim == 0 and not group.order:
+        return out
+    parts = out.chunk(group.size)
+    return torch.cat([parts[place] for place in group.order] if group.order else parts, dim)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     """This rank's part along `dim` of the sum over the group."""
-    parts = torch.cat(x.chunk(group.size, dim)) if dim % x.ndim else x
+    parts = x
+    if dim % x.ndim or group.order:
+        pieces = x.chunk(group.size, dim)
+        places = [group.order.index(k) for k in range(group.size)] if group.order else ()
+        parts = torch.cat([pieces[part] for part in places] if places else pieces)
     out = x.new_empty((parts.shape[0] // group.size, *parts.shape[1:]))
     count("reduce-scatter", group, x)
     if group.pg is not None:
@@ -90,7 +99,9 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
 
 def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
     """The tensor of the rank at place `source`; of the others' only shape and dtype matter."""
-    out = x.contiguous() if group.rank == source else torch.empty_like(x).contiguous()
+    # a new tensor at the source too: a recomputation that keeps results writes them into it
+    own = group.rank == source
+    out = x.clone(memory_format=torch.contiguous_format) if own else x.new_empty(x.shape)
     count("broadcast", group, out)
     if group.pg is not None:
         dist.broadcast(out, src=group.ranks[source], group=group.pg)

@@ -116,7 +116,7 @@ def positions(edge: Edge) -> int | None:
 
 
 def check(module: nn.Module, x: Tensor, spatial: Mapping[int, Edge]) -> None:
-    """Refuse parts that windows do not fit (S413): alike on all ranks, before anything is sent."""
+    """Refuse parts that windows do not fit (S419): alike on all ranks, before anything is sent."""
     seen = windows(module)
     for dim, edge in spatial.items():
         window, rows, ranks = seen[dim - 2], x.shape[dim], edge.group.size
@@ -130,7 +130,7 @@ def _misfit(fqn: str, dim: int, window: Window, rows: int, ranks: int) -> Diagno
     if not window.even(max(rows, 1)):
         wants = f"a padding of {window.dilation * (window.kernel - 1) // 2}"
     return Diagnostic(
-        "S413", f"dim {dim} of `{fqn}` cannot be split over {ranks} ranks",
+        "S419", f"dim {dim} of `{fqn}` cannot be split over {ranks} ranks",
         notes=(
             f"each rank has {rows} of {rows * ranks} positions",
             f"its kernel of {window.kernel} with stride {window.stride} and padding"

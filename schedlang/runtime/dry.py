@@ -21,10 +21,8 @@ from schedlang.runtime.trace import tensors_in
 from schedlang.runtime.vocab import ShardedLogits
 
 PROJECTIONS = ("Linear", "Conv1D", *CONVOLUTIONS)
-
-
+PLAIN = (*PROJECTIONS, "Embedding")  # kinds split along one dim for each axis
 GATHER_NORM = "gather before it: `output=R` on the row before, and leave it whole"
-PLAIN = ("Linear", "Conv1D", "Embedding")  # kinds split along one dim for each axis
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,7 @@ class Wanted:
 
     `computes` None: what it wants (a module that runs as it is).  `input` None: as they come.
     `parts`: it computes other positions on each rank, so all its gradients are parts.
+    `told`: what a row says of how it computes; along an axis told to be "out" nothing may come.
     """
 
     axis: str
@@ -44,6 +43,7 @@ class Wanted:
     head: bool = False
     hoisted: bool = False
     parts: bool = False
+    told: Any = None
     differ: bool = False  # what takes its result, whole on every rank, uses a part of it
 
     @property
@@ -184,6 +184,9 @@ def _exit(edge: Edge, follower: Follower, x: Tensor) -> Tensor:
 def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) -> Edge:
     tag = note.tags.get(wanted.axis)
     arrives: Placement = R if tag is None else placed(tag)
+    if wanted.told == "out" and tag is not None:
+        reason = f"`{leaf.fqn}` is given a hidden dim that lies in the order of its own results"
+        raise _refuse(reason, wanted.axis, leaf.fqn, "name its last two axes in the other order")
     wants = arrives if wanted.input is None else wanted.input
     if isinstance(wants, S):
         wants = replace(wants, dim=dim_of(wants) % main.ndim)
@@ -205,8 +208,9 @@ def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) ->
     differ = wanted.splits or wanted.differ or (wanted.hoisted and tag is not None)
     differ = differ and wanted.axis not in note.entered
     return Edge(
-        group, arrives, wants, computes, leaves, differ, wanted.cut, wanted.head, wanted.hoisted
-    )
+        group, arrives, wants, computes, leaves, differ, wanted.cut, wanted.head, wanted.hoisted,
+        wanted.told,
+    )  # fmt: skip
 
 
 def _check_whole(

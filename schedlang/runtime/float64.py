@@ -130,6 +130,8 @@ def _grouped_mm(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """torch.nn.functional.grouped_mm as one product per group; `offs` are the groups' ends."""
+    if mat_a.is_meta:  # where the groups end is not known, and does not matter
+        return torch._grouped_mm(mat_a, mat_b, offs, bias, out_dtype)
     if offs is None:
         out = torch.bmm(mat_a, mat_b)
     elif offs.is_meta:  # nobody knows how large the groups are: one group has the shape of all

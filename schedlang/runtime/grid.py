@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.placement import S
 from schedlang.runtime import collective
 from schedlang.runtime.collective import Group
 from schedlang.runtime.crossing import shared
@@ -83,7 +82,7 @@ def _panel(place: int, each: int, length: int, group: Group) -> Panel:
     return Panel(owner, at * length, length, group)
 
 
-# -- y = x W -------------------------------------------------------------------------------------
+# -- y = x W --------------------------------------------------------------------------------------
 
 
 class InParts(torch.autograd.Function):
@@ -93,9 +92,8 @@ class InParts(torch.autograd.Function):
     def summed(ctx: Any) -> tuple[Group, ...]:
         """The groups over which the backward has to sum."""
         along, down = ctx.grid.along, ctx.grid.down
-        by_input, by_weight, *_ = ctx.needs_input_grad
-        found: tuple[Group, ...] = (along,) * by_input + (down,) * by_weight
-        return found
+        groups = zip((along, down), ctx.needs_input_grad)
+        return tuple(group for group, needed in groups if needed)
 
 
 class Product(InParts):
@@ -111,7 +109,7 @@ class Product(InParts):
         ctx.grid, ctx.inner = grid, inner
         flat, out = x.reshape(-1, x.shape[-1]), None
         for mine, theirs in grid.cuts(weight.shape[inner] * grid.down.size):
-            term = mine.sent(flat, 1) @ _turned(theirs.sent(weight, inner), inner)
+            term = mine.sent(flat, 1) @ turned(theirs.sent(weight, inner), inner)
             out = term if out is None else out.add_(term)
         assert out is not None
         return out.view(*x.shape[:-1], out.shape[-1])
@@ -125,20 +123,20 @@ class Product(InParts):
         by_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         for mine, theirs in grid.cuts(weight.shape[inner] * grid.down.size):
             if by_x is not None:
-                panel = _turned(theirs.sent(weight, inner), inner)
+                panel = turned(theirs.sent(weight, inner), inner)
                 mine.summed(grad @ panel.t(), by_x, 1)
             if by_weight is not None:
                 term = mine.sent(flat, 1).t() @ grad
-                theirs.summed(_turned(term, inner), by_weight, inner)
+                theirs.summed(turned(term, inner), by_weight, inner)
         return by_x.view(x.shape) if by_x is not None else None, by_weight, None, None
 
 
-def _turned(panel: Tensor, inner: int) -> Tensor:
+def turned(panel: Tensor, inner: int) -> Tensor:
     """A weight as (inner, outer), or back."""
     return panel if inner == 0 else panel.t()
 
 
-# -- rows of a table, in parts of the hidden dim -----------------------------------------------------
+# -- rows of a table, in parts of the hidden dim --------------------------------------------------
 
 
 class Lookup(InParts):
@@ -151,7 +149,7 @@ class Lookup(InParts):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, grid: Grid, skip: int | None) -> Tensor:
         """Panel by panel; `skip` is the word of padding, whose row has no gradient."""
-        local, mine = _own_words(ids, weight, grid)
+        local, mine = own_words(ids, weight, grid.along)
         ctx.save_for_backward(local, mine & (ids != skip) if skip is not None else mine)
         ctx.grid, ctx.shape = grid, weight.shape
         hidden = weight.shape[1] * grid.down.size
@@ -175,22 +173,23 @@ class Lookup(InParts):
         return None, by_weight, None, None
 
 
-def _own_words(ids: Tensor, weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+def own_words(ids: Tensor, weight: Tensor, along: Group) -> tuple[Tensor, Tensor]:
     """The places of words in this rank's part of the table, and which of them are there."""
     words = weight.shape[0]
-    local = ids - grid.along.rank * words
+    local = ids - along.rank * words
     mine = (local >= 0) & (local < words)
     return local.clamp(0, words - 1), mine
 
 
-# -- forwards of modules -----------------------------------------------------------------------------
+# -- forwards of modules --------------------------------------------------------------------------
 
 
 def _grid(edges: tuple[Edge, ...]) -> tuple[Grid, Edge | None]:
     """The grid of a module, and the edge that its activations cross (None: one column)."""
-    along = next((edge for edge in edges if isinstance(edge.computes, S)), None)
-    down = next((edge.group for edge in edges if edge is not along), ALONE)
-    return Grid(along.group if along is not None else ALONE, down), along
+    roles = {edge.told: edge for edge in edges}
+    along, down = roles.get("along"), roles.get("down")
+    groups = (edge.group if edge is not None else ALONE for edge in (along, down))
+    return Grid(*groups), along
 
 
 def projection(sharded: Sharded) -> Forward:

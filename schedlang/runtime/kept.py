@@ -22,6 +22,7 @@ _NAMES = (
     "alltoall_",
     "alltoall_base_",
     "broadcast_",
+    "reduce_",
 )
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from schedlang.runtime import grid, split_norm
+from schedlang.runtime import cube, grid, split_norm
 from schedlang.runtime.convolution import CONVOLUTIONS, POOLS, convolution, pool
+from schedlang.runtime.experts import expert_forward
 from schedlang.runtime.shard import Edge, Forward, Sharded, embedding, projection, region
 from schedlang.runtime.shared_norm import batch_norm, group_norm
 
@@ -25,7 +26,11 @@ CHOSEN: Mapping[str, Callable[[Sharded], Forward]] = {
     "summa Linear": grid.projection,
     "summa Conv1D": grid.projection,
     "summa Embedding": grid.embedding,
+    "cube Linear": cube.projection,
+    "cube Conv1D": cube.projection,
+    "cube Embedding": cube.embedding,
     "norm": split_norm.norm,
+    "experts": lambda sharded: expert_forward(sharded.module, sharded.inner, sharded.edges),
 }
 
 

@@ -15,8 +15,10 @@ def computes_like(module: nn.Module, kind: str) -> bool:
     It is tried in training mode, and may have no parameters beside weight and bias.  A module with
     a forward of its own may still be plain (Falcon's linear layers), or not (embeddings that
     add positions); one that scales its rows is.  Anything that cannot be called with one tensor is
-    not.
+    not, nor what cannot be tried because it has buffers whose values are not known.
     """
+    if any(buffer.is_meta for buffer in module.buffers()):
+        return False
     twin = bare_copy(module, torch.float64, 0).train()
     weight, bias = twin._parameters.get("weight"), twin._parameters.get("bias")
     known = {name for name, _ in twin.named_parameters()}

@@ -10,6 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from schedlang.runtime.grouped import install
+
+install()
+
 
 def copy_with(
     model: nn.Module,

@@ -34,7 +34,7 @@ LINEAR = {"view", "reshape", "flatten", "unflatten", "transpose", "permute", "co
           "to", "type", "float", "double", "half", "bfloat16", "__getitem__", "squeeze",
           "unsqueeze", "expand", "expand_as", "view_as", "sum", "mean", "neg", "__neg__", "div",
           "__truediv__", "div_", "movedim", "swapaxes", "t", "T", "mT", "narrow", "select",
-          "split", "chunk", "unbind"}  # fmt: skip
+          "split", "chunk", "unbind", "moved"}  # fmt: skip
 
 
 def trouble(tensor: Tensor, axis: str, varies: Varies) -> str | None:
@@ -72,6 +72,8 @@ def _step(made: Made, axis: str, varies: Varies) -> list[Tensor] | str:
         if alike:
             return f"`{made.name}` adds on each rank of `{axis}` what is alike, before the sum"
         return parts
+    if made.name == "index_add":  # onto zeros
+        return [t for t in parts if t is not made.inputs[0]]
     if made.name in LINEAR:
         return parts
     if made.name == "embedding":

@@ -68,7 +68,7 @@ class Program:
     @property
     def module(self) -> nn.Module:
         """The plain module, where no pipeline is involved: bring your own loop (S617)."""
-        if self.assembly.context:
+        if self.assembly.tokens is not None:
             title = (
                 f"sequences split over `{self.assembly.context[0]}` need a step that splits them"
             )
@@ -241,6 +241,8 @@ class Program:
                 keep_outputs=self.keep_output or not train,
             )  # fmt: skip
         crossing.forget()
+        for one in a.sliced.values():
+            one.settle()
         return results
 
     def _sum(self) -> None:
@@ -249,6 +251,8 @@ class Program:
         if a.early is not None:
             a.early.finish()
         sum_gradients(a.parameters, a.sums if a.early is None else a.early.rest)
+        if a.compressor is not None:
+            a.compressor.sum(a.parameters)
 
     def _finish(
         self, results: Mapping[int, Result], weights: Sequence[float], total: float

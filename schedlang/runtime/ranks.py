@@ -6,6 +6,7 @@ import atexit
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -61,8 +62,17 @@ class Ranks:
         if name not in self._along:
             axes = self.mesh.fold(over)
             place = self.mesh.index(self.rank, axes)
-            self._along[name] = self._made(name, self.mesh.groups(axes), place)
+            made = self._made(name, self.mesh.groups(axes), place)
+            self._along[name] = self._ordered(made, over) if isinstance(over, str) else made
         return self._along[name]
+
+    def _ordered(self, group: Group, over: str) -> Group:
+        """The same ranks, counted by the axes in the order in which they are named."""
+        ranks = self.mesh.group(self.rank, over)
+        if ranks == group.ranks:
+            return group
+        order = tuple(group.ranks.index(rank) for rank in ranks)
+        return replace(group, ranks=ranks, rank=ranks.index(self.rank), order=order)
 
     def again(self, over: str) -> dist.ProcessGroup | None:
         """A second process group over the same ranks, for traffic the other way."""
@@ -109,20 +119,12 @@ class Ranks:
         assert found is not None or any(len(r) == 1 for r in groups)
         return found  # type: ignore[return-value]
 
-    def device_mesh(self, shard: Sequence[str], replicate: Sequence[str] = ()) -> DeviceMesh:
-        """A mesh for fully_shard: (replicate, shard) or (shard,), from groups made here."""
+    def device_mesh(self, shard: Sequence[str]) -> DeviceMesh:
+        """A mesh for fully_shard, of a group made here."""
         inner = self.group(tuple(shard))
         assert inner.pg is not None
         kind = "cuda" if torch.cuda.is_available() and dist.get_backend() == "nccl" else "cpu"
-        if not replicate:
-            return DeviceMesh.from_group(inner.pg, kind, mesh_dim_names=("shard",))
-        outer = self.group(tuple(replicate))
-        both = self.mesh.group(self.rank, (*replicate, *shard))
-        table = torch.tensor(both).view(outer.size, inner.size)
-        assert outer.pg is not None
-        return DeviceMesh.from_group(
-            [outer.pg, inner.pg], kind, mesh=table, mesh_dim_names=("replicate", "shard")
-        )
+        return DeviceMesh.from_group(inner.pg, kind, mesh_dim_names=("shard",))
 
 
 def _wrong_world(mesh: Mesh, world: int) -> Diagnostic:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, UnshardHandle, fully_shard
 
+from schedlang.runtime.gathered import settle
 from schedlang.runtime.operations import Handler
 from schedlang.timeline import Kind
 
@@ -24,9 +25,13 @@ class Sliced:
     of operations of the stage (`unshard`, `reshard`): its gradients are then reduced once a run.
     """
 
-    def __init__(self, stage: int, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
+    def __init__(
+        self, stage: int, mesh: DeviceMesh, ignored: set[nn.Parameter], between: bool = True
+    ) -> None:
         self.stage, self.mesh, self.ignored = stage, mesh, ignored
+        self.between = between and stage == 3  # free what is gathered between the two passes
         self.units: list[FSDPModule] = []
+        self.ahead = 0
         self._said: tuple[bool, bool] | None = None
         self._coming: list[UnshardHandle] | None = None  # while rows hold the parameters gathered
 
@@ -36,7 +41,7 @@ class Sliced:
         What the root itself holds stays gathered after its forward: the backward begins there.
         """
         fully_shard(
-            module, mesh=self.mesh, reshard_after_forward=self.stage == 3 and not root,
+            module, mesh=self.mesh, reshard_after_forward=self.between and not root,
             ignored_params=self.ignored,
         )  # fmt: skip
         assert isinstance(module, FSDPModule)
@@ -44,6 +49,18 @@ class Sliced:
         # a plain sum: a factor of one would go through an operator that gloo does not have
         module.set_force_sum_reduction_for_comms(True)
         self.units.append(module)
+
+    def prefetch(self, ahead: int) -> None:
+        """Let each unit gather so many units that come after it, as they are called."""
+        self.ahead, units = ahead, self.units if ahead else []
+        for place, unit in enumerate(units):
+            unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + ahead])
+            unit.set_modules_to_backward_prefetch(units[max(place - ahead, 0) : place][::-1])
+
+    def settle(self) -> None:
+        """Forget what was gathered ahead for units that did not run."""
+        for unit in self.units if self.ahead else ():
+            settle(unit)
 
     def before_backward(self, last: bool, reduces: bool = True) -> None:
         """Say whether the backward to come is the last of this step, and whether it reduces."""
@@ -76,13 +93,14 @@ class Sliced:
     def _hold(self, held: bool) -> None:
         self._said = None
         for unit in self.units:
-            unit.set_reshard_after_forward(not held, recurse=False)
+            unit.set_reshard_after_forward(self.between and not held, recurse=False)
             unit.set_reshard_after_backward(not held, recurse=False)
 
 
 def reshard(sliced: Mapping[int, Sliced]) -> None:
     """Free gathered parameters, so that the next forward gathers what the slices hold now."""
     for one in sliced.values():
+        one.settle()
         for unit in one.units:
             unit.reshard()
 

@@ -39,6 +39,7 @@ class Edge:
     cut: int | None = None
     head: bool = False
     hoisted: bool = False
+    told: Any = None  # what a row says of how a module of its kind computes
 
     def entry(self) -> Crossing:
         """The change of placement on the way in."""
@@ -65,6 +66,7 @@ def _conv1d(module: nn.Module, x: Tensor, with_bias: bool) -> Tensor:
     return out.view(*x.shape[:-1], weight.shape[-1])
 
 
+CLASSES = ("Linear", "Conv1D", "Embedding")
 COMPUTES: Mapping[str, Compute] = {"Linear": _linear, "Conv1D": _conv1d}
 
 

@@ -152,6 +152,8 @@ def _shorter(batch: Mapping[str, Any], total: int, length: int) -> dict[str, Any
             return value
         if value.dim() == 4 and value.shape[-1] == total:
             return value[:, :, :length, :length].contiguous()
+        if value.dim() == 3 and value.shape[1] != total and value.shape[2] == total:
+            return value[..., :length].contiguous()
         return value[:, :length].contiguous() if value.shape[1] == total else value
 
     return {name: part(value) for name, value in batch.items()}

@@ -17,7 +17,7 @@ from schedlang.runtime.random import LogicalDropout, Window
 from schedlang.runtime.record import loss_of
 from schedlang.runtime.scope import Scope, entered, named_sites, visit
 from schedlang.runtime.sliced import Loss, Slices, run, windows
-from schedlang.runtime.slices import Slicing, Weight, along, length_of, masks_of
+from schedlang.runtime.slices import Slicing, Weight, along, length_of, masks_of, sections
 from schedlang.runtime.small_model import small_copy
 from schedlang.runtime.trace import LabelRule
 from schedlang.runtime.training import Training
@@ -86,6 +86,8 @@ def _small(
     def small(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dim() == 0:
             return value
+        if sections(value, length, rows):
+            return value[:, :keep, :total].detach().to("cpu", copy=True)
         cut = value[:keep] if value.shape[0] == rows else value
         if cut.dim() > 1 and cut.shape[1] == length:
             cut = cut[:, :total]

@@ -164,6 +164,19 @@ def along(batch: Batch) -> frozenset[str]:
     return frozenset(dotted(path) for path, value in leaves if runs_along(value, total, rows))
 
 
+def sections(value: Any, total: int, rows: int) -> bool:
+    """Whether a tensor holds several positions of every token: integers [sections, rows, tokens].
+
+    So multimodal models have them, for rotations by time, height and width.
+    """
+    return (
+        isinstance(value, Tensor)
+        and value.dim() == 3
+        and not value.is_floating_point()
+        and value.shape[1:] == (rows, total)
+    )
+
+
 def runs_along(value: Any, total: int, rows: int) -> bool:
     """Whether a tensor runs along the sequence: [rows, tokens, ..] or a mask of four dims."""
     if not isinstance(value, Tensor) or value.dim() < 2:

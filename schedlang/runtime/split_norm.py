@@ -125,7 +125,7 @@ class Along(Ambient):
         return value if keep else value.squeeze(-1)
 
 
-# -- what torch offers -----------------------------------------------------------------------------
+# -- what torch offers ----------------------------------------------------------------------------
 
 READS = {"dtype", "device", "requires_grad", "ndim", "dim", "is_floating_point", "is_cuda",
          "grad_fn", "is_leaf", "layout", "is_meta", "get_device", "is_complex"}  # fmt: skip
@@ -243,7 +243,7 @@ NORMS: Mapping[str, Callable[..., Tensor]] = {
 }
 
 
-# -- the module ------------------------------------------------------------------------------------
+# -- the module -----------------------------------------------------------------------------------
 
 
 def norm(sharded: Sharded) -> Forward:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from schedlang.runtime import collective, grid, moving, shared_norm, split_norm, vocab
+from schedlang.runtime import collective, cube, grid, moving, shared_norm, split_norm, vocab
 from schedlang.runtime.collective import Group, listening
 from schedlang.runtime.grid import InParts
 from schedlang.runtime.pending import Made, trouble
@@ -29,7 +29,7 @@ SUMS = ("all-reduce", "reduce-scatter")
 # what these give still differs from rank to rank: every rank gets parts of others, for its own
 MOVES = ("all-to-all", "shift", "broadcast", "reduce")
 # the modules whose functions of autograd communicate
-TALKING = (collective, moving, grid, shared_norm, split_norm, vocab)
+TALKING = (collective, cube, grid, moving, shared_norm, split_norm, vocab)
 
 
 @dataclass(frozen=True)
@@ -184,9 +184,11 @@ class Typed(TorchFunctionMode):
             before = NONE.union(*(self.varies(t) for t in given))
             after = self._after(given[0], before, tensors_in(out)[0], args, heard, plain)
             ctx.schedlang = Crossed(self.site, before, after)
+            moved = bool(heard) and all(one.kind in MOVES for one in heard)
+            made = Made("moved", tuple(given)) if moved else Made("collective", ())
             for tensor in tensors_in(out):
                 tensor.__dict__["_schedlang_varies"] = after
-                tensor.__dict__["_schedlang_made"] = Made("collective", ()) if after else None
+                tensor.__dict__["_schedlang_made"] = made if after else None
             return out
 
         return forward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -12,11 +13,13 @@ from tests.properties.models import Block, Config, Short, configs
 
 # verbs in the order in which their rows may stand
 PHASES = (
-    *("freeze",),
-    *("replace_kernel", "fuse", "pad", "shard", "checkpoint", "offload", "unroll"),
-    *("pipeline_split", "split_backward", "zero", "overlap", "pipeline", "verify"),
+    *("tie", "untie", "freeze"),
+    *("replace_kernel", "fuse", "pad", "shard", "grid", "expert_parallel"),
+    *("checkpoint", "offload", "unroll"),
+    *("pipeline_split", "split_backward", "zero", "compress", "overlap", "pipeline", "verify"),
 )
-RELAX = {"freeze": "updates"}  # what the step of a verb must allow
+# what the step of a verb must allow
+RELAX = {"freeze": "updates", "tie": "model", "untie": "model", "compress": "lossy"}
 Axes = tuple[tuple[str, int], ...]
 
 
@@ -200,6 +203,71 @@ def _ends(config: Config, axis: str, n: int) -> list[Step]:
         gathered = f"head  shard(col, output=R, over={axis})"
         found.append(step("shard", [gathered], ["shard head"], [axis]))
     return found
+
+
+@generator
+def tie(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """Blocks that are alike, next to each other or not; both then lie as one does."""
+    found = []
+    for place, block in enumerate(config.blocks):
+        for other in range(place + 1, len(config.blocks)):
+            at, to = _at(place), _at(other)
+            if config.blocks[other] == block and not config.frozen.startswith("blocks"):
+                claims = [
+                    "tie",
+                    *(f"{verb} {one}" for verb in ("shard", "late") for one in (at, to)),
+                ]
+                found.append(step("tie", [f"{at}, {to}  tie()"], [*claims, "freeze"]))
+    return found
+
+
+@generator
+def untie(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """The head, where it shares the embedding's weight."""
+    return [step("untie", ["head  untie(weight)"], ["untie", "shard embed", "shard head", "freeze"])
+            for _ in range(config.tied)]  # fmt: skip
+
+
+@generator
+def grid(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """Blocks, embedding and head on the grid of a data axis and another, where sizes divide."""
+    rows, columns = sizes.get("dp", 0), sizes.get("tp", 0)
+    found: list[Step] = []
+    whole = math.lcm(rows, columns) if rows and columns else 0
+    if not whole or config.width % whole:
+        return []
+    for place, block in enumerate(config.blocks):
+        at, claim = _at(place), [f"shard {_at(place)}", f"kernel {_at(place)}"]
+        norm = block.pre and block.norm in ("layer", "rms")
+        first = [f"{at}.norm  grid(summa, over=(dp, tp))"] if norm else []
+        inner, heads = block.heads * block.size, block.groups * block.size
+        if block.kind == "mlp" and block.hidden % whole == 0:
+            pair = [f"{at}.up  grid(summa, over=(dp, tp))",
+                    f"{at}.down  grid(summa, output=R, over=(dp, tp))"]  # fmt: skip
+            found += [step("grid", rows_, claim, ["tp"]) for rows_ in ([*first, *pair], pair)]
+        divides = block.heads % columns == 0 and block.groups % columns == 0
+        if block.kind == "attention" and divides and inner % whole == 0:
+            ups = [f"{at}.{{q,k,v}}  grid(summa, over=(dp, tp))"]
+            if block.fused:
+                blocks = f"[{inner}, {heads}, {heads}]"
+                ups = [f"{at}.qkv  grid(summa, blocks={blocks}, over=(dp, tp))"]
+            last = f"{at}.o  grid(summa, output=R, over=(dp, tp))"
+            found.append(step("grid", [*first, *ups, last], claim, ["tp"]))
+    return found + _table(config, columns)
+
+
+def _table(config: Config, columns: int) -> list[Step]:
+    """Embedding and head on a grid, tied or not."""
+    if config.entry != "words":
+        return []
+    pads = [f"embed  pad(vocab, multiple={columns})"] if config.vocab % columns else []
+    words = "embed  grid(summa, output=R, over=(dp, tp))"
+    head = "head  grid(summa, output=S(vocab), over=(dp, tp))"
+    if config.tied:
+        return [step("grid", [*pads, words, head], ["shard embed", "shard head"], ["tp"])]
+    more = [f"head  pad(out, multiple={columns})"] if config.vocab % columns else []
+    return [step("grid", [*pads, words], ["shard embed"], ["tp"]),
+            step("grid", [*more, head], ["shard head"], ["tp"])]  # fmt: skip
 
 
 @generator

@@ -333,3 +333,45 @@ def words(seed: int, rows: int = 6, length: int = 5, count: int = 12) -> dict[st
     labels = torch.randint(0, count, (rows, length), generator=g)
     labels[torch.rand(rows, length, generator=g) < 0.3] = -100
     return {"ids": ids, "labels": labels}
+
+
+class Sections(nn.Module):
+    """Attention of tokens that have several positions each, as multimodal models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(13, WIDTH), nn.Linear(WIDTH, 13)
+        self.turns = nn.ModuleList(nn.Embedding(16, WIDTH) for _ in range(3))
+        self.attn = Look()
+        self.double()
+
+    def forward(self, ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.words(ids)
+        for turn, positions in zip(self.turns, position_ids):
+            x = x + turn(positions)
+        return F.cross_entropy(self.head(self.attn(x)).flatten(0, 1), labels.flatten())
+
+
+class Look(nn.Module):
+    """Two heads that look back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).transpose(1, 3).unbind(2)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + seen.transpose(1, 2).flatten(2)
+
+
+def sectioned(seed: int) -> dict[str, Tensor]:
+    """Tokens of nine, their three positions each, and a label for most of them."""
+    draw = torch.Generator().manual_seed(seed)
+    ids, labels = torch.randint(13, (2, 4, 9), generator=draw)
+    labels = labels.masked_fill(torch.rand(4, 9, generator=draw) < 0.2, -100)
+    return {
+        "ids": ids,
+        "position_ids": torch.randint(16, (3, 4, 9), generator=draw),
+        "labels": labels,
+    }

@@ -225,6 +225,14 @@ SCENES: dict[str, Scene] = {
         "",
         lambda seed: models.left(models.tokens(rows=6, seed=seed)),
     ),
+    "cp": Scene(lambda: models.gpt2(2), "transformer.h.*.attn context_parallel(ring, over=cp, "
+                "layout=zigzag)", "cp=2", _tokens()),
+    "cp, rotary": Scene(lambda: models.llama(2), "model.layers.*.self_attn "
+                        "context_parallel(gather, over=cp)", "cp=2", _tokens()),
+    "cp, sections": Scene(
+        networks.made(networks.Sections), "attn context_parallel(ring, over=cp, layout=zigzag)",
+        "cp=2", networks.sectioned,
+    ),
     "smoothed": Scene(
         networks.made(networks.Smoothed), "head shard(vocab, over=tp)", "tp=2", words
     ),

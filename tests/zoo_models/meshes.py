@@ -28,7 +28,10 @@ def schedule(model: nn.Module, batch: Mapping[str, Any], mesh: str) -> str:
 
 def proposed(model: nn.Module, batch: Mapping[str, Any], mesh: str) -> str:
     """The schedule that `init` writes."""
-    raise NotImplementedError(f"{mesh}: {len(batch)}")
+    from schedlang.passes.propose import propose
+
+    axes = dict(axis.split("=") for axis in MESHES[mesh].split(", "))
+    return propose(model, batch, {name: int(size) for name, size in axes.items()}).text
 
 
 def relaxed(text: str) -> str:

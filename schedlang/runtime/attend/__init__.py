@@ -8,12 +8,19 @@ q is [batch, heads, local tokens, head_dim]; k and v may have fewer heads, v ano
 All of it is differentiable, and on meta tensors it counts what it would send.
 """
 
-from schedlang.runtime.attend.call import METHODS, attend, place_of, ranks_of, refuse_heads
+from schedlang.runtime.attend.call import (
+    METHODS,
+    attend,
+    attend_lse,
+    place_of,
+    ranks_of,
+    refuse_heads,
+)
 from schedlang.runtime.attend.dropout import Dropout
 from schedlang.runtime.attend.layout import KINDS, Layout
 from schedlang.runtime.attend.mask import Mask
 
 __all__ = [
-    "KINDS", "METHODS", "Dropout", "Layout", "Mask", "attend", "place_of", "ranks_of",
+    "KINDS", "METHODS", "Dropout", "Layout", "Mask", "attend", "attend_lse", "place_of", "ranks_of",
     "refuse_heads",
 ]  # fmt: skip

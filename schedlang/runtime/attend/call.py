@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.attend.bodies import Attention, Bodies, Given
 from schedlang.runtime.attend.dropout import Dropout
 from schedlang.runtime.attend.layout import Layout, Runs, place_at
-from schedlang.runtime.attend.local import Backward, Forward, Rules, Tokens
+from schedlang.runtime.attend.local import BLOCK, Backward, Forward, Rules, Tokens
 from schedlang.runtime.attend.mask import Mask, Tags
 from schedlang.runtime.attend.reach import Reach
 from schedlang.runtime.attend.rounds import Gathered, Ring, Rounds
-from schedlang.runtime.attend.swap import Team, enough
+from schedlang.runtime.attend.swap import Team, copied
 from schedlang.runtime.attend.travel import Packet
 from schedlang.runtime.collective import Group
 
@@ -29,6 +30,7 @@ METHODS = {
     "double ring": (2,),  # ring of nodes, ring inside each
     "ulysses": (1,),  # all-to-all between tokens and heads
     "usp": (2, 3),  # ring, or double ring, outside; Ulysses inside
+    "nbody": (2,),  # a ring of teams, whose ranks share its steps
 }
 
 
@@ -53,6 +55,7 @@ def attend(
     layout: Layout,
     scale: float | None = None,
     dropout: Dropout | None = None,
+    block: int = BLOCK,
 ) -> Tensor:
     """The attention of this rank's queries to the keys of the whole sequence: [.., v's head_dim].
 
@@ -61,14 +64,44 @@ def attend(
     mask     its tensors that lie with tokens: this rank's; `slopes`: those of all of q's heads.
              Their gradient is what this rank's queries give: a part, to be summed over the groups
     scale    of the scores; 1/sqrt(head_dim) if None
+    block    scores of so many queries and keys exist at once, for each row and head
 
     The result has q's dtype.  Refusal S681 for heads that Ulysses cannot divide.
     """
+    return _attend(q, k, v, mask, method, groups, layout, scale, dropout, block, False)[0]
+
+
+def attend_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    *,
+    method: str,
+    groups: Sequence[Group],
+    layout: Layout,
+    scale: float | None = None,
+    dropout: Dropout | None = None,
+    block: int = BLOCK,
+) -> tuple[Tensor, Tensor]:
+    """As `attend`, with the log-sum-exp of each query's scores, [rows, heads, local tokens].
+
+    It is -inf where a query sees nothing, does not count `sinks`, and has a gradient too.
+    """
+    return _attend(q, k, v, mask, method, groups, layout, scale, dropout, block, True)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, method: str, groups: Sequence[Group],
+    layout: Layout, scale: float | None, dropout: Dropout | None, block: int, lse: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     _check(q, k, v, method, groups, layout)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    rules = Rules(mask.reach, scale, mask.cap, mask.slopes, mask.rows, dropout)
+    rules = Rules(mask.reach, scale, mask.cap, mask.slopes, mask.rows, dropout, block)
     if method in ("ulysses", "usp"):
-        return _swapped(q, k, v, mask, rules, tuple(groups), layout)
+        return _swapped(q, k, v, mask, rules, tuple(groups), layout, lse)
+    if method == "nbody":
+        return _shared(q, k, v, mask, rules, Bodies(groups[0], groups[1], layout))
     at = Tokens(layout.runs[place_of(groups)], mask.tags)
     return _run(q, k, v, rules, mask.sinks, _rounds(method, groups, layout, mask.reach), at)
 
@@ -81,14 +114,12 @@ def _rounds(method: str, groups: Sequence[Group], layout: Layout, reach: Reach) 
 
 def _swapped(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, rules: Rules, groups: tuple[Group, ...],
-    layout: Layout,
-) -> Tensor:  # fmt: skip
+    layout: Layout, with_lse: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Ulysses around what is left of the ring, if anything is."""
     *outer, inner = groups
     refuse_heads(q.shape[1], k.shape[1], inner.size)
-    copies = enough(k.shape[1], inner.size)
-    if copies > 1:
-        k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
+    k, v = copied(k, inner.size), copied(v, inner.size)
     place, joined = place_of(outer), layout.joined(inner.size)
     team = Team(inner, layout, place, joined.runs[place])
     mine = q.shape[1] // inner.size
@@ -102,7 +133,8 @@ def _swapped(
     sinks = None if mask.sinks is None else mask.sinks[heads]
     at = Tokens(joined.runs[place], team.tags(mask.tags))
     ring = Ring(tuple(outer), joined, rules.reach)
-    return team.tokens(_run(team.heads(q), team.heads(k), team.heads(v), rules, sinks, ring, at))
+    out, lse = _run(team.heads(q), team.heads(k), team.heads(v), rules, sinks, ring, at)
+    return team.tokens(out), team.tokens(lse[..., None])[..., 0] if with_lse else lse
 
 
 def refuse_heads(heads: int, kv_heads: int, ranks: int) -> None:
@@ -135,7 +167,7 @@ def _check(
 
 def _run(
     q: Tensor, k: Tensor, v: Tensor, rules: Rules, sinks: Tensor | None, rounds: Rounds, at: Tokens
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     plain = replace(rules, slopes=None, rows=None)
     out, lse = cast(
         tuple[Tensor, Tensor],
@@ -143,9 +175,27 @@ def _run(
             q, k, v, rules.slopes, rules.rows, _Call(plain, rounds, at.runs), *at.tags
         ),
     )
+    return _beside(out, lse, sinks), lse
+
+
+def _shared(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, rules: Rules, bodies: Bodies
+) -> tuple[Tensor, Tensor]:
+    given = Given(bodies, replace(rules, slopes=None, rows=None))
+    out, lse = cast(
+        tuple[Tensor, Tensor],
+        Attention.apply(  # type: ignore[no-untyped-call]
+            q, k, v, rules.slopes, rules.rows, given, *mask.tags
+        ),
+    )
+    return _beside(out, lse, mask.sinks), lse
+
+
+def _beside(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """The result where sinks take a part of the softmax."""
     if sinks is None:
         return out
-    share = (lse - sinks[:, None].to(lse.dtype)).sigmoid()  # of the softmax, beside the sink
+    share = (lse - sinks[:, None].to(lse.dtype)).sigmoid()
     return out * share[..., None].to(out.dtype)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from schedlang.runtime.attend.layout import Runs
 from schedlang.runtime.attend.mask import Tags, distance, pieces, seen
 from schedlang.runtime.attend.reach import Reach
 
-BLOCK = 512  # tokens: scores of BLOCK x BLOCK are held for each row and head
+BLOCK = 512  # tokens
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Rules:
     slopes: Tensor | None = None
     rows: Tensor | None = None
     dropout: Dropout | None = None
-    block: int = field(default_factory=lambda: BLOCK)
+    block: int = BLOCK
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Forward:
         for pair in pairs(self.rules, self.tokens, keys):
             scores, _ = _scores(self.rules, self.q, k, pair)
             lse = scores.logsumexp(-1)
-            weights = (scores - _finite(lse)[..., None]).exp_()
+            weights = (scores - finite(lse)[..., None]).exp_()
             if self.rules.dropout is not None:
                 weights *= self.rules.dropout.factor(pair.queries, pair.keys, weights)
             self._merge(pair.rows, _times(weights, v[:, :, pair.cols]), lse)
@@ -97,7 +97,7 @@ class Forward:
         """Join what a block gives to what is known: both by their share of the sum of exponents."""
         before = self.lse[:, :, rows]
         both = torch.logaddexp(before, lse)
-        base = _finite(both)
+        base = finite(both)
         self.out[:, :, rows] *= (before - base).exp_()[..., None]
         self.out[:, :, rows] += out.mul_((lse - base).exp_()[..., None])
         self.lse[:, :, rows] = both
@@ -132,7 +132,7 @@ class Backward:
         rules, rows, cols = self.rules, pair.rows, pair.cols
         grad = self.grad[:, :, rows]
         scores, slant = _scores(rules, self.q, k, pair)
-        weights = (scores - _finite(self.lse[:, :, rows])[..., None]).exp_()
+        weights = (scores - finite(self.lse[:, :, rows])[..., None]).exp_()
         d = _times(grad, v[:, :, cols].mT)
         kept = weights
         if rules.dropout is not None:
@@ -200,6 +200,6 @@ def _onto(x: Tensor, y: Tensor, heads: int) -> Tensor:
     return x.mT @ y
 
 
-def _finite(lse: Tensor) -> Tensor:
+def finite(lse: Tensor) -> Tensor:
     """The same with 0 for a query that sees nothing, so that its weights become 0 and not NaN."""
     return lse.masked_fill(lse == -math.inf, 0)

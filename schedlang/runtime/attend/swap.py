@@ -113,3 +113,12 @@ def enough(kv_heads: int, ranks: int) -> int:
     The least one; 1 where they can be divided.
     """
     return math.lcm(kv_heads, ranks) // kv_heads
+
+
+def copied(x: Tensor, ranks: int) -> Tensor:
+    """Keys or values [rows, heads, ..] with each head as often as `ranks` need, one after another.
+
+    The gradient of a head is the sum of its copies'.
+    """
+    copies = enough(x.shape[1], ranks)
+    return x if copies == 1 else x.repeat_interleave(copies, 1)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedlang.runtime.collective import Group, all_gather, count, reduce_scatter
+from schedlang.runtime.moving import exchanged
 
 Shape = tuple[int, ...]
 
@@ -156,9 +157,5 @@ def exchange(given: Sequence[Tensor], shapes: Sequence[Shape], group: Group) -> 
         return list(given)
     flat = torch.cat([t.reshape(-1) for t in given])
     sizes = [_size(shape) for shape in shapes]
-    out = flat.new_empty(sum(sizes))
-    count("all-to-all", group, flat)
-    if group.pg is not None:
-        sent = [t.numel() for t in given]
-        dist.all_to_all_single(out, flat, sizes, sent, group=group.pg)
-    return [part.view(shape) for part, shape in zip(torch.split(out, sizes), shapes)]
+    arrived = torch.split(exchanged(flat, group, [t.numel() for t in given], sizes), sizes)
+    return [part.view(shape) for part, shape in zip(arrived, shapes)]

@@ -21,6 +21,7 @@ from schedlang.runtime.scope import site
 
 NAME = "schedlang_context"
 SLOT = "_schedlang_context"
+_EAGER = "_schedlang_eager"  # on modules that attended by plain products
 # what modules hand to any attention, and what ours reads elsewhere or has no use for
 KNOWN = frozenset(("sliding_window", "position_ids", "output_attentions", "use_cache", "softcap",
                    "cache_position", "output_hidden_states", "layer_idx", "labels",
@@ -40,6 +41,8 @@ def use(model: nn.Module) -> bool:
     if found:
         _register()
     for module in found:
+        if implementation(module) == "eager":
+            vars(module)[_EAGER] = True
         switch(module, NAME)
     return bool(found)
 
@@ -157,7 +160,8 @@ def _attend(
     rule = _rule(module, mask, is_causal)
     if more.get("softcap") is not None:
         rule = replace(rule, cap=float(more["softcap"]))
-    call = Call(query, key, value, rule, scaling, dropout)
+    blind: Any = "mean" if vars(module).get(_EAGER) else "zero"
+    call = Call(query, key, value, rule, scaling, dropout, blind)
     return seat.attend(how, call).transpose(1, 2).contiguous(), None
 
 

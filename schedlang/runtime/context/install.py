@@ -11,8 +11,9 @@ from torch import nn
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime import scope
-from schedlang.runtime.attend import attend
+from schedlang.runtime.attend.call import attend_lse
 from schedlang.runtime.attend.dropout import Dropout
+from schedlang.runtime.collective import enter, reduce
 from schedlang.runtime.context import calls, described
 from schedlang.runtime.context.seat import Call, How, Seat, seated
 from schedlang.runtime.context.tokens import Tokens
@@ -53,10 +54,22 @@ class Exchanging:
         if call.dropout:
             assert self.draw is not None, "several ranks draw logically"
             drop = Dropout.logical(call.dropout, self.draw, rows, heads, total)
-        return attend(
+        out, lse = attend_lse(
             call.query, call.key, call.value, call.mask, method=how.method, groups=how.groups,
             layout=seat.layout, scale=call.scale, dropout=drop,
         )  # fmt: skip
+        if call.blind == "zero" or call.mask.present is None:
+            return out
+        blind = lse.detach().isneginf().unsqueeze(-1)
+        return torch.where(blind, _mean(call.value, heads, how, total), out)
+
+
+def _mean(value: torch.Tensor, heads: int, how: How, total: int) -> torch.Tensor:
+    """The mean value of all tokens, for each head of the queries."""
+    mean = value.sum(2, keepdim=True) / total
+    for group in how.groups:
+        mean = enter(reduce(mean, group), group)
+    return mean.repeat_interleave(heads // value.shape[1], 1)
 
 
 class At:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +24,11 @@ class How:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an attention: [rows, heads, own tokens, size] each, and what else it is given."""
+    """One call of an attention: [rows, heads, own tokens, size] each, and what else it is given.
+
+    blind  what a query that sees no key gives: nothing, or the mean of all values (`eager`
+           attention of transformers, which masks by very low numbers)
+    """
 
     query: Tensor
     key: Tensor
@@ -32,6 +36,7 @@ class Call:
     mask: Mask
     scale: float | None = None
     dropout: float = 0.0
+    blind: Literal["zero", "mean"] = "zero"
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.attend import Layout
 from schedlang.runtime.context.seat import Exchange, Seat
 from schedlang.runtime.parts import Batch, Part, dotted, rows_of
-from schedlang.runtime.slices import Place, length_of, runs_along
+from schedlang.runtime.slices import Place, length_of, runs_along, sections
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,8 @@ class Tokens:
 
         def cut(path: Any, value: Any) -> Any:
             name = dotted(path)
+            if sections(value, total, rows):
+                return seat.layout.take(value, 2, seat.place)
             runs = runs_along(value, total, rows)
             if not (name in self.along if self.along is not None else runs):
                 return value

@@ -110,6 +110,8 @@ class _Meeting:
         if call.mask.cap is not None:
             scores = call.mask.cap * torch.tanh(scores / call.mask.cap)
         scores = _masked(scores, seat, call, tags)
+        if call.blind == "mean":
+            scores = scores.masked_fill(scores.isneginf().all(-1, keepdim=True), 0.0)
         weights = torch.softmax(scores, -1).nan_to_num()
         return F.dropout(weights, call.dropout) @ values
 

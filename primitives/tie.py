@@ -1,0 +1,101 @@
+"""tie: one set of parameters for several modules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.kinds import Many
+from schedlang.plan import Plan
+from schedlang.primitive import Primitive, refuse
+
+if TYPE_CHECKING:
+    from schedlang.model import ParameterFact, Site
+
+
+class tie(Primitive):  # noqa: N801
+    """Let modules share their parameters: those of the first in the model's order, all named.
+
+    before   y = f(f(x; w1); w2)       two parameters, a gradient for each
+    after    y = f(f(x; w1); w1)       one parameter; its gradient is the sum of both
+
+    The modules are alike: what is at one place in them has one shape and dtype.  Names choose some
+    of it: `embed, head  tie(weight)`.  State dicts keep all names, with one value under those that
+    are tied; on several stages the copies' gradients are summed, in the norm they count once.
+
+    Results are those of training the original so tied: `relax(model)`.
+
+    ALBERT (Lan et al. 2020); Press, Wolf (2017) for the embedding and the output layer.
+    """
+
+    names: Many[str] = ()
+
+    example = "layers[2:]  tie()"
+    reads = frozenset({"structure"})
+    writes = frozenset({"trained"})
+    takes = "selection"
+    gives_up = frozenset({"model"})
+
+    def check(self, sites: tuple[Site, ...], plan: Plan) -> None:
+        """Refuse modules that are not alike, and what is one parameter already."""
+        self._check_place(plan)
+        if len(sites) < 2:
+            refuse("S414", "one module alone shares nothing", f"`{sites[0]}` is selected",
+                   helps=("select the modules that share: `layers.*  tie()`",))  # fmt: skip
+        first = self._chosen(sites[0], plan)
+        for site in sites[1:]:
+            _check_alike(sites[0], first, site, self._chosen(site, plan))
+        groups = self._groups(sites, plan)
+        if all(len({plan.model.parameters[n].name for n in group}) == 1 for group in groups):
+            refuse("S414", "there is nothing to tie here",
+                   notes=("what is chosen is one parameter already, or none",),
+                   helps=("drop the row, or choose other modules",))  # fmt: skip
+
+    def effect(self, sites: tuple[Site, ...], plan: Plan) -> Plan:
+        """Go on with a copy of the model, on the same storage, in which they are one."""
+        from schedlang.runtime.changed import Tie
+
+        return replace(plan, model=plan.model.changed(Tie(self._groups(sites, plan))))
+
+    def apply(self, sites: tuple[Site, ...], build: Any) -> None:
+        """Nothing of its own: the model that is built from has them tied."""
+
+    def _check_place(self, plan: Plan) -> None:
+        """Layouts and stages are those of parameters: say first which there are."""
+        below = next((a for a in plan.actions if a.primitive.writes - {"trained"}), None)
+        if below is not None:
+            title = f"`tie` must stand above `{below.name}`, which relies on what it changes"
+            refuse("S503", title, helps=(f"move `tie` above this `{below.name}`",))
+
+    def _chosen(self, site: Site, plan: Plan) -> dict[str, ParameterFact]:
+        """The parameters of a module that are to be shared, by their names there."""
+        prefix = f"{site.fqn}." if site.fqn else ""
+        own = {n.removeprefix(prefix): fact for n, fact in plan.model.parameters.items()
+               if n.startswith(prefix)}  # fmt: skip
+        for name in self.names:
+            if name not in own:
+                some = ", ".join(f"`{n}`" for n in list(own)[:4]) or "none"
+                refuse("S305", f"`{site}` has no parameter `{name}`", helps=(f"it has {some}",))
+        return {n: fact for n, fact in own.items() if not self.names or n in self.names}
+
+    def _groups(self, sites: tuple[Site, ...], plan: Plan) -> tuple[tuple[str, ...], ...]:
+        """The names that become one, for each parameter of the first module."""
+        return tuple(
+            tuple(f"{site.fqn}.{name}" for site in sites) for name in self._chosen(sites[0], plan)
+        )
+
+
+def _check_alike(
+    one: Site, first: dict[str, ParameterFact], site: Site, other: dict[str, ParameterFact]
+) -> None:
+    """Refuse two modules of which a parameter is missing or of another shape in one."""
+    for name in (*first, *other):
+        shapes = [_shape(found.get(name)) for found in (first, other)]
+        if shapes[0] != shapes[1]:
+            refuse("S414", f"`{one}` and `{site}` are not alike",
+                   notes=(f"`{name}` is {shapes[0]} in the one and {shapes[1]} in the other",),
+                   helps=("tie modules of one kind, or some names: `tie(weight)`",))  # fmt: skip
+
+
+def _shape(fact: ParameterFact | None) -> str:
+    return "missing" if fact is None else f"{fact.dtype}[{', '.join(map(str, fact.shape))}]"

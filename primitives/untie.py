@@ -1,0 +1,71 @@
+"""untie: a parameter of its own for one module that shares it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.kinds import Many
+from schedlang.plan import Plan
+from schedlang.primitive import Primitive, refuse
+
+if TYPE_CHECKING:
+    from schedlang.model import Site
+
+
+class untie(Primitive):  # noqa: N801
+    """Give a module its own copy of a parameter that it shares with others.
+
+    before   one parameter under two names; its gradient is the sum over both uses
+    after    two parameters of the same values, each with the gradient of its own use
+
+    Without names all that the module shares becomes its own.  State dicts have the same names as
+    before, and from the first update on values of their own; a configuration that says that the two
+    are tied (`tie_word_embeddings`) has to be changed before such a state is loaded by it.
+
+    Results are those of training the original so untied: `relax(model)`.
+    """
+
+    names: Many[str] = ()
+
+    example = "side  untie(weight)"
+    reads = frozenset({"structure"})
+    writes = frozenset({"trained"})
+    gives_up = frozenset({"model"})
+
+    def check(self, site: Site, plan: Plan) -> None:
+        """Refuse what is not shared, and what cannot be told apart."""
+        below = next((a for a in plan.actions if a.primitive.writes - {"trained"}), None)
+        if below is not None:
+            refuse("S503", f"`untie` must stand above `{below.name}`, which relies on what it"
+                   " changes", helps=(f"move `untie` above this `{below.name}`",))  # fmt: skip
+        for name in self.names:
+            if name not in site.parameters:
+                known = ", ".join(f"`{n}`" for n in site.parameters) or "none"
+                refuse("S305", f"`{site}` has no parameter `{name}`", helps=(f"it has {known}",))
+        if not self._shared(site, plan):
+            refuse("S414", f"`{site}` shares no parameter",
+                   notes=("what is chosen has one name",),
+                   helps=("drop the row; `schedlang tree` shows what is tied",))  # fmt: skip
+        module = plan.model.model.get_submodule(site.fqn)
+        twice = [n for n, m in plan.model.model.named_modules(remove_duplicate=False)
+                 if m is module and n != site.fqn]  # fmt: skip
+        if twice:
+            refuse("S414", f"`{site}` is one module under two names",
+                   f"it is `{twice[0]}` as well",
+                   notes=("a parameter of its own would be in both places again",),
+                   helps=("build the model from two modules",))  # fmt: skip
+
+    def effect(self, site: Site, plan: Plan) -> Plan:
+        """Go on with a copy of the model in which the module has its own."""
+        from schedlang.runtime.changed import Untie
+
+        return replace(plan, model=plan.model.changed(Untie(self._shared(site, plan))))
+
+    def apply(self, site: Site, build: Any) -> None:
+        """Nothing of its own: the model that is built from has it untied."""
+
+    def _shared(self, site: Site, plan: Plan) -> tuple[str, ...]:
+        """Full names of what becomes the module's own."""
+        found = (n for n in self.names or site.parameters if len(site.parameters[n].names) > 1)
+        return tuple(f"{site.fqn}.{name}".lstrip(".") for name in found)

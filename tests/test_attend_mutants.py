@@ -1,0 +1,148 @@
+"""Distributed attention with one mistake in it is found by comparison with dense attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from schedlang.runtime.attend import bodies, call, dropout, local, reach, rounds, swap, travel
+from schedlang.runtime.attend.local import Forward
+from schedlang.runtime.attend.reach import Reach
+from schedlang.runtime.attend.rounds import Ring
+from schedlang.runtime.attend.swap import enough
+from tests.attending import Case, dense, joined, rank
+from tests.engine import Faults, Threads
+
+Change = tuple[Any, str, Callable[..., Any]]
+
+WINDOW = Case("ring", (4,), "contiguous", back=2, has=frozenset({"present"}))
+CASES = [
+    Case("ring", (3,), "zigzag", tokens=12, cap=2.0),
+    Case("gather", (3,), "striped", scale=0.7),
+    Case("ulysses", (4,), "zigzag", has=frozenset({"slopes", "documents"})),
+    Case("double ring", (2, 2), "striped", has=frozenset({"sinks"})),
+    Case("nbody", (3, 2), "zigzag", tokens=12, has=frozenset({"bias"})),
+    WINDOW,
+    replace(WINDOW, causal=False, ahead=1),
+]
+
+
+def _merged_without_rescaling(self: Forward, rows: slice, out: Any, lse: Any) -> None:
+    self.out[:, :, rows] += out
+    self.lse[:, :, rows] = torch.logaddexp(self.lse[:, :, rows], lse)
+
+
+def _merged_by_the_larger(self: Forward, rows: slice, out: Any, lse: Any) -> None:
+    larger = lse > self.lse[:, :, rows]
+    self.out[:, :, rows] = torch.where(larger[..., None], out, self.out[:, :, rows])
+    self.lse[:, :, rows] = torch.maximum(self.lse[:, :, rows], lse)
+
+
+def _gradients_stay(self: Ring, prefix: Any, packet: Any, contribute: Any) -> Any:
+    if len(prefix) == len(self.groups):
+        return contribute(self.origin(prefix), packet)
+    parts = []
+    for step in range(self.last(prefix) + 1):
+        coming = self._next((*prefix, step), packet) if step < self.last(prefix) else None
+        parts.append(_back(self, (*prefix, step), packet, contribute))
+        packet = coming.wait() if coming is not None else packet
+    return parts[0]
+
+
+_back, _last, _origin = Ring._back, Ring.last, Ring.origin
+_near, _shift, _scores, _times = Reach.block, travel.shift, local._scores, local._times
+_places, _of_heads = swap._places, dropout.Dropout.of_heads
+
+
+def _sees_more(self: Reach, *args: Any) -> Any:
+    return _near(replace(self, ahead=None if self.ahead is None else self.ahead + 1), *args)
+
+
+def _sees_less(self: Reach, *args: Any) -> Any:
+    return _near(replace(self, back=None if not self.back else self.back - 1), *args)
+
+
+def _ends_early(self: Ring, prefix: Any) -> int:
+    return max(0, _last(self, prefix) - 1)
+
+
+def _too_far(self: bodies.Bodies, step: int) -> int:
+    return (self.ring.rank - step - (self.share.start if step else 0)) % self.ring.size
+
+
+MUTANTS: dict[str, Change] = {
+    "partial results are added without rescaling": (Forward, "_merge", _merged_without_rescaling),
+    "the block with the larger scores wins": (Forward, "_merge", _merged_by_the_larger),
+    "gradients of keys stay where they were made": (Ring, "_back", _gradients_stay),
+    "a ring ends a step early": (Ring, "last", _ends_early),
+    "a packet is taken for the next one": (
+        Ring, "origin", lambda self, steps: (_origin(self, steps) + 1) % len(self.layout.runs),
+    ),
+    "a query sees one key too many": (
+        Reach, "block", _sees_more,
+    ),
+    "a window is a token too short": (
+        Reach, "block",
+        _sees_less,
+    ),
+    "a block that sees a little is left out": (
+        Reach, "nothing", lambda self, queries, keys: not self.everything(queries, keys),
+    ),
+    "tokens stay in the order in which they arrive": (swap, "_places", lambda *_: None),
+    "heads of keys are copied in turns": (
+        call, "copied", lambda x, ranks: torch.cat([x] * enough(x.shape[1], ranks), 1),
+    ),
+    "the cap has no derivative": (
+        local, "_scores", lambda *args: (_scores(*args)[0], None),
+    ),
+    "queries share keys in turns": (
+        local, "_times", lambda x, y: _times(x.flip(1), y).flip(1),
+    ),
+    "what is gathered is not summed": (
+        rounds, "scattered", lambda packets, counts, group: packets[group.rank],
+    ),
+    "the gradient of the sum is left out": (
+        call, "Backward", lambda *args: local.Backward(*args[:-1], torch.zeros_like(args[-1])),
+    ),
+    "gradients that arrive are not added": (rounds, "added", lambda arrived, part: part),
+    "members of a team do not weigh what they found": (
+        bodies, "finite", lambda lse: torch.zeros_like(lse),
+    ),
+    "a share of the steps begins one team too far": (bodies.Bodies, "origin", _too_far),
+    "nothing that arrives is waited for": (travel.Moving, "wait", lambda self: self.packet),
+}  # fmt: skip
+
+
+def wrong(case: Case, threads: Threads) -> bool:
+    """Whether the ranks compute something else than dense attention."""
+    found = joined(case, threads.run(rank, case.ranks, case, 3))
+    pairs = zip(found, dense(case), strict=True)
+    return not all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in pairs)
+
+
+@pytest.fixture(scope="module")
+def late() -> Any:
+    """Ranks whose messages arrive at the last moment."""
+    with Threads(Faults()) as threads:
+        yield threads
+
+
+def test_without_a_mistake_nothing_is_found(late: Threads) -> None:
+    """The cases by which mistakes are found hold."""
+    assert not any(wrong(case, late) for case in CASES)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mistake_is_found(name: str, late: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At least one case differs from dense attention."""
+    owner, attribute, instead = MUTANTS[name]
+    monkeypatch.setattr(owner, attribute, instead)
+    reach.wanted.cache_clear()
+    try:
+        assert any(wrong(case, late) for case in CASES)
+    finally:
+        reach.wanted.cache_clear()

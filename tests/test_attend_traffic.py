@@ -1,0 +1,308 @@
+"""What distributed attention sends, saves and computes: the closed forms of the papers."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from schedlang.runtime.attend import Layout, local, place_of
+from schedlang.runtime.attend.local import Rules, Tokens, pairs
+from schedlang.runtime.attend.mask import Tags
+from schedlang.runtime.attend.reach import Reach, wanted
+from schedlang.runtime.collective import Group, listening
+from schedlang.runtime.tap import Sent, playing
+from tests.attending import SIZES, Case, attended, groups_of, part
+from tests.engine import Threads
+
+# 2 rows, 4 heads of width 4, 24 tokens: all methods divide them
+EVEN = Case("ring", (4,), "zigzag", 24, heads=4, kv_heads=4, widths=(4, 4))
+FEW = replace(EVEN, kv_heads=1)  # one head of keys and values for all
+Heard = list[tuple[str, str, int]]
+
+
+def elements(case: Case, heads: int) -> int:
+    """Of a tensor of one rank's tokens."""
+    return case.rows * heads * case.tokens // case.ranks * case.widths[0]
+
+
+def _listened(case: Case, meta: bool = False) -> tuple[Heard, Heard]:
+    """Kind, axis and elements of each collective: of the forward, and of the backward."""
+    groups = groups_of(case.sizes)
+    layout = Layout.of(case.kind, case.tokens, case.ranks)
+    mine = part(case, layout, place_of(groups))
+    if meta:
+        mine = {name: t.to("meta") for name, t in mine.items()}
+        groups = tuple(replace(group, pg=None) for group in groups)
+    leaves = [mine[name].requires_grad_() for name in "qkv"]
+    heard: Heard = []
+
+    def listen(kind: str, group: Group, size: int) -> None:
+        heard.append((kind, group.axes[0], size // 8))
+
+    with listening(listen):
+        out = attended(case, mine, groups, layout)
+        forward = [*heard]
+        grads = torch.autograd.grad(out, leaves, mine["grad"])
+    assert [t.shape for t in grads] == [t.shape for t in leaves] and out.shape == mine["grad"].shape
+    return forward, heard[len(forward) :]
+
+
+def totals(heard: Heard) -> dict[str, int]:
+    """Elements by kind."""
+    found: Counter[str] = Counter()
+    for kind, _, size in heard:
+        found[kind] += size
+    return dict(found)
+
+
+def sent(case: Case, threads: Threads) -> tuple[dict[str, int], dict[str, int]]:
+    """Elements by kind, forward and backward; of the first rank, and all are alike."""
+    found = [tuple(map(totals, both)) for both in threads.run(_listened, case.ranks, case)]
+    assert all(one == found[0] for one in found)
+    forward, backward = found[0]
+    return forward, backward
+
+
+@pytest.mark.parametrize("case", [EVEN, FEW], ids=["all heads", "one kv head"])
+def test_a_ring_sends_keys_and_values_once_around(case: Case, threads: Threads) -> None:
+    """p-1 times a rank's keys and values; backward the same again, and as much for gradients."""
+    forward, backward = sent(case, threads)
+    around = (case.ranks - 1) * 2 * elements(case, case.kv_heads)
+    assert forward == {"send": around} and backward == {"send": 2 * around}
+
+
+def test_all_gather_moves_what_a_ring_does(threads: Threads) -> None:
+    """The whole of keys and values once, in backward again, and one reduce-scatter as large."""
+    forward, backward = sent(replace(FEW, method="gather"), threads)
+    everything = 4 * 2 * elements(FEW, 1)
+    assert forward == {"all-gather": everything}
+    assert backward == {"all-gather": everything, "reduce-scatter": everything}
+
+
+def test_ulysses_sends_four_tensors(threads: Threads) -> None:
+    """4Nh/P elements for each row in the forward, and in the backward (Jacobs et al., 2023)."""
+    forward, backward = sent(replace(EVEN, method="ulysses"), threads)
+    hidden = EVEN.heads * EVEN.widths[0]
+    expected = {"all-to-all": EVEN.rows * 4 * EVEN.tokens * hidden // 4}
+    assert forward == backward == expected
+
+
+def test_ulysses_copies_few_heads_of_keys_as_little_as_it_can(threads: Threads) -> None:
+    """2 heads on 4 ranks are copied twice, 3 heads on 2 ranks too, 2 on 2 not at all."""
+    for heads, kv_heads, ranks, copied in ((4, 2, 4, 4), (6, 3, 2, 6), (4, 2, 2, 2)):
+        case = replace(EVEN, method="ulysses", sizes=(ranks,), heads=heads, kv_heads=kv_heads)
+        forward, _ = sent(case, threads)
+        assert forward == {"all-to-all": 2 * elements(case, heads) + 2 * elements(case, copied)}
+
+
+def test_a_ring_of_rings_crosses_nodes_once_an_inner_round(threads: Threads) -> None:
+    """Between n nodes n-1 transfers, inside them the rest of the p-1 (Sun et al., 2024)."""
+    case = replace(FEW, method="double ring", sizes=(2, 3))
+    packet = 2 * elements(case, 1)
+    for forward, backward in threads.run(_listened, 6, case):
+        assert Counter(forward) == {("send", "axis0", packet): 1, ("send", "axis1", packet): 4}
+        assert Counter(backward) == {("send", "axis0", packet): 2, ("send", "axis1", packet): 8}
+
+
+def test_usp_is_ulysses_in_a_ring(threads: Threads) -> None:
+    """All-to-all of four tensors inside; outside a ring of as many steps as it has ranks."""
+    case = replace(EVEN, method="usp", sizes=(2, 2))
+    forward, backward = sent(case, threads)
+    own = elements(case, 4)
+    assert forward == {"all-to-all": 4 * own, "send": 2 * own}
+    assert backward == {"all-to-all": 4 * own, "send": 4 * own}
+
+
+def test_teams_send_less_around_the_ring(threads: Threads) -> None:
+    """p/c of a rank's keys and values at most, where a ring sends p-1; teams of one are a ring."""
+    case = replace(FEW, method="nbody", sizes=(4, 2), tokens=32)
+    packet = 2 * elements(case, 1)
+    found = [totals(forward).get("send") for forward, _ in threads.run(_listened, 8, case)]
+    assert found == [2 * packet, 4 * packet] * 4 and case.ranks // 2 == 4
+    alone = replace(FEW, method="nbody", sizes=(4, 1))
+    assert sent(alone, threads)[0] == sent(FEW, threads)[0]
+
+
+def test_a_window_ends_the_ring_early(threads: Threads) -> None:
+    """A window no longer than a rank's tokens needs one neighbour, and its gradient comes home."""
+    case = replace(FEW, kind="contiguous", back=6)
+    forward, backward = sent(case, threads)
+    packet = 2 * elements(case, 1)
+    assert forward == {"send": packet} and backward == {"send": 2 * packet}
+
+
+@pytest.mark.parametrize("method", SIZES)
+def test_meta_tensors_are_counted_alike(method: str, threads: Threads) -> None:
+    """Without values and without a process group the same is counted, and shapes are right."""
+    sizes = max(SIZES[method], key=math.prod)
+    has = frozenset({"documents", "slopes", "dense", "sinks"})
+    case = replace(FEW, method=method, sizes=sizes, heads=12, tokens=25, has=has)
+    real = threads.run(_listened, case.ranks, case)
+    assert threads.run(_listened, case.ranks, case, True) == real
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def _saved(case: Case) -> int:
+    found: list[Tensor] = []
+    groups = groups_of(case.sizes)
+    layout = Layout.of(case.kind, case.tokens, case.ranks)
+    mine = part(case, layout, place_of(groups))
+    for name in "qkv":
+        mine[name].requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
+        attended(case, mine, groups, layout)
+    return sum({t.untyped_storage()._cdata: t.numel() for t in found}.values())
+
+
+@pytest.mark.parametrize("method", SIZES)
+def test_nothing_of_tokens_by_tokens_is_saved(method: str, threads: Threads) -> None:
+    """Queries, keys, values, result, and a number for each query and head: of a rank's tokens."""
+    sizes = (2, 2) if (2, 2) in SIZES[method] else (4,)
+    case = replace(EVEN, method=method, sizes=sizes)
+    own = elements(case, 4)
+    assert threads.run(_saved, 4, case) == [4 * own + own // case.widths[0]] * 4
+
+
+class _Largest(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+def _largest(case: Case) -> int:
+    groups = groups_of(case.sizes)
+    layout = Layout.of(case.kind, case.tokens, case.ranks)
+    mine = {n: t.clone() for n, t in part(case, layout, place_of(groups)).items()}
+    leaves = [mine[name].requires_grad_() for name in "qkv"]
+    with _Largest() as seen:
+        torch.autograd.grad(attended(case, mine, groups, layout, 4), leaves, mine["grad"])
+    return seen.elements
+
+
+def test_memory_does_not_grow_with_the_sequence(threads: Threads) -> None:
+    """As many tokens on each of more ranks: no tensor of a ring becomes larger."""
+    wide = replace(EVEN, rows=1, widths=(16, 16))
+    found = [
+        max(threads.run(_largest, ranks, replace(wide, sizes=(ranks,), tokens=8 * ranks)))
+        for ranks in (2, 4)
+    ]
+    assert found == [2 * 8 * 4 * 16] * 2  # a rank's keys and values side by side
+
+
+# -- work ------------------------------------------------------------------------------------------
+
+
+def work(kind: str, tokens: int, ranks: int) -> list[list[int]]:
+    """Pairs of a query and a key that each place computes at each step of a causal ring."""
+    layout = Layout.of(kind, tokens, ranks)
+    rules = Rules(Reach(ahead=0), 1.0, block=1)
+    held = [Tokens(runs, Tags()) for runs in layout.runs]
+    return [
+        [sum(1 for _ in pairs(rules, held[at], held[at - step])) for at in range(ranks)]
+        for step in range(ranks)
+    ]
+
+
+def worst(each: list[int]) -> float:
+    """The largest against the mean."""
+    return max(each) * len(each) / sum(each)
+
+
+def test_zigzag_and_striped_balance_a_causal_ring() -> None:
+    """Contiguous: 2p/(p+1) times the mean, tending to 2; zigzag: 1; striped: nearly 1 a step."""
+    ranks, tokens = 4, 64
+    total = {
+        kind: worst([sum(steps) for steps in zip(*work(kind, tokens, ranks))])
+        for kind in ("contiguous", "zigzag", "striped")
+    }
+    assert total["contiguous"] == pytest.approx(2 * ranks / (ranks + 1), rel=0.1)
+    assert total["zigzag"] == 1
+    assert total["striped"] < 1.06
+    assert max(worst(step) for step in work("striped", tokens, ranks)) < 1.12
+    assert max(worst(step) for step in work("contiguous", tokens, ranks)) == ranks
+
+
+def test_blocks_that_see_nothing_are_not_computed() -> None:
+    """Of contiguous causal blocks a little more than half are; a window leaves a band."""
+    held = Tokens((range(64),), Tags())
+    causal = Rules(Reach(ahead=0), 1.0, block=8)
+    assert sum(1 for _ in pairs(causal, held, held)) == 8 * 9 // 2
+    window = Rules(Reach(ahead=0, back=7), 1.0, block=8)
+    assert sum(1 for _ in pairs(window, held, held)) == 8 + 7
+
+
+def test_only_wanted_steps_are_taken() -> None:
+    """A bidirectional window wants neighbours on both sides; all of a zigzag ring is wanted."""
+    line = Layout.of("contiguous", 32, 4)
+    assert wanted(Reach(ahead=3, back=3), line, (4,)) == {(0,), (1,), (3,)}
+    assert len(wanted(Reach(ahead=0), Layout.of("zigzag", 32, 4), (4,))) == 4
+
+
+def _order() -> list[str]:
+    seen: list[str] = []
+    case = EVEN
+    groups = groups_of(case.sizes)
+    layout = Layout.of(case.kind, case.tokens, case.ranks)
+    mine = {n: t.to("meta").requires_grad_() for n, t in part(case, layout, 0).items()}
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (local.Forward, local.Backward):
+            add = kind.add
+
+            def noted(self: Any, *args: Any, add: Any = add) -> Any:
+                seen.append("compute")
+                return add(self, *args)
+
+            patch.setattr(kind, "add", noted)
+        with listening(lambda kind, group, size: seen.append(kind)):
+            dry = tuple(replace(group, pg=None) for group in groups)
+            attended(case, mine, dry, layout).sum().backward()
+    return seen
+
+
+def test_what_is_computed_next_is_on_its_way_already(threads: Threads) -> None:
+    """A block is sent on before it is computed with; a gradient right after it is."""
+    (seen, *_) = threads.run(_order, 4)
+    assert seen[:7] == ["send", "compute"] * 3 + ["compute"]
+    assert seen[7:] == ["send", "compute", *["send", "compute", "send"] * 2, "compute", "send"]
+
+
+# -- played on meta, rank by rank ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", SIZES)
+def test_ranks_that_are_played_alone_would_meet(method: str) -> None:
+    """Every message has its other end and every collective all its ranks, in one order."""
+    sizes = max(SIZES[method], key=math.prod)
+    case = replace(FEW, method=method, sizes=sizes, heads=12, tokens=25, chunk=9)
+    logs: list[list[Sent]] = []
+    for place in range(case.ranks):
+        with playing(place, case.ranks) as tap:
+            groups = groups_of(case.sizes)
+            layout = Layout.of(case.kind, case.tokens, case.ranks)
+            mine = {name: t.to("meta") for name, t in part(case, layout, place).items()}
+            leaves = [mine[name].requires_grad_() for name in "qkv"]
+            torch.autograd.grad(attended(case, mine, groups, layout), leaves, mine["grad"])
+            logs.append([one for one in tap.log if one.lane is not None])
+    letters = Counter(one for log in logs for one in log if one.op == "send")
+    arrived = Counter(replace(one, op="send") for log in logs for one in log if one.op == "recv")
+    assert letters == arrived and (letters or method in ("gather", "ulysses"))
+    for lane in {one.lane for log in logs for one in log if one.ends is None}:
+        heard = [
+            [one for one in logs[r] if one.lane == lane and one.ends is None] for r in lane.ranks
+        ]
+        assert all(one == heard[0] for one in heard), lane

@@ -1,0 +1,127 @@
+"""Norms along a hidden dim that is split: the module's own forward, statistics over all ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schedlang.passes.static import static
+from tests.engine import Threads
+from tests.proofs import assert_near, planned, refused, sequential, trained
+
+
+def points(seed: int, rows: int) -> dict[str, Tensor]:
+    """Points with labels."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 5, generator=generator, dtype=torch.float64)
+    return {"x": x, "labels": torch.randint(3, (rows,), generator=generator)}
+
+
+class Gemma(nn.Module):
+    """As Gemma writes its norm: 1 + weight, through float32."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (wide * (1.0 + self.weight.float())).type_as(x)
+
+
+class Plain(nn.Module):
+    """Written out with var and mean, and a scale by the width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x - x.mean(-1, keepdim=True)) / torch.std(x, -1, keepdim=True)
+        x = x + x.var(-1, unbiased=False, keepdim=True) * x.shape[-1] ** -0.5
+        return self.weight * x / x.norm(dim=-1, keepdim=True) + (x * x).sum(-1, keepdim=True)
+
+
+class Unit(nn.Module):
+    """Vectors of length one, by torch's own functions."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        long = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return self.weight * F.normalize(x, dim=-1) + x / (x.size(-1) * long)
+
+
+class Normed(nn.Module):
+    """A norm between a layer that hands on parts and one that takes them."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm, self.down = nn.Linear(5, 8), norm, nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        out = self.down(self.norm(self.up(x)))
+        return {"loss": F.cross_entropy(out, labels), "out": out}
+
+
+AROUND = "up  shard(col, over=c)\n{}\ndown  shard(row, over=c)"
+NORMS = {
+    "layer": lambda: nn.LayerNorm(8, eps=1e-3), "rms": lambda: nn.RMSNorm(8),
+    "gemma": lambda: Gemma(8), "plain": lambda: Plain(8), "unit": lambda: Unit(8),
+}  # fmt: skip
+
+
+def normed(name: str) -> nn.Module:
+    """A model with one of the norms, its parameters drawn."""
+    torch.manual_seed(1)
+    made = Normed(NORMS[name]()).double()
+    for parameter in made.norm.parameters():
+        nn.init.normal_(parameter, 1.0, 0.5)
+    return made
+
+
+@pytest.mark.parametrize("name", list(NORMS))
+def test_norms_take_their_statistics_over_all_parts(threads: Threads, name: str) -> None:
+    """However a module computes its means, variances and lengths along a split hidden dim, it
+    gives what the whole gives, and its weights get their own part of the gradient."""
+    tensors = "weight=S(0), bias=S(0)" if name == "layer" else "weight=S(0)"
+    row = f"norm  shard({tensors}, input=S(-1), output=S(-1), over=c)"
+    plan, batches = planned(normed(name), AROUND.format(row), "c=2"), [points(0, 4), points(1, 3)]
+    assert_near(trained(threads, plan, batches), sequential(normed(name), batches))
+    assert all(claim.holds for claim in static(plan, batches[0]).claims)
+
+
+class Sorted(Gemma):
+    """No norm: elements meet each other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x.cumsum(-1)
+
+
+class Turned(Gemma):
+    """Statistics that leave the module, whole on every rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).mean(-1, keepdim=True) * torch.ones(8)
+
+
+@pytest.mark.parametrize(
+    ("norm", "said"),
+    [
+        (Sorted(8), "`cumsum` needs the whole hidden dim"),
+        (Turned(8), "what it gives is not split as what it is given"),
+    ],
+)
+def test_what_needs_the_whole_is_refused(norm: nn.Module, said: str) -> None:
+    """A module that does more along the split dim than sums and means is refused when planned."""
+    model = Normed(norm).double()
+    row = "norm  shard(weight=S(0), input=S(-1), output=S(-1), over=c)"
+    text = refused(model, AROUND.format(row), "c=2", points(0, 4))
+    assert "error[S405]" in text and said in text
+    assert "output=R" in text

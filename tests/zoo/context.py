@@ -1,0 +1,119 @@
+"""Bugs of sequences that are split over ranks: labels, positions, shares, partial attentions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from schedlang.runtime.assembly import Assembly
+from schedlang.runtime.attend import rounds
+from schedlang.runtime.attend.local import Forward
+from schedlang.runtime.context import calls
+from schedlang.runtime.context.described import Mask
+from schedlang.runtime.context.seat import Seat
+from schedlang.runtime.context.tokens import Tokens
+from tests.zoo.bug import Operator, Patch, Site, bug
+
+CP, ROW = "context_parallel", "context_parallel"
+
+
+@bug("X02", CP, Operator.SLICE, "cp, sections", row=ROW,
+     credit="NeMo-Automodel#1482; Megatron-LM#1612")  # fmt: skip
+def sections_cut_elsewhere(patch: Patch, site: Site) -> None:
+    """Positions of shape [3, batch, seq] are cut along another dim."""
+    plain = Tokens._cut
+
+    def cut(self: Any, batch: Any, seat: Any) -> Any:
+        made = plain(self, batch, seat)
+        whole = batch["position_ids"]  # the first tokens, instead of those of this rank
+        return made | {"position_ids": whole[..., : seat.length].contiguous()}
+
+    patch.setattr(Tokens, "_cut", cut)
+
+
+@bug("X04", CP, Operator.SLICE, "cp", "cp, rotary", row=ROW)
+def shifted_within_the_chunk(patch: Patch, site: Site) -> None:
+    """Labels are shifted within each chunk of the sequence."""
+    plain = Tokens.part
+
+    def part(self: Any, whole: Any, *args: Any, **kwargs: Any) -> Any:
+        made = plain(self, whole, *args, **kwargs)
+        labels = made.seat.layout.take(whole.inputs["labels"], 1, made.seat.place)
+        own = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), self.ignore)], 1)
+        wrong = made.inputs | {"shift_labels": own}
+        return replace(made, inputs=wrong)
+
+    patch.setattr(Tokens, "part", part)
+
+
+@bug("X05", CP, Operator.GROUP, "cp", "cp, rotary", row=ROW,
+     credit="Megatron-LM#673, #906, #7513")  # fmt: skip
+def every_rank_weighs_the_same(patch: Patch, site: Site) -> None:
+    """The loss is a mean over each rank's own tokens."""
+    patch.setattr(Assembly, "weigh", lambda self, part: 1.0)
+
+
+@bug("X06", CP, Operator.REDUCTION, "cp", row=ROW)
+def added_without_rescaling(patch: Patch, site: Site) -> None:
+    """Partial attentions are added without rescaling."""
+
+    def merge(self: Any, rows: slice, out: Tensor, lse: Tensor) -> None:
+        self.out[:, :, rows] += out
+        self.lse[:, :, rows] = torch.logaddexp(self.lse[:, :, rows], lse)
+
+    patch.setattr(Forward, "_merge", merge)
+
+
+@bug("X07", CP, Operator.ADJOINT, "cp", "cp, rotary", row=ROW)
+def gradients_of_keys_stay(patch: Patch, site: Site) -> None:
+    """Gradients of keys and values are not sent back to their owner."""
+
+    def own(self: Any, packet: Any, contribute: Any) -> Any:
+        place = rounds_place(self)
+        return contribute(place, packet)
+
+    def rounds_place(self: Any) -> int:
+        found: int = self.group.rank if hasattr(self, "group") else self.place(self.here)
+        return found
+
+    patch.setattr(rounds.Gathered, "backward", own)
+    patch.setattr(rounds.Ring, "backward", own)
+
+
+@bug("X08", CP, Operator.SLICE, "cp", row=ROW)
+def positions_in_another_order(patch: Patch, site: Site) -> None:
+    """Data, positions and labels are ordered differently."""
+
+    def positions(self: Seat, device: Any = "cpu") -> Tensor:
+        first = sum(self.layout.counts[: self.place])
+        return torch.arange(first, first + self.length, device=device)
+
+    patch.setattr(Seat, "positions", positions)
+
+
+@bug("X09", CP, Operator.FREEZE, "cp, rotary", row=ROW)
+def positions_begin_anew(patch: Patch, site: Site) -> None:
+    """Positions are counted from zero on every rank."""
+    patch.setattr(Seat, "positions", lambda self, device="cpu": torch.arange(self.length))
+
+
+@bug("X10", CP, Operator.ARGUMENT, "cp, rotary", row=ROW)
+def padding_of_own_keys_only(patch: Patch, site: Site) -> None:
+    """Padding is not sent along with keys: those of other ranks are all seen."""
+    from schedlang.runtime.context import described
+
+    plain = described._mask
+
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs | {"attention_mask": None})
+
+    patch.setattr(described, "_mask", mask)
+
+
+@bug("X11", CP, Operator.ARGUMENT, "cp, sections", row=ROW)
+def not_causal_across_ranks(patch: Patch, site: Site) -> None:
+    """Queries see the keys of all other ranks, whichever came first."""
+    patch.setattr(calls, "_rule", lambda seat, mask, causal: Mask())
