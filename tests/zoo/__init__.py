@@ -4,6 +4,7 @@
 from tests.zoo import (  # noqa: F401
     context,
     experts,
+    grids,
     heads,
     kernels,
     late,

@@ -49,6 +49,18 @@ HEADS = """
 BLOCK = "blocks.*.up shard(col, over=tp)\nblocks.*.down shard(row, over=tp)"
 BOTH = f"{BLOCK}\nzero(stage=0, over=dp)"
 
+GRID = """
+  blocks.*.{up,norm}  grid(summa, over=(r, c))
+  blocks.*.down       grid(summa, output=R, over=(r, c))
+  zero(stage=0, over=r)
+"""
+CUBE = """
+  blocks.*.up    grid(cube, over=(x, y, z))
+  blocks.*.norm  grid(cube, over=(x, z, y))
+  blocks.*.down  grid(cube, output=R, over=(x, z, y))
+  zero(stage=0, over=x)
+"""
+
 
 @dataclass(frozen=True)
 class Scene:
@@ -212,6 +224,11 @@ SCENES: dict[str, Scene] = {
         networks.made(lambda: networks.Points(networks.AdaptedBlock())),
         "blocks.*.up.{base,b} shard(col, over=tp)\nblocks.*.down shard(row, over=tp)", "tp=2",
         points,
+    ),
+    "grid": replace(_block(networks.NormedParts, GRID), mesh="r=2, c=2"),
+    "cube": Scene(
+        networks.made(lambda: networks.Points(networks.NormedParts(8), width=8)),
+        CUBE, "x=1, y=2, z=2", lambda seed: points(seed, 6, (8,)),
     ),
     "gated": _block(networks.Gated, BLOCK),
     "regrouped": replace(_block(networks.Regrouped, BLOCK), holds=False),
