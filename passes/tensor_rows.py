@@ -128,7 +128,7 @@ def _flow(finder: Finder, flow: Flow) -> str:
 def _forms(finder: Finder, flow: Flow) -> Iterator[list[Row]]:
     """The rows of a flow with the parts that the model takes out of outputs, and without."""
     for one in variants(flow):
-        plain = _split(finder, one)
+        plain = split_rows(finder, one)
         sizes = {_heads(finder, name) for name in one.sources}
         if len(sizes) == 1 and (size := sizes.pop()):
             plain = [finder.uneven(row, size) for row in plain]
@@ -138,7 +138,8 @@ def _forms(finder: Finder, flow: Flow) -> Iterator[list[Row]]:
         yield plain
 
 
-def _split(finder: Finder, flow: Flow) -> list[Row]:
+def split_rows(finder: Finder, flow: Flow) -> list[Row]:
+    """The rows of a flow: its sources split by outputs, its sinks by inputs."""
     over = f"over={finder.axis}"
     said = "split by heads" if flow.mixed else "split by width"
     rows = []
