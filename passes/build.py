@@ -104,8 +104,7 @@ def build(
     sums = sums_of(plan, traced, holdings, found, ranks)
     dropout = _dropout(plan, prepared, ranks, seed, module)
     pipeline = pipeline_of(plan, module, ranks, prepared, loss, weight, sliced)
-    weigh = weight_of if prepared.tokens is None else weight_by_tokens
-    weight = weight or weigh(traced, count * micro)
+    weight = weight or _weight(prepared, count * micro)
     assembly = Assembly(
         module=module, pipeline=pipeline, ranks=ranks, replicas=plan.data_axes, micro=micro,
         parameters=found, holdings=holdings, buffer_stages=buffer_stages(staged),
@@ -145,6 +144,12 @@ def check_job(plan: Plan) -> Ranks:
     join_world()
     check_axes(plan)
     return Ranks(plan.mesh)
+
+
+def _weight(prepared: Prepared, parts: int) -> Weight:
+    """What a part of a batch weighs; where sequences are split, by tokens if it has no labels."""
+    by = weight_of if prepared.tokens is None else weight_by_tokens
+    return by(prepared.traced, parts)
 
 
 # -- what lies where ---------------------------------------------------------------------------
