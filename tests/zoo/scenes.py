@@ -176,7 +176,7 @@ SCENES: dict[str, Scene] = {
         "zero(stage=0, over=dp)", "dp=2", lambda seed: points(seed, 6, (5, networks.WIDTH)),
     ),
     "whole updates": replace(
-        _block(networks.Residual, BLOCK), optimizer=networks.adafactor, holds=False
+        _block(networks.Residual, BLOCK), optimizer=networks.adafactor
     ),
     "spare": Scene(
         networks.made(lambda: networks.Points(networks.Residual(), networks.Spare())),
