@@ -14,6 +14,7 @@ from tests.zoo import (  # noqa: F401
     stale,
     steps,
     tensor,
+    trained,
     unwritten,
 )
 from tests.zoo.bug import ZOO, Bug, Operator, Site, mutate
