@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.complete import completed
 from schedlang.passes.context import exchange
 from schedlang.passes.executor import early_sums, pipeline_of
 from schedlang.passes.prepare import Prepared, check_axes, prepare
 from schedlang.passes.propagate import Traced
 from schedlang.passes.reduce import compressor_of, slice_state, sums_of
+from schedlang.passes.sequence import weight_by_tokens
 from schedlang.passes.staging import Staged, buffer_stages, shape_up
 from schedlang.passes.staleness import check_build
 from schedlang.passes.weigh import weight_of
@@ -85,6 +87,7 @@ def build(
     from schedlang.runtime.assembly import Assembly
     from schedlang.runtime.program import Program
 
+    plan = completed(plan, batch, loss)
     ranks = check_job(plan)
     micro, count = plan.micro, plan.shares
     if prepared is None:
@@ -96,13 +99,14 @@ def build(
     builder = Builder(plan, module, traced, ranks)
     exchange(plan, module, prepared.tokens, ranks)
     _apply(builder)
-    sliced = slice_state(plan, module, ranks, staged, holdings)
+    sliced = slice_state(plan, module, ranks, prepared)
     held = {name for name, holding in holdings.items() if holding.held(plan.mesh, ranks.rank)}
     found = {name: p for name, p in module.named_parameters() if name in held}
     sums = sums_of(plan, traced, holdings, found, ranks)
     dropout = _dropout(plan, prepared, ranks, seed, module)
     pipeline = pipeline_of(plan, module, ranks, prepared, loss, weight, sliced)
-    weight = weight or weight_of(traced, count * micro)
+    weigh = weight_of if prepared.tokens is None else weight_by_tokens
+    weight = weight or weigh(traced, count * micro)
     assembly = Assembly(
         module=module, pipeline=pipeline, ranks=ranks, replicas=plan.data_axes, micro=micro,
         parameters=found, holdings=holdings, buffer_stages=buffer_stages(staged),

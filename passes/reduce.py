@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from schedlang.passes.holdings import slicing
 from schedlang.passes.propagate import Traced
 from schedlang.passes.reductions import reductions, sliced_names
-from schedlang.passes.staging import Staged
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from schedlang.passes.prepare import Prepared
     from schedlang.runtime.compressed import Compressor
     from schedlang.runtime.gradient import Sum
     from schedlang.runtime.holding import Holding
@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 
 
 def slice_state(
-    plan: Plan, module: nn.Module, ranks: Ranks, staged: Staged, holdings: Mapping[str, Holding]
+    plan: Plan, module: nn.Module, ranks: Ranks, prepared: Prepared
 ) -> dict[int, Sliced]:
     """Put fully_shard around the units of each stage of this rank."""
     from schedlang.runtime.replicas import Sliced
 
+    staged, holdings = prepared.staged, prepared.holdings
     sliced, _ = slicing(plan)
     if sliced is None:
         return {}
@@ -36,9 +37,11 @@ def slice_state(
         if not holdings[n].sliced or not holdings[n].held(plan.mesh, ranks.rank)
     }  # fmt: skip
     place = plan.mesh.index(ranks.rank, staged.axis) if staged.axis is not None else 0
+    reached = prepared.traced.reached
+    met = {p for n, p in module.named_parameters() if n in reached}
     out = {}
     for stage in staged.stages_at(place):
-        out[stage] = one = Sliced(sliced.stage, mesh, ignored, sliced.reshard)
+        out[stage] = one = Sliced(sliced.stage, mesh, ignored, met, sliced.reshard)
         for fqn in sliced_names(plan, staged, holdings, stage):
             one.add(module.get_submodule(fqn), root=not fqn)
         one.prefetch(sliced.prefetch)

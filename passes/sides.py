@@ -64,11 +64,13 @@ class Case:
 
 def prepared(case: Case) -> Case:
     """The case with its plan traced once, here, for all ranks: here it is refused, if it is."""
+    from schedlang.passes.complete import completed
     from schedlang.passes.prepare import prepare
     from schedlang.runtime.parts import split
     from schedlang.runtime.travel import let_travel
 
-    plan = case.plan
+    plan = completed(case.plan, case.batches[0], case.loss)
+    case = replace(case, plan=plan)
     let_travel(plan.model.model)
     micro = plan.micro
     sample = split(case.batches[0], plan.shares, micro)[0][0].inputs

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from schedlang.timeline import Timeline
 
 Loss = Callable[..., Any]
+UNCALLED = tuple(f"torch.nn.modules.container.{kind}" for kind in ("ModuleList", "ModuleDict"))
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,16 @@ def local_skeleton(plan: Plan, traced: Traced) -> nn.Module:
 
 def shape_up(model: nn.Module, traced: Traced, at_home: Callable[[Any], Any]) -> None:
     """Divide the numbers that modules count by, and put crossings around sharded modules."""
+    from schedlang.runtime.narrowed import WithParts
     from schedlang.runtime.numbers import set_number
     from schedlang.runtime.shard import Sharded
 
     for fqn, attribute, value in traced.numbers:
         set_number(model.get_submodule(fqn), attribute, value)
+    for fqn, parts in traced.parts.items():
+        own = tuple(replace(part, edge=at_home(part.edge)) for part in parts)
+        module = model.get_submodule(fqn)
+        module.forward = WithParts(module, own)
     for fqn, edges in traced.edges.items():
         module = model.get_submodule(fqn)
         home = tuple(at_home(edge) for edge in edges)
@@ -193,7 +199,17 @@ def _trunk(plan: Plan) -> frozenset[str]:
     outer = [
         f for f in lists if not any(f.startswith(f"{other}.") for other in lists if other != f)
     ]
-    return frozenset(f"{fqn}.{child}" for fqn in outer for child in plan.model.sites[fqn].children)
+    return frozenset(one for fqn in outer for one in _elements(plan, fqn))
+
+
+def _elements(plan: Plan, fqn: str) -> Iterator[str]:
+    """What stands in a list, also in lists and dicts within it: modules that are called."""
+    for child in plan.model.sites[fqn].children:
+        name = f"{fqn}.{child}"
+        if any(plan.model.sites[name].is_a(kind) for kind in UNCALLED):
+            yield from _elements(plan, name)
+        else:
+            yield name
 
 
 def placed(refusal: Refusal, plan: Plan, facet: str) -> Refusal:

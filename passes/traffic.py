@@ -12,12 +12,11 @@ from schedlang.passes.holdings import slicing
 from schedlang.passes.memory import gathered_bytes
 from schedlang.passes.messages import messages
 from schedlang.passes.reductions import reductions, sliced_names
+from schedlang.passes.root import backward_root
 from schedlang.placement import P, Placement, Replicate, S
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from schedlang.passes.dryrun import Loss
     from schedlang.passes.propagate import Traced
     from schedlang.passes.staging import Staged
@@ -212,29 +211,6 @@ class _At:
         return self.module.get_submodule(fqn)
 
 
-def backward_root(model: Any, inputs: Mapping[str, Any], loss: Loss | None) -> Any:
-    """Something to go backward from: the loss, else the sum of what the model gives."""
-    import torch
-
-    with torch.device("meta"):  # a forward that makes tensors of its own makes them there
-        output = model(**inputs)
-        return _root(output, loss(output, inputs) if loss is not None else None)
-
-
-def _root(output: Any, loss: Tensor | None) -> Tensor | None:
-    """Where a backward can start: the loss, the model's own, else the sum of what it gives."""
-    import torch
-
-    from schedlang.runtime.record import loss_of
-    from schedlang.runtime.trace import tensors_in
-
-    root = loss if loss is not None else loss_of(output, {}, None)
-    if root is None:
-        floats = [t for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
-        root = torch.stack([t.sum() for t in floats]).sum() if floats else None
-    return root if root is not None and root.requires_grad else None
-
-
 # (from, to) -> kind in forward, kind in backward; of an entry the backward only where ranks differ
 _ENTRY: Mapping[tuple[type, type], tuple[str, str]] = {
     (Replicate, Replicate): ("", "all-reduce"),
@@ -249,6 +225,10 @@ _EXIT: Mapping[tuple[type, type], tuple[str, str]] = {
 }
 
 
+# what a module of experts sends; shares of tokens are those of equally many for each expert
+_ROUTED = {"all-to-all": "tokens", "all-gather": "experts", "reduce-scatter": "experts"}
+
+
 def _what(context: _Context, one: _Exchange) -> str:
     """Which tensor of its module an exchange is of."""
     traced, plan = context.traced, context.plan
@@ -257,10 +237,14 @@ def _what(context: _Context, one: _Exchange) -> str:
     edge = next((e for e in traced.edges.get(one.fqn, ()) if e.group.axes == one.axes), None)
     if edge is None:
         return "activation"
+    if edge.told is not None and one.kind in _ROUTED:
+        return _ROUTED[one.kind] + (" grads" if one.backward else "")
     enters, leaves = _ends(edge)
     entry, leave = enters[one.backward] == one.kind, leaves[one.backward] == one.kind
     if edge.head and not one.backward and not entry:
         return "loss"
+    if one.kind not in (*enters, *leaves):  # between its own parts
+        return "parts, backward" if one.backward else "parts"
     side = "input or output" if entry and leave else "output" if leave else "input"
     if one.backward and not (entry or leave):  # recomputed
         return "input again" if enters[False] == one.kind else "output again"

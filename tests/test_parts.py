@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedlang.diagnostic import Refusal
-from schedlang.runtime.parts import rows_of, shares, split, stack
+from schedlang.runtime.parts import Absent, rows_of, shares, split, stack
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
@@ -39,6 +39,13 @@ def test_every_row_is_in_one_part(replicas: int, micro: int, more: int) -> None:
         assert part.inputs["x"].tolist() == list(part.rows)
         assert torch.equal(part.inputs["y"], part.inputs["x"] * 2)
         assert part.inputs["scale"] == 3 and part.inputs["n"].ndim == 0
+
+
+def test_rows_that_may_lie_along_either_dim_are_left_out() -> None:
+    """Where dim 0 has several entries a row and another dim exactly one, nothing is put together."""
+    inside = [torch.zeros(4, count, 3) for count in (2, 2)]
+    assert isinstance(stack(inside, [2, 2], [1.0, 1.0]), Absent)
+    assert stack([part[:2] for part in inside], [2, 2], [1.0, 1.0]).shape == (4, 2, 3)
 
 
 def test_outputs_come_together() -> None:

@@ -39,6 +39,7 @@ NAMES = sorted(registry())
 BESIDE = (
     "",
     "layers.*.mlp.down  shard(row, over=tp)",
+    "layers.*.mlp.up  shard(col, over=tp)",
     "layers.*.mlp.down  grid(summa, output=R, over=(r, c))",
     "layers.*.mlp.down  grid(summa, output=R, over=(r, c))\nzero(stage=0, over=r)",
 )
@@ -182,13 +183,14 @@ def _plan(name: str, sizes: dict[str, int], *more: str) -> Plan:
 
 def _buildable(name: str, sizes: dict[str, int], *more: str) -> Plan:
     """The plan of the example, with as few other rows as make it traceable."""
+    from schedlang.passes.complete import completed
     from schedlang.passes.propagate import propagate
 
     refusals = []
     for beside in BESIDE:
         try:
             plan = _plan(name, sizes, beside, *more)
-            propagate(plan, BATCHES[0])
+            propagate(completed(plan, BATCHES[0]), BATCHES[0])
             return plan
         except Refusal as refusal:
             refusals.append(refusal.render())

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from schedlang.diagnostic import Refusal
 from schedlang.runtime.constants import Literals, OnMeta
 from schedlang.runtime.graph import refusal
 from schedlang.runtime.meta import hollow_batch, hollow_model
@@ -74,12 +75,17 @@ def calls_of(model: nn.Module, kwargs: Mapping[str, Any], meta: bool) -> Calls:
                     stack.enter_context(one)
             model(**given)
     except NotImplementedError as error:
-        reason = "asks for values while it is recorded, and there is no data"
-        raise refusal("S612", _inner(error), reason, note=str(error)) from error
+        raise asks_for_values(error) from error
     finally:
         for handle in handles:
             handle.remove()
     return Calls(tuple(order), again)
+
+
+def asks_for_values(error: Exception) -> Refusal:
+    """The refusal of a model that reads values of tensors which, without data, have none."""
+    reason = "asks for values while it is recorded, and there is no data"
+    return refusal("S612", _inner(error), reason, note=str(error).split("\n")[0])
 
 
 def _inner(error: BaseException) -> str:

@@ -142,6 +142,8 @@ def _stacked(values: Sequence[Any], rows: Sequence[int], weights: Sequence[float
         return absent or first
     if all(isinstance(v, Tensor) for v in values):
         if _by_rows(values, rows):
+            if _either_dim(values, rows):
+                return Absent("no rule tells which of its dims has the rows")
             return torch.cat(list(values))
         alike = all(v.shape == first.shape for v in values)
         if alike and first.is_floating_point():
@@ -155,6 +157,14 @@ def _stacked(values: Sequence[Any], rows: Sequence[int], weights: Sequence[float
     if plain and all(type(v) is type(first) and v == first for v in values):
         return first
     return Absent(f"parts of a `{type(first).__name__}` make no whole")
+
+
+def _either_dim(values: Sequence[Tensor], rows: Sequence[int]) -> bool:
+    """Whether dim 0 has several entries for each row, and another dim has exactly one."""
+    if values[0].shape[0] == rows[0]:
+        return False
+    others = zip(*(v.shape[1:] for v in values))
+    return any(sizes == tuple(rows) for sizes in others)
 
 
 def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:

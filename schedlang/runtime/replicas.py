@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, UnshardHandle, fully_shard
@@ -26,9 +27,11 @@ class Sliced:
     """
 
     def __init__(
-        self, stage: int, mesh: DeviceMesh, ignored: set[nn.Parameter], between: bool = True
-    ) -> None:
+        self, stage: int, mesh: DeviceMesh, ignored: set[nn.Parameter], met: set[nn.Parameter],
+        between: bool = True,
+    ) -> None:  # fmt: skip
         self.stage, self.mesh, self.ignored = stage, mesh, ignored
+        self.met = met  # what the loss depends on, whatever this rank's values are
         self.between = between and stage == 3  # free what is gathered between the two passes
         self.units: list[FSDPModule] = []
         self.ahead = 0
@@ -40,11 +43,13 @@ class Sliced:
 
         What the root itself holds stays gathered after its forward: the backward begins there.
         """
+        places = {n for n, p in module.named_parameters() if p in self.met}
         fully_shard(
             module, mesh=self.mesh, reshard_after_forward=self.between and not root,
             ignored_params=self.ignored,
         )  # fmt: skip
         assert isinstance(module, FSDPModule)
+        _fill(module, places)
         module.set_gradient_divide_factor(1.0)
         # a plain sum: a factor of one would go through an operator that gloo does not have
         module.set_force_sum_reduction_for_comms(True)
@@ -95,6 +100,33 @@ class Sliced:
         for unit in self.units:
             unit.set_reshard_after_forward(self.between and not held, recurse=False)
             unit.set_reshard_after_backward(not held, recurse=False)
+
+
+def _fill(unit: FSDPModule, places: set[str]) -> None:
+    """Let a gradient that only other ranks got (of an expert that no token here chose) be zero.
+
+    fully_shard would reduce another set of parameters on each rank. Its own setting for that would
+    give one also to what no rank ever uses.
+    """
+    group = unit._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        return
+    inner = group.post_backward
+    modules = {id(child): name for name, child in unit.named_modules()}  # type: ignore[attr-defined]
+
+    def post_backward(*unused: object) -> None:
+        for held in group.fsdp_params if group.reduce_grads else ():
+            info = held._module_info
+            prefix = modules.get(id(info.module), "")
+            name = f"{prefix}.{info.param_name}" if prefix else info.param_name
+            if name not in places or not hasattr(held, "_unsharded_param"):
+                continue
+            whole = held.unsharded_param
+            if held.unsharded_accumulated_grad is None and whole.grad is None:
+                whole.grad = torch.zeros_like(whole) if whole.requires_grad else None
+        inner(*unused)
+
+    group.post_backward = post_backward  # type: ignore[method-assign]
 
 
 def reshard(sliced: Mapping[int, Sliced]) -> None:

@@ -3,6 +3,8 @@
 # entering its bugs is all that such a module does
 from tests.zoo import (  # noqa: F401
     context,
+    experts,
+    grids,
     heads,
     kernels,
     late,

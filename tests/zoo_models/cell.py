@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -27,6 +29,7 @@ from tests.engine import Threads
 from tests.zoo_models import meshes
 from tests.zoo_models.cases import Subject
 
+_NAMED = re.compile(r"[\w.]+(Error|Exception|Mismatch|Deadlock|Hang)\b")  # ends a traceback
 STATISTICS = ("S703", "S708")  # refusals that `relax(batch_stats)` answers
 
 
@@ -92,7 +95,7 @@ def compared(
     # clipped: one rank's norm in place of the whole one would show
     told = [replace(conditions(case.batches, norm)[0], clip=norm / 2)]
     expected, _ = original(case, told)
-    with pool or Threads() as ranks:
+    with nullcontext(pool) if pool else Threads() as ranks:
         seen = ranks.run(tried, plan.mesh.world, case, told)[0]
     return compare(expected, seen)
 
@@ -107,8 +110,8 @@ def _told(error: Exception) -> tuple[str, str]:
     if isinstance(error, Hang):
         return "failed", _line(f"hang: {error}")
     if isinstance(error, RankDied):
-        last = str(error).strip().split("\n")
-        return "failed", _line(f"rank died: {last[-1]}")
+        lines = [line for line in str(error).split("\n") if _NAMED.match(line)]
+        return "failed", _line(f"rank died: {lines[-1] if lines else error}")
     frames = traceback.extract_tb(error.__traceback__)
     at = next((f for f in reversed(frames) if "schedlang" in f.filename), frames[-1])
     name = at.filename.rpartition("/")[2]

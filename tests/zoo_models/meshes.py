@@ -20,7 +20,7 @@ def schedule(model: nn.Module, batch: Mapping[str, Any], mesh: str) -> str:
     """The text of a schedule for a model on a mesh of the table."""
     if mesh == "zero":
         return _text(mesh, "  zero(stage=3, over=dp)")
-    if mesh == "pp":
+    if mesh == "pp" and trunks(model):
         cut = f"  {', '.join(trunks(model))}  pipeline_split(over=pp)"
         return _text(mesh, f"{cut}\n  {PIPELINE}")
     return proposed(model, batch, mesh)
@@ -52,7 +52,7 @@ def trunks(model: nn.Module) -> list[str]:
         if isinstance(module, nn.ModuleList) and len(module) >= 2
     }
     outer = [n for n in sizes if not any(n.startswith(f"{other}.") for other in sizes)]
-    most = max(sizes[name] for name in outer)
+    most = max((sizes[name] for name in outer), default=0)
     return [name for name in outer if 3 * sizes[name] >= most]
 
 

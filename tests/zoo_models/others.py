@@ -40,6 +40,7 @@ T5: dict[str, Any] = {
 VIEW: dict[str, Any] = {
     "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 128,
     "image_size": 16, "patch_size": 4, "num_labels": 6, "hidden_dropout_prob": 0.0,
+    "drop_path_rate": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
 HEARD: dict[str, Any] = {

@@ -14,10 +14,10 @@ from tests.zoo_models.worker import NOT_TINY
 PAGE, DATA = ROOT / "docs" / "models.md", ROOT / "docs" / "models.json"
 HEAD = """# Models
 
-Which models of transformers a schedule has been proven for. Every row is a model made tiny from its
-configuration; every column is a schedule, compared with the model as it is on ranks that are threads
-of one process, in float64: outputs, loss, every gradient and its norm, and the parameters after two
-steps with SGD, momentum, weight decay and clipping, one batch of two with rows of unequal lengths.
+Which models of transformers a schedule has been proven for. Every row is a model made tiny from
+its configuration; every column is a schedule, compared with the model as it is, on ranks that are
+threads of one process, in float64: outputs, loss, every gradient and its norm, and the parameters
+after two steps with SGD, momentum, weight decay and clipping; in one of two batches rows end early.
 `python -m tests.zoo_models` makes this page again; what is known already is not run again.
 
 * *verified*: all equal, to 1e-9; the number is that of the rows of the schedule. `*`: with
