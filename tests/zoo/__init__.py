@@ -17,7 +17,6 @@ from tests.zoo import (  # noqa: F401
     steps,
     tensor,
     trained,
-    unwritten,
 )
 from tests.zoo.bug import ZOO, Bug, Operator, Site, mutate
 from tests.zoo.pool import Mutated
