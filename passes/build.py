@@ -21,6 +21,7 @@ from schedlang.passes.sequence import weight_by_tokens
 from schedlang.passes.staging import Staged, buffer_stages, shape_up
 from schedlang.passes.staleness import check_build
 from schedlang.passes.weigh import weight_of
+from schedlang.passes.whole_step import whole_step
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
@@ -117,17 +118,17 @@ def build(
         outputs_missing=staged.cut.missing if staged.axis is not None else (),
         tokens=prepared.tokens, context=plan.context_axes,
     )  # fmt: skip
-    return Program(assembly, _optimizer(plan, assembly, optimizer), clip)
+    whole = whole_step(assembly, staged, optimizer)
+    return Program(assembly, _optimizer(assembly, optimizer), clip, whole=whole)
 
 
 def _optimizer(
-    plan: Plan, a: Assembly, make: Callable[..., torch.optim.Optimizer] | None
+    a: Assembly, make: Callable[..., torch.optim.Optimizer] | None
 ) -> torch.optim.Optimizer | None:
     """The optimizer of what this rank trains; None where there is nothing."""
     trained = [(name, p) for name, p in a.parameters.items() if p.requires_grad]
     if make is None or not trained:
         return None
-    _check_optimizer(plan, a.holdings, make)
     return make(trained)
 
 
@@ -274,22 +275,3 @@ def _dropout(
     if prepared.tokens is not None:
         return LogicalDropout(seed or 0, install.windows(prepared.tokens, slices))
     return LogicalDropout(seed or 0, windows(slicing, slices) if slicing else slices)
-
-
-def _check_optimizer(
-    plan: Plan, holdings: Mapping[str, Holding], optimizer: Callable[..., Any]
-) -> None:
-    """Refuse an optimizer that needs whole matrices where parameters are split by `shard`."""
-    from schedlang.runtime.elementwise import is_elementwise
-
-    split = next((h for h in holdings.values() if h.layout.splits or h.sliced), None)
-    if split is None or is_elementwise(optimizer):
-        return
-    raise Refusal(
-        Diagnostic(
-            "S622", "this optimizer does not treat each element by itself",
-            notes=(f"`{split.name}` lies in parts on several ranks, and parts would be updated"
-                   " otherwise than the whole",),
-            helps=("use an elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, ...)",),
-        )
-    )  # fmt: skip
