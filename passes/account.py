@@ -75,6 +75,7 @@ def account(
     """
     if batch is None:
         return _without_batch(plan)
+    from schedlang.passes.complete import completed
     from schedlang.passes.context import tokens_of
     from schedlang.passes.holdings import holdings_of
     from schedlang.passes.propagate import propagate
@@ -82,6 +83,7 @@ def account(
     from schedlang.passes.staleness import check_stale
     from schedlang.runtime import parts
 
+    plan = completed(plan, batch, loss)
     micro = plan.micro
     everyone = parts.split(batch, plan.shares, micro)
     sample = everyone[0][0].inputs

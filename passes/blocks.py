@@ -44,7 +44,7 @@ class Blocks:
 
     def inside(self, fqn: str) -> bool:
         """Does the module stand in a block?"""
-        return "*" in self.common(fqn).split(".")
+        return "*" in self.common(fqn).split(".")  # also for names that are common already
 
     def is_block(self, fqn: str) -> bool:
         """Is the module a block itself?"""

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.complete import completed
 from schedlang.passes.context import exchange
 from schedlang.passes.executor import early_sums, pipeline_of
 from schedlang.passes.prepare import Prepared, check_axes, prepare
 from schedlang.passes.propagate import Traced
 from schedlang.passes.reduce import compressor_of, slice_state, sums_of
+from schedlang.passes.sequence import weight_by_tokens
 from schedlang.passes.staging import Staged, buffer_stages, shape_up
 from schedlang.passes.staleness import check_build
 from schedlang.passes.weigh import weight_of
@@ -84,6 +86,7 @@ def build(
     from schedlang.runtime.assembly import Assembly
     from schedlang.runtime.program import Program
 
+    plan = completed(plan, batch, loss)
     ranks = check_job(plan)
     micro, count = plan.micro, plan.shares
     if prepared is None:
@@ -101,7 +104,8 @@ def build(
     sums = sums_of(plan, traced, holdings, found, ranks)
     dropout = _dropout(plan, prepared, ranks, seed, module)
     pipeline = pipeline_of(plan, module, ranks, prepared, loss, weight, sliced)
-    weight = weight or weight_of(traced, count * micro)
+    weigh = weight_of if prepared.tokens is None else weight_by_tokens
+    weight = weight or weigh(traced, count * micro)
     assembly = Assembly(
         module=module, pipeline=pipeline, ranks=ranks, replicas=plan.data_axes, micro=micro,
         parameters=found, holdings=holdings, buffer_stages=buffer_stages(staged),

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.mesh import neighbours
-from schedlang.placement import Uneven
+from schedlang.placement import R, S, Uneven
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.runtime.dry import Leaf
+    from schedlang.runtime.narrowed import Narrowed
     from schedlang.runtime.notes import Mismatch, Note
     from schedlang.runtime.shard import Edge
     from schedlang.runtime.trace import Recording
@@ -94,7 +95,9 @@ def _rejected(error: Exception) -> Refusal:
 def _near(failure: Mismatch, number: Number) -> bool:
     """May this number have made the sizes in the failing call?  Of settings only those that do."""
     sized = any(whole and whole % number.value == 0 for whole in failure.integers)
-    return "." not in number.attribute or sized
+    if number.value == failure.unit or sized:  # a whole tensor of as many heads may come from it
+        return True
+    return "." not in number.attribute and bool(failure.integers or failure.mixed)
 
 
 def _locals(below: Below, value: int) -> Iterator[int]:
@@ -117,12 +120,26 @@ def _below(leaves: Mapping[str, Leaf], sizes: Mapping[str, int]) -> dict[str, Be
     return {fqn: tuple(split) for fqn, split in found.items()}
 
 
+class Part(NamedTuple):
+    """An argument of modules of a class, of which each rank needs its own part along a dim."""
+
+    kind: str
+    below: Below
+    name: str
+    dim: int
+    unit: int
+    axis: str
+
+
+Choice = Number | Part
+
+
 class Run:
     """One forward of the sharded copy with some attributes divided."""
 
     def __init__(
         self, plan: Plan, batch: Mapping[str, Any], inputs: Mapping[str, Any], loss: Loss | None,
-        leaves: Mapping[str, Leaf], recording: Recording, divided: frozenset[Number],
+        leaves: Mapping[str, Leaf], recording: Recording, divided: frozenset[Choice],
     ) -> None:  # fmt: skip
         from schedlang.runtime.follow import Follower
         from schedlang.runtime.trace import Stack
@@ -137,19 +154,23 @@ class Run:
         self.edges: dict[str, tuple[Edge, ...]] = {}
         self.numbers: list[tuple[str, str, int]] = []
         self.layouts: dict[tuple[str, int], list[tuple[Note, ...] | None]] = {}
+        self.given: dict[tuple[str, int], Any] = {}
+        self.parts: dict[str, tuple[Narrowed, ...]] = {}
         self.stack.seen = self._see
 
     def _see(self, frame: tuple[str, int], tree: Any) -> None:
         """Note how the tensors that a call is given, or gives, lie on the ranks."""
         from schedlang.runtime.trace import tensors_in
 
+        if frame not in self.given and frame[0]:
+            self.given[frame] = tree  # first what goes in
         notes = None if self.follower.loose else tuple(map(self.follower.note, tensors_in(tree)))
         self.layouts.setdefault(frame, []).append(notes)
 
     def attempt(self) -> Mismatch | None:
         """Run; what disagreed first, or None."""
         from schedlang.runtime.constants import on_meta
-        from schedlang.runtime.notes import Mismatch
+        from schedlang.runtime.notes import Hoist, Mismatch
 
         model = self._copy()
         try:
@@ -158,6 +179,8 @@ class Run:
             self._check_outputs(output)
         except Mismatch as failure:
             return failure
+        except Hoist:
+            raise
         except Exception as error:
             if not self.divided:
                 raise
@@ -168,6 +191,7 @@ class Run:
     def _copy(self) -> nn.Module:
         from schedlang.runtime.dry import dry_forward
         from schedlang.runtime.meta import hollow_model
+        from schedlang.runtime.narrowed import dry_parts
         from schedlang.runtime.notes import Note, Tag
         from schedlang.runtime.numbers import set_number
         from schedlang.runtime.trace import tensors_in
@@ -190,12 +214,32 @@ class Run:
         for fqn, attribute, value in self._places():
             set_number(model.get_submodule(fqn), attribute, value)
             self.numbers.append((fqn, attribute, value))
+        for fqn, parts in self._narrowed():
+            self.parts[fqn] = parts
+            module = model.get_submodule(fqn)
+            module.forward = dry_parts(module, parts, self.follower)
         for fqn, leaf in self.leaves.items():
             module = model.get_submodule(fqn)
             forward = dry_forward(leaf, module, self.follower, self._group_at(fqn), self.edges)
             module.forward = forward
         self.stack.watch(model, _opaque(self.leaves))
         return model
+
+    def _narrowed(self) -> Iterator[tuple[str, tuple[Narrowed, ...]]]:
+        """The modules that take parts of arguments."""
+        from schedlang.runtime.narrowed import Narrowed
+        from schedlang.runtime.shard import Edge
+
+        chosen = [one for one in self.divided if isinstance(one, Part)]
+        for fqn, below in self.below.items() if chosen else ():
+            kind, group = self.plan.model.sites[fqn].classes[0], self._group_at(fqn)
+            parts = tuple(
+                Narrowed(p.name, p.dim, p.unit, Edge(group(p.axis), R, S(p.dim), R, R, False))
+                for p in sorted(chosen)
+                if (p.kind, p.below) == (kind, below)
+            )
+            if parts:
+                yield fqn, parts
 
     def _group_at(self, fqn: str) -> Callable[[str], Any]:
         from schedlang.runtime.collective import Group
@@ -206,23 +250,41 @@ class Run:
         """Where divided attributes lie: on modules of the class that hold the same split things."""
         from schedlang.runtime.numbers import number_at
 
-        kinds = {number.kind for number in self.divided}
+        divided = [one for one in self.divided if isinstance(one, Number)]
+        kinds = {number.kind for number in divided}
         for fqn, below in self.below.items():
             site = self.plan.model.sites[fqn]
-            for number in self.divided if site.classes[0] in kinds else ():
+            for number in divided if site.classes[0] in kinds else ():
                 if (site.classes[0], below) != (number.kind, number.below):
                     continue
                 found = number_at(self.plan.model.model.get_submodule(fqn), number.attribute)
                 if found == number.value:
                     yield fqn, number.attribute, number.local
 
-    def candidates(self, failure: Mismatch) -> list[Number]:
+    def candidates(self, failure: Mismatch) -> list[Choice]:
+        """Numbers and arguments of the modules that were running that might mend the failure."""
+        return [*self._numbers(failure), *self._parts(failure)]
+
+    def _parts(self, failure: Mismatch) -> list[Part]:
+        """Arguments, whole on every rank, of the module that failed, where its heads are split."""
+        from schedlang.runtime.narrowed import whole_arguments
+
+        fqn, given = failure.frame[0], self.given.get(failure.frame)
+        below = self.below.get(fqn, ())
+        if not failure.unit or failure.axis is None or given is None or not below:
+            return []
+        kind = self.plan.model.sites[fqn].classes[0]
+        module = self.plan.model.model.get_submodule(fqn)
+        found = whole_arguments(module, given, failure.axis, failure.unit)
+        return [Part(kind, below, name, dim, failure.unit, failure.axis) for name, dim in found]
+
+    def _numbers(self, failure: Mismatch) -> list[Number]:
         """Attributes of the modules that were running whose division might mend the failure."""
         from schedlang.runtime.numbers import numbers_of
 
-        if not failure.integers and not failure.mixed:
+        if not failure.integers and not failure.mixed and not failure.unit:
             return []
-        known = {number[:-1] for number in self.divided}
+        known = {one[:-1] for one in self.divided if isinstance(one, Number)}
         found: list[Number] = []
         names = failure.frame[0].split(".")
         for depth in range(len(names), 0, -1):

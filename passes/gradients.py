@@ -39,8 +39,8 @@ def gradients(
     """Types through one forward and backward; None where the model gives no loss."""
     import torch
 
+    from schedlang.passes.root import backward_root
     from schedlang.passes.staging import local_skeleton
-    from schedlang.passes.traffic import backward_root
     from schedlang.runtime import crossing
     from schedlang.runtime.adjoint import Adjoint
     from schedlang.runtime.constants import OnMeta

@@ -66,6 +66,8 @@ def _check_ties(plan: Plan) -> None:
     for name in plan.layouts:
         for used in plan.model.parameters[name].names:
             owner = plan.model.owner(used).fqn
+            if not any(plan.model.sites[owner].is_a(kind) for kind in CLASSES):
+                continue  # a holder; whatever it does with its parameter is followed
             known = {a for b in plan.boundaries.get(owner, ()) for a in plan.mesh.fold(b.axis)}
             for split in plan.held(name).splits:
                 if not known.issuperset(plan.mesh.fold(split.axis)):

@@ -43,6 +43,7 @@ def prepare(
     weight: Weight | None = None,
 ) -> Prepared:
     """Trace a plan with one microbatch and cut it; raises Refusal where it cannot run."""
+    assert not plan.completing, "rows are completed before a plan is prepared"
     check_axes(plan)
     check_routing(plan)
     traced = propagate(plan, sample, loss)

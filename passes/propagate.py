@@ -8,17 +8,18 @@ all later calls proves the choice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Label, Refusal
 from schedlang.fitting import remedies
-from schedlang.passes.dryrun import Loss, Number, Run, record
+from schedlang.passes.dryrun import Choice, Loss, Run, record
 from schedlang.passes.leaves import alike, hoisted, leaves_of, touches
 from schedlang.plan import Action, Plan
 
 if TYPE_CHECKING:
+    from schedlang.runtime.narrowed import Narrowed
     from schedlang.runtime.notes import Mismatch, Note, Tag
     from schedlang.runtime.shard import Edge
     from schedlang.runtime.trace import LabelRule, Recording
@@ -33,6 +34,7 @@ class Traced:
     edges     module -> its edges, with groups that have no processes yet
     kinds     module -> how it computes (Linear, Conv1D, Embedding, or "" for as it is)
     numbers   attributes to be divided: (module, attribute, local value)
+    parts     module -> its arguments that are whole, and of which it takes a part
     partial   parameter -> axes over which its gradient must still be summed
     masks     (module, turn) of a random draw -> whole shape and split dims by axis
     layouts   (module, turn) -> notes on the tensors that it is given and on those that it gives,
@@ -44,6 +46,7 @@ class Traced:
     edges: Mapping[str, tuple[Edge, ...]] = field(default_factory=dict)
     kinds: Mapping[str, str] = field(default_factory=dict)
     numbers: tuple[tuple[str, str, int], ...] = ()
+    parts: Mapping[str, tuple[Narrowed, ...]] = field(default_factory=dict)
     partial: Mapping[str, frozenset[str]] = field(default_factory=dict)
     masks: Mapping[tuple[str, int], tuple[tuple[int, ...], Mapping[str, Tag]]] = field(
         default_factory=dict
@@ -68,15 +71,23 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
     recording = record(plan, batch, inputs, loss, leaves)
     if not leaves:
         return _traced(plan, recording)
-    tries: list[tuple[frozenset[Number], int]] = [(frozenset(), -1)]
-    pairs: list[tuple[frozenset[Number], int]] = []
-    tried: set[frozenset[Number]] = set()
+    # what served before is tried first: the comparison proves it anew
+    served: Any = plan.model.cache.setdefault(("divided", plan.mesh.axes), [])
+    # divided numbers, and at which call, and how, it failed without the last of them
+    tries: list[tuple[frozenset[Choice], tuple[int, str]]] = [
+        (found, (-1, "")) for found in (frozenset(), *served)
+    ]
+    pairs: list[tuple[frozenset[Choice], tuple[int, str]]] = []
+    tried: set[frozenset[Choice]] = set()
+    idle: set[tuple[frozenset[Choice], tuple[int, str]]] = set()
     best: Mismatch | None = None
     for _ in range(MOST_RUNS + len(plan.model.sites)):
         if not tries and not pairs:
             break
         single = bool(tries)
         divided, reached = (tries or pairs).pop()
+        if not single and any((divided - {number}, reached) in idle for number in divided):
+            continue  # one of the two changes nothing here
         run = Run(plan, batch, inputs, loss, leaves, recording, divided)
         try:
             failure = run.attempt()
@@ -86,16 +97,22 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
             tries.append((divided, reached))
             continue
         if failure is None:
+            if divided and divided not in served:
+                served.append(divided)
             return _traced(plan, recording, run)
         if best is None or _told(failure) > _told(best):
             best = failure
-        if failure.place <= reached:  # this division alone did not help
-            if single and failure.place == reached:  # one call may count by two: `split([q, k, k])`
-                more = {divided | {number} for number in run.candidates(failure)} - tried
-                pairs += [(both, reached) for both in more]
-                tried |= more
+        if failure.place <= reached[0]:  # this division alone did not help
+            # but if it changed something, two numbers may stand in a call: `split([q, k, k])`
+            if (failure.place, failure.reason) == reached:
+                idle.add((divided, reached))
+            elif single:
+                more = [divided | {number} for number in run.candidates(failure)]
+                pairs += [(both, reached) for both in more if both not in tried]
+                tried.update(more)
             continue
-        tries += [(divided | {number}, failure.place) for number in run.candidates(failure)]
+        now = failure.place, failure.reason
+        tries += [(divided | {number}, now) for number in run.candidates(failure)]
     assert best is not None
     raise _refusal(plan, best)
 
@@ -123,6 +140,7 @@ def _traced(plan: Plan, recording: Recording, run: Run | None = None) -> Traced:
         edges=run.edges,
         kinds={fqn: run.leaves[fqn].kind for fqn in run.edges},
         numbers=tuple(run.numbers),
+        parts=run.parts,
         partial=partial,
         masks=run.follower.masks,
         layouts=run.layouts,
@@ -172,5 +190,5 @@ def _heads(plan: Plan, failure: Mismatch) -> tuple[str, ...]:
 
 def _row(plan: Plan, fqn: str, axis: str) -> Any:
     """The call that splits a module over an axis so that heads can be said."""
-    rows = (a.primitive for a in reversed(plan.actions) if fqn and fqn in a.sites)
+    rows: Iterator[Any] = (a.primitive for a in reversed(plan.actions) if fqn and fqn in a.sites)
     return next((p for p in rows if hasattr(p, "uneven") and getattr(p, "over", "") == axis), None)

@@ -125,21 +125,18 @@ def quoted(path: str) -> str:
 
 
 def _folded(rows: Sequence[Row]) -> list[Row]:
-    """Rows of one parent and one call as one row, where the first of them stands."""
+    """Rows of one parent and one call that follow each other, as one row."""
     out: list[Row] = []
-    at: dict[object, int] = {}
+    before: object = None
     for row in rows:
-        if not row.names:
-            out.append(row)
-            continue
-        parent, _, last = row.names[0].rpartition(".")
+        parent, _, last = row.names[0].rpartition(".") if row.names else ("", "", "")
         foldable = PLAIN.fullmatch(last) is not None and not last.isdigit()
-        key = (parent, row.call, row.comment) if foldable else (row.names, row.call)
-        if key in at:
-            out[at[key]] = replace(out[at[key]], names=(*out[at[key]].names, *row.names))
+        key = (parent, row.call, row.comment) if foldable else None
+        if key is not None and key == before:
+            out[-1] = replace(out[-1], names=(*out[-1].names, *row.names))
         else:
-            at[key] = len(out)
             out.append(row)
+        before = key
     return out
 
 

@@ -134,16 +134,14 @@ class Trial:
 
         Raises Refusal for what is refused.
         """
-        from schedlang.passes.prepare import prepare
-        from schedlang.runtime.parts import split
+        from schedlang.passes.account import account
 
         made = text(self.all)
         full = expand(parse(Source("proposed", made)), self.facts).plan
         short = self._short(stages) if self.shortened else self.all
         plan = expand(parse(Source("proposed", text(short))), short.facts).plan
         assert full is not None and plan is not None
-        sample = split(self.batch, plan.mesh.size(plan.data_axes), plan.micro)[0][0].inputs
-        prepare(plan, sample, self.loss)
+        account(plan, self.batch, self.loss)
         return made
 
     @staticmethod

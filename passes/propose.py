@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.passes.blocks import Blocks, blocks_of
+from schedlang.passes.blocks import Blocks, blocks_of, leaf_kind
+from schedlang.passes.expert_rows import context_rows, expert_rows
 from schedlang.passes.proposal_notes import differences, headline, left_whole
 from schedlang.passes.proposal_text import Row, canonical, mesh_text, rows_text, wrapped
 from schedlang.passes.proposal_trial import Trial
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 Loss = Callable[..., Any]
 ROLES = {
     "dp": "data", "data": "data", "fsdp": "sliced", "pp": "stages", "pipe": "stages",
-    "tp": "parts", "model": "parts",
+    "tp": "parts", "model": "parts", "ep": "experts", "cp": "tokens",
 }  # fmt: skip
 MORE = 2  # microbatches for each stage, where the batch has the rows
 
@@ -62,10 +63,10 @@ def propose(
     blocks = blocks_of(facts)
     asked = Asked(Trial(facts, blocks, batch, loss), blocks, mesh, batch)
     notes: list[str] = []
-    tensor = _tensor(asked, notes)
-    rest = _rest(asked, tensor, notes)
+    rows = _rows(asked, notes)
+    rest = _rest(asked)
     text = asked.trial.whole(
-        lambda blocks: _text(asked, blocks, tensor, rest, notes),
+        lambda blocks: _text(asked, blocks, rows, rest, notes),
         max(1, mesh.get(asked.axis("stages") or "", 1)),
     )
     return Proposed(text, tuple(notes))
@@ -73,7 +74,10 @@ def propose(
 
 def check_mesh(mesh: Mapping[str, int]) -> None:
     """Refuse axes whose names say nothing, and two of one role (S211)."""
-    legal = "`dp`, `data`, `fsdp` split the batch, `pp`, `pipe` the blocks, `tp`, `model` tensors"
+    legal = (
+        "`dp`, `data` and `fsdp` split the batch, `ep` the batch and experts, `cp` sequences,"
+        " `pp` and `pipe` the blocks, `tp` and `model` tensors"
+    )
     for name in mesh:
         if name not in ROLES:
             title = f"`init` does not know what to do over an axis `{name}`"
@@ -88,39 +92,69 @@ def check_mesh(mesh: Mapping[str, int]) -> None:
         raise Refusal(Diagnostic("S211", title, helps=("`--mesh dp=2,tp=2`", legal)))
 
 
-def _tensor(asked: Asked, notes: list[str]) -> list[Row]:
-    axis = asked.axis("parts")
-    if axis is None:
-        return []
-    finder = Finder(asked.trial, axis, max(2, asked.mesh[axis]), [], notes)
-    tensor_rows(finder)
-    vocabulary_rows(finder)
-    rows = finder.rows
-    if not rows and asked.mesh[axis] > 1:
-        title = f"nothing of this model could be split over `{axis}`"
-        helps = (f"leave it out of the mesh, or give its ranks to another axis: `{axis}=1`",)
-        raise Refusal(Diagnostic("S212", title, notes=tuple(notes[:8]), helps=helps))
-    plan = asked.trial.plan(rows, axis, finder.ranks)
-    notes += [*left_whole(plan, asked.trial.blocks, axis, notes)]
-    notes += differences(plan, asked.trial.blocks, axis)
-    return rows
+def _rows(asked: Asked, notes: list[str]) -> dict[str, list[Row]]:
+    """The rows of each role that splits tensors; an axis for which there are none is refused."""
+    found: dict[str, list[Row]] = {}
+    for role in ("parts", "experts", "tokens"):
+        axis = asked.axis(role)
+        if axis is None:
+            continue
+        said: list[str] = []
+        finder = Finder(asked.trial, axis, max(2, asked.mesh[axis]), [], said)
+        if role == "parts":
+            tensor_rows(finder)
+            if asked.axis("experts") is None:
+                expert_rows(finder)
+            vocabulary_rows(finder)
+        elif role == "experts":
+            expert_rows(finder, Row((), f"zero(stage=1, over={axis})"))
+        else:
+            context_rows(finder)
+        if not finder.rows and asked.mesh[axis] > 1:
+            raise _idle(axis, said)
+        found[role] = sorted(finder.rows, key=lambda row: not _first(asked.blocks, row))
+        notes += said
+        if role == "parts":
+            notes += _remarks(asked, finder, notes)
+    return found
+
+
+def _first(blocks: Blocks, row: Row) -> bool:
+    """Does a row stand above all others: about a table, or its padding?"""
+    name = row.names[0]
+    table = leaf_kind(blocks.facts.sites[blocks.named[name][0]]) == "Embedding"
+    return row.call.startswith("pad(") or (table and not blocks.inside(name))
+
+
+def _idle(axis: str, said: list[str]) -> Refusal:
+    title = f"nothing of this model could be split over `{axis}`"
+    helps = (f"leave it out of the mesh, or give its ranks to another axis: `{axis}=1`",)
+    return Refusal(Diagnostic("S212", title, notes=tuple(said[:8]), helps=helps))
+
+
+def _remarks(asked: Asked, finder: Finder, notes: list[str]) -> list[str]:
+    """What else stays whole, and where transformers' own plan differs."""
+    plan = asked.trial.plan(finder.rows, finder.axis, finder.ranks)
+    blocks, axis = asked.trial.blocks, finder.axis
+    return [*left_whole(plan, blocks, axis, notes), *differences(plan, blocks, axis)]
 
 
 # -- stages and the batch -------------------------------------------------------------------------
 
 
-def _rest(asked: Asked, tensor: list[Row], notes: list[str]) -> list[Row]:
+def _rest(asked: Asked) -> list[Row]:
     """The rows of the pipeline and of data parallelism."""
     rows: list[Row] = []
-    stages, data = asked.axis("stages"), asked.axis("data")
-    sliced = asked.axis("sliced")
+    stages, sliced = asked.axis("stages"), asked.axis("sliced")
+    data = [axis for axis in (asked.axis("data"), asked.axis("experts")) if axis is not None]
     count = asked.mesh.get(stages or "", 1)
     if stages is not None:
         rows.append(_cut(asked, stages, count))
     if sliced is not None:
         rows.append(Row((), f"zero(stage=3, over={sliced})"))
-    if data is not None:
-        rows.append(Row((), f"zero(stage={0 if sliced else 1}, over={data})"))
+    if data:
+        over = data[0] if len(data) == 1 else f"({', '.join(data)})"
+        rows.append(Row((), f"zero(stage={0 if sliced else 1}, over={over})"))
     if stages is not None:
         rows.append(Row((), f'pipeline(order="1F1B", micro={_micro(asked, count)})'))
     return rows
@@ -132,7 +166,7 @@ def _micro(asked: Asked, stages: int) -> int:
 
     parts = 1
     for name, size in asked.mesh.items():
-        parts *= size if ROLES[name] in ("data", "sliced") else 1
+        parts *= size if ROLES[name] in ("data", "sliced", "experts") else 1
     return max(1, min(MORE * stages, rows_of(asked.batch) // parts))
 
 
@@ -160,15 +194,20 @@ def _cut(asked: Asked, axis: str, stages: int) -> Row:
 # -- the text -------------------------------------------------------------------------------------
 
 
+STEPS = {"parts": "tensor parallel", "experts": "expert parallel", "tokens": "context parallel"}
+
+
 def _text(
-    asked: Asked, blocks: Blocks, tensor: list[Row], rest: list[Row], notes: list[str]
+    asked: Asked, blocks: Blocks, rows: Mapping[str, list[Row]], rest: list[Row], notes: list[str]
 ) -> str:
-    head = f"schedule 1 for {blocks.facts.class_name}\n\n# {headline(blocks)}\n"
-    head += f"{mesh_text(asked.mesh)}\n"
-    steps = [head]
-    if tensor:
-        body = rows_text(tensor, blocks)
-        steps.append(f'step "tensor parallel" {{\n{body}\nverify(forward, backward)\n}}\n')
+    steps = [f"schedule 1 for {blocks.facts.class_name}\n\n# {headline(blocks)}\n"]
+    steps[0] += f"{mesh_text(asked.mesh)}\n"
+    for role, name in STEPS.items():
+        if rows.get(role):
+            body = rows_text(rows[role], blocks)
+            # experts are legal only beside the row that splits the batch, which stands below
+            check = "" if role == "experts" else "\nverify(forward, backward)"
+            steps.append(f'step "{name}" {{\n{body}{check}\n}}\n')
     if rest:
         cut = [row for row in rest if row.names]
         lines = [f"{', '.join(row.names)}  {row.call}" for row in cut]

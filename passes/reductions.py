@@ -85,7 +85,7 @@ def _replicas(
 
 
 def compressed_over(plan: Plan) -> tuple[str, ...]:
-    """The plain axes over which sums are compressed, in mesh order; none of one rank."""
+    """The plain axes over which sums are compressed, in mesh order; none for one rank."""
     axes = plan.mesh.fold(plan.compression.axes) if plan.compression is not None else ()
     return tuple(a for a in plan.mesh.sizes if a in axes) if plan.mesh.size(axes) > 1 else ()
 

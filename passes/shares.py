@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostic import Diagnostic
 from schedlang.passes.claim import Claim, facet_row, placed
 from schedlang.passes.roles import Role, Step, shortened
+from schedlang.passes.sequence import weight_by_tokens
 from schedlang.passes.weigh import weight_of
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ def weights(step: Step, batch: Mapping[str, Any], played: Sequence[Role]) -> Cla
     found = [part for row in split for whole in row for part in _tokens(step, whole)]
     if len(found) == 1:
         return Claim("loss weights", "one part, which is the whole")
-    weigh = step.weight or weight_of(step.prepared.traced, len(found))
+    by = weight_of if step.prepared.tokens is None else weight_by_tokens
+    weigh = step.weight or by(step.prepared.traced, len(found))
     each, whole = [float(weigh(part)) for part in found], float(weigh(batch))
     problems = [*_whole(step, each, whole), *_counted(step, weigh), *_step(step, played)]
     said = f"{len(each)} parts of {whole:g}, {len(played)} ranks"

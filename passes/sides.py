@@ -64,11 +64,13 @@ class Case:
 
 def prepared(case: Case) -> Case:
     """The case with its plan traced once, here, for all ranks: here it is refused, if it is."""
+    from schedlang.passes.complete import completed
     from schedlang.passes.prepare import prepare
     from schedlang.runtime.parts import split
     from schedlang.runtime.travel import let_travel
 
-    plan = case.plan
+    plan = completed(case.plan, case.batches[0], case.loss)
+    case = replace(case, plan=plan)
     let_travel(plan.model.model)
     micro = plan.micro
     sample = split(case.batches[0], plan.shares, micro)[0][0].inputs
@@ -164,8 +166,10 @@ def sequential(
     case: Case, condition: Condition, dropout: LogicalDropout | None = None
 ) -> Sequential:
     """The loop around a copy of the model, under a condition: plain, or as the rows relax it."""
+    from schedlang.passes.compressed import Compressed
     from schedlang.passes.original import Sequential
     from schedlang.passes.parted import Parted
+    from schedlang.passes.reductions import compressed_over
     from schedlang.passes.replayed import Replayed
     from schedlang.passes.weigh import weight_of
     from schedlang.runtime.parts import split
@@ -175,7 +179,8 @@ def sequential(
         "evaluate": condition.evaluate, "dropout": dropout,
     }  # fmt: skip
     table = case.table
-    if not case.parted and table is None:
+    few = bool(compressed_over(case.plan))
+    if not case.parted and table is None and not few:
         return Sequential(twin(case), condition.optimizer, **options)
     assert case.prepared is not None
     replicas, micro = case.cuts
@@ -183,6 +188,9 @@ def sequential(
     options |= {"split": lambda batch: split(batch, replicas, micro), "weigh": weigh}
     if table is not None:
         return Replayed(twin(case), condition.optimizer, **options, table=table)
+    if few:
+        held = case.prepared.holdings
+        return Compressed(twin(case), condition.optimizer, **options, plan=case.plan, holdings=held)
     return Parted(twin(case), condition.optimizer, **options)
 
 

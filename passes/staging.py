@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
@@ -71,11 +71,16 @@ def local_skeleton(plan: Plan, traced: Traced) -> nn.Module:
 
 def shape_up(model: nn.Module, traced: Traced, at_home: Callable[[Any], Any]) -> None:
     """Divide the numbers that modules count by, and put crossings around sharded modules."""
+    from schedlang.runtime.narrowed import WithParts
     from schedlang.runtime.numbers import set_number
     from schedlang.runtime.shard import Sharded
 
     for fqn, attribute, value in traced.numbers:
         set_number(model.get_submodule(fqn), attribute, value)
+    for fqn, parts in traced.parts.items():
+        own = tuple(replace(part, edge=at_home(part.edge)) for part in parts)
+        module = model.get_submodule(fqn)
+        module.forward = WithParts(module, own)
     for fqn, edges in traced.edges.items():
         module = model.get_submodule(fqn)
         home = tuple(at_home(edge) for edge in edges)

@@ -55,12 +55,14 @@ def static(
     """
     from schedlang.runtime import parts
 
-    plan = replace(plan, compression=None)
+    if plan.compression is not None:  # the same sums of the same parts, but for the codec
+        found = static(replace(plan, compression=None), batch, loss, weight)
+        return replace(found, unseen=(*found.unseen, "codecs: what they compress is summed whole"))
     micro = plan.micro
     sample = parts.split(batch, plan.shares, micro)[0][0].inputs
     step = Step(plan, prepare(plan, sample, loss, weight), sample, loss, weight)
-    found = gradients(plan, step.prepared, sample, loss)
-    if found is None:
+    told = gradients(plan, step.prepared, sample, loss)
+    if told is None:
         why = "the model returns no loss"
         names = ("reductions", "placement types", "loss weights", "matching")
         claims = tuple(Claim(name, why, checked=False) for name in names)
@@ -68,11 +70,11 @@ def static(
     played, sliced, why = _played(step)
     book = executed(plan, step.prepared, played, sliced)
     return _all(
-        ledger(plan, step.prepared, found, book),
-        types(plan, found),
+        ledger(plan, step.prepared, told, book),
+        types(plan, told),
         weights(step, batch, played),
         matching(plan, step.prepared, played) if not why else Claim("matching", why, checked=False),
-        owners(plan, step.prepared, found, played),
+        owners(plan, step.prepared, told, played),
     )
 
 

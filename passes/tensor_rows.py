@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from schedlang.diagnostic import Refusal
     from schedlang.passes.proposal_trial import Trial
 
-REMEDY = re.compile(r"`((?:blocks|uneven)=(?:\[[^`]*\]|[^`, ]+))`")
+REMEDY = re.compile(r"\b((?:blocks|heads|uneven)=(?:\[[^\]]*\]|[^`, )]+))")
 SAME = re.compile(r"`([^`]+)` and `[^`]+` are the same tensor")
 MOST = 8  # remedies for one flow
 SAID = 200  # characters of a reason
@@ -42,17 +42,43 @@ class Finder:
             said = refusal.diagnostic.title[:SAID]
             place -= len(self.rows)
             more = self._shared(refusal)
-            remedy = _remedy(refusal)
             if more is not None and more not in rows:
                 rows.append(more)
                 continue
-            if remedy is None or not 0 <= place < len(rows):
+            better = self._better(rows, place, refusal) if 0 <= place < len(rows) else rows
+            if better == rows:
                 return said
-            better = rows[place].with_argument(remedy)
-            if better == rows[place]:
-                return said
-            rows[place] = better
+            rows = better
         return said
+
+    def _better(self, rows: list[Row], place: int, refusal: Refusal) -> list[Row]:
+        """The rows with the arguments that a refusal asks for at one; heads concern all of them."""
+        asked = _asked(refusal)
+        heads = next((int(a[len("heads=") :]) for a in asked if a.startswith("heads=")), None)
+        if heads is not None:
+            size = self._width(rows[place]) // heads
+            return [self._uneven(row, size) for row in rows]
+        better = rows[place]
+        for argument in asked:
+            better = better.with_argument(argument)
+        return [*rows[:place], better, *rows[place + 1 :]]
+
+    def _uneven(self, row: Row, size: int) -> Row:
+        """A row with its number of heads of a size, if the ranks do not divide it."""
+        heads, rest = divmod(self._width(row), size)
+        if rest or heads % self.ranks == 0 or "blocks=" in row.call:
+            return row
+        shared = "col" in row.call and self.ranks % heads == 0
+        row = row.with_argument(f"heads={heads}")
+        return row.with_argument(f"uneven={'replicate' if shared else 'pad'}")
+
+    def _width(self, row: Row) -> int:
+        """The size of the dim that a row splits: of outputs, or of what is summed over."""
+        blocks = self.trial.blocks
+        site = blocks.facts.sites[blocks.named[row.names[0]][0]]
+        dims = site.dims.get("weight", ())
+        dim = "in" if "row" in row.call else "out"
+        return site.parameters["weight"].shape[dims.index(dim)] if dim in dims else 1
 
     def _shared(self, refusal: Refusal) -> Row | None:
         """The row for a module that shares a weight which is split."""
@@ -100,16 +126,17 @@ def _flow(finder: Finder, flow: Flow) -> str:
 
 
 def _forms(finder: Finder, flow: Flow) -> Iterator[list[Row]]:
-    """The rows of a flow as they are, and with the parts that the model takes out of outputs."""
+    """The rows of a flow with the parts that the model takes out of outputs, and without."""
     for one in variants(flow):
-        plain = _split(finder, one)
-        yield plain
+        plain = split_rows(finder, one)
         packed = [_packed(finder, row) for row in plain]
         if packed != plain:
             yield packed
+        yield plain
 
 
-def _split(finder: Finder, flow: Flow) -> list[Row]:
+def split_rows(finder: Finder, flow: Flow) -> list[Row]:
+    """The rows of a flow: its sources split by outputs, its sinks by inputs."""
     over = f"over={finder.axis}"
     said = "split by heads" if flow.mixed else "split by width"
     rows = []
@@ -141,7 +168,7 @@ def _packed(finder: Finder, row: Row) -> Row:
     site = blocks.facts.sites[first]
     if "col" not in row.call or len(parts) < 2 or sum(parts) != outputs_of(site):
         return row
-    return row.with_argument(f"blocks={parts}")
+    return row.with_argument(f"blocks={parts if len(set(parts)) > 1 else len(parts)}")
 
 
 def outputs_of(site: object) -> int:
@@ -157,8 +184,7 @@ def _kind(finder: Finder, name: str) -> str:
     return leaf_kind(blocks.facts.sites[blocks.named[name][0]])
 
 
-def _remedy(refusal: Refusal) -> str | None:
-    """An argument that a refusal asks for."""
+def _asked(refusal: Refusal) -> list[str]:
+    """The arguments that a refusal asks for: those of its first help that names some."""
     helps = (text for d in refusal.diagnostics for text in d.helps)
-    found = (REMEDY.search(text) for text in helps)
-    return next((match.group(1) for match in found if match), None)
+    return next(filter(None, map(REMEDY.findall, helps)), [])

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from schedlang.passes.gathers import gathers
 from schedlang.passes.holdings import slicing
 from schedlang.passes.memory import gathered_bytes
-from schedlang.passes.reductions import Reduction, reductions, sliced_names
+from schedlang.passes.messages import messages
+from schedlang.passes.reductions import reductions, sliced_names
+from schedlang.passes.root import backward_root
 from schedlang.placement import P, Placement, Replicate, S
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from schedlang.passes.dryrun import Loss
     from schedlang.passes.propagate import Traced
     from schedlang.passes.staging import Staged
@@ -211,29 +211,6 @@ class _At:
         return self.module.get_submodule(fqn)
 
 
-def backward_root(model: Any, inputs: Mapping[str, Any], loss: Loss | None) -> Any:
-    """Something to go backward from: the loss, else the sum of what the model gives."""
-    import torch
-
-    with torch.device("meta"):  # a forward that makes tensors of its own makes them there
-        output = model(**inputs)
-        return _root(output, loss(output, inputs) if loss is not None else None)
-
-
-def _root(output: Any, loss: Tensor | None) -> Tensor | None:
-    """Where a backward can start: the loss, the model's own, else the sum of what it gives."""
-    import torch
-
-    from schedlang.runtime.record import loss_of
-    from schedlang.runtime.trace import tensors_in
-
-    root = loss if loss is not None else loss_of(output, {}, None)
-    if root is None:
-        floats = [t for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
-        root = torch.stack([t.sum() for t in floats]).sum() if floats else None
-    return root if root is not None and root.requires_grad else None
-
-
 # (from, to) -> kind in forward, kind in backward; of an entry the backward only where ranks differ
 _ENTRY: Mapping[tuple[type, type], tuple[str, str]] = {
     (Replicate, Replicate): ("", "all-reduce"),
@@ -248,6 +225,10 @@ _EXIT: Mapping[tuple[type, type], tuple[str, str]] = {
 }
 
 
+# what a module of experts sends; shares of tokens are those of equally many for each expert
+_ROUTED = {"all-to-all": "tokens", "all-gather": "experts", "reduce-scatter": "experts"}
+
+
 def _what(context: _Context, one: _Exchange) -> str:
     """Which tensor of its module an exchange is of."""
     traced, plan = context.traced, context.plan
@@ -256,10 +237,14 @@ def _what(context: _Context, one: _Exchange) -> str:
     edge = next((e for e in traced.edges.get(one.fqn, ()) if e.group.axes == one.axes), None)
     if edge is None:
         return "activation"
+    if edge.told is not None and one.kind in _ROUTED:
+        return _ROUTED[one.kind] + (" grads" if one.backward else "")
     enters, leaves = _ends(edge)
     entry, leave = enters[one.backward] == one.kind, leaves[one.backward] == one.kind
     if edge.head and not one.backward and not entry:
         return "loss"
+    if one.kind not in (*enters, *leaves):  # between its own parts
+        return "parts, backward" if one.backward else "parts"
     side = "input or output" if entry and leave else "output" if leave else "input"
     if one.backward and not (entry or leave):  # recomputed
         return "input again" if enters[False] == one.kind else "output again"
@@ -359,51 +344,19 @@ def _slices(context: _Context) -> Iterator[Collective]:
 
 # -- after the last backward -------------------------------------------------------------------
 
-FACETS = {"partial": "placement", "tied": "stage", "replicas": "state"}
+FACETS = {"partial": "placement", "tied": "stage", "replicas": "state", "compressed": "state"}
 WORDS = {"partial": "grads of parts", "tied": "grads of ties", "replicas": "grads"}
 
 
 def _sums(context: _Context) -> Iterator[Collective]:
     """Sums of gradients in buckets, which differ by stage."""
-    staged, mesh = context.staged, context.plan.mesh
-    places = range(mesh.size(staged.axis)) if staged.axis is not None else (None,)
-    for one in reductions(context.plan, context.traced, context.holdings):
+    plan, staged = context.plan, context.staged
+    places = range(plan.mesh.size(staged.axis)) if staged.axis is not None else (None,)
+    for one in reductions(plan, context.traced, context.holdings):
         row = context.row(FACETS[one.kind])
         for place in places:
             if one.stages is None or place in one.stages:
                 at = None if place is None else frozenset([place])
-                for size, fqn in _buckets(context, one, place):
-                    yield Collective(
-                        "all-reduce", one.axes, "step", WORDS[one.kind], fqn, 1, size, at, row
-                    )
-
-
-def _buckets(context: _Context, one: Reduction, place: int | None) -> Iterator[tuple[int, str]]:
-    """Bytes of each bucket, with the module that holds all of it (one number more a parameter)."""
-    import math
-
-    from schedlang.runtime.gradient import buckets
-
-    plan = context.plan
-    rank = 0
-    if place is not None and context.staged.axis is not None:
-        rank = plan.mesh.group(0, context.staged.axis)[place]
-    names = [n for n in one.names if context.holdings[n].held(plan.mesh, rank)]
-    facts = [plan.model.unique[n] for n in names]
-    counts = [math.prod(context.holdings[n].local_shape(plan.mesh, rank)) for n in names]
-    sizes = [(count * f.itemsize, f.dtype) for count, f in zip(counts, facts)]
-    for bucket in buckets(sizes):
-        elements = sum(counts[k] for k in bucket) + len(bucket)
-        owners = [plan.model.owner(names[k]).fqn for k in bucket]
-        yield elements * facts[bucket[0]].itemsize, _common(owners)
-
-
-def _common(owners: list[str]) -> str:
-    """The innermost module that holds all of them."""
-    rows = [owner.split(".") for owner in owners]
-    shared = []
-    for column in zip(*rows):
-        if len(set(column)) > 1:
-            break
-        shared.append(column[0])
-    return ".".join(shared)
+                for kind, what, size, fqn in messages(plan, staged, context.holdings, one, place):
+                    words = what or WORDS[one.kind]
+                    yield Collective(kind, one.axes, "step", words, fqn, 1, size, at, row)

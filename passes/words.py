@@ -17,11 +17,18 @@ def arguments(primitive: Primitive) -> str:
         value = getattr(primitive, one.name)
         if value == one.default:
             continue
-        if one.kw_only:
+        if is_rest(one.type):
+            said += [f"{name}={_word(each)}" for name, each in value]
+        elif one.kw_only:
             said.append(f"{one.name}={_word(value)}")
         else:
             said += [_word(v) for v in (value if isinstance(value, tuple) else (value,))]
     return ", ".join(said)
+
+
+def is_rest(kind: object) -> bool:
+    """Does a field hold whatever other keywords a row is given?"""
+    return str(kind).startswith("Rest[")
 
 
 def _word(value: object) -> str:

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 class compress(Primitive):  # noqa: N801
     """Let the sum of gradients over some data axes run compressed, once a step.
 
-    powersgd   a matrix of n x m as a product of rank `rank`: rank (n + m) numbers are sent instead of
-               n m, twice as in any sum; the power iteration starts where the last step's ended
+    powersgd   a matrix of n x m as a product of rank `rank`: rank (n + m) numbers are summed
+               instead of n m; the power iteration starts where the last step's ended
     int8       whole numbers with a scale for each `block` elements, stochastically rounded
     onebit     a bit for each element, and for each `block` the means above and below zero
 
-    With `error_feedback` what a rank's code leaves out is added to its gradient of the next step, so
-    that the sum over all steps is followed. Vectors, and matrices that would not get smaller, are
-    summed as they are. The other data axes are summed over first, exactly. Errors are not part of a
-    checkpoint: after `load` they start from zero.
+    With `error_feedback` what a rank's code leaves out is added to its gradient of the next step,
+    so that the sum over all steps is followed. Vectors, and matrices that would not get smaller,
+    are summed as they are. The other data axes are summed over first, exactly. Errors are not part
+    of a checkpoint: after `load` they start from zero.
 
     Results are those of one process that codes the same parts in the same way: `relax(lossy)`; the
     original's own where the rank is full.
@@ -59,9 +59,9 @@ class compress(Primitive):  # noqa: N801
         whole = {a for r in plan.replicas if r.stage == 0 for a in plan.mesh.fold(r.axes)}
         for axis in plan.mesh.fold(self.over):
             if axis not in whole:
-                refuse("S415", f"over `{axis}` no whole gradients are summed",
+                refuse("S417", f"over `{axis}` no whole gradients are summed",
                        notes=("what `zero` slices is reduced slice by slice inside of backward",),
-                       helps=(f"replicate over it, above: `zero(stage=0, over={axis})`",))  # fmt: skip
+                       helps=(f"copy over it, above: `zero(stage=0, over={axis})`",))  # fmt: skip
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Note it."""

@@ -210,7 +210,9 @@ class grid(Primitive):  # noqa: N801
             if all(s % n == 0 for s, n in self._needs(site, plan, Sides(*(side,) * len(self.over))))
         ]
         names = " and ".join(f"`{axis}`" for axis in self.over)
-        helps = [f"{names} may each be {' or '.join(map(str, fits))}"] if fits else []
+        helps = [f"{names} may each be {' or '.join(map(str, fits))}"] if fits else [
+            "no equal sides divide it: leave it whole"
+        ]  # fmt: skip
         words = self._kind(site) == "Embedding"
         if size == self._outer(site, plan) and (words or self.output == S("vocab")):
             dim = "vocab" if words else "out"

@@ -80,6 +80,10 @@ class shard(Primitive):  # noqa: N801
         if kind in CONVOLUTIONS and (self.heads or self.uneven):
             refuse("S401", f"`{site}` is a `{site.class_name}`, whose channels are split evenly",
                    helps=("leave out `heads=` and `uneven=`",))  # fmt: skip
+        module = plan.model.model.get_submodule(site.fqn)
+        if getattr(module, "max_norm", None) is not None and self._named(site):
+            refuse("S404", f"`{site}` bounds the norm of its rows while they are looked up",
+                   helps=("leave it whole", "or make it without `max_norm`"))  # fmt: skip
         for name, fact, dim in self._splits(site):
             self._check_split(site, plan, name, fact, dim)
         if kind is not None:

@@ -40,14 +40,14 @@ class tie(Primitive):  # noqa: N801
         """Refuse modules that are not alike, and what is one parameter already."""
         self._check_place(plan)
         if len(sites) < 2:
-            refuse("S414", "one module alone shares nothing", f"`{sites[0]}` is selected",
+            refuse("S416", "one module alone shares nothing", f"`{sites[0]}` is selected",
                    helps=("select the modules that share: `layers.*  tie()`",))  # fmt: skip
         first = self._chosen(sites[0], plan)
         for site in sites[1:]:
             _check_alike(sites[0], first, site, self._chosen(site, plan))
         groups = self._groups(sites, plan)
         if all(len({plan.model.parameters[n].name for n in group}) == 1 for group in groups):
-            refuse("S414", "there is nothing to tie here",
+            refuse("S416", "there is nothing to tie here",
                    notes=("what is chosen is one parameter already, or none",),
                    helps=("drop the row, or choose other modules",))  # fmt: skip
 
@@ -92,7 +92,7 @@ def _check_alike(
     for name in (*first, *other):
         shapes = [_shape(found.get(name)) for found in (first, other)]
         if shapes[0] != shapes[1]:
-            refuse("S414", f"`{one}` and `{site}` are not alike",
+            refuse("S416", f"`{one}` and `{site}` are not alike",
                    notes=(f"`{name}` is {shapes[0]} in the one and {shapes[1]} in the other",),
                    helps=("tie modules of one kind, or some names: `tie(weight)`",))  # fmt: skip
 

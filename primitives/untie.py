@@ -44,14 +44,14 @@ class untie(Primitive):  # noqa: N801
                 known = ", ".join(f"`{n}`" for n in site.parameters) or "none"
                 refuse("S305", f"`{site}` has no parameter `{name}`", helps=(f"it has {known}",))
         if not self._shared(site, plan):
-            refuse("S414", f"`{site}` shares no parameter",
+            refuse("S416", f"`{site}` shares no parameter",
                    notes=("what is chosen has one name",),
                    helps=("drop the row; `schedlang tree` shows what is tied",))  # fmt: skip
         module = plan.model.model.get_submodule(site.fqn)
         twice = [n for n, m in plan.model.model.named_modules(remove_duplicate=False)
                  if m is module and n != site.fqn]  # fmt: skip
         if twice:
-            refuse("S414", f"`{site}` is one module under two names",
+            refuse("S416", f"`{site}` is one module under two names",
                    f"it is `{twice[0]}` as well",
                    notes=("a parameter of its own would be in both places again",),
                    helps=("build the model from two modules",))  # fmt: skip

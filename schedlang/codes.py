@@ -161,8 +161,11 @@ CODES: Mapping[str, tuple[str, str]] = {
         "nothing is frozen, or everything",
         "Something is frozen, and something still trained.",
     ),
-    "S414": ("nothing to tie or untie", "Parameters of one shape become one; a shared one, two."),
-    "S415": ("nothing whole to compress", "Compress over the axes of a `zero(stage=0)` row."),
+    "S416": ("nothing to tie or untie", "Parameters of one shape become one; a shared one, two."),
+    "S417": ("nothing whole to compress", "Compress over the axes of a `zero(stage=0)` row."),
+    "S425": ("nothing to complete", "`complete` adds to rows that stand beside it."),
+    "S426": ("two ways to complete", "Write the rows of one of them, or gather."),
+    "S427": ("no way to complete", "What was begun cannot be followed; the message says where."),
     "S421": (
         "no module of experts",
         "It is called with tokens, the experts of each token and their weights, gives their\n"

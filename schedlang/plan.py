@@ -164,6 +164,7 @@ class Plan:
     computes: Mapping[str, str] = field(default_factory=dict)
     told: Mapping[str, Any] = field(default_factory=dict)
     spread: frozenset[str] = frozenset()
+    completing: tuple[str, ...] = ()  # axes along which rows are added once there is a batch
     unrolled: tuple[tuple[str, int], ...] = ()  # module -> its calls, each a unit of its own
     cuts: tuple[Cut, ...] = ()
     order: Order | None = None

@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from schedlang.runtime.attend import bodies, call, dropout, local, reach, rounds, swap, travel
+from schedlang.runtime.attend import (
+    around,
+    bodies,
+    call,
+    dropout,
+    local,
+    reach,
+    rounds,
+    swap,
+    travel,
+)
 from schedlang.runtime.attend.local import Forward
 from schedlang.runtime.attend.reach import Reach
 from schedlang.runtime.attend.rounds import Ring
@@ -106,7 +116,7 @@ MUTANTS: dict[str, Change] = {
         rounds, "scattered", lambda packets, counts, group: packets[group.rank],
     ),
     "the gradient of the sum is left out": (
-        call, "Backward", lambda *args: local.Backward(*args[:-1], torch.zeros_like(args[-1])),
+        around, "Backward", lambda *args: local.Backward(*args[:5], torch.zeros_like(args[5])),
     ),
     "gradients that arrive are not added": (rounds, "added", lambda arrived, part: part),
     "members of a team do not weigh what they found": (

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedlang.runtime.attend import Layout, local, place_of
-from schedlang.runtime.attend.local import Rules, Tokens, pairs
+from schedlang.runtime.attend.blocks import Rules, Tokens, pairs
 from schedlang.runtime.attend.mask import Tags
 from schedlang.runtime.attend.reach import Reach, wanted
 from schedlang.runtime.collective import Group, listening

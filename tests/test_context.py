@@ -21,6 +21,9 @@ from tests import models
 from tests.causal import Causal
 from tests.engine.threads import Threads
 from tests.proofs import adamw, assert_near, planned, refused, sequential, steps
+from tests.properties.engine import check
+from tests.properties.models import Block, Config
+from tests.properties.schedules import Drawn, context_parallel
 
 LLAMA = "model.layers.*.self_attn  context_parallel({})"
 GPT2 = "transformer.h.*.attn  context_parallel({})"
@@ -121,6 +124,14 @@ def test_packed_documents(threads: Threads) -> None:
     row = LLAMA.format("ring, over=cp, layout=zigzag")
     assert tokens_of(model, row, given[0]).documents
     same(threads, planned(model, row, "cp=2"), model, given)
+
+
+def test_a_mean_over_tokens_without_labels(threads: Threads) -> None:
+    """Five tokens on two ranks, no labels: parts weigh by tokens; float inputs get gradients."""
+    block = Block("attention", heads=2, groups=1, size=3, flag=True)
+    config = Config((block, Block("mlp")), width=5, side=True, returns="dict")
+    for row in context_parallel(config, {"cp": 2}, 5)[:2]:
+        check(Drawn(config, (("cp", 2),), (row,), 1, 5), threads)
 
 
 class Logits(Causal):

@@ -45,6 +45,7 @@ def test_the_examples_are_those_of_the_readme() -> None:
     assert {path.parent.name for path in PROVEN} == {
         "gpt2",
         "llama",
+        "mixtral",
         "bert",
         "custom",
         "t5",

@@ -21,7 +21,17 @@ from schedlang.runtime.launch import Pool
 from schedlang.schedule import Schedule, create_schedule
 from schedlang.source import Source
 from schedlang.syntax import parse
-from tests.proofs import Seen, adamw, assert_near, assert_same, planned, sequential, steps, trained
+from tests.proofs import (
+    Seen,
+    adamw,
+    assert_near,
+    assert_same,
+    planned,
+    proven,
+    sequential,
+    steps,
+    trained,
+)
 
 load_all()
 NAMES = sorted(registry())
@@ -29,9 +39,11 @@ NAMES = sorted(registry())
 BESIDE = (
     "",
     "layers.*.mlp.down  shard(row, over=tp)",
+    "layers.*.mlp.up  shard(col, over=tp)",
     "layers.*.mlp.down  grid(summa, output=R, over=(r, c))",
     "layers.*.mlp.down  grid(summa, output=R, over=(r, c))\nzero(stage=0, over=r)",
 )
+ABOVE = {"compress": "zero(stage=0, over=dp)"}  # what an example stands on
 CLASSES = 21
 
 
@@ -165,18 +177,20 @@ def _relax(name: str) -> str:
 
 def _plan(name: str, sizes: dict[str, int], *more: str) -> Plan:
     mesh = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-    return planned(_toy(), "\n".join([_row(name), *more]), mesh, _relax(name))
+    rows = [ABOVE.get(name, ""), _row(name), *more]
+    return planned(_toy(), "\n".join(rows), mesh, _relax(name))
 
 
 def _buildable(name: str, sizes: dict[str, int], *more: str) -> Plan:
     """The plan of the example, with as few other rows as make it traceable."""
+    from schedlang.passes.complete import completed
     from schedlang.passes.propagate import propagate
 
     refusals = []
     for beside in BESIDE:
         try:
             plan = _plan(name, sizes, beside, *more)
-            propagate(plan, BATCHES[0])
+            propagate(completed(plan, BATCHES[0]), BATCHES[0])
             return plan
         except Refusal as refusal:
             refusals.append(refusal.render())
@@ -205,15 +219,15 @@ def test_the_example_is_a_row(name: str) -> None:
     text = f'schedule 1\n\n{mesh}step "all" {{\n  {registry()[name].example}\n}}\n'
     assert fmt(Source("x.sched", text)) == text
     plan = _plan(name, dict.fromkeys(_axes(name), 2))
-    assert [action.name for action in plan.actions] == [name]
-    assert plan.actions[0].sites
+    assert plan.actions[-1].name == name and len(plan.actions) == 1 + (name in ABOVE)
+    assert plan.actions[-1].sites
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_refusal_leaves_the_same_plan(name: str) -> None:
     """Wherever the example's call is refused, plan and text stay the very same objects."""
     plan = _plan(name, dict.fromkeys(_axes(name), 2))
-    bound = plan.actions[0].primitive
+    bound = plan.actions[-1].primitive
     sch = create_schedule(_toy())
     sch.mesh(**dict.fromkeys(_axes(name) or ["dp"], 2))
     refusals = 0
@@ -238,6 +252,7 @@ def test_undo_restores(name: str) -> None:
     sizes = ", ".join(f"{axis}=2" for axis in [*_axes(name), "other"])
     allow = f"relax({_relax(name)}) " if _relax(name) else ""
     head = f'schedule 1\n\nmesh({sizes})\n\nstep "a" {allow}{{\n  verify(loss, within=0.5)\n'
+    head += f"  {ABOVE[name]}\n" if name in ABOVE else ""
     before = Schedule(_toy(), parse(Source("x", head + "}\n"))).plan()
     sch = Schedule(_toy(), parse(Source("x", head + f"  {_row(name)}\n}}\n")))
     assert sch.plan() != before
@@ -269,14 +284,18 @@ def _on_ranks(name: str, world: int) -> Plan:
 @pytest.mark.parametrize("name", NAMES)
 def test_on_ranks_it_equals_the_original(name: str, world: int, pool: Pool, expected: Seen) -> None:
     """Two steps on 2 and on 4 ranks: losses, gradients, norms, state and optimizer state agree."""
-    assert_near(trained(pool, _on_ranks(name, world), BATCHES, adamw, clip=0.5, seed=3), expected)
+    plan = _on_ranks(name, world)
+    if "lossy" in plan.gives_up:  # equal to another one, by the same rule in one process
+        proven(pool, plan, BATCHES)
+        return
+    assert_near(trained(pool, plan, BATCHES, adamw, clip=0.5, seed=3), expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_model_is_not_touched(name: str) -> None:
     """Planning, building and training change neither values nor attributes nor hooks."""
     model = _toy()
-    row = _row(name)
+    row = f"{ABOVE.get(name, '')}\n{_row(name)}"
     mesh = ", ".join(f"{axis}=1" for axis in _axes(name))
     plan = planned(model, row, mesh, _relax(name))
     before = {key: value.clone() for key, value in model.state_dict().items()}

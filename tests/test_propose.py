@@ -6,45 +6,197 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from schedlang.diagnostic import Refusal
 from schedlang.passes.account import account
+from schedlang.passes.blocks import fewest
 from schedlang.passes.propose import propose
 from schedlang.passes.state import Settings
+from schedlang.plan import Plan
+from schedlang.printer import fmt
+from schedlang.runtime.launch import Pool
 from schedlang.schedule import Schedule
 from schedlang.source import Source
 from schedlang.syntax import parse
+from tests.proofs import proven
 from tests.survey import ready
 
 SPLIT = {"dp": 2, "pp": 2, "tp": 2}
+KINDS = ["gpt2", "gpt_neox", "mixtral"]
+MORE = [
+    "llama",
+    "opt",
+    "phi3",
+    "gemma2",
+    "bloom",
+    "falcon",
+    "deepseek_v3",
+    "olmo2",
+    "mpt",
+    "gptj",
+    "qwen3_next",
+]
 
 
-def batch_of(kind: str) -> tuple[torch.nn.Module, dict[str, Any]]:
-    model, batch = ready(kind)
+def tiny(kind: str) -> tuple[nn.Module, dict[str, Any]]:
+    model, batch = ready(kind, 2)
     rows = {name: torch.cat([value] * 4) for name, value in batch.items()}
     return model, {**rows, "attention_mask": torch.ones_like(rows["input_ids"])}
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "gpt_neox", "opt"])
+def planned(model: nn.Module, text: str) -> Plan:
+    return Schedule(model, parse(Source("proposed.sched", text)), Settings()).plan()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(k, marks=pytest.mark.deep) for k in MORE)])
 def test_plans(kind: str) -> None:
-    """What is proposed is planned as it stands, in canonical form, and splits every block."""
-    model, batch = batch_of(kind)
+    """What is proposed for a model of transformers is canonical, and plans as it stands."""
+    model, batch = tiny(kind)
     found = propose(model, batch, SPLIT)
-    plan = Schedule(model, parse(Source("proposed.sched", found.text)), Settings()).plan()
+    assert fmt(Source("proposed.sched", found.text)) == found.text
+    plan = planned(model, found.text)
     assert account(plan, batch).collectives
+    split = sum(fact.numel for name, fact in plan.model.unique.items() if plan.held(name).splits)
+    assert split > 0.5 * plan.model.numel("")
+
+
+# -- a model that no library knows -----------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """A block whose names say nothing: packed heads, a gate, an embedding that scales nothing."""
+
+    def __init__(self, width: int, heads: int, packed: str) -> None:
+        super().__init__()
+        self.heads, self.packed = heads, packed
+        self.n1, self.n2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.a, self.b = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.c, self.d = nn.Linear(width, 4 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        mixed = self.a(self.n1(x))
+        if self.packed == "heads":  # q, k, v of one head side by side
+            mixed = mixed.view(rows, length, self.heads, -1)
+            q, k, v = (t.transpose(1, 2) for t in mixed.chunk(3, -1))
+        elif self.packed == "parts":
+            parts = mixed.chunk(3, -1)
+            q, k, v = (t.view(rows, length, self.heads, -1).transpose(1, 2) for t in parts)
+        else:  # every third column: nothing that lies side by side
+            parts = (mixed[..., k::3] for k in range(3))
+            q, k, v = (t.reshape(rows, length, self.heads, -1).transpose(1, 2) for t in parts)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.b(seen.transpose(1, 2).flatten(2))
+        left, right = self.c(self.n2(x)).chunk(2, -1)
+        return x + self.d(F.silu(left) * right)
+
+
+class Unknown(nn.Module):
+    """A language model of such blocks, its table tied to its output layer, of 31 rows."""
+
+    def __init__(self, packed: str = "parts") -> None:
+        super().__init__()
+        self.words = nn.Embedding(31, 16)
+        self.stack = nn.ModuleList(Odd(16, 4, packed) for _ in range(4))
+        self.out = nn.Linear(16, 31, bias=False)
+        self.out.weight = self.words.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.words(ids)
+        for block in self.stack:
+            x = block(x)
+        return F.cross_entropy(self.out(x).flatten(0, 1), labels.flatten())
+
+
+def words(seed: int, rows: int = 8) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 31, (rows, 6), generator=generator)
+    return {"ids": ids, "labels": ids.roll(1, 1)}
+
+
+@pytest.mark.parametrize("packed", ["parts", "heads"])
+def test_an_unknown_model(packed: str) -> None:
+    """Packed weights, gates, ties and rows that do not divide are understood from one forward."""
+    found = propose(Unknown(packed), words(0), SPLIT)
+    said = " ".join(found.text.split())
+    assert f"a shard(col, {'blocks=3, ' * (packed == 'parts')}over=tp)" in said
+    assert "c shard(col, blocks=2, over=tp)" in said
+    assert "words  pad(vocab, multiple=2)" in found.text
+    assert "out  " in found.text and "logits stay split" in found.text
+    assert "4 blocks of stack" in found.text
     assert found.notes == ()
-    blocks = {name for name, fact in plan.model.parameters.items() if len(fact.shape) > 1}
-    whole = {name for name in blocks if not plan.held(name).splits}
-    assert all("pos" in name or "wpe" in name for name in whole)
+
+
+def test_an_oddly_packed_model() -> None:
+    """Columns that do not lie side by side are gathered, and the reason is said."""
+    found = propose(Unknown("odd"), words(0), {"tp": 2})
+    assert "a shard(col, output=R, over=tp)" in " ".join(found.text.split())
+    assert any(note.startswith("gathered: stack.*.a: ") for note in found.notes)
+
+
+def test_proposals_verify(pool: Pool) -> None:
+    """A proposal for an unknown model equals the model in every gradient and after steps."""
+    model = Unknown().double()
+    found = propose(model, words(0), SPLIT)
+    proven(pool, planned(model, found.text), [words(0), words(1), words(2)])
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2, "ep": 2}, {"fsdp": 2, "tp": 2}, {"dp": 2, "cp": 2}])
+def test_other_axes(mesh: dict[str, int]) -> None:
+    """Experts, sliced parameters and sequences have axes of their own."""
+    model, batch = tiny("mixtral" if "ep" in mesh else "llama")
+    found = propose(model, batch, mesh)
+    for axis in mesh:
+        assert f"over={axis}" in found.text or "over=(dp, ep)" in found.text
+    assert account(planned(model, found.text), batch).classes
+
+
+def test_whole_weights_are_said() -> None:
+    """A table of positions is large and is not split, so a note says it."""
+    model, batch = tiny("gpt2")
+    found = propose(model, batch, {"tp": 2})
+    assert found.notes == ("whole: transformer.wpe: a small table",)
+
+
+def test_fewest() -> None:
+    """As few layers as have all kinds next to all their neighbours, and fill the stages."""
+    assert len(fewest("aaaaaa")) == 2
+    assert len(fewest("abbbbb")) == 3
+    assert len(fewest("abababab")) == 4
+    assert len(fewest("a" * 126, stages=4)) == 9  # neither divides into stages
+    assert fewest("abc") == [0, 1, 2]
+
+
+# -- refusals --------------------------------------------------------------------------------------
 
 
 def test_unknown_axis() -> None:
     """An axis whose name says nothing is refused with the names that do."""
     with pytest.raises(Refusal, match=r"S211(.|\n)*`fsdp` split the batch"):
-        propose(torch.nn.Linear(2, 2), {}, {"rows": 2})
+        propose(nn.Linear(2, 2), {}, {"rows": 2})
+
+
+def test_two_axes_of_one_kind() -> None:
+    """Two axes that would do the same are refused."""
+    with pytest.raises(Refusal, match=r"S211(.|\n)*`tp` and `model` would do the same"):
+        propose(nn.Linear(2, 2), {}, {"tp": 2, "model": 2})
 
 
 def test_nothing_to_split() -> None:
     """A model without two projections in a row is refused for a tensor axis, with the reasons."""
     with pytest.raises(Refusal, match=r"S212(.|\n)*`tp=1`"):
-        propose(torch.nn.Linear(2, 2), {"input": torch.ones(4, 2)}, {"tp": 2})
+        propose(nn.Linear(2, 2), {"input": torch.ones(4, 2)}, {"tp": 2})
+
+
+def test_no_blocks_to_cut() -> None:
+    """A model without a list of blocks is refused for a pipeline."""
+    with pytest.raises(Refusal, match=r"S212(.|\n)*no list of blocks"):
+        propose(nn.Linear(2, 2), {"input": torch.ones(4, 2)}, {"pp": 2})
+
+
+def test_too_few_rows() -> None:
+    """A batch with fewer rows than ranks is refused as `plan` would."""
+    with pytest.raises(Refusal, match="S606"):
+        propose(Unknown(), words(0, rows=2), {"dp": 4})

@@ -118,11 +118,11 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize("rows, code, said", [
-    ("transformer.h.0 tie()", "S414", "one module alone shares nothing"),
-    ("transformer.h.0.ln_1, transformer.h.0.mlp tie()", "S414", "are not alike"),
-    ("transformer.wte, lm_head tie(weight)", "S414", "there is nothing to tie here"),
+    ("transformer.h.0 tie()", "S416", "one module alone shares nothing"),
+    ("transformer.h.0.ln_1, transformer.h.0.mlp tie()", "S416", "are not alike"),
+    ("transformer.wte, lm_head tie(weight)", "S416", "there is nothing to tie here"),
     ("transformer.wte, lm_head tie(bias)", "S305", "has no parameter `bias`"),
-    ("transformer.ln_f untie()", "S414", "shares no parameter"),
+    ("transformer.ln_f untie()", "S416", "shares no parameter"),
     ("lm_head untie(gain)", "S305", "has no parameter `gain`"),
     ("zero(stage=0, over=dp)\nlm_head untie()", "S503", "`untie` must stand above `zero`"),
     ("zero(stage=0, over=dp)\ntransformer.h.* tie()", "S503", "`tie` must stand above `zero`"),

@@ -131,7 +131,6 @@ class Compressor:
 
     def _few_bits(self, parts: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
         """What every rank has coded is gathered, and added up in the order of ranks."""
-        block = self.codec.block
         mine: dict[str, Coded] = {}
         for name, part in parts.items():
             mine[name] = encoded(self.codec, part, name, step, self.group.rank)
@@ -145,7 +144,6 @@ class Compressor:
             read = (Coded(c[place], s[place]) for c, s in zip(codes, scales))
             numbers = [decoded(self.codec, one, part.numel()) for one in read]
             out[name] = torch.stack(numbers).sum(0).view_as(part)
-        assert block > 0
         return out
 
     def _gathered(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
@@ -153,7 +151,32 @@ class Compressor:
         flat = torch.cat([t.reshape(-1) for t in tensors])
         whole = all_gather(flat, 0, self.group)
         sizes = [t.numel() for t in tensors]
-        return [torch.split(run, sizes) for run in torch.split(whole, flat.numel())]
+        runs = whole.view(self.group.size, -1)
+        return [torch.split(run, sizes) for run in runs]
+
+
+def message_bytes(
+    codec: Codec, shapes: Sequence[tuple[tuple[int, ...], int]], ranks: int
+) -> dict[str, int]:
+    """Bytes of each message of a sum as they arrive; gradients have these shapes and itemsizes."""
+    found = {"there": 8 * len(shapes)}
+
+    def more(what: str, count: int) -> None:
+        found[what] = found.get(what, 0) + count
+
+    for shape, item in shapes:
+        size, rows = math.prod(shape), shape[0] if shape else 1
+        blocks = -(-size // codec.block)
+        if not codec.smaller(shape):
+            more("small", size * item)
+        elif codec.kind == "powersgd":
+            more("p", codec.rank * rows * item)
+            more("q", codec.rank * (size // rows) * item)
+        else:
+            bits = 8 if codec.kind == "int8" else 1
+            more("codes", ranks * blocks * codec.block * bits // 8)
+            more("scales", ranks * blocks * item * (1 if codec.kind == "int8" else 2))
+    return found
 
 
 def encoded(codec: Codec, part: Tensor, name: str, step: int, place: int) -> Coded:

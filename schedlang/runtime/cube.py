@@ -75,7 +75,7 @@ class CubeProduct(InParts):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         """Each factor is gathered again for the other's gradient."""
         (x, weight), grid, inner = ctx.saved_tensors, ctx.grid, ctx.inner
-        grad = grid.gathered(grads[0].reshape(-1, grads[0].shape[-1]))
+        grad = grid.gathered(grads[0].reshape(-1, grads[0].shape[-1]).to(weight.dtype))
         by_x = by_weight = None
         if ctx.needs_input_grad[0]:
             whole = turned(_gathered(weight, inner, grid.down), inner)

@@ -87,7 +87,7 @@ def dry_forward(
         edges = tuple(
             _edge(leaf, wanted, main, note, groups(wanted.axis)) for wanted in leaf.wanted
         )
-        for edge in edges:
+        for edge in edges if leaf.kind else ():  # `input=` of another module says where
             _hoist(edge, main, follower)
         if leaf.kind:
             out = _computed(Sharded(module, leaf.kind, edges, inner), args, kwargs, follower)

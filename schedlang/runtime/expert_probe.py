@@ -30,14 +30,12 @@ LARGEST = 1 << 25  # elements of a trial's parameters
 class Experts:
     """What a module of experts is: how many, what they own, and how it counts them.
 
-    split    parameters whose first dim are the experts
-    shared   parameters that all experts use
+    split    its parameters, whose first dim are the experts
     numbers  attributes that hold the number of experts, to be set where fewer are held
     """
 
     count: int
     split: tuple[str, ...]
-    shared: tuple[str, ...]
     numbers: tuple[str, ...]
 
 
@@ -56,14 +54,16 @@ def probe_experts(module: nn.Module) -> Experts | NoExperts:
     if len(cubes) != 1:
         return NoExperts("it has no parameters of three dims whose first dim are the experts")
     (count,) = cubes
-    split = tuple(name for name, shape in shapes.items() if shape and shape[0] == count)
-    shared = tuple(name for name in shapes if name not in split)
+    split = tuple(n for n, shape in shapes.items() if shape[:1] == (count,) and "." not in n)
+    other = [name for name in shapes if name not in split]
+    if other:
+        return NoExperts(f"its `{other[0]}` is not split by experts, or is another module's")
     if count < 2:
         return NoExperts("it has one expert only")
     error: NoExperts | None = None
     with torch.random.fork_rng(devices=[]), ambient(Float64):
         for scale in _scales([shapes[name] for name in split]):
-            found = _tried(module, count, split, shared, scale)
+            found = _tried(module, count, split, scale)
             if isinstance(found, Experts):
                 return found
             error = error if error is not None and error.error is not None else found
@@ -80,9 +80,9 @@ def _scales(shapes: list[tuple[int, ...]]) -> Iterator[int]:
 
 
 def _tried(
-    module: nn.Module, count: int, split: tuple[str, ...], shared: tuple[str, ...], scale: int
+    module: nn.Module, count: int, split: tuple[str, ...], scale: int
 ) -> Experts | NoExperts:
-    small = _small(module, split, shared, scale)
+    small = _small(module, split, scale)
     if small is None:
         return NoExperts("it is too large to be tried")
     try:
@@ -97,7 +97,7 @@ def _tried(
     for numbers in _countings(small, count):
         errors.append(trial.with_some(numbers))
         if errors[-1] <= TOLERANCE:
-            return Experts(count, split, shared, numbers)
+            return Experts(count, split, numbers)
     return NoExperts("a copy that holds some of its experts gives something else", min(errors))
 
 
@@ -110,9 +110,7 @@ def _countings(module: nn.Module, count: int) -> Iterator[tuple[str, ...]]:
     yield from dict.fromkeys(tuple(some) for some in (*tries, *([path] for path in own)))
 
 
-def _small(
-    module: nn.Module, split: tuple[str, ...], shared: tuple[str, ...], scale: int
-) -> nn.Module | None:
+def _small(module: nn.Module, split: tuple[str, ...], scale: int) -> nn.Module | None:
     """A copy with random values whose sizes, and the numbers that say them, are divided."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, parameter in module.named_parameters():

@@ -163,7 +163,8 @@ class Spread:
         """The experts that this rank's tokens choose from; gradients are summed where they live."""
         found: dict[str, Tensor] = {}
         for name in self.routing.experts.split:
-            part: Tensor = self.module.get_parameter(name)
+            whole = self.module.get_parameter(name)
+            part: Tensor = whole * 1 if whole.is_meta else whole  # read, as a gather does
             for edge in reversed(self.apart):
                 part = collective.gather(part, 0, edge.group, consumers_differ=True)
             found[name] = part
@@ -210,15 +211,13 @@ class Spread:
 @contextmanager
 def lent(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """The module with tensors in the place of its parameters, by name."""
-    before = {name: module.get_parameter(name) for name in tensors}
-    own = [(module.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2]) for n in tensors]
-    for (owner, last), tensor in zip(own, tensors.values()):
+    owners = [module.get_submodule(name.rpartition(".")[0]) for name in tensors]
+    for owner, (name, tensor) in zip(owners, tensors.items()):
+        last = name.rpartition(".")[2]
         if tensor is not owner._parameters[last]:
-            del owner._parameters[last]
-            owner.__dict__[last] = tensor
+            owner.__dict__[last] = tensor  # found before the parameter, which stays
     try:
         yield
     finally:
-        for (owner, last), parameter in zip(own, before.values()):
-            if owner.__dict__.pop(last, None) is not None:
-                owner._parameters[last] = parameter
+        for owner, name in zip(owners, tensors):
+            owner.__dict__.pop(name.rpartition(".")[2], None)

@@ -138,6 +138,7 @@ class Follower(TorchFunctionMode):
         axis = next((a for t in inputs for a in self.note(t).tags), None)
         integers = expected.integers if expected is not None and axis is not None else ()
         failure = Mismatch(frame, str(error).split("\n")[0], axis, integers, self.agreed)
+        failure.unit = _met_whole([self.note(tensor) for tensor in inputs], axis)
         failure.mixed = unevens.mixed([self.note(tensor) for tensor in inputs])
         failure.by = _by(inputs, axis)
         if expected is not None and axis is not None and expected.name in RESHAPES:
@@ -154,6 +155,13 @@ def _by(inputs: list[Tensor], axis: str | None) -> str:
     """The sharded module that split the first of some tensors over an axis, or over any."""
     tags = (Follower.note(tensor).tags for tensor in inputs)
     return next((t.by for by in tags for a, t in by.items() if axis in (None, a) and t.by), "")
+
+
+def _met_whole(notes: list[Note], axis: str | None) -> int:
+    """The size of the blocks of a split tensor among whole ones; 0 if all are split, or none."""
+    tags = [note.tags.get(axis) for note in notes] if axis is not None else []
+    found = next((tag.blocks[0] for tag in tags if tag is not None), 0)
+    return found if None in tags and found > 1 else 0
 
 
 def _leading_factor(expected: Call, tag: Tag | None) -> int | None:
@@ -327,6 +335,9 @@ class Step:
             return tag.blocks if after[dim] == before[tag.dim] else (after[dim],)
         if count > 1 and len(set(tag.blocks)) == 1 and outer_after == outer_before * count:
             return (after[dim],)
+        rows = outer_before // outer_after if outer_after else 0
+        if count == 1 and rows > 1 and rows * before[tag.dim] == after[dim]:
+            return (before[tag.dim],) * rows  # the heads of all rows one behind the other
         if count > 1 and outer_after == outer_before:
             raise self.fail(
                 f"`{self.name}` takes {list(before)} apart as {list(after)}, which does not follow"

@@ -109,8 +109,9 @@ class Product(InParts):
         ctx.grid, ctx.inner = grid, inner
         flat, out = x.reshape(-1, x.shape[-1]), None
         for mine, theirs in grid.cuts(weight.shape[inner] * grid.down.size):
-            term = mine.sent(flat, 1) @ turned(theirs.sent(weight, inner), inner)
-            out = term if out is None else out.add_(term)
+            panels = mine.sent(flat, 1), turned(theirs.sent(weight, inner), inner)
+            # a new tensor each time: a recomputation may keep what a product gave
+            out = torch.mm(*panels) if out is None else torch.addmm(out, *panels)
         assert out is not None
         return out.view(*x.shape[:-1], out.shape[-1])
 
@@ -118,7 +119,10 @@ class Product(InParts):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         """Panels of both gradients, each summed to the rank that holds it."""
         (x, weight), grid, inner = ctx.saved_tensors, ctx.grid, ctx.inner
-        flat, grad = x.reshape(-1, x.shape[-1]), grads[0].reshape(-1, grads[0].shape[-1])
+        flat, grad = (
+            x.reshape(-1, x.shape[-1]),
+            grads[0].reshape(-1, grads[0].shape[-1]).to(weight.dtype),
+        )
         by_x = torch.empty_like(flat) if ctx.needs_input_grad[0] else None
         by_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         for mine, theirs in grid.cuts(weight.shape[inner] * grid.down.size):

@@ -14,8 +14,8 @@ def computes_like(module: nn.Module, kind: str) -> bool:
 
     It is tried in training mode, and may have no parameters beside weight and bias.  A module with
     a forward of its own may still be plain (Falcon's linear layers), or not (embeddings that
-    scale).  Anything that cannot be called with one tensor is not, nor what cannot be tried because
-    it has buffers whose values are not known.
+    add positions); one that scales its rows is.  Anything that cannot be called with one tensor is
+    not, nor what cannot be tried because it has buffers whose values are not known.
     """
     if any(buffer.is_meta for buffer in module.buffers()):
         return False
@@ -36,6 +36,8 @@ def computes_like(module: nn.Module, kind: str) -> bool:
     except (TypeError, ValueError, RuntimeError, AttributeError):
         return False
     expected = _plain(kind, given, weight, bias)
+    if kind == "Embedding" and isinstance(got, Tensor) and got.shape == expected.shape:
+        expected = expected * (got.norm() / expected.norm())  # by a number is as good
     return (
         isinstance(got, Tensor)
         and got.shape == expected.shape

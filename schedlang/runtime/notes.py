@@ -74,3 +74,4 @@ class Mismatch(Exception):
         self.by = ""  # the sharded module that split what fails
         self.counted: int | None = None  # into how many parts (heads) a view takes the split dim
         self.mixed = False  # parts that one rank holds met parts that several do
+        self.unit = 0  # heads of a split tensor that met a whole one; 0: none did

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from schedlang.placement import P, Placement, S, positions
 from schedlang.runtime.collective import Group
 from schedlang.runtime.crossing import Crossing, block_sizes, dim_of, shared
+from schedlang.runtime.lookup import around
 from schedlang.runtime.vocab import ShardedLogits
 
 
@@ -136,7 +137,7 @@ def embedding(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
     pad = module.padding_idx
     local_pad = pad - first if pad is not None and first <= pad < first + width else None
 
-    def forward(ids: Tensor) -> Tensor:
+    def rows_of(ids: Tensor) -> Tensor:
         if edge is None:
             rows = F.embedding(ids, module.weight, local_pad)
         else:
@@ -148,7 +149,7 @@ def embedding(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
             rows = one.exit()(without_padding(rows, one.computes, one.group))
         return rows
 
-    return forward
+    return around(module, rows_of)
 
 
 def region(inner: Forward, edges: tuple[Edge, ...]) -> Forward:
@@ -196,6 +197,12 @@ def on_result(cross: Callable[[Tensor], Tensor], out: Any) -> Any:
             if is_main(value):
                 changed = [*out[:place], cross(value), *out[place + 1 :]]
                 return changed if isinstance(out, list) else tuple(changed)
+    if isinstance(out, MutableMapping):  # the named outputs of transformers are dicts too
+        name = next((name for name, value in out.items() if is_main(value)), None)
+        if name is not None:
+            made = copy.copy(out)
+            made[name] = cross(out[name])
+            return made
     return out
 
 

@@ -45,6 +45,10 @@ def planned(
 
     imports = time.perf_counter() - start
     made = Schedule(found.model(meta=True), tree, given).plan()
+    if made.completing:
+        from schedlang.passes.complete import completed
+
+        made = completed(made, found.batch(0) if found.has_batch else None, found.loss)
     return Planned(file, tree, made, found, imports)
 
 

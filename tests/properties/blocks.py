@@ -54,14 +54,17 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped queries; causal, in a window, with padding; q, k and v apart or in one weight."""
+    """Grouped queries; causal, in a window, with padding; q, k and v apart or in one weight.
+
+    `flag`: whether it is causal is said to torch, and there is no other mask.
+    """
 
     def __init__(
         self, width: int, heads: int, groups: int, size: int, *, norm: str, dropout: float,
-        pre: bool, fused: bool, causal: bool, window: int, plain: bool,
+        pre: bool, fused: bool, causal: bool, window: int, plain: bool, flag: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.heads, self.groups, self.size = heads, groups, size
+        self.heads, self.groups, self.size, self.flag = heads, groups, size, flag
         self.pre, self.causal, self.window, self.plain = pre, causal, window, plain
         self.norm = norm_of(norm, width)
         if fused:
@@ -82,8 +85,10 @@ class Attention(nn.Module):
         v = v.view(rows, length, self.groups, self.size).transpose(1, 2)
         k = k.repeat_interleave(self.heads // self.groups, 1)
         v = v.repeat_interleave(self.heads // self.groups, 1)
-        seen = self._seen(length, mask)
-        if self.plain:
+        seen = None if self.flag else self._seen(length, mask)
+        if seen is None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        elif self.plain:
             scores = (q @ k.transpose(-1, -2)) * self.size**-0.5
             out = self.drop(scores.masked_fill(~seen, float("-inf")).softmax(-1)) @ v
         else:
@@ -130,6 +135,41 @@ class Experts(nn.Module):
         for place, expert in enumerate(self.experts):
             x = x + share[..., place : place + 1] * expert(h)
         return x
+
+
+class Routed(nn.Module):
+    """A router and experts in one module, each of which sees the tokens that choose it."""
+
+    def __init__(self, width: int, hidden: int, count: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.router = nn.Linear(width, count, bias=False)
+        self.experts = Fused(width, hidden, count)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        flat = self.norm(x).flatten(0, -2)
+        best, which = self.router(flat).softmax(-1).topk(2, -1)
+        out: Tensor = self.experts(flat, which, best / best.sum(-1, keepdim=True))
+        return x + out.view(x.shape)
+
+
+class Fused(nn.Module):
+    """Experts whose parameters are stacked."""
+
+    def __init__(self, width: int, hidden: int, count: int) -> None:
+        super().__init__()
+        self.count = count
+        self.up = nn.Parameter(torch.randn(count, width, hidden))
+        self.bias = nn.Parameter(torch.randn(count, hidden))
+        self.down = nn.Parameter(torch.randn(count, hidden, width))
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for expert in range(self.count):
+            token, slot = torch.where(index == expert)
+            h = torch.tanh(x[token] @ self.up[expert] + self.bias[expert])
+            out = out.index_add(0, token, h @ self.down[expert] * weights[token, slot, None])
+        return out
 
 
 class Expert(nn.Module):

@@ -40,6 +40,7 @@ class Block(Short):
     causal: bool = False
     window: int = 0
     plain: bool = False
+    flag: bool = False
     count: int = 2
     average: bool = False
 
@@ -54,10 +55,12 @@ class Block(Short):
                 return kinds.Attention(
                     width, self.heads, self.groups, self.size, norm=self.norm, dropout=dropout,
                     pre=self.pre, fused=self.fused, causal=self.causal, window=self.window,
-                    plain=self.plain,
+                    plain=self.plain, flag=self.flag,
                 )  # fmt: skip
             case "experts":
                 return kinds.Experts(width, self.hidden, self.count)
+            case "routed":
+                return kinds.Routed(width, self.hidden, self.count)
             case "conv":
                 return kinds.Convolved(width, self.norm)
             case "twice":
@@ -189,7 +192,9 @@ class Drawn(nn.Module):
         return loss if self.returns == "loss" else {"loss": loss, "out": out, "parts": (h,)}
 
 
-KINDS = ("chain", "mlp", "attention", "experts", "conv", "twice", "counting", "custom")
+KINDS = (
+    *("chain", "mlp", "attention", "experts", "routed", "conv", "twice", "counting", "custom"),
+)
 
 
 @st.composite
@@ -204,10 +209,12 @@ def _block(draw: st.DrawFn, tp: int) -> Block:
         return Block(
             kind, heads=heads, groups=heads // share, size=of(2, 1, 3), norm=of("layer", "rms"),
             pre=of(True, False), fused=of(False, True), causal=of(False, True), window=of(0, 2),
-            plain=of(False, True),
+            plain=of(False, True), flag=of(True, False),
         )  # fmt: skip
     if kind == "experts":
         return Block(kind, hidden, count=of(2, 3))
+    if kind == "routed":
+        return Block(kind, hidden, count=of(4, 6, 3))
     if kind == "conv":
         return Block(kind, norm=of("group", "past", "batch"))
     if kind == "counting":

@@ -14,7 +14,8 @@ from tests.properties.models import Block, Config, Short, configs
 # verbs in the order in which their rows may stand
 PHASES = (
     *("tie", "untie", "freeze"),
-    *("replace_kernel", "fuse", "pad", "shard", "grid", "expert_parallel"),
+    *("replace_kernel", "fuse", "pad", "shard", "grid", "complete"),
+    *("context_parallel", "expert_parallel"),
     *("checkpoint", "offload", "unroll"),
     *("pipeline_split", "split_backward", "zero", "compress", "overlap", "pipeline", "verify"),
 )
@@ -64,7 +65,8 @@ class Drawn(Short):
     @property
     def parts(self) -> int:
         """Into how many parts a batch is split."""
-        used = {axis for s in self.completed if s.verb == "zero" for axis in s.axes}
+        verbs = ("zero", "compress")  # the second brings a row of the first with it
+        used = {axis for s in self.completed if s.verb in verbs for axis in s.axes}
         count = self.micro
         for axis, size in self.axes:
             count *= size if axis in used else 1
@@ -205,6 +207,43 @@ def _ends(config: Config, axis: str, n: int) -> list[Step]:
     return found
 
 
+TOKENWISE = ("chain", "mlp", "experts", "twice", "custom")  # kinds that mix no tokens
+
+
+@generator
+def context_parallel(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """All attentions together, where nothing else mixes tokens and the loss is a mean over them."""
+    mixing = [(k, b) for k, b in enumerate(config.blocks) if b.kind not in TOKENWISE]
+    own = config.returns == "tuple" and config.entry == "floats"
+    fit = [block.kind == "attention" and block.flag for _, block in mixing]
+    if "cp" not in sizes or not mixing or own or not all(fit):
+        return []
+    whole = all(block.heads % sizes["cp"] == 0 for _, block in mixing)
+    ways = ["gather, over=cp", "ring, over=cp, layout=zigzag", "ring, over=cp, layout=striped"]
+    ways += ["ulysses, over=cp"] * whole
+    return [
+        step("context_parallel", [f"{_at(k)}  context_parallel({way})" for k, _ in mixing],
+             ["zero cp"], ["cp"])
+        for way in ways
+    ]  # fmt: skip
+
+
+@generator
+def complete(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """One row of a block, and what follows from it."""
+    found, n = [], sizes.get("tp", 0)
+    for place, block in enumerate(config.blocks if n else ()):
+        at, first = _at(place), ""
+        if block.kind in ("mlp", "custom") and block.hidden % n == 0:
+            first = "up"
+        elif block.kind == "attention" and block.heads % n == 0 and block.groups % n == 0:
+            first = "" if block.fused else "k"
+        if first:
+            rows = [f"{at}.{first}  shard(col, over=tp)", "complete(over=tp)"]
+            found.append(step("complete", rows, ["complete", f"shard {at}"], ["tp"]))
+    return found
+
+
 @generator
 def tie(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     """Blocks that are alike, next to each other or not; both then lie as one does."""
@@ -288,6 +327,20 @@ def pad(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
         return []
     return [step("pad", [f"embed  pad(vocab, multiple={k})"], ["shard embed", "shard head"])
             for k in (4, 7)]  # fmt: skip
+
+
+@generator
+def expert_parallel(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """Stacked experts, where their number divides; an axis of data is left to `zero`."""
+    options = ("", ", chunks=2", ", dispatch=fetch", ", shadow=[1, 2]")
+    return [
+        step("expert_parallel", [f"{_at(place)}.experts  expert_parallel(over={axis}{more})"],
+             [f"shard {_at(place)}"], [axis] if axis in ("tp", "up") else [])
+        for place, block in enumerate(config.blocks)
+        for axis in ("dp", "ep", "tp", "up")
+        for more in options
+        if block.kind == "routed" and block.count % sizes.get(axis, block.count + 1) == 0
+    ]  # fmt: skip
 
 
 @generator
@@ -417,6 +470,17 @@ def zero(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
 
 
 @generator
+def compress(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """Each data axis, in the limit: a rank so high that nothing is left out."""
+    return [
+        step("compress", [f"zero(stage=0, over={axis})",
+                          f"compress(gradients, powersgd, over={axis}, rank=1000)"],
+             ["compress", f"zero {axis}"], [axis])
+        for axis in ("dp", "ep") if axis in sizes
+    ]  # fmt: skip
+
+
+@generator
 def verify(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     """Markers, which change nothing."""
     rows = ["verify(forward)", "verify(forward, backward)", "verify(train, steps=3)"]
@@ -444,6 +508,8 @@ MESHES: tuple[Axes, ...] = (
     (("pp", 2), ("tp", 3)),
     (("dp", 3), ("pp", 2)),
     (("dp", 1), ("pp", 3), ("tp", 2)),
+    (("cp", 2),),
+    (("cp", 2), ("tp", 2)),
 )
 
 

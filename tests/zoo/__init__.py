@@ -3,6 +3,8 @@
 # entering its bugs is all that such a module does
 from tests.zoo import (  # noqa: F401
     context,
+    experts,
+    grids,
     heads,
     kernels,
     late,
@@ -14,7 +16,6 @@ from tests.zoo import (  # noqa: F401
     stale,
     steps,
     tensor,
-    unwritten,
 )
 from tests.zoo.bug import ZOO, Bug, Operator, Site, mutate
 from tests.zoo.pool import Mutated

@@ -72,12 +72,7 @@ def gradients_of_keys_stay(patch: Patch, site: Site) -> None:
     """Gradients of keys and values are not sent back to their owner."""
 
     def own(self: Any, packet: Any, contribute: Any) -> Any:
-        place = rounds_place(self)
-        return contribute(place, packet)
-
-    def rounds_place(self: Any) -> int:
-        found: int = self.group.rank if hasattr(self, "group") else self.place(self.here)
-        return found
+        return contribute(self.group.rank if hasattr(self, "group") else self.origin(()), packet)
 
     patch.setattr(rounds.Gathered, "backward", own)
     patch.setattr(rounds.Ring, "backward", own)

@@ -140,6 +140,18 @@ class NormedMiddle(nn.Module):
         return x + self.down(torch.softmax(self.up(x), -1))
 
 
+class NormedParts(nn.Module):
+    """A block whose middle is normed, wherever it lies."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(width, 2 * width), nn.LayerNorm(2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.norm(self.up(x))))
+
+
 class Counting(Residual):
     """A block that counts its calls, and shrinks by the count."""
 

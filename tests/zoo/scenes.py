@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from schedlang.passes.prove import Case
-from tests import models
+from tests import expert_models, models
 from tests.proofs import planned
 from tests.zoo import networks
 from tests.zoo.networks import points, words
@@ -48,6 +48,18 @@ HEADS = """
 """
 BLOCK = "blocks.*.up shard(col, over=tp)\nblocks.*.down shard(row, over=tp)"
 BOTH = f"{BLOCK}\nzero(stage=0, over=dp)"
+
+GRID = """
+  blocks.*.{up,norm}  grid(summa, over=(r, c))
+  blocks.*.down       grid(summa, output=R, over=(r, c))
+  zero(stage=0, over=r)
+"""
+CUBE = """
+  blocks.*.up    grid(cube, over=(x, y, z))
+  blocks.*.norm  grid(cube, over=(x, z, y))
+  blocks.*.down  grid(cube, output=R, over=(x, z, y))
+  zero(stage=0, over=x)
+"""
 
 
 @dataclass(frozen=True)
@@ -89,6 +101,12 @@ def _alone(
 ) -> Scene:  # fmt: skip
     batches = lambda seed: points(seed, 6, shape)  # noqa: E731
     return Scene(networks.made(lambda: networks.Points(kind())), rows, "", batches, holds=holds)
+
+
+def _routed(said: str, mesh: str, relax: str = "") -> Scene:
+    rows = f"layers.*.experts expert_parallel({said})"
+    rows += "\nzero(stage=0, over=dp)" if mesh.startswith("dp") else ""
+    return Scene(expert_models.tiny, rows, mesh, expert_models.batch, relax=relax)
 
 
 SCENES: dict[str, Scene] = {
@@ -175,6 +193,9 @@ SCENES: dict[str, Scene] = {
         networks.made(lambda: networks.Points(networks.Experts())),
         "zero(stage=0, over=dp)", "dp=2", lambda seed: points(seed, 6, (5, networks.WIDTH)),
     ),
+    "routed": _routed("over=dp", "dp=2"),
+    "routed alike": _routed("over=tp", "tp=2"),
+    "routed, dropped": _routed("over=dp, capacity=0.75", "dp=2", "routing"),
     "whole updates": replace(
         _block(networks.Residual, BLOCK), optimizer=networks.adafactor, holds=False
     ),
@@ -203,6 +224,11 @@ SCENES: dict[str, Scene] = {
         networks.made(lambda: networks.Points(networks.AdaptedBlock())),
         "blocks.*.up.{base,b} shard(col, over=tp)\nblocks.*.down shard(row, over=tp)", "tp=2",
         points,
+    ),
+    "grid": replace(_block(networks.NormedParts, GRID), mesh="r=2, c=2"),
+    "cube": Scene(
+        networks.made(lambda: networks.Points(networks.NormedParts(8), width=8)),
+        CUBE, "x=1, y=2, z=2", lambda seed: points(seed, 6, (8,)),
     ),
     "gated": _block(networks.Gated, BLOCK),
     "regrouped": replace(_block(networks.Regrouped, BLOCK), holds=False),

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from schedlang.runtime.attend.blocks import Rules, Tokens
+from schedlang.runtime.attend.keys import packed, unpacked
 from schedlang.runtime.attend.layout import Layout
-from schedlang.runtime.attend.local import Backward, Forward, Rules, Tokens, finite, wide
+from schedlang.runtime.attend.local import Backward, Forward, finite, wide
 from schedlang.runtime.attend.mask import Tags
 from schedlang.runtime.attend.rounds import Contribute, added
 from schedlang.runtime.attend.travel import Moving, Packet, gathered, scattered, shift
@@ -123,15 +125,11 @@ class Given:
 
     def keys(self, k: Tensor, v: Tensor, tags: Tags) -> Packet:
         """The team's keys and values."""
-        sides = [t for t in tags if t is not None]
-        return self.bodies.together(Packet.of([k, v, *sides], [2, 2, *[1] * len(sides)]))
+        return self.bodies.together(packed(k, v, tags))
 
     def tokens(self, place: int, packet: Packet, tags: Tags) -> tuple[Tensor, Tensor, Tokens]:
         """Keys, values, and the tokens that they are."""
-        k, v, *sides = packet.tensors
-        rest = iter(sides)
-        there = Tags(*(None if t is None else next(rest) for t in tags))
-        return k, v, Tokens(self.bodies.teams.runs[place], there)
+        return unpacked(packet, tags, self.bodies.teams.runs[place])
 
 
 class Attention(torch.autograd.Function):
@@ -142,6 +140,7 @@ class Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, rows: Tensor | None,
         call: Given, *tagged: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Meet this member's share of the keys, then the other members of the team."""
         tags, bodies = Tags(*tagged), call.bodies
         with torch._C.DisableTorchFunction():
             keys = call.keys(k, v, tags)

@@ -5,22 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.runtime.attend.bodies import Attention, Bodies, Given
+from schedlang.runtime.attend import around, bodies
+from schedlang.runtime.attend.blocks import BLOCK, Rules, Tokens
 from schedlang.runtime.attend.dropout import Dropout
-from schedlang.runtime.attend.layout import Layout, Runs, place_at
-from schedlang.runtime.attend.local import BLOCK, Backward, Forward, Rules, Tokens
-from schedlang.runtime.attend.mask import Mask, Tags
+from schedlang.runtime.attend.layout import Layout, place_at
+from schedlang.runtime.attend.mask import Mask
 from schedlang.runtime.attend.reach import Reach
 from schedlang.runtime.attend.rounds import Gathered, Ring, Rounds
 from schedlang.runtime.attend.swap import Team, copied
-from schedlang.runtime.attend.travel import Packet
 from schedlang.runtime.collective import Group
 
 # method -> how many groups it takes, the outermost first
@@ -101,7 +98,7 @@ def _attend(
     if method in ("ulysses", "usp"):
         return _swapped(q, k, v, mask, rules, tuple(groups), layout, lse)
     if method == "nbody":
-        return _shared(q, k, v, mask, rules, Bodies(groups[0], groups[1], layout))
+        return _shared(q, k, v, mask, rules, bodies.Bodies(groups[0], groups[1], layout))
     at = Tokens(layout.runs[place_of(groups)], mask.tags)
     return _run(q, k, v, rules, mask.sinks, _rounds(method, groups, layout, mask.reach), at)
 
@@ -171,20 +168,20 @@ def _run(
     plain = replace(rules, slopes=None, rows=None)
     out, lse = cast(
         tuple[Tensor, Tensor],
-        _Attention.apply(  # type: ignore[no-untyped-call]
-            q, k, v, rules.slopes, rules.rows, _Call(plain, rounds, at.runs), *at.tags
+        around.Attention.apply(  # type: ignore[no-untyped-call]
+            q, k, v, rules.slopes, rules.rows, around.Call(plain, rounds, at.runs), *at.tags
         ),
     )
     return _beside(out, lse, sinks), lse
 
 
 def _shared(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, rules: Rules, bodies: Bodies
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, rules: Rules, teams: bodies.Bodies
 ) -> tuple[Tensor, Tensor]:
-    given = Given(bodies, replace(rules, slopes=None, rows=None))
+    given = bodies.Given(teams, replace(rules, slopes=None, rows=None))
     out, lse = cast(
         tuple[Tensor, Tensor],
-        Attention.apply(  # type: ignore[no-untyped-call]
+        bodies.Attention.apply(  # type: ignore[no-untyped-call]
             q, k, v, rules.slopes, rules.rows, given, *mask.tags
         ),
     )
@@ -197,64 +194,3 @@ def _beside(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
         return out
     share = (lse - sinks[:, None].to(lse.dtype)).sigmoid()
     return out * share[..., None].to(out.dtype)
-
-
-class _Call:
-    """What a call of attention holds beside the tensors that autograd saves."""
-
-    def __init__(self, rules: Rules, rounds: Rounds, runs: Runs) -> None:
-        self.rules, self.rounds, self.runs = rules, rounds, runs
-
-    def packet(self, k: Tensor, v: Tensor, tags: Tags) -> Packet:
-        """What the other ranks need of this one's tokens."""
-        sides = [t for t in tags if t is not None]
-        return Packet.of([k, v, *sides], [2, 2, *[1] * len(sides)])
-
-    def keys(self, place: int, packet: Packet, tags: Tags) -> tuple[Tensor, Tensor, Tokens]:
-        """The other way: keys, values, and the tokens that they are."""
-        k, v, *sides = packet.tensors
-        rest = iter(sides)
-        there = Tags(*(None if t is None else next(rest) for t in tags))
-        return k, v, Tokens(self.rounds.layout.runs[place], there)
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None,
-        rows: Tensor | None, call: _Call, *given: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        tags = Tags(*given)
-        with torch._C.DisableTorchFunction():
-            rules = replace(call.rules, slopes=slopes, rows=rows)
-            state = Forward(rules, q, Tokens(call.runs, tags), v.shape[-1])
-            for place, packet in call.rounds.forward(call.packet(k, v, tags)):
-                state.add(*call.keys(place, packet, tags))
-            out = state.out.to(q.dtype)
-        ctx.call = call
-        ctx.save_for_backward(q, k, v, slopes, rows, out, state.lse, *given)
-        ctx.set_materialize_grads(False)
-        return out, state.lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, slopes, rows, out, lse, *given = ctx.saved_tensors
-        call, tags = ctx.call, Tags(*given)
-        with torch._C.DisableTorchFunction():
-            grad = torch.zeros_like(out) if grad is None else grad
-            inner = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-            inner = inner if grad_lse is None else inner - grad_lse
-            rules = replace(call.rules, slopes=slopes, rows=rows)
-            state = Backward(rules, q, Tokens(call.runs, tags), lse, grad.to(lse.dtype), inner)
-
-            def contribute(place: int, packet: Packet) -> Packet:
-                return Packet.of(state.add(*call.keys(place, packet, tags)), (2, 2))
-
-            dk, dv = call.rounds.backward(call.packet(k, v, tags), contribute).tensors
-            ds, drows = (
-                None if made is None else made.to(of.dtype)
-                for made, of in ((state.slopes, slopes), (state.rows, rows))
-            )
-        none = (None,) * (1 + len(given))
-        return (state.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), ds, drows, *none)

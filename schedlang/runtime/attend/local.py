@@ -8,63 +8,13 @@ float32, or float64 for such tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from schedlang.runtime.attend.dropout import Dropout
-from schedlang.runtime.attend.layout import Runs
-from schedlang.runtime.attend.mask import Tags, distance, pieces, seen
-from schedlang.runtime.attend.reach import Reach
-
-BLOCK = 512  # tokens
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Tokens of one place: where they lie in the sequence, and what else is known of them."""
-
-    runs: Runs
-    tags: Tags
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What holds for all blocks of a call; slopes and rows as in `Mask`."""
-
-    reach: Reach
-    scale: float
-    cap: float | None = None
-    slopes: Tensor | None = None
-    rows: Tensor | None = None
-    dropout: Dropout | None = None
-    block: int = BLOCK
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A block of queries and a block of keys that see each other somewhere."""
-
-    rows: slice
-    cols: slice
-    queries: range
-    keys: range
-    at: Tags
-    to: Tags
-
-
-def pairs(rules: Rules, queries: Tokens, keys: Tokens) -> Iterator[Pair]:
-    """All blocks that positions alone do not rule out."""
-    columns = pieces(keys.runs, rules.block)
-    for start, where in pieces(queries.runs, rules.block):
-        rows = slice(start, start + len(where))
-        at = queries.tags.cut(rows.start, rows.stop)
-        for first, other in columns:
-            if not rules.reach.nothing(where, other):
-                cols = slice(first, first + len(other))
-                yield Pair(rows, cols, where, other, at, keys.tags.cut(cols.start, cols.stop))
+from schedlang.runtime.attend import flash
+from schedlang.runtime.attend.blocks import Pair, Quick, Rules, Tokens, parts
+from schedlang.runtime.attend.mask import distance, seen
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -85,13 +35,23 @@ class Forward:
         """Let the queries see more keys."""
         if self.q.is_meta:
             return  # shapes are known, and a long sequence has very many blocks
-        for pair in pairs(self.rules, self.tokens, keys):
-            scores, _ = _scores(self.rules, self.q, k, pair)
-            lse = scores.logsumexp(-1)
-            weights = (scores - finite(lse)[..., None]).exp_()
-            if self.rules.dropout is not None:
-                weights *= self.rules.dropout.factor(pair.queries, pair.keys, weights)
-            self._merge(pair.rows, _times(weights, v[:, :, pair.cols]), lse)
+        for part in parts(self.rules, self.tokens, keys, flash.usable(self.q, v)):
+            if isinstance(part, Quick):
+                q, cols = self.q[:, :, part.rows], part.cols
+                out, lse = flash.forward(
+                    q, k[:, :, cols], v[:, :, cols], part.causal, self.rules.scale
+                )
+                self._merge(part.rows, out.to(self.out.dtype), lse)
+            else:
+                self._block(part, k, v)
+
+    def _block(self, pair: Pair, k: Tensor, v: Tensor) -> None:
+        scores, _ = _scores(self.rules, self.q, k, pair)
+        lse = scores.logsumexp(-1)
+        weights = (scores - finite(lse)[..., None]).exp_()
+        if self.rules.dropout is not None:
+            weights *= self.rules.dropout.factor(pair.queries, pair.keys, weights)
+        self._merge(pair.rows, _times(weights, v[:, :, pair.cols]), lse)
 
     def _merge(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Join what a block gives to what is known: both by their share of the sum of exponents."""
@@ -106,14 +66,16 @@ class Forward:
 class Backward:
     """Gradients of one rank's queries, and of each packet of keys that passes by.
 
-    `inner` is, for each query, the sum of result times its gradient, less the log-sum-exp's own.
+    `inner` is, for each query, the sum of result times its gradient, less the log-sum-exp's own;
+    `out` the result, where the log-sum-exp has no gradient and flash attention may be used.
     """
 
     def __init__(
-        self, rules: Rules, q: Tensor, tokens: Tokens, lse: Tensor, grad: Tensor, inner: Tensor
+        self, rules: Rules, q: Tensor, tokens: Tokens, lse: Tensor, grad: Tensor, inner: Tensor,
+        out: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.rules, self.q, self.tokens = rules, q, tokens
-        self.lse, self.grad, self.inner = lse, grad, inner
+        self.lse, self.grad, self.inner, self.out = lse, grad, inner, out
         self.dq = torch.zeros_like(q, dtype=lse.dtype)
         self.slopes = _like(rules.slopes, lse.dtype)
         self.rows = _like(rules.rows, lse.dtype) if _added(rules.rows) else None
@@ -124,9 +86,24 @@ class Backward:
         dk, dv = torch.zeros_like(k, dtype=kind), torch.zeros_like(v, dtype=kind)
         if self.q.is_meta:
             return dk, dv
-        for pair in pairs(self.rules, self.tokens, keys):
-            self._block(pair, k, v, dk, dv)
+        quick = self.out is not None and flash.usable(self.q, v)
+        for part in parts(self.rules, self.tokens, keys, quick):
+            if isinstance(part, Quick):
+                self._quick(part, k, v, dk, dv)
+            else:
+                self._block(part, k, v, dk, dv)
         return dk, dv
+
+    def _quick(self, part: Quick, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
+        rows, cols, kind = part.rows, part.cols, self.q.dtype
+        assert self.out is not None
+        grads = flash.backward(
+            self.grad[:, :, rows].to(kind), self.q[:, :, rows], k[:, :, cols], v[:, :, cols],
+            self.out[:, :, rows], self.lse[:, :, rows], part.causal, self.rules.scale,
+        )  # fmt: skip
+        self.dq[:, :, rows] += grads[0]
+        dk[:, :, cols] += grads[1]
+        dv[:, :, cols] += grads[2]
 
     def _block(self, pair: Pair, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
         rules, rows, cols = self.rules, pair.rows, pair.cols

@@ -117,7 +117,7 @@ def shift(packet: Packet, tokens: int, group: Group, by: int = 1) -> Moving:
     if group.pg is None:
         return Moving(arriving, packet, ())
     pairs = list(zip(packet.flats, arriving.flats))
-    if dist.get_backend(group.pg) == "nccl":  # both ways at once, or two ranks wait for each other
+    if packet.flats[0].is_cuda:  # both ways at once, or two ranks wait for each other
         ops = []
         for out, into in pairs:
             ops += [

@@ -72,19 +72,18 @@ def _rule(seat: Seat, mask: Tensor | None, causal: bool) -> Mask:
         return Mask(causal=causal)
     if mask.shape[-1] == seat.length and mask.dim() == 4 and mask.shape[1:3] == (1, 1):
         return Mask(causal=causal, present=_present(mask[:, 0, 0]))
-    if mask.shape[-1] == seat.layout.total and mask.shape[-2] == seat.length and _plain(mask):
-        table = mask.reshape(seat.length, -1)
-        if mask.is_meta:
-            return Mask(causal=True)
-        seen = _present(table)
-        at, keys = seat.positions(mask.device), torch.arange(seat.layout.total)
-        if torch.equal(seen, keys.to(at.device) <= at[:, None]):
-            return Mask(causal=True)
-    raise unknown("it attends under a mask that is neither causal nor padding of keys")
+    if mask.shape[-2:] == (seat.length, seat.layout.total) and mask.dim() <= 4:
+        rows = mask[(None,) * (4 - mask.dim())]
+        if rows.dtype == torch.bool and not mask.is_meta and _causal(seat, rows):
+            return Mask(causal=True)  # a ring leaves out what positions hide
+        return Mask(causal=causal, rows=rows)
+    raise unknown("it attends under a mask of its own tokens, not of all")
 
 
-def _plain(mask: Tensor) -> bool:
-    return mask.numel() == mask.shape[-1] * mask.shape[-2]
+def _causal(seat: Seat, rows: Tensor) -> bool:
+    at = seat.positions(rows.device)[:, None]
+    keys = torch.arange(seat.layout.total, device=rows.device)
+    return bool((rows == (keys <= at)).all())
 
 
 def _present(mask: Tensor) -> Tensor:

@@ -152,6 +152,7 @@ def _attend(
     assert seat is not None
     if how is None:
         raise unnamed(type(module).__name__)
+    sinks = more.pop("s_aux", None)  # scores of GPT-OSS that take part and have no value
     other = [n for n, given in more.items() if isinstance(given, Tensor) and n not in KNOWN]
     if other:
         raise unknown(f"its attention is given `{other[0]}`, which is not split here")
@@ -160,6 +161,8 @@ def _attend(
     rule = _rule(module, mask, is_causal)
     if more.get("softcap") is not None:
         rule = replace(rule, cap=float(more["softcap"]))
+    if sinks is not None:
+        rule = replace(rule, sinks=sinks)
     blind: Any = "mean" if vars(module).get(_EAGER) else "zero"
     call = Call(query, key, value, rule, scaling, dropout, blind)
     return seat.attend(how, call).transpose(1, 2).contiguous(), None

@@ -112,7 +112,10 @@ class _Meeting:
         scores = _masked(scores, seat, call, tags)
         if call.blind == "mean":
             scores = scores.masked_fill(scores.isneginf().all(-1, keepdim=True), 0.0)
-        weights = torch.softmax(scores, -1).nan_to_num()
+        if call.mask.sinks is not None:
+            sinks = call.mask.sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, sinks], -1)
+        weights = torch.softmax(scores, -1).nan_to_num()[..., : keys.shape[2]]
         return F.dropout(weights, call.dropout) @ values
 
 
@@ -129,4 +132,7 @@ def _masked(scores: Tensor, seat: Seat, call: Call, tags: Tags) -> Tensor:
         seen = call.mask.block(run, keys, at, tags, scores.device)
         rows.append(mine if seen is None else mine.masked_fill(~seen, -torch.inf))
         start += len(run)
-    return torch.cat(rows, 2)
+    made, given = torch.cat(rows, 2), call.mask.rows
+    if given is None:
+        return made
+    return made.masked_fill(~given, -torch.inf) if given.dtype == torch.bool else made + given

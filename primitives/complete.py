@@ -1,0 +1,55 @@
+"""complete: shard the rest of what a few `shard` rows began, as far as there is one way to."""
+
+from __future__ import annotations
+
+from dataclasses import field, replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.kinds import Axis
+from schedlang.plan import Plan
+from schedlang.primitive import Primitive, refuse
+
+if TYPE_CHECKING:
+    from schedlang.model import Site
+
+
+class complete(Primitive):  # noqa: N801
+    """Add the `shard` rows that those above this one leave open, along one axis.
+
+    before   q_proj  shard(col)                    one row of a block
+    after    {q,k,v}_proj  shard(col)              what is computed together with its outputs
+             o_proj        shard(row)              what sums over them
+
+    The model's forward is followed once: from each projection that a row above splits to those
+    that read its outputs, and back to all others that these read. A weight that is split under one
+    name is split under its other names. What no row began stays whole. Every row that is added is
+    traced as if it had been written, and `schedlang plan` shows it with its collectives, at this
+    line. Where rows could be completed in two ways that are equally good it is refused, and both
+    are given.
+
+    After GSPMD (Xu et al. 2021), whose annotations are completed through a whole graph.
+    """
+
+    over: Axis = field(kw_only=True)
+
+    example = "complete(over=tp)"
+    reads = frozenset({"structure", "shape", "dtype"})
+    writes = frozenset({"placement"})
+    takes = "model"
+    gives_up = frozenset({"rounding"})
+
+    def check(self, site: Site, plan: Plan) -> None:
+        """Refuse a second row for one axis, and one inside of a module."""
+        if site.fqn:
+            refuse("S408", "rows are completed for the whole model", f"this stands inside `{site}`",
+                   helps=("move the row out of its `at`",))  # fmt: skip
+        if str(self.over) in plan.completing:
+            refuse("S501", f"what is split over `{self.over}` is completed already",
+                   helps=("drop one of the two rows",))  # fmt: skip
+
+    def effect(self, site: Site, plan: Plan) -> Plan:
+        """Note the axis; rows are added when there is a batch to follow the model with."""
+        return replace(plan, completing=(*plan.completing, str(self.over)))
+
+    def apply(self, site: Site, build: Any) -> None:
+        """Nothing of its own: the rows that it added do all."""

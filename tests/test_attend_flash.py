@@ -1,0 +1,90 @@
+"""Distributed attention in small dtypes: whole runs of tokens by torch's flash attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from schedlang.runtime.attend import flash
+from schedlang.runtime.attend.layout import Layout
+from schedlang.runtime.attend.reach import Reach
+from tests.attending import KINDS, SIZES, Case, attended, dense, groups_of, joined, part, place_of
+from tests.engine import Threads
+
+CASE = Case("ring", (3,), tokens=25, widths=(8, 8))
+BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2 * torch.finfo(torch.bfloat16).eps}
+
+
+def _small(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
+    groups = groups_of(case.sizes)
+    layout = Layout.of(case.kind, case.tokens, case.ranks)
+    mine = {n: t.to(dtype) for n, t in part(case, layout, place_of(groups)).items()}
+    leaves = [mine[name].requires_grad_() for name in "qkv"]
+    out = attended(case, mine, groups, layout)
+    grads = torch.autograd.grad(out, leaves, mine["grad"])
+    return [t.detach().double() for t in (out, *grads)]
+
+
+def check(case: Case, dtype: torch.dtype, threads: Threads) -> int:
+    """Errors are those of one rounding or two; gives how often flash attention was asked."""
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("forward", "backward"):
+            run = getattr(flash, name)
+            patch.setattr(flash, name, lambda *a, run=run: asked.append(1) or run(*a))
+        found = threads.run(_small, case.ranks, case, dtype)
+    for one, other in zip(joined(case, found), dense(case)):
+        assert float((one - other).norm() / other.norm()) < BOUNDS[dtype]
+    return len(asked)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_flash_attention_does_whole_runs(kind: str, dtype: torch.dtype, threads: Threads) -> None:
+    """Full blocks and causal squares of every layout, also where tokens lie between each other."""
+    for method in ("gather", "ring", "usp"):
+        case = replace(CASE, method=method, sizes=SIZES[method][-1], kind=kind)
+        asked = check(case, dtype, threads)
+        assert asked >= 2 * case.ranks
+
+
+@pytest.mark.parametrize("more", [{"cap": 2.0}, {"back": 3}, {"widths": (8, 4)}], ids=str)
+def test_what_it_cannot_do_goes_by_blocks(more: dict[str, Any], threads: Threads) -> None:
+    """Caps, and values of another width, never; a window where all of a block is seen."""
+    asked = check(replace(CASE, **more), torch.float32, threads)
+    assert (asked == 0) or "back" in more
+
+
+def test_forms() -> None:
+    """Which runs are full, causal, or causal without the first query and the last key."""
+    causal = Reach(ahead=0)
+    whole = slice(0, 4)
+    assert flash.form(causal, range(8, 12), range(4)) == (whole, whole, False)
+    assert flash.form(causal, range(4, 8), range(4, 8)) == (whole, whole, True)
+    assert flash.form(causal, range(1, 9, 2), range(0, 8, 2)) == (whole, whole, True)
+    late = flash.form(causal, range(0, 8, 2), range(1, 9, 2))
+    assert late == (slice(1, 4), slice(0, 3), True)
+    assert flash.form(causal, range(4), range(4, 8)) is None
+    assert flash.form(causal, range(0, 8, 2), range(2, 10, 2)) is None
+    assert flash.form(Reach(ahead=0, back=2), range(4), range(4)) is None
+
+
+def test_an_operator_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has to give what plain products give on this device, or attention goes by blocks."""
+    x = torch.ones(1, 2, 3, 16)
+    flash._right.cache_clear()
+    assert (
+        flash.usable(x, x) and not flash.usable(x.double(), x) and not flash.usable(x, x[..., 1:])
+    )
+    right = flash.backward
+    for wrong in (
+        lambda *a: right(*a[:5], a[5] * 1.01, *a[6:]),
+        lambda *a: (right(*a)[0], *right(*a)[:0:-1]),
+    ):
+        flash._right.cache_clear()
+        monkeypatch.setattr(flash, "backward", wrong)
+        assert not flash.usable(x, x)
+    flash._right.cache_clear()

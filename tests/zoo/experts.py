@@ -1,0 +1,83 @@
+"""Bugs of expert parallelism: what goes to the experts, what comes back, and its gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from schedlang.runtime import dispatch, experts
+from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.place import sharded_module
+
+EP = "expert_parallel"
+
+
+class _Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] / 2
+
+
+@bug("E02", EP, Operator.GROUP, "routed", credit="DeepSpeed#5259")
+def experts_divided(patch: Patch, site: Site) -> None:
+    """Gradients of experts are divided by the data-parallel ranks."""
+    here, plain = sharded_module(patch), experts.Spread._called
+
+    def called(self: Any, rows: Any, chosen: Any, dtype: Any, own: Any, held: Any) -> Any:
+        if site.covers(here()):
+            own = {name: _Halved.apply(part) for name, part in own.items()}
+        return plain(self, rows, chosen, dtype, own, held)
+
+    patch.setattr(experts.Spread, "_called", called)
+
+
+@bug("E04", EP, Operator.DETACH, "routed", credit="transformers#48687")
+def router_left_out(patch: Patch, site: Site) -> None:
+    """The router gets no gradient, or a wrong one."""
+    here, plain = sharded_module(patch), experts.Spread.__call__
+
+    def call(self: Any, hidden: Any, index: Any, weights: Any) -> Any:
+        return plain(self, hidden, index, weights.detach() if site.covers(here()) else weights)
+
+    patch.setattr(experts.Spread, "__call__", call)
+
+
+@bug("E04b", EP, Operator.ADJOINT, "routed alike")
+def router_gets_a_part(patch: Patch, site: Site) -> None:
+    """Where ranks see the same tokens, the router gets the gradient of its own experts only."""
+    here, plain = sharded_module(patch), experts.shared
+
+    def crossed(crossing: Any, x: Any) -> Any:
+        few = x.shape[-1] == 2  # the weights of two experts
+        return x if few and site.covers(here()) else plain(crossing, x)
+
+    patch.setattr(experts, "shared", crossed)
+
+
+@bug("E07", EP, Operator.SLICE, "routed, dropped", row="none")  # the rule changes with its row
+def capacity_of_a_rank(patch: Patch, site: Site) -> None:
+    """Capacity is counted by each rank for itself."""
+    here, plain = sharded_module(patch), experts.kept
+
+    def kept(index: Any, count: int, capacity: float, groups: Any = ()) -> Any:
+        return plain(index, count, capacity, () if site.covers(here()) else groups)
+
+    patch.setattr(experts, "kept", kept)
+
+
+@bug("E08", EP, Operator.SLICE, "routed")
+def tokens_come_back_disordered(patch: Patch, site: Site) -> None:
+    """Tokens come back in another order than they went."""
+    here, plain = sharded_module(patch), dispatch.Way.home
+
+    def home(self: Any, y: Tensor) -> Tensor:
+        back = plain(self, y)
+        return back.flip(0) if site.covers(here()) else back
+
+    patch.setattr(dispatch.Way, "home", home)

@@ -1,0 +1,71 @@
+"""Bugs of grids and cubes of ranks: panels, sums down the columns, statistics in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from schedlang import plan
+from schedlang.runtime import grid, ranks, split_norm
+from tests.zoo.bug import Operator, Patch, Site, bug
+
+
+@bug("T40", "grid", Operator.REDUCTION, "grid", credit="SUMMA, the second product")
+def weight_gradients_of_own_rows(patch: Patch, site: Site) -> None:
+    """A rank keeps the weight gradient of its own rows: it is not summed down the column."""
+    plain = grid.Panel.summed
+
+    def summed(panel: grid.Panel, term: Tensor, part: Tensor, dim: int) -> None:
+        if panel.group.axes != ("r",):
+            plain(panel, term, part, dim)
+        elif panel.group.rank == panel.owner:
+            panel.of(part, dim).copy_(term)
+
+    patch.setattr(grid.Panel, "summed", summed)
+
+
+@bug("T41", "grid", Operator.SLICE, "grid", credit="SUMMA, panels out of step")
+def panels_out_of_step(patch: Patch, site: Site) -> None:
+    """A panel of the input meets the panel of the weight that belongs to the next one."""
+    plain = grid.Grid.cuts
+
+    def cuts(self: grid.Grid, inner: int) -> Iterator[tuple[grid.Panel, grid.Panel]]:
+        pairs = list(plain(self, inner))
+        turned = pairs[1:] + pairs[:1]
+        yield from ((mine, theirs) for (mine, _), (_, theirs) in zip(pairs, turned))
+
+    patch.setattr(grid.Grid, "cuts", cuts)
+
+
+@bug("T42", "grid", Operator.REDUCTION, "grid", "cube", credit="split LayerNorm")
+def statistics_of_own_part(patch: Patch, site: Site) -> None:
+    """A norm takes mean and variance over this rank's part of the hidden dim."""
+    patch.setattr(
+        split_norm.Along,
+        "total",
+        lambda self, x: x.sum(-1, keepdim=True) * self.group.size,
+    )
+
+
+@bug("T43", "grid", Operator.ADJOINT, "grid", credit="as T02, of statistics")
+def statistics_without_their_gradient(patch: Patch, site: Site) -> None:
+    """What other ranks make of the mean and the variance does not come back."""
+
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].expand(*grads[0].shape[:-1], ctx.width), None
+
+    patch.setattr(split_norm.SumLast, "backward", staticmethod(backward))
+
+
+@bug("T44", "grid", Operator.REDUCTION, "grid", credit="expert gradients over dp, twice")
+def complete_gradients_summed_again(patch: Patch, site: Site) -> None:
+    """Gradients that are summed down the columns are summed over the replicas once more."""
+    patch.setattr(plan.Plan, "copied_over", lambda self, name: self.data_axes)
+
+
+@bug("T45", "grid", Operator.SLICE, "cube", credit="as T08, of groups")
+def parts_in_mesh_order(patch: Patch, site: Site) -> None:
+    """Parts over two axes are counted in the order of the mesh, not in that of the row."""
+    patch.setattr(ranks.Ranks, "_ordered", lambda self, group, over: group)
