@@ -20,25 +20,12 @@ from torch.overrides import TorchFunctionMode
 
 from schedlang.placement import Uneven
 from schedlang.runtime import unevens
+from schedlang.runtime.dims import ALONG, FILLS, PARTS, block_cut, index_at
 from schedlang.runtime.notes import Mismatch, Note, Tag
 from schedlang.runtime.positions import reaches
-from schedlang.runtime.trace import (
-    Call,
-    Frame,
-    Recording,
-    Stack,
-    draws,
-    name_of,
-    tensors_in,
-)
+from schedlang.runtime.trace import Call, Frame, Recording, Stack, draws, name_of, tensors_in
 from schedlang.runtime.where import RESHAPES, Given, fitting, told_apart
 
-FILLS = {"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty",
-         "zeros_like", "ones_like", "full_like", "empty_like"}  # fmt: skip
-PARTS = {"split", "chunk", "tensor_split", "split_with_sizes", "unsafe_split", "unsafe_chunk"}
-ALONG = {"softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "topk",
-         "flip", "roll", "cross_entropy", "nll_loss", "normalize", "softmin", "gumbel_softmax",
-         "glu"}  # fmt: skip
 GATHER = "gather the logits: `output=R` on the row of their module"
 
 
@@ -51,9 +38,7 @@ class Follower(TorchFunctionMode):
         self.places: dict[Frame, int] = {}
         self.loose = False  # from the split logits on, calls cannot be compared one by one
         self.agreed = 0
-        self.partial: dict[
-            str, set[str]
-        ] = {}  # parameter -> axes over which its gradient is a part
+        self.partial: dict[str, set[str]] = {}  # parameter -> axes: its gradient is a part there
         self.masks: dict[tuple[str, int], tuple[tuple[int, ...], Mapping[str, Tag]]] = {}
         self.drawn: dict[str, int] = {}
         self.unevens: dict[str, set[Uneven]] = {}  # by axis, of all that the plan splits
@@ -336,22 +321,11 @@ class Step:
         )  # fmt: skip
 
     def _sliced(self, axis: str, tag: Tag, dim: int) -> tuple[int, ...]:
-        index = self.args[1] if isinstance(self.args[1], tuple) else (self.args[1],)
-        if Ellipsis in index:
-            behind = len(index) - index.index(Ellipsis) - 1
-            index = (slice(None),) * (len(self.inputs[0].shape) - behind) + index[-behind:]
-        cut = index[dim] if dim < len(index) else slice(None)
-        ranks, start = self.follower.sizes[axis], 0
-        for size in tag.blocks:
-            if cut == slice(start // ranks or None, (start + size) // ranks) or (
-                isinstance(cut, slice)
-                and (cut.start or 0) * ranks == start
-                and cut.step is None
-                and (cut.stop is None or cut.stop * ranks == start + size)
-            ):
-                return (size,)
-            start += size
-        raise self.fail(f"a slice cuts across the parts of the ranks of `{axis}`", axis)
+        cut = index_at(self.args[1], dim, self.inputs[0].ndim)
+        size = block_cut(cut, tag.blocks, self.follower.sizes[axis])
+        if size is None:
+            raise self.fail(f"a slice cuts across the parts of the ranks of `{axis}`", axis)
+        return (size,)
 
     def _check_along(self, axis: str, tag: Tag, whole: tuple[int, ...]) -> None:
         """Refuse what computes along the split dim: it would need the other ranks' parts."""
