@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine import Threads
-from tests.proofs import planned, proven
+from tests.proofs import assert_near, planned, proven, sequential, sgd, steps
 
 
 class Block(nn.Module):
@@ -94,3 +94,16 @@ def test_what_one_rank_alone_uses(threads: Threads, stage: int) -> None:
     """Its gradient is whole on all, and what nobody uses has none, at every stage of ZeRO."""
     plan = planned(Chosen().double(), f"  zero(stage={stage}, over=dp)", "dp=2")
     proven(threads, plan, chosen())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_nobody_uses_in_one_step(threads: Threads, stage: int) -> None:
+    """A layer that no row of a step chooses has no gradient in it, as in the plain loop.
+
+    Momentum and weight decay would move it otherwise: it is used in the steps before and after.
+    """
+    batches = chosen()
+    batches[1]["x"][:, 0] = torch.tensor([3.0, 2, 2, 3])  # all rows choose the second layer
+    plan = planned(Chosen().double(), f"  zero(stage={stage}, over=dp)", "dp=2")
+    seen = threads.run(steps, 2, plan, tuple(batches), sgd, None, {})[0]
+    assert_near(seen, sequential(Chosen().double(), batches))
