@@ -6,7 +6,7 @@ already carries its weight in the whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, UnshardHandle, fully_shard
 
+from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.gathered import groups_of, name_in, settle
 from schedlang.runtime.operations import Handler
 from schedlang.timeline import Kind
@@ -40,6 +41,7 @@ class Sliced:
         self.asked = asked  # values may decide that no rank uses a parameter in a step
         self.known: list[nn.Parameter] = []  # that are filled where only other ranks used them
         self.used: set[nn.Parameter] = set()  # of those, what this rank used in this step
+        self.calls: list[int] = []  # of each unit in this step, where values decide on them
         self._said: tuple[bool, bool] | None = None
         self._coming: list[UnshardHandle] | None = None  # while rows hold the parameters gathered
 
@@ -59,6 +61,16 @@ class Sliced:
         # a plain sum: a factor of one would go through an operator that gloo does not have
         module.set_force_sum_reduction_for_comms(True)
         self.units.append(module)
+        if self.asked:
+            module.register_forward_pre_hook(self._counter(len(self.units) - 1))
+
+    def _counter(self, place: int) -> Callable[..., None]:
+        self.calls.append(0)
+
+        def count(*unused: object) -> None:
+            self.calls[place] += 1
+
+        return count
 
     def prefetch(self, ahead: int) -> None:
         """Let each unit gather so many units that come after it, as they are called."""
@@ -98,15 +110,26 @@ class Sliced:
         return post_backward
 
     def drop_unused(self) -> None:
-        """Take the gradient from what no rank used in this step, as the original has none."""
-        if self.asked and self.known:
-            there = [parameter in self.used for parameter in self.known]
-            flags = torch.tensor(there, dtype=torch.int32, device=self.known[0].device)
+        """Take the gradient from what no rank used in this step, as the original has none.
+
+        Raises Refusal S663 where ranks called a unit another number of times: what they gathered
+        together was not one unit.
+        """
+        if self.asked and self.units:
+            there = [int(parameter in self.used) for parameter in self.known]
+            counted = [*there, *self.calls, *(-count for count in self.calls)]
+            flags = torch.tensor(counted, dtype=torch.int32, device=self._device())
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.mesh.get_group())
-            for parameter, used in zip(self.known, flags.tolist()):
+            whole = flags.tolist()
+            _check_calls(whole[len(there) :])
+            for parameter, used in zip(self.known, whole):
                 if not used:
                     parameter.grad = None
         self.used.clear()
+        self.calls = [0] * len(self.calls)
+
+    def _device(self) -> torch.device:
+        return torch.device(self.mesh.device_type)
 
     def before_backward(self, last: bool, reduces: bool = True) -> None:
         """Say whether the backward to come is the last of this step, and whether it reduces."""
@@ -141,6 +164,19 @@ class Sliced:
         for unit in self.units:
             unit.set_reshard_after_forward(self.between and not held, recurse=False)
             unit.set_reshard_after_backward(not held, recurse=False)
+
+
+def _check_calls(counts: Sequence[int]) -> None:
+    """The most and, negated, the fewest calls of each unit over the ranks."""
+    most, fewest = counts[: len(counts) // 2], counts[len(counts) // 2 :]
+    if any(high + low for high, low in zip(most, fewest)):
+        raise Refusal(
+            Diagnostic(
+                "S663", "values decide which of the modules that `zero` gathers are called",
+                notes=("ranks called one of them another number of times in this step",),
+                helps=("use `zero(stage=0, ...)`, or `expert_parallel` for experts",),
+            )
+        )  # fmt: skip
 
 
 def reshard(sliced: Mapping[int, Sliced]) -> None:
