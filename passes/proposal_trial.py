@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 Loss = Callable[..., Any]
 HEAD = 4  # lines of a trial above its rows
+ROWS = 8  # of the batch are enough to see what is legal
+NUMBERS = 1 << 17  # of each of its integer tensors: what a model asks of more is not followed
 
 
 class Trial:
@@ -62,17 +64,22 @@ class Trial:
 
         sites = blocks.facts.sites
         return feeds(
-            hollow_model(blocks.facts.model, {}), self.sample(1),
+            hollow_model(blocks.facts.model, {}), self.sample,
             leaves=lambda fqn: bool(leaf_kind(sites[fqn])),
             blocks=blocks.is_block,
             outside=lambda fqn: leaf_kind(sites[fqn]) == "Embedding" and not blocks.inside(fqn),
         )  # fmt: skip
 
-    def sample(self, parts: int) -> Mapping[str, Any]:
-        """The rows of one part of the batch."""
-        from schedlang.runtime.parts import split
+    @cached_property
+    def sample(self) -> Mapping[str, Any]:
+        """A few rows of the batch: with all of them a mask may be too large to be followed."""
+        from schedlang.runtime.parts import named_tensors, rows_of, split
 
-        return split(self.batch, parts, 1)[0][0].inputs
+        rows = rows_of(self.batch)
+        whole = [t for t in named_tensors(self.batch).values() if not t.is_floating_point()]
+        longest = max((tensor.numel() // rows for tensor in whole), default=0)
+        few = max(2, min(ROWS, NUMBERS // max(1, longest)))  # one row is not told from none
+        return split(self.batch, max(1, rows // few), 1)[0][0].inputs
 
     @property
     def shortened(self) -> bool:
@@ -87,7 +94,7 @@ class Trial:
 
         lines = self._lines(rows)
         try:
-            propagate(self.plan(rows, axis, ranks), self.sample(1), self.loss)
+            propagate(self.plan(rows, axis, ranks), self.sample, self.loss)
         except Refusal as refusal:
             place = refusal.diagnostic.primary.span.line - HEAD - 1
             return refusal, lines[place][1] if 0 <= place < len(lines) else -1
@@ -119,7 +126,7 @@ class Trial:
             try:
                 plan = self._plan(lines, f"{axis}={stages}", blocks.facts)
                 if stages > 1:
-                    sample = self.sample(1)
+                    sample = self.sample
                     stages_of(plan, propagate(plan, sample, self.loss), sample, self.loss)
                 return None
             except Refusal as error:

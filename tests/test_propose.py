@@ -190,6 +190,14 @@ def test_nothing_to_split() -> None:
         propose(nn.Linear(2, 2), {"input": torch.ones(4, 2)}, {"tp": 2})
 
 
+def test_a_large_batch_is_cut() -> None:
+    """Rows of a real step, whose masks are too large to be followed at once, have stages, too."""
+    model, _ = tiny("llama")
+    ids = torch.zeros(64, 8192, dtype=torch.long)
+    made = propose(model, {"input_ids": ids, "labels": ids}, {"pp": 2})
+    assert "pipeline_split(over=pp)" in made.text
+
+
 def test_no_blocks_to_cut() -> None:
     """A model without a list of blocks is refused for a pipeline."""
     with pytest.raises(Refusal, match=r"S212(.|\n)*no list of blocks"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -48,3 +49,9 @@ class Counted(TorchDispatchMode):
         tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
         self.calls[kind] += 1
         self.bytes[kind] += max((t.numel() * t.element_size() for t in tensors), default=0)
+
+
+def sent(found: Mapping[str, int], ranks: int) -> int:
+    """The bytes that a rank sends, of those counted in one group, by rings of the usual kind."""
+    turns = {"all-reduce": 2 * (ranks - 1), "send": ranks, "receive": 0}
+    return sum(size * turns.get(kind, ranks - 1) // ranks for kind, size in found.items())

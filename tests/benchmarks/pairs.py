@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -51,6 +51,20 @@ def interleaved(
         times.append((mine, other))
     wall, cpu = ([(a[k], b[k]) for a, b in times] for k in range(2))
     return ratio_of(wall), ratio_of(cpu)
+
+
+def in_turn(works: Sequence[Callable[[], object]], rounds: int, warm: int = 2) -> list[list[Times]]:
+    """The times of each of some works, round by round, each round from another one on."""
+    for _ in range(warm):
+        for work in works:
+            work()
+    found = []
+    for number in range(rounds):
+        first = number % len(works)
+        order = [*range(first, len(works)), *range(first)]
+        times = {place: _timed(works[place]) for place in order}
+        found.append([times[place] for place in range(len(works))])
+    return found
 
 
 def ratio_of(times: list[tuple[float, float]]) -> Ratio:
