@@ -79,6 +79,7 @@ def account(
     from schedlang.passes.context import tokens_of
     from schedlang.passes.holdings import holdings_of
     from schedlang.passes.propagate import propagate
+    from schedlang.passes.routing import check_routing
     from schedlang.passes.staging import stages_of
     from schedlang.passes.staleness import check_stale
     from schedlang.runtime import parts
@@ -90,14 +91,18 @@ def account(
     traced = propagate(plan, sample, loss)
     staged = stages_of(plan, traced, sample, loss)
     check_stale(plan, staged)
+    check_routing(plan)
     tokens = tokens_of(plan, traced, sample, loss, None)
     holdings = holdings_of(plan, staged)
     notes = [_MOMENTS]
     if len({len(part.rows) for row in everyone for part in row}) > 1:
         notes.append("microbatches differ in rows; bytes are those of the largest")
+    sent = collectives(plan, traced, staged, holdings, sample, loss, tokens)
+    if any(one.what == "tokens" for one in sent):
+        notes.append("tokens are counted as if all experts were chosen equally often")
     return Account(
         rank_classes(plan, staged, holdings),
-        collectives(plan, traced, staged, holdings, sample, loss, tokens),
+        sent,
         _timeline(staged), _stages(staged), staged.ranks, tuple(notes),
     )  # fmt: skip
 

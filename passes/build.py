@@ -21,6 +21,7 @@ from schedlang.passes.sequence import weight_by_tokens
 from schedlang.passes.staging import Staged, buffer_stages, shape_up
 from schedlang.passes.staleness import check_build
 from schedlang.passes.weigh import weight_of
+from schedlang.passes.whole_step import whole_step
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
@@ -104,8 +105,7 @@ def build(
     sums = sums_of(plan, traced, holdings, found, ranks)
     dropout = _dropout(plan, prepared, ranks, seed, module)
     pipeline = pipeline_of(plan, module, ranks, prepared, loss, weight, sliced)
-    weigh = weight_of if prepared.tokens is None else weight_by_tokens
-    weight = weight or weigh(traced, count * micro)
+    weight = weight or _weight(prepared, count * micro)
     assembly = Assembly(
         module=module, pipeline=pipeline, ranks=ranks, replicas=plan.data_axes, micro=micro,
         parameters=found, holdings=holdings, buffer_stages=buffer_stages(staged),
@@ -118,17 +118,17 @@ def build(
         outputs_missing=staged.cut.missing if staged.axis is not None else (),
         tokens=prepared.tokens, context=plan.context_axes,
     )  # fmt: skip
-    return Program(assembly, _optimizer(plan, assembly, optimizer), clip)
+    whole = whole_step(assembly, staged, optimizer)
+    return Program(assembly, _optimizer(assembly, optimizer), clip, whole=whole)
 
 
 def _optimizer(
-    plan: Plan, a: Assembly, make: Callable[..., torch.optim.Optimizer] | None
+    a: Assembly, make: Callable[..., torch.optim.Optimizer] | None
 ) -> torch.optim.Optimizer | None:
     """The optimizer of what this rank trains; None where there is nothing."""
     trained = [(name, p) for name, p in a.parameters.items() if p.requires_grad]
     if make is None or not trained:
         return None
-    _check_optimizer(plan, a.holdings, make)
     return make(trained)
 
 
@@ -145,6 +145,12 @@ def check_job(plan: Plan) -> Ranks:
     join_world()
     check_axes(plan)
     return Ranks(plan.mesh)
+
+
+def _weight(prepared: Prepared, parts: int) -> Weight:
+    """What a part of a batch weighs; where sequences are split, by tokens if it has no labels."""
+    by = weight_of if prepared.tokens is None else weight_by_tokens
+    return by(prepared.traced, parts)
 
 
 # -- what lies where ---------------------------------------------------------------------------
@@ -269,22 +275,3 @@ def _dropout(
     if prepared.tokens is not None:
         return LogicalDropout(seed or 0, install.windows(prepared.tokens, slices))
     return LogicalDropout(seed or 0, windows(slicing, slices) if slicing else slices)
-
-
-def _check_optimizer(
-    plan: Plan, holdings: Mapping[str, Holding], optimizer: Callable[..., Any]
-) -> None:
-    """Refuse an optimizer that needs whole matrices where parameters are split by `shard`."""
-    from schedlang.runtime.elementwise import is_elementwise
-
-    split = next((h for h in holdings.values() if h.layout.splits or h.sliced), None)
-    if split is None or is_elementwise(optimizer):
-        return
-    raise Refusal(
-        Diagnostic(
-            "S622", "this optimizer does not treat each element by itself",
-            notes=(f"`{split.name}` lies in parts on several ranks, and parts would be updated"
-                   " otherwise than the whole",),
-            helps=("use an elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, ...)",),
-        )
-    )  # fmt: skip

@@ -1,8 +1,9 @@
 """What rows change in the model itself (frozen, tied, untied), held against the untouched model.
 
 The oracle of such a schedule is the changed model.  That this one is what the rows say is shown
-here: the untouched model's own forward, each name given a value of its own, has one gradient for
-each name; a parameter of the changed model has the sum of those of its names, or none if frozen.
+here: a parameter has the untouched model's value of the first of its names; and where the untouched
+model's own forward is given a value for each name, and so has a gradient for each, a parameter has
+the sum of those of its names, or none if frozen.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from schedlang.report import Row
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from schedlang.model import ModelFacts
+
 KIND = "changed model"
 RTOL, ATOL = 1e-9, 1e-12
 
@@ -27,6 +30,7 @@ def changed_rows(case: Case) -> Iterator[Row]:
     facts = case.plan.model
     if not facts.changes:
         return
+    yield _values(facts)
     modes, _ = modes_of(case.seed)
     with ambient(*modes):
         loss, named = _of_names(case, facts.base.model, facts.model)
@@ -36,6 +40,17 @@ def changed_rows(case: Case) -> Iterator[Row]:
     for name, grad in grads.items():
         same = [n for n in facts.parameters[name].names if n in named]
         yield _row(name, sum(named[n] for n in same[1:]) + named[same[0]], grad, scale)
+
+
+def _values(facts: ModelFacts) -> Row:
+    """The greatest difference of a value from that of the untouched model, which must be none."""
+    worst, place = 0.0, "all values"
+    for name, value in facts.model.named_parameters(remove_duplicate=False):
+        first = facts.base.model.get_parameter(facts.parameters[name].names[0])
+        error = float((value.detach().double() - first.detach().double()).norm())
+        if error > worst:
+            worst, place = error, f"value of {name}"
+    return Row("untouched", KIND, place, worst, 0.0, worst == 0.0, 0)
 
 
 def _of_parameters(case: Case, module: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:

@@ -30,11 +30,21 @@ def holdings_of(plan: Plan, staged: Staged) -> dict[str, Holding]:
     unsliced = _unsliced(plan, staged)
     holdings = {}
     for name, fact in plan.model.unique.items():
-        stages = owners.get(name, frozenset([0])) if staged.axis is not None else None
+        stages = None
+        if staged.axis is not None:
+            stages = owners.get(name) or _home(staged, fact.names)
         away = name in plan.spread and plan.split_axes(name) & set(plan.data_axes)
         cut = () if name in unsliced or not fact.shape or away else axes
         holdings[name] = Holding(name, plan.held(name), cut, staged.axis, stages)
     return holdings
+
+
+def _home(staged: Staged, names: tuple[str, ...]) -> frozenset[int]:
+    """Where a parameter lies that nothing reads: with the unit that it stands in, else first."""
+    for unit, stage in zip(staged.cut.graph.units, staged.cut.stage_of):
+        if any(name.startswith(f"{unit}.") for name in names):
+            return staged.places(stage)
+    return frozenset([0])
 
 
 def _owners(staged: Staged) -> dict[str, frozenset[int]]:

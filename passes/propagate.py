@@ -8,7 +8,7 @@ all later calls proves the choice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -190,5 +190,5 @@ def _heads(plan: Plan, failure: Mismatch) -> tuple[str, ...]:
 
 def _row(plan: Plan, fqn: str, axis: str) -> Any:
     """The call that splits a module over an axis so that heads can be said."""
-    rows: Iterator[Any] = (a.primitive for a in reversed(plan.actions) if fqn and fqn in a.sites)
+    rows = (a.primitive for a in reversed(plan.actions) if fqn and fqn in a.sites)
     return next((p for p in rows if hasattr(p, "uneven") and getattr(p, "over", "") == axis), None)

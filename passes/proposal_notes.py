@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from schedlang.passes.blocks import Blocks, leaf_kind
 from schedlang.passes.proposal_text import names_text
@@ -23,8 +23,10 @@ def headline(blocks: Blocks) -> str:
     return f"{total}, {said}." if said else f"{total}, no repeated blocks."
 
 
-def left_whole(plan: Plan, blocks: Blocks, axis: str, said: Sequence[str]) -> Iterator[str]:
-    """Notes on large weights that no row splits, and of which nothing has been `said`."""
+def left_whole(
+    plan: Plan, blocks: Blocks, axis: str, said: Sequence[str], named: Set[str]
+) -> Iterator[str]:
+    """Notes on large weights that no row splits, none of them `named`, nor in what was `said`."""
     total = blocks.facts.numel("")
     known = " ".join(said)
     groups: dict[str, dict[str, None]] = {}
@@ -32,7 +34,7 @@ def left_whole(plan: Plan, blocks: Blocks, axis: str, said: Sequence[str]) -> It
         owner = name.rpartition(".")[0]
         split = any(s.axis == axis for s in plan.held(name).splits)
         common = blocks.common(owner)
-        if split or len(fact.shape) < 2 or fact.numel * SMALL < total:
+        if split or common in named or len(fact.shape) < 2 or fact.numel * SMALL < total:
             continue
         if not _mentioned(common, known):
             groups.setdefault(_why(blocks, owner, len(fact.shape)), {})[common] = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from schedlang import printer
@@ -33,6 +33,9 @@ class Row:
         return replace(self, call=f"{before}{argument}, {over}{after}")
 
 
+Place = tuple[str, str, Row]  # the blocks where a row stands, and its path inside them
+
+
 def canonical(text: str) -> str:
     """The text as `fmt` writes it."""
     return printer.fmt(Source("proposed", text))
@@ -42,7 +45,7 @@ def rows_text(rows: Sequence[Row], blocks: Blocks) -> str:
     """Rows folded: one block for each list of blocks, one row for names that are done the same."""
     lines: list[str] = []
     opened = ""
-    for head, tail, row in _placed(_folded(rows), blocks):
+    for head, tail, row in _together(_placed(_folded(rows), blocks)):
         if head != opened:
             lines += ["}"] * bool(opened) + [f"at {head} {{"] * bool(head)
             opened = head
@@ -51,7 +54,7 @@ def rows_text(rows: Sequence[Row], blocks: Blocks) -> str:
     return "\n".join([*lines, *["}"] * bool(opened)])
 
 
-def _placed(rows: Sequence[Row], blocks: Blocks) -> Iterator[tuple[str, str, Row]]:
+def _placed(rows: Sequence[Row], blocks: Blocks) -> Iterator[Place]:
     """Each row with the blocks where it stands and its path inside them."""
     for row in rows:
         name = row.names[0] if row.names else ""
@@ -62,6 +65,20 @@ def _placed(rows: Sequence[Row], blocks: Blocks) -> Iterator[tuple[str, str, Row
                 yield "", ".".join(filter(None, (head, tail))), row
             else:
                 yield head, tail, row
+
+
+def _together(placed: Iterable[Place]) -> Iterator[Place]:
+    """The same rows; among consecutive rows in blocks, those of one list side by side."""
+    run: list[Place] = []
+    for one in [*placed, None]:
+        if one is not None and any("*" in name for name in one[2].names):
+            run.append(one)
+            continue
+        order = list(dict.fromkeys(head for head, _, _ in run))
+        yield from sorted(run, key=lambda place: order.index(place[0]))
+        run = []
+        if one is not None:
+            yield one
 
 
 def heads(name: str, blocks: Blocks) -> tuple[str, ...]:

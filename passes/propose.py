@@ -136,7 +136,8 @@ def _remarks(asked: Asked, finder: Finder, notes: list[str]) -> list[str]:
     """What else stays whole, and where transformers' own plan differs."""
     plan = asked.trial.plan(finder.rows, finder.axis, finder.ranks)
     blocks, axis = asked.trial.blocks, finder.axis
-    return [*left_whole(plan, blocks, axis, notes), *differences(plan, blocks, axis)]
+    named = {name for row in finder.rows for name in row.names}
+    return [*left_whole(plan, blocks, axis, notes, named), *differences(plan, blocks, axis)]
 
 
 # -- stages and the batch -------------------------------------------------------------------------

@@ -57,13 +57,13 @@ class Finder:
         heads = next((int(a[len("heads=") :]) for a in asked if a.startswith("heads=")), None)
         if heads is not None:
             size = self._width(rows[place]) // heads
-            return [self._uneven(row, size) for row in rows]
+            return [self.uneven(row, size) for row in rows]
         better = rows[place]
         for argument in asked:
             better = better.with_argument(argument)
         return [*rows[:place], better, *rows[place + 1 :]]
 
-    def _uneven(self, row: Row, size: int) -> Row:
+    def uneven(self, row: Row, size: int) -> Row:
         """A row with its number of heads of a size, if the ranks do not divide it."""
         heads, rest = divmod(self._width(row), size)
         if rest or heads % self.ranks == 0 or "blocks=" in row.call:
@@ -129,6 +129,9 @@ def _forms(finder: Finder, flow: Flow) -> Iterator[list[Row]]:
     """The rows of a flow with the parts that the model takes out of outputs, and without."""
     for one in variants(flow):
         plain = split_rows(finder, one)
+        sizes = {_heads(finder, name) for name in one.sources}
+        if len(sizes) == 1 and (size := sizes.pop()):
+            plain = [finder.uneven(row, size) for row in plain]
         packed = [_packed(finder, row) for row in plain]
         if packed != plain:
             yield packed
@@ -169,6 +172,11 @@ def _packed(finder: Finder, row: Row) -> Row:
     if "col" not in row.call or len(parts) < 2 or sum(parts) != outputs_of(site):
         return row
     return row.with_argument(f"blocks={parts if len(set(parts)) > 1 else len(parts)}")
+
+
+def _heads(finder: Finder, name: str) -> int:
+    """The size of the heads into which a projection's outputs are taken apart, or 0."""
+    return finder.trial.fed.heads.get(finder.trial.blocks.named[name][0], 0)
 
 
 def outputs_of(site: object) -> int:

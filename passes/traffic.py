@@ -226,7 +226,7 @@ _EXIT: Mapping[tuple[type, type], tuple[str, str]] = {
 
 
 # what a module of experts sends; shares of tokens are those of equally many for each expert
-_ROUTED = {"all-to-all": "tokens", "all-gather": "experts", "reduce-scatter": "experts"}
+_ROUTED = {"all-to-all": "token", "all-gather": "expert", "reduce-scatter": "expert"}
 
 
 def _what(context: _Context, one: _Exchange) -> str:
@@ -238,7 +238,7 @@ def _what(context: _Context, one: _Exchange) -> str:
     if edge is None:
         return "activation"
     if edge.told is not None and one.kind in _ROUTED:
-        return _ROUTED[one.kind] + (" grads" if one.backward else "")
+        return _ROUTED[one.kind] + (" grads" if one.backward else "s")
     enters, leaves = _ends(edge)
     entry, leave = enters[one.backward] == one.kind, leaves[one.backward] == one.kind
     if edge.head and not one.backward and not entry:

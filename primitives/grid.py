@@ -127,7 +127,7 @@ class grid(Primitive):  # noqa: N801
         if self._kind(site) == "norm":
             return 1
         fact, _, outer = self._weight(site)
-        return plan.layout(fact.name).padded[outer]
+        return fact.shape[outer]
 
     def _blocks(self, site: Site, plan: Plan) -> tuple[int, ...]:
         """The sizes of what lies side by side in the outer dim."""
@@ -156,10 +156,12 @@ class grid(Primitive):  # noqa: N801
         if self._kind(site) == "norm":
             yield from ((f.shape[0], sides.hidden) for f in site.parameters.values())
             return
-        fact, inner, _ = self._weight(site)
-        yield plan.layout(fact.name).padded[inner], sides.inner
-        vocab = self._kind(site) == "Embedding"
-        yield from ((b, sides.along if vocab else sides.hidden) for b in self._blocks(site, plan))
+        fact, inner, outer = self._weight(site)
+        padded = plan.layout(fact.name).padded
+        yield padded[inner], sides.inner
+        sizes = self._blocks(site, plan) if padded == fact.shape else (padded[outer],)
+        ways = sides.along if self._kind(site) == "Embedding" else sides.hidden
+        yield from ((size, ways) for size in sizes)
 
     # -- refusals ----------------------------------------------------------------------------------
 
@@ -197,11 +199,11 @@ class grid(Primitive):  # noqa: N801
         elif self.output not in (None, R, *LAST):
             refuse("S307", f"a grid splits the hidden dim, and hands on no {self.output}",
                    helps=("use `output=R`, or leave it out",))  # fmt: skip
-        elif kind != "norm" and kind != "Embedding" and self.output != R:
+        elif kind in ("Linear", "Conv1D"):
             layout = plan.layout(site.parameters["weight"].name)
             if layout.padded != layout.shape:
                 refuse("S306", f"`{site}` is padded, and would hand the padding on",
-                       helps=("use `output=S(vocab)` for logits, or `output=R`",))  # fmt: skip
+                       helps=("use `output=S(vocab)`: logits are cut back",))  # fmt: skip
 
     def _refuse_size(self, site: Site, plan: Plan, size: int, ways: int) -> None:
         fits = [

@@ -260,7 +260,7 @@ CODES: Mapping[str, tuple[str, str]] = {
         "state that cannot be kept",
         "Parameters and buffers are; extra state of modules is not.",
     ),
-    "S622": ("an optimizer that looks at whole tensors", "Elementwise ones work on parts."),
+    "S622": ("an optimizer that looks at all tensors", "One tensor at a time can be put together."),
     "S625": (
         "weights are updated inside the step",
         "Orders with stale weights (PipeDream and its kin) update each stage by itself, several\n"

@@ -33,6 +33,9 @@ CASES = {
     "two steps": (
         ROW.format("ep") + "zero(stage=1, over=(a, b))", "a=2, b=2)\nview ep of (a, b", ""),
     "replicas": (ROW.format("b") + "zero(stage=2, over=(a, b))", "a=2, b=2", ""),
+    "fetched in stages": (
+        ROW.format("dp, dispatch=fetch") + "layers  pipeline_split(over=pp)\n" + DP.format(0)
+        + '\npipeline(order="GPipe", micro=2)', "dp=2, pp=2", ""),
     "stages": (
         ROW.format("dp") + "layers.*  checkpoint()\nlayers  pipeline_split(over=pp)\n"
         + DP.format(0) + '\npipeline(order="1F1B", micro=2)', "dp=2, pp=2", ""),
@@ -126,6 +129,21 @@ def test_bytes_of_fetched_experts(threads: Any) -> None:
     whole = sum(p.numel() * 8 for n, p in models.tiny().named_parameters() if ".experts." in n)
     found = threads.run(_bytes, 2, plan, models.batch(0, rows=4))
     assert found == [{"all-gather": whole, "reduce-scatter": whole}] * 2
+
+
+def test_the_plan_shows_even_routes() -> None:
+    """Without values the plan counts what is sent if all experts are chosen equally often."""
+    from schedlang.passes.account import account
+
+    plan = planned(models.tiny(), ROW.format("dp") + DP.format(0), "dp=2")
+    found = account(plan, models.batch(0, rows=4))
+    tokens = [one for one in found.collectives if one.kind == "all-to-all"]
+    assert {one.what for one in tokens} == {"tokens", "token grads"}
+    rows = TOKENS * models.CHOICES * models.WIDTH * 8
+    forward = sum(one.total for one in tokens if one.phase == "forward")
+    assert forward == 2 * (2 * rows + TABLE)
+    assert sum(one.total for one in tokens if one.phase == "backward") == 2 * 2 * rows
+    assert any("equally often" in note for note in found.notes)
 
 
 # -- what is recognised ------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def test_every_row_is_in_one_part(replicas: int, micro: int, more: int) -> None:
 
 
 def test_rows_that_may_lie_along_either_dim_are_left_out() -> None:
-    """Where dim 0 has several entries a row and another dim exactly one, nothing is put together."""
+    """Where dim 0 has several entries a row and another dim exactly one, nothing is joined."""
     inside = [torch.zeros(4, count, 3) for count in (2, 2)]
     assert isinstance(stack(inside, [2, 2], [1.0, 1.0]), Absent)
     assert stack([part[:2] for part in inside], [2, 2], [1.0, 1.0]).shape == (4, 2, 3)

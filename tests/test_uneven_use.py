@@ -45,6 +45,16 @@ class Chosen(nn.Module):
         return loss
 
 
+def chosen() -> list[dict[str, Tensor]]:
+    """Batches in which each half of the rows chooses otherwise."""
+    signs = torch.tensor([[-3.0, -2, 3, 2], [-3, 2, -2, 3], [3, 2, -2, -3]], dtype=torch.float64)
+    torch.manual_seed(1)
+    batches = [{"x": torch.randn(4, 4).double()} for _ in signs]
+    for batch, first in zip(batches, signs):
+        batch["x"][:, 0] = first
+    return batches
+
+
 class Nested(nn.Module):
     """Layers in lists within a list, which nobody calls."""
 
@@ -70,13 +80,17 @@ def test_lists_in_lists_are_sliced_by_what_is_called(threads: Threads) -> None:
     proven(threads, plan, batches)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_nobody_uses_in_a_later_stage(threads: Threads, stage: int) -> None:
+    """It lies with the unit that it stands in, sliced or not, and is saved with the rest."""
+    rows = f"""  blocks  pipeline_split(over=pp)
+  zero(stage={stage}, over=dp)
+  pipeline(order="GPipe", micro=2)"""
+    proven(threads, planned(Chosen().double(), rows, "dp=2, pp=2"), chosen())
+
+
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_what_one_rank_alone_uses(threads: Threads, stage: int) -> None:
     """Its gradient is whole on all, and what nobody uses has none, at every stage of ZeRO."""
-    signs = torch.tensor([[-3.0, -2, 3, 2], [-3, 2, -2, 3], [3, 2, -2, -3]], dtype=torch.float64)
-    torch.manual_seed(1)
-    batches = [{"x": torch.randn(4, 4).double()} for _ in signs]
-    for batch, first in zip(batches, signs):
-        batch["x"][:, 0] = first
     plan = planned(Chosen().double(), f"  zero(stage={stage}, over=dp)", "dp=2")
-    proven(threads, plan, batches)
+    proven(threads, plan, chosen())

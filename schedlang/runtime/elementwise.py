@@ -1,4 +1,4 @@
-"""Does an optimizer treat each element by itself?  Tried on parts and on the whole."""
+"""Does an optimizer treat each element, or each tensor, by itself?  Tried on small ones."""
 
 from __future__ import annotations
 
@@ -24,6 +24,28 @@ def is_elementwise(optimizer: Callable[[Any], torch.optim.Optimizer]) -> bool:
     alone = [_moved(optimizer, piece, list(own)) for piece, own in zip(pieces, zip(*cut))]
     joined = torch.cat([torch.cat(alone[:2], 1), torch.cat(alone[2:], 1)])
     return torch.equal(together, joined)
+
+
+def is_tensorwise(optimizer: Callable[[Any], torch.optim.Optimizer]) -> bool:
+    """Do two small matrices move in one step as they do in two calls, one for each?
+
+    Two steps in float64, equal to the last bit.  An optimizer that looks at all tensors together,
+    or counts its calls, is not.
+    """
+    generator = torch.Generator().manual_seed(7)
+    draws = torch.randn(3, 2, 4, 6, generator=generator, dtype=torch.float64)
+    moved = []
+    for apart in (False, True):
+        held = [nn.Parameter(value.clone()) for value in draws[0]]
+        made = optimizer([(f"probe.{k}.weight", p) for k, p in enumerate(held)])
+        for grads in draws[1:]:
+            for turn in (0, 1) if apart else (None,):
+                for place, parameter in enumerate(held):
+                    here = turn in (None, place)
+                    parameter.grad = grads[place].clone() if here else None
+                made.step()
+        moved.append(torch.stack([p.detach() for p in held]))
+    return torch.equal(*moved)
 
 
 def _moved(

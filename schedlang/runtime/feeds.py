@@ -18,6 +18,7 @@ from schedlang.runtime.trace import name_of, tensors_in
 STREAM = ""  # what flows from block to block, embeddings and the batch among it
 MIXED = "@"  # tokens were mixed on the way, as in attention
 PARTS = {"split", "chunk", "tensor_split", "split_with_sizes", "__getitem__", "narrow"}
+VIEWS = {"view", "reshape", "unflatten"}
 MATRIX = {"matmul", "bmm", "baddbmm", "einsum", "__matmul__", "addbmm"}
 MARK, WHOLE = "_schedlang_feeds", "_schedlang_output"
 
@@ -35,11 +36,13 @@ class Use:
 class Fed:
     """Every projection that was called, by name.
 
-    `parts` are the sizes of what was taken out of the last dim of a projection's output.
+    `parts` are the sizes of what was taken out of the last dim of a projection's output, `heads`
+    the size of the last dim where a view adds one to it.
     """
 
     uses: dict[str, Use] = field(default_factory=dict)
     parts: dict[str, list[int]] = field(default_factory=dict)
+    heads: dict[str, int] = field(default_factory=dict)
 
 
 def feeds(
@@ -131,6 +134,8 @@ class _Following(TorchFunctionMode):
         name = name_of(func)
         if name in PARTS:
             self._parted(args[0], tensors_in(out))
+        elif name in VIEWS:
+            self._viewed(args[0], out)
         both = name in MATRIX and sum(bool(one) for one in given) > 1
         if both or func is F.scaled_dot_product_attention:
             made |= {MIXED}
@@ -147,6 +152,12 @@ class _Following(TorchFunctionMode):
         sizes = [part.shape[-1] for part in made if part.ndim == source.ndim]
         if all(size < source.shape[-1] for size in sizes):
             self.fed.parts.setdefault(fqn, []).extend(sizes)
+
+    def _viewed(self, source: Any, made: Tensor) -> None:
+        """Note the size of heads where a view takes the last dim of an output apart."""
+        fqn = source.__dict__.get(WHOLE) if isinstance(source, Tensor) else None
+        if fqn is not None and made.shape[:-2] == source.shape[:-1]:
+            self.fed.heads[fqn] = made.shape[-1]
 
 
 def _of(tensor: Tensor) -> frozenset[str]:

@@ -20,25 +20,12 @@ from torch.overrides import TorchFunctionMode
 
 from schedlang.placement import Uneven
 from schedlang.runtime import unevens
+from schedlang.runtime.dims import ALONG, FILLS, PARTS, block_cut, index_at
 from schedlang.runtime.notes import Mismatch, Note, Tag
 from schedlang.runtime.positions import reaches
-from schedlang.runtime.trace import (
-    Call,
-    Frame,
-    Recording,
-    Stack,
-    draws,
-    name_of,
-    tensors_in,
-)
+from schedlang.runtime.trace import Call, Frame, Recording, Stack, draws, name_of, tensors_in
 from schedlang.runtime.where import RESHAPES, Given, fitting, told_apart
 
-FILLS = {"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty",
-         "zeros_like", "ones_like", "full_like", "empty_like"}  # fmt: skip
-PARTS = {"split", "chunk", "tensor_split", "split_with_sizes", "unsafe_split", "unsafe_chunk"}
-ALONG = {"softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "topk",
-         "flip", "roll", "cross_entropy", "nll_loss", "normalize", "softmin", "gumbel_softmax",
-         "glu"}  # fmt: skip
 GATHER = "gather the logits: `output=R` on the row of their module"
 
 
@@ -51,9 +38,7 @@ class Follower(TorchFunctionMode):
         self.places: dict[Frame, int] = {}
         self.loose = False  # from the split logits on, calls cannot be compared one by one
         self.agreed = 0
-        self.partial: dict[
-            str, set[str]
-        ] = {}  # parameter -> axes over which its gradient is a part
+        self.partial: dict[str, set[str]] = {}  # parameter -> axes: its gradient is a part there
         self.masks: dict[tuple[str, int], tuple[tuple[int, ...], Mapping[str, Tag]]] = {}
         self.drawn: dict[str, int] = {}
         self.unevens: dict[str, set[Uneven]] = {}  # by axis, of all that the plan splits
@@ -108,7 +93,7 @@ class Follower(TorchFunctionMode):
         try:
             step.finish(outputs)
         except Mismatch as failure:
-            failure.by = _by(inputs, failure.axis)
+            failure.by = unevens.by(inputs, failure.axis)
             raise
         self.places[frame] = self.places.get(frame, 0) + 1
         self.agreed += 1
@@ -138,42 +123,17 @@ class Follower(TorchFunctionMode):
         axis = next((a for t in inputs for a in self.note(t).tags), None)
         integers = expected.integers if expected is not None and axis is not None else ()
         failure = Mismatch(frame, str(error).split("\n")[0], axis, integers, self.agreed)
-        failure.unit = _met_whole([self.note(tensor) for tensor in inputs], axis)
+        failure.unit = unevens.met_whole([self.note(tensor) for tensor in inputs], axis)
         failure.mixed = unevens.mixed([self.note(tensor) for tensor in inputs])
-        failure.by = _by(inputs, axis)
+        failure.by = unevens.by(inputs, axis)
         if expected is not None and axis is not None and expected.name in RESHAPES:
-            failure.counted = _leading_factor(expected, self.note(inputs[0]).tags.get(axis))
+            failure.counted = unevens.leading_factor(expected, self.note(inputs[0]).tags.get(axis))
         return failure
 
     def partial_over(self, parameters: frozenset[str], axis: str) -> None:
         """Note that these parameters' gradients are parts, to be summed over an axis."""
         for name in parameters:
             self.partial.setdefault(name, set()).add(axis)
-
-
-def _by(inputs: list[Tensor], axis: str | None) -> str:
-    """The sharded module that split the first of some tensors over an axis, or over any."""
-    tags = (Follower.note(tensor).tags for tensor in inputs)
-    return next((t.by for by in tags for a, t in by.items() if axis in (None, a) and t.by), "")
-
-
-def _met_whole(notes: list[Note], axis: str | None) -> int:
-    """The size of the blocks of a split tensor among whole ones; 0 if all are split, or none."""
-    tags = [note.tags.get(axis) for note in notes] if axis is not None else []
-    found = next((tag.blocks[0] for tag in tags if tag is not None), 0)
-    return found if None in tags and found > 1 else 0
-
-
-def _leading_factor(expected: Call, tag: Tag | None) -> int | None:
-    """The parts into which a reshape takes a split dim, slowest first: heads, in attention."""
-    before, after = expected.inputs[0], expected.outputs[0]
-    if tag is None:
-        return None
-    outer = math.prod(before[: tag.dim]) * len(tag.blocks)
-    for dim in range(len(after)):
-        if math.prod(after[:dim]) == outer and after[dim] != 1:
-            return after[dim]
-    return None
 
 
 @dataclass
@@ -251,7 +211,7 @@ class Step:
             uneven = self._fits(axis, local[dim], shape[dim])
             assert uneven is not None
             blocks = self._blocks(axis, dim, shape, place)
-            tags[axis] = Tag(dim, blocks, _by(self.inputs, axis), uneven, along)
+            tags[axis] = Tag(dim, blocks, unevens.by(self.inputs, axis), uneven, along)
         return tags
 
     def _axes_for(self, differ: list[int], local: Any, shape: Any) -> list[str]:
@@ -335,8 +295,8 @@ class Step:
             return tag.blocks if after[dim] == before[tag.dim] else (after[dim],)
         if count > 1 and len(set(tag.blocks)) == 1 and outer_after == outer_before * count:
             return (after[dim],)
-        rows = outer_before // outer_after if outer_after else 0
-        if count == 1 and rows > 1 and rows * before[tag.dim] == after[dim]:
+        rows = unevens.rows_joined(before, tag, after, dim)
+        if rows:
             return (before[tag.dim],) * rows  # the heads of all rows one behind the other
         if count > 1 and outer_after == outer_before:
             raise self.fail(
@@ -361,22 +321,11 @@ class Step:
         )  # fmt: skip
 
     def _sliced(self, axis: str, tag: Tag, dim: int) -> tuple[int, ...]:
-        index = self.args[1] if isinstance(self.args[1], tuple) else (self.args[1],)
-        if Ellipsis in index:
-            behind = len(index) - index.index(Ellipsis) - 1
-            index = (slice(None),) * (len(self.inputs[0].shape) - behind) + index[-behind:]
-        cut = index[dim] if dim < len(index) else slice(None)
-        ranks, start = self.follower.sizes[axis], 0
-        for size in tag.blocks:
-            if cut == slice(start // ranks or None, (start + size) // ranks) or (
-                isinstance(cut, slice)
-                and (cut.start or 0) * ranks == start
-                and cut.step is None
-                and (cut.stop is None or cut.stop * ranks == start + size)
-            ):
-                return (size,)
-            start += size
-        raise self.fail(f"a slice cuts across the parts of the ranks of `{axis}`", axis)
+        cut = index_at(self.args[1], dim, self.inputs[0].ndim)
+        size = block_cut(cut, tag.blocks, self.follower.sizes[axis])
+        if size is None:
+            raise self.fail(f"a slice cuts across the parts of the ranks of `{axis}`", axis)
+        return (size,)
 
     def _check_along(self, axis: str, tag: Tag, whole: tuple[int, ...]) -> None:
         """Refuse what computes along the split dim: it would need the other ranks' parts."""

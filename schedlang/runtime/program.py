@@ -32,6 +32,7 @@ from schedlang.runtime.step import Result
 from schedlang.runtime.training import Training
 from schedlang.runtime.versions import Versions, totals, versions_of
 from schedlang.runtime.watch import Watch
+from schedlang.runtime.whole_step import WholeStep
 from schedlang.timeline import Op
 
 
@@ -53,6 +54,7 @@ class Program:
     evaluate: bool = False  # train in eval mode: no dropout, statistics as they stand
     keep_output: bool = False  # also keep the output of a training step, in `output`
     output: Any = None
+    whole: WholeStep | None = None  # parameters are put together for each step of the optimizer
     watch: Watch | None = None  # notes when the operations of a step run
     left_out: dict[str, str] = field(default_factory=dict)  # of the last output: place -> why
     _inputs: list[Part] = field(default_factory=list)
@@ -109,8 +111,8 @@ class Program:
         loss = self._finish(results, weights, total)
         if self.keep_output:
             self.output = self._whole(results, parts, weights)
-        if self._versions is None and self.optimizer is not None:
-            self.optimizer.step()
+        if self._versions is None:
+            self._step_weights()
         self.step += 1
         return loss
 
@@ -123,7 +125,13 @@ class Program:
             self._zero()
             return
         self._sum()
-        if self.optimizer is not None:
+        self._step_weights()
+
+    def _step_weights(self) -> None:
+        """The optimizer's step: on parts, or on whole parameters where it looks at these."""
+        if self.whole is not None:
+            self.whole.step(self.optimizer)
+        elif self.optimizer is not None:
             self.optimizer.step()
 
     def eval_step(self, batch: Batch, *, local: bool = False) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
@@ -104,7 +105,10 @@ def _small(
             cut = torch.randint(0, high, cut.shape, generator=generator).to(cut.dtype)
         return cut
 
-    return {name: small(name, value) for name, value in sample.items()}
+    def each(name: str, value: Any) -> Any:
+        return pytree.tree_map(lambda leaf: small(name, leaf), value)
+
+    return {name: each(name, value) for name, value in sample.items()}
 
 
 def _constant(value: Tensor) -> bool:

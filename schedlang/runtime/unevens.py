@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.nn import functional as F
 
 from schedlang.placement import EVEN, Uneven
 from schedlang.runtime.notes import Note, Tag
+from schedlang.runtime.trace import Call
 
 if TYPE_CHECKING:
     from schedlang.runtime.follow import Step
@@ -92,3 +94,36 @@ def _tags(step: Step, axis: str) -> list[tuple[Tag, tuple[int, ...]]]:
     shapes = step.expected.inputs if step.expected is not None else ()
     notes = [step.follower.note(tensor).tags for tensor in step.inputs]
     return [(tags[axis], shape) for tags, shape in zip(notes, shapes) if axis in tags]
+
+
+def met_whole(notes: list[Note], axis: str | None) -> int:
+    """The size of the blocks of a split tensor among whole ones; 0 if all are split, or none."""
+    tags = [note.tags.get(axis) for note in notes] if axis is not None else []
+    found = next((tag.blocks[0] for tag in tags if tag is not None), 0)
+    return found if None in tags and found > 1 else 0
+
+
+def leading_factor(expected: Call, tag: Tag | None) -> int | None:
+    """The parts into which a reshape takes a split dim, slowest first: heads, in attention."""
+    before, after = expected.inputs[0], expected.outputs[0]
+    if tag is None:
+        return None
+    outer = math.prod(before[: tag.dim]) * len(tag.blocks)
+    for dim in range(len(after)):
+        if math.prod(after[:dim]) == outer and after[dim] != 1:
+            return after[dim]
+    return None
+
+
+def rows_joined(before: tuple[int, ...], tag: Tag, after: tuple[int, ...], dim: int) -> int:
+    """How many rows of heads a reshape puts one behind the other in a dim; 0: none."""
+    outer, left = math.prod(before[: tag.dim]), math.prod(after[:dim])
+    rows = outer // left if left else 0
+    joined = len(tag.blocks) == 1 and rows > 1 and rows * before[tag.dim] == after[dim]
+    return rows if joined else 0
+
+
+def by(inputs: list[Tensor], axis: str | None) -> str:
+    """The sharded module that split the first of some tensors over an axis, or over any."""
+    tags = (tensor.__dict__.get("_schedlang_note", Note()).tags for tensor in inputs)
+    return next((t.by for by in tags for a, t in by.items() if axis in (None, a) and t.by), "")

@@ -16,6 +16,7 @@ from tests.zoo import (  # noqa: F401
     stale,
     steps,
     tensor,
+    trained,
 )
 from tests.zoo.bug import ZOO, Bug, Operator, Site, mutate
 from tests.zoo.pool import Mutated

@@ -197,11 +197,18 @@ SCENES: dict[str, Scene] = {
     "routed alike": _routed("over=tp", "tp=2"),
     "routed, dropped": _routed("over=dp, capacity=0.75", "dp=2", "routing"),
     "whole updates": replace(
-        _block(networks.Residual, BLOCK), optimizer=networks.adafactor, holds=False
+        _block(networks.Residual, BLOCK), optimizer=networks.adafactor
     ),
     "spare": Scene(
         networks.made(lambda: networks.Points(networks.Residual(), networks.Spare())),
         "zero(stage=0, over=dp)", "dp=2", points,
+    ),
+    "frozen front": replace(_gpt2("transformer.h.1.mlp freeze()", ""), relax="updates"),
+    "tied blocks": replace(_gpt2("transformer.h.*.mlp tie()", ""), relax="model"),
+    "untied head": replace(_gpt2("lm_head untie(weight)", ""), relax="model"),
+    "compressed": replace(
+        _gpt2("zero(stage=0, over=dp)\ncompress(gradients, powersgd, rank=2, over=dp)", "dp=2"),
+        relax="lossy",
     ),
     "three by two": replace(_block(networks.Residual, BOTH), mesh="dp=3, tp=2"),
     "two by two": replace(_block(networks.Residual, BOTH), mesh="dp=2, tp=2"),

@@ -28,7 +28,7 @@ class Subject:
 
 def names() -> dict[str, str]:
     """Every kind of the table, and the family that it belongs to."""
-    causal = dict.fromkeys(survey.kinds(), "causal language model")
+    causal = dict.fromkeys(survey.kinds(), "causal language")
     return causal | {name: other.family for name, other in OTHERS.items()}
 
 

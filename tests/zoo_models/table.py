@@ -49,7 +49,7 @@ def page(cells: Cells, families: Mapping[str, str]) -> str:
     left = sorted({k for (k, _), c in cells.items() if c.verdict.status == NOT_TINY})
     for family in dict.fromkeys(families.values()):
         kinds = [k for k, f in families.items() if f == family and k not in left]
-        parts += [f"## {family[0].upper()}{family[1:]}s\n", _counts(cells, kinds)]
+        parts += [f"## {family[0].upper()}{family[1:]} models\n", _counts(cells, kinds)]
         parts.append(_rows(cells, kinds))
     parts.append(_reasons(cells, left))
     return "\n".join(parts)
@@ -122,4 +122,4 @@ def _mesh(cells: Cells, kind: str) -> str:
 
 
 def _plain(text: str) -> str:
-    return text.replace("<", "&lt;").replace("|", "\\|")
+    return " ".join(text.split()).replace("<", "&lt;").replace("|", "\\|")

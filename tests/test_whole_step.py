@@ -1,0 +1,167 @@
+"""Tests of steps on whole parameters: Muon, Adafactor, LAMB and a Shampoo, on parts of matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostic import Refusal
+from schedlang.passes.build import build
+from schedlang.runtime.elementwise import is_elementwise, is_tensorwise
+from tests.engine import Threads
+from tests.proofs import adamw, assert_near, assert_same, planned, sequential, steps
+
+Named = Iterable[tuple[str, nn.Parameter]]
+
+
+class Net(nn.Module):
+    """Matrices of odd sizes, without vectors: Muon takes no others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(6, 9, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return (x**2).mean()
+
+
+class Block(nn.Module):
+    """Up and down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(9, 8, bias=False)
+        self.down = nn.Linear(8, 9, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Lamb(torch.optim.Optimizer):
+    """A step of the length of the tensor (You et al. 2020), without its moments."""
+
+    def __init__(self, named: Named) -> None:
+        super().__init__([p for _, p in named], {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * (group["lr"] * p.norm() / p.grad.norm()))
+
+
+class Shampoo(torch.optim.Optimizer):
+    """One preconditioner of rows, kept from step to step (Gupta et al. 2018)."""
+
+    def __init__(self, named: Named) -> None:
+        super().__init__([p for _, p in named], {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                eye = torch.eye(p.shape[0], dtype=p.dtype)
+                left = self.state[p].setdefault("left", 0.1 * eye)
+                left += p.grad @ p.grad.T
+                p.sub_(group["lr"] * torch.linalg.solve(left, p.grad))
+
+
+class Together(torch.optim.Optimizer):
+    """Looks at the norm of all gradients."""
+
+    def __init__(self, named: Named) -> None:
+        super().__init__([p for _, p in named], {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in held]).norm()
+        for p in held:
+            p.sub_(0.05 * p.grad / norm)
+
+
+def muon(named: Named) -> torch.optim.Optimizer:
+    """Torch's own."""
+    return torch.optim.Muon([p for _, p in named], lr=0.02)
+
+
+def adafactor(named: Named) -> torch.optim.Optimizer:
+    """Torch's own: rows and columns of second moments."""
+    return torch.optim.Adafactor([p for _, p in named], lr=0.02)
+
+
+MAKE = {"muon": muon, "adafactor": adafactor, "lamb": Lamb, "shampoo": Shampoo}
+TP = "blocks.*.up shard(col, over=tp)\nblocks.*.down shard(row, over=tp)\n"
+
+
+def _batch(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(8, 6, generator=generator, dtype=torch.float64)}
+
+
+BATCHES = [_batch(seed) for seed in range(3)]
+
+
+def test_what_an_optimizer_looks_at() -> None:
+    """Elements, tensors, or all of them, is found out by trying."""
+    assert is_elementwise(adamw) and is_tensorwise(adamw)
+    for make in MAKE.values():
+        assert not is_elementwise(make) and is_tensorwise(make)
+    assert not is_elementwise(Together) and not is_tensorwise(Together)
+
+
+@pytest.mark.parametrize("make", MAKE)
+@pytest.mark.parametrize("rows, mesh", [
+    (TP + "zero(stage=1, over=dp)", "dp=2, tp=2"),
+    ("blocks pipeline_split(over=pp)\nzero(stage=3, over=dp)\n"
+     'pipeline(order="1F1B", micro=2)', "pp=2, dp=2"),
+])  # fmt: skip
+def test_parts_are_updated_as_the_whole_is(
+    threads: Threads, make: str, rows: str, mesh: str
+) -> None:
+    """Split, sliced, in stages: parameters, gradients and the optimizer's state after three steps
+    are those of the plain loop."""
+    plan = planned(Net().double(), rows, mesh)
+    found = threads.run(steps, 4, plan, BATCHES, MAKE[make], 0.5, {})[0]
+    assert_near(found, sequential(Net().double(), BATCHES, MAKE[make], clip=0.5))
+
+
+def _again(plan: Any, folder: str, make: Any) -> dict[str, Tensor]:
+    """State after two steps, saved and loaded between them, or not where there is no folder."""
+    program = build(plan, BATCHES[0], optimizer=make)
+    program.train_step(BATCHES[0])
+    if folder:
+        program.save(folder)
+        program = build(plan, BATCHES[0], optimizer=make)
+        program.load(folder)
+    program.train_step(BATCHES[1])
+    return program.state_dict()
+
+
+def test_it_goes_on_from_a_checkpoint(threads: Threads, tmp_path: Path) -> None:
+    """State in parts and state that all ranks share are saved and loaded."""
+    plan = planned(Net().double(), TP, "tp=2")
+    plain, loaded = (
+        threads.run(_again, 2, plan, folder, adafactor)[0] for folder in ("", str(tmp_path / "c"))
+    )
+    assert_same(loaded, plain)
+
+
+def test_what_looks_at_all_is_refused(threads: Threads) -> None:
+    """An optimizer that looks at all parameters together cannot be given some at a time (S622)."""
+    plan = planned(Net().double(), TP, "tp=2")
+    with pytest.raises(Refusal, match="S622"):
+        threads.run(steps, 2, plan, BATCHES, Together, None, {})

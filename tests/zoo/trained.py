@@ -1,0 +1,78 @@
+"""Bugs of what is trained, and of compressed sums: lost uses, lost errors, unlike draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from schedlang.passes import build
+from schedlang.runtime import compressed
+from schedlang.runtime.compressed import Compressor
+from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.place import rank
+
+
+def _after_copy(patch: Patch, change: Callable[[nn.Module], Any]) -> None:
+    """Something is done to a rank's copy of the model before anything else is."""
+    plain = build._local_copy
+
+    def copied(*args: Any, **options: Any) -> nn.Module:
+        module: nn.Module = plain(*args, **options)
+        change(module)
+        return module
+
+    patch.setattr(build, "_local_copy", copied)
+
+
+def _cut_off(module: nn.Module) -> None:
+    """No gradient passes through the second block's MLP."""
+    block = module.get_submodule("transformer.h.1.mlp")
+    block.register_forward_hook(lambda module, args, out: out.detach())
+
+
+@bug("D40", "freeze", Operator.DETACH, "frozen front", row="freeze(")
+def frozen_without_passing_on(patch: Patch, site: Site) -> None:
+    """A frozen module holds back the gradients of what stands before it."""
+    _after_copy(patch, _cut_off)
+
+
+@bug("D40b", "freeze", Operator.SKIP, "frozen front", row="freeze(")
+def frozen_and_updated(patch: Patch, site: Site) -> None:
+    """What is frozen takes a gradient, and is updated."""
+    _after_copy(patch, lambda module: module.requires_grad_(True))
+
+
+@bug("D41", "tie", Operator.DETACH, "tied blocks", row="tie(")
+def second_use_without_gradient(patch: Patch, site: Site) -> None:
+    """Of a parameter that two blocks share only one use gives a gradient."""
+    _after_copy(patch, _cut_off)
+
+
+@bug("D42", "untie", Operator.CONSTANT, "untied head", row="untie(")
+def untied_from_other_values(patch: Patch, site: Site) -> None:
+    """What is untied starts from other values than it had."""
+
+    def other(module: nn.Module) -> None:
+        weight = module.get_parameter("lm_head.weight")
+        weight.data.mul_(1.01)
+
+    _after_copy(patch, other)
+
+
+@bug("D43", "compress", Operator.FREEZE, "compressed", row="compress(", credit="Seide et al. 2014")
+def error_forgotten(patch: Patch, site: Site) -> None:
+    """What a step leaves out is not added to the next one's gradient."""
+    patch.setattr(Compressor, "_keep", lambda self, name, error: None)
+
+
+@bug("D44", "compress", Operator.SLICE, "compressed", row="compress(")
+def each_rank_draws_its_own(patch: Patch, site: Site) -> None:
+    """Ranks start the power iteration from matrices of their own."""
+    plain = compressed.started
+
+    def started(q: Tensor, *words: object) -> Tensor:
+        return plain(q, rank(), *words)
+
+    patch.setattr(compressed, "started", started)
