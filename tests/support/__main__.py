@@ -8,7 +8,7 @@ import sys
 
 from tests.support import page
 from tests.support.cells import FAILED, Cell, judged
-from tests.support.features import NAMES, Combination, combinations_of, schedule
+from tests.support.features import Combination, combinations_of, ordered, schedule
 
 
 def arguments(given: list[str]) -> argparse.Namespace:
@@ -41,7 +41,7 @@ def main(given: list[str]) -> int:
 def _wanted(asked: argparse.Namespace, cells: page.Cells) -> list[Combination]:
     wanted = list(combinations_of())
     if asked.only is not None:
-        wanted = [tuple(sorted(one.split("+"), key=NAMES.index)) for one in asked.only]
+        wanted = [ordered(one.split("+")) for one in asked.only]
     if asked.holding:
         wanted = [names for names in wanted if asked.holding in names]
     if asked.new:

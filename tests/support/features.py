@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -17,7 +17,7 @@ class Feature:
     """A column of the matrix.
 
     group    features of one group exclude each other
-    mesh     its axes
+    mesh     its axes, with sizes
     relaxes  what its schedules give up beyond rounding
     """
 
@@ -52,7 +52,8 @@ TRIPLES: tuple[Combination, ...] = (
     ("zero 2", "sequence", "interleaved"), ("zero 1", "tensor", "ring"),
     ("zero 3", "tensor", "ulysses"), ("zero 1", "tensor", "expert"),
     ("zero 3", "tensor", "expert"), ("zero 1", "ring", "1F1B"), ("zero 3", "ulysses", "1F1B"),
-    ("tensor", "sequence", "1F1B"), ("zero 3", "expert", "checkpoint"),
+    ("sequence", "ring", "zero 1"), ("sequence", "expert", "1F1B"), ("sequence", "1F1B", "zero 1"),
+    ("zero 3", "expert", "checkpoint"),
     ("zero 1", "expert", "1F1B"), ("tensor", "expert", "1F1B"), ("ring", "expert", "zero 1"),
     ("ring", "tensor", "1F1B"), ("grid", "1F1B", "checkpoint"), ("zero 1", "grid", "checkpoint"),
     ("zero 3", "1F1B", "offload"), ("zero 3", "1F1B", "freeze"), ("tensor", "freeze", "1F1B"),
@@ -67,6 +68,11 @@ def feature(name: str) -> Feature:
     return FEATURES[NAMES.index(name)]
 
 
+def ordered(names: Iterable[str]) -> Combination:
+    """The names in the order of the matrix."""
+    return tuple(sorted(names, key=NAMES.index))
+
+
 def combinations_of() -> Iterator[Combination]:
     """Each feature by itself, all pairs, and the chosen triples."""
     for count in (1, 2):
@@ -74,14 +80,12 @@ def combinations_of() -> Iterator[Combination]:
             if together(names):
                 yield names
     for triple in TRIPLES:
-        yield tuple(sorted(triple, key=NAMES.index))
+        yield ordered(triple)
 
 
 def together(names: Combination) -> bool:
-    """Whether a schedule can hold them: one of a group, but for both kinds of one axis."""
+    """Whether a schedule can hold them: one of each group."""
     groups = [feature(name).group for name in names]
-    if set(names) == {"tensor", "sequence"}:
-        return False  # a region split along the sequence stands between split projections
     return len(set(groups)) == len(groups)
 
 
@@ -101,16 +105,11 @@ def layers(names: Combination) -> int:
     return 4 if "interleaved" in names else 2
 
 
-Write = Callable[[Subject, Combination], str]
-
-
 def schedule(names: Combination) -> str:
     """The schedule of some features on their model."""
     model = subject(names)
     assert model is not None, names
-    axes = dict.fromkeys(
-        axis for name in names for axis in feature(name).mesh.split(", ") if axis
-    )  # fmt: skip
+    axes = dict.fromkeys(a for n in names for a in feature(n).mesh.split(", ") if a)
     relaxed = sorted(feature(name).relaxes for name in names if feature(name).relaxes)
     head = f"mesh({', '.join(axes)})\n\n" if axes else ""
     relax = f" relax({', '.join(relaxed)})" if relaxed else ""
@@ -140,8 +139,7 @@ def rows(model: Subject, names: Combination) -> Iterator[str]:
 def _pipeline_and_data(trunk: str, names: Combination) -> Iterator[str]:
     piped = {"1F1B", "interleaved"} & set(names)
     if piped:
-        chunks = ", chunks=2" if "interleaved" in names else ""
-        yield f"{trunk} pipeline_split(over=pp{chunks})"
+        yield f"{trunk} pipeline_split(over=pp)"
     over = data_axes(names)
     stage = next((name[-1] for name in names if name.startswith("zero")), "0")
     if over:

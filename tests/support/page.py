@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from tests.support.cells import FAILED, NO_MODEL, REFUSED, VERIFIED, Cell
-from tests.support.features import NAMES, TRIPLES, Combination, together
+from tests.support.features import NAMES, TRIPLES, Combination, combinations_of, ordered, together
 
 ROOT = Path(__file__).parents[2]
 PAGE, DATA = ROOT / "docs" / "support.md", ROOT / "tests" / "data" / "support.json"
@@ -47,7 +47,7 @@ def read() -> Cells:
 
 def write(cells: Cells) -> None:
     """Both files."""
-    told = [cells[names].plain() for names in sorted(cells, key=_place)]
+    told = [cells[names].plain() for names in combinations_of() if names in cells]
     DATA.write_text("[\n" + ",\n".join(json.dumps(one) for one in told) + "\n]\n")
     PAGE.write_text(page(cells))
 
@@ -85,8 +85,8 @@ def _pairs(cells: Cells) -> str:
     """A triangle: each pair once."""
     lines = ["## Pairs\n", f"| | {' | '.join(NAMES)} |", "|---" * (len(NAMES) + 1) + "|"]
     for place, name in enumerate(NAMES):
-        marks = [mark(cells, (name,) if name == other else tuple(sorted((name, other), key=NAMES.index)))
-                 if NAMES.index(other) <= place else "" for other in NAMES]  # fmt: skip
+        marks = [mark(cells, ordered({name, other})) for other in NAMES[: place + 1]]
+        marks += [""] * (len(NAMES) - place - 1)
         lines.append(f"| **{name}** | {' | '.join(marks)} |")
     return "\n".join(lines) + "\n"
 
@@ -94,7 +94,7 @@ def _pairs(cells: Cells) -> str:
 def _triples(cells: Cells) -> str:
     lines = ["## Triples\n", "| | model | ranks |  |", "|---|---|---|---|"]
     for triple in TRIPLES:
-        names: Combination = tuple(sorted(triple, key=NAMES.index))
+        names: Combination = ordered(triple)
         cell = cells.get(names)
         ranks = _ranks(cell.text) if cell else ""
         model = cell.model if cell else ""

@@ -25,6 +25,10 @@ SOUND = """
   encoder.layers.*.fc1                     shard(col, over=tp)
   encoder.layers.*.fc2                     shard(row, over=tp)
 """
+SOUND_NORMS = """
+  encoder.layers.0  shard(input=S(seq), over=tp)
+  encoder.layers.*.{self_attn,final}_layer_norm  shard(input=S(seq), output=S(seq), over=tp)
+"""
 CHANNELS = """
   blocks.*.up    shard(col, over=h)
   blocks.*.norm  shard(weight=S(0), bias=S(0), input=S(1), output=S(1), over=h)
@@ -52,6 +56,13 @@ GRID = f"""
   model.layers.*.{{input_layernorm,post_attention_layernorm}}  grid({SUMMA})
   lm_head  grid(summa, output=S(vocab), over=(r, c))
 """
+SOUND_GRID = f"""
+  encoder.layers.0  shard(input=S(-1), over=c)
+  encoder.layers.*.{{self_attn,final}}_layer_norm  grid({SUMMA})
+  encoder.layers.*.self_attn.{{q,k,v,out}}_proj  grid({SUMMA})
+  encoder.layers.*.{{fc1,fc2}}  grid({SUMMA})
+  encoder.layer_norm  grid(summa, output=R, over=(r, c))
+"""
 
 
 def splits(model: Subject, names: tuple[str, ...]) -> Iterator[str]:
@@ -76,8 +87,14 @@ def _pictures() -> tuple[tuple[str, str], ...]:
 
 
 def _sound(names: tuple[str, ...]) -> Iterator[str]:
-    if {"tensor", "sequence"} & set(names):
+    if "sequence" in names:
+        yield SOUND_NORMS
+        yield SOUND.replace("shard(row, ", "shard(row, output=S(seq), ")
+        yield "encoder.layer_norm  shard(input=S(seq), output=R, over=tp)"
+    elif "tensor" in names:
         yield SOUND
+    if "grid" in names:
+        yield SOUND_GRID
     if "channels" in names:
         yield SOUND_CHANNELS
     if "spatial" in names:
@@ -89,12 +106,11 @@ def _decoder(model: Subject, names: tuple[str, ...]) -> Iterator[str]:
     if "sequence" in names:
         yield NORMS
         out = "shard(row, output=S(seq), "
-        yield (ATTENTION + (MLP if dense else "")).replace("shard(row, ", out)
+        both = ATTENTION + (MLP if dense and "grid" not in names else "")
+        yield both.replace("shard(row, ", out)
         yield LAST
     elif "tensor" in names:
-        yield ATTENTION
-        if dense and "grid" not in names:
-            yield MLP
+        yield ATTENTION + (MLP if dense and "grid" not in names else "")
     if "grid" in names:
         yield from _grid(names, dense)
 
@@ -102,7 +118,11 @@ def _decoder(model: Subject, names: tuple[str, ...]) -> Iterator[str]:
 def _grid(names: tuple[str, ...], dense: bool) -> Iterator[str]:
     """Everything that nothing else has split, from the embedding to the head."""
     yield GRID
-    if not {"tensor", "sequence"} & set(names):
+    if {"tensor", "sequence"} & set(names):
+        yield "model.layers.*.self_attn  shard(input=R, output=S(-1), over=c)"
+    else:
         yield f"model.layers.*.self_attn.{{q,k,v,o}}_proj  grid({SUMMA})"
     if dense:
         yield f"model.layers.*.mlp.{{gate,up,down}}_proj  grid({SUMMA})"
+    else:  # tokens choose experts by the whole of their hidden dim
+        yield "model.layers.*.mlp  shard(input=R, output=S(-1), over=c)"
