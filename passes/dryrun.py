@@ -63,7 +63,7 @@ def record(
     model.train()
     hollow_out(model, plan.computes)
     stack.watch(model, _opaque(leaves))
-    with on_meta(batch, inputs), Recorder(stack, inputs) as recorder:
+    with on_meta(batch, inputs) as values, Recorder(stack, inputs) as recorder:
         try:
             output, value = call(model, inputs, loss)
         except Exception as error:
@@ -71,6 +71,7 @@ def record(
     recorder.recording.reached = reached(
         model, loss_of(output, inputs, None) if value is None else value
     )
+    recorder.recording.asked = values.asked
     recorder.recording.entries.update(stack.turns)
     recorder.recording.order.extend(stack.turns)
     recording: Recording = recorder.recording

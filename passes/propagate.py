@@ -40,6 +40,7 @@ class Traced:
     layouts   (module, turn) -> notes on the tensors that it is given and on those that it gives,
               None where they are not known; empty where nothing is sharded
     reached   parameters that the loss depends on, whatever the values are
+    asked     whether the model asked for values: other ones may reach fewer parameters
     order     modules in the order of their first call; entries: how often each is called
     """
 
@@ -57,6 +58,7 @@ class Traced:
     labels: tuple[LabelRule, ...] = ()
     random: bool = False
     reached: frozenset[str] = frozenset()
+    asked: bool = False
     order: tuple[str, ...] = ()
     entries: Mapping[str, int] = field(default_factory=dict)
 
@@ -130,6 +132,7 @@ def _traced(plan: Plan, recording: Recording, run: Run | None = None) -> Traced:
         "labels": tuple(recording.labels),
         "random": recording.random,
         "reached": recording.reached,
+        "asked": recording.asked,
         "order": tuple(recording.order),
         "entries": dict(recording.entries),
     }

@@ -41,7 +41,8 @@ def slice_state(
     met = {p for n, p in module.named_parameters() if n in reached}
     out = {}
     for stage in staged.stages_at(place):
-        out[stage] = one = Sliced(sliced.stage, mesh, ignored, met, sliced.reshard)
+        asked = prepared.traced.asked
+        out[stage] = one = Sliced(sliced.stage, mesh, ignored, met, sliced.reshard, asked)
         for fqn in sliced_names(plan, staged, holdings, stage):
             one.add(module.get_submodule(fqn), root=not fqn)
         one.prefetch(sliced.prefetch)

@@ -32,7 +32,7 @@ class Collective:
     phase    "forward", "backward" (with recomputed forwards) or "step" (after the last backward)
     what     what is sent, in words: "output", "input grad", "parameters", ...
     fqn      the module where it happens; empty for the model as a whole
-    bytes    of the whole tensor, once
+    bytes    of the whole tensor, once; of the largest slice where ranks sum slices of their own
     places   along the pipeline's axis where it happens; None: everywhere
     row      the row of the plan that asks for it, if one does
     """

@@ -246,6 +246,11 @@ CODES: Mapping[str, tuple[str, str]] = {
         "an attention that cannot be split by tokens",
         "Its mask must follow from positions, documents and padding, and nothing else is added.",
     ),
+    "S663": (
+        "units that not every rank calls",
+        "ZeRO gathers a module on all ranks together; where values decide whether it is called,\n"
+        "ranks would gather different ones.",
+    ),
     "S662": ("sequences are split twice", "Over ranks, or in slices one after the other."),
     "S680": ("too few tokens", "Every rank that shares a sequence needs one of its tokens."),
     "S681": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -104,6 +105,19 @@ CALLS = {
 }  # fmt: skip
 
 
+def _largest(plan: Plan, rank: int) -> bool:
+    """Does the rank hold the first slices, which are the largest, or none?"""
+    axes = tuple(axis for one in plan.replicas if one.stage for axis in one.axes)
+    return not axes or len(plan.replicas) == 1 or plan.mesh.index(rank, axes) == 0
+
+
+def _kinds(heard: Mapping[Any, int]) -> Counter[Any]:
+    found: Counter[Any] = Counter()
+    for (kind, axes, _), count in heard.items():
+        found[kind, axes] += count
+    return found
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_as_ranks_really_do(name: str) -> None:
     """Bytes held, and collectives by kind, axes and bytes, are those of ranks that run a step."""
@@ -116,7 +130,13 @@ def test_as_ranks_really_do(name: str) -> None:
         for one in mine:
             if one.kind != "send" and (one.what not in OWN or one.phase == "step" and one.fqn):
                 expected[(one.kind, one.axes, one.bytes)] += one.count
-        assert dict(expected) == heard, (rank, name)
+        if _largest(plan, rank):
+            assert dict(expected) == heard, (rank, name)
+        else:  # its slices are smaller where they are uneven; bytes are those of the largest
+            assert _kinds(expected) == _kinds(heard), (rank, name)
+            assert sum(k[2] * n for k, n in heard.items()) <= sum(
+                k[2] * n for k, n in expected.items()
+            )
         counts: Counter[str] = Counter()
         for one in mine:
             counts[CALLS[one.kind]] += one.count

@@ -33,6 +33,10 @@ error[S403]: 2 heads of `model.layers.0.self_attn` cannot be split over tp=4
   |
   = note: in the forward of `model.layers.0.self_attn`
   = help: `tp` may be one of 1, 2
+  = help: let several ranks hold one head: `model.layers.0.self_attn.k_proj \
+shard(col, over=tp, heads=2, uneven=replicate)`
+  = help: pad with zeros: `model.layers.0.self_attn.k_proj shard(col, over=tp, heads=2, \
+uneven=pad)`
 """
 
 
@@ -46,6 +50,7 @@ def test_the_examples_are_those_of_the_readme() -> None:
         "gpt2",
         "llama",
         "mixtral",
+        "resnet",
         "bert",
         "custom",
         "t5",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine import Threads
-from tests.proofs import planned, proven
+from tests.proofs import assert_near, planned, proven, sequential, sgd, steps
 
 
 class Block(nn.Module):
@@ -94,3 +94,43 @@ def test_what_one_rank_alone_uses(threads: Threads, stage: int) -> None:
     """Its gradient is whole on all, and what nobody uses has none, at every stage of ZeRO."""
     plan = planned(Chosen().double(), f"  zero(stage={stage}, over=dp)", "dp=2")
     proven(threads, plan, chosen())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_nobody_uses_in_one_step(threads: Threads, stage: int) -> None:
+    """A layer that no row of a step chooses has no gradient in it, as in the plain loop.
+
+    Momentum and weight decay would move it otherwise: it is used in the steps before and after.
+    """
+    batches = chosen()
+    batches[1]["x"][:, 0] = torch.tensor([3.0, 2, 2, 3])  # all rows choose the second layer
+    plan = planned(Chosen().double(), f"  zero(stage={stage}, over=dp)", "dp=2")
+    seen = threads.run(steps, 2, plan, tuple(batches), sgd, None, {})[0]
+    assert_near(seen, sequential(Chosen().double(), batches))
+
+
+class Parallel(nn.Module):
+    """Layers side by side in the outermost list, of which values choose one for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The mean of what the rows give."""
+        out = x
+        for number, expert in enumerate(self.experts):
+            rows = ((x[:, 0] > 0) == bool(number)).nonzero()[:, 0]
+            if rows.numel():
+                out = out.index_add(0, rows, expert(x[rows]))
+        return out.square().mean()
+
+
+def test_units_that_not_every_rank_calls(threads: Threads) -> None:
+    """Ranks that gather different modules of one size are found out, whatever was mixed (S663)."""
+    plan = planned(Parallel().double(), "  zero(stage=3, over=dp)", "dp=2")
+    with pytest.raises(Exception, match="S663"):
+        threads.run(steps, 2, plan, tuple(chosen()), sgd, None, {})

@@ -194,11 +194,16 @@ class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.constants = Constants()
         self.constants.know(real, meta)
+        self.asked = False  # for a value that is not known
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return self.constants.run(func, args, kwargs or {}, lambda func: 0)
+        return self.constants.run(func, args, kwargs or {}, self._zero)
+
+    def _zero(self, func: Any) -> int:
+        self.asked = True
+        return 0
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -25,3 +25,11 @@ def settle(unit: FSDPModule) -> None:
         if group._all_gather_result is not None:
             group.wait_for_unshard()
             group._to_sharded()
+
+
+def name_in(unit: FSDPModule, held: Any) -> str:
+    """The name inside a unit of a parameter that it gathers."""
+    info = held._module_info
+    modules = unit.named_modules()  # type: ignore[attr-defined]
+    prefix = next((name for name, child in modules if child is info.module), "")
+    return f"{prefix}.{info.param_name}" if prefix else str(info.param_name)

@@ -256,6 +256,8 @@ class Program:
     def _sum(self) -> None:
         """What is left of the reductions when the last backward has ended."""
         a = self.assembly
+        for one in a.sliced.values():
+            one.drop_unused()
         if a.early is not None:
             a.early.finish()
         sum_gradients(a.parameters, a.sums if a.early is None else a.early.rest)

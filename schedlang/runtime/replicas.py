@@ -6,14 +6,17 @@ already carries its weight in the whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, UnshardHandle, fully_shard
 
-from schedlang.runtime.gathered import settle
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.gathered import groups_of, name_in, settle
 from schedlang.runtime.operations import Handler
 from schedlang.timeline import Kind
 
@@ -28,13 +31,17 @@ class Sliced:
 
     def __init__(
         self, stage: int, mesh: DeviceMesh, ignored: set[nn.Parameter], met: set[nn.Parameter],
-        between: bool = True,
+        between: bool = True, asked: bool = False,
     ) -> None:  # fmt: skip
         self.stage, self.mesh, self.ignored = stage, mesh, ignored
         self.met = met  # what the loss depends on, whatever this rank's values are
         self.between = between and stage == 3  # free what is gathered between the two passes
         self.units: list[FSDPModule] = []
         self.ahead = 0
+        self.asked = asked  # values may decide that no rank uses a parameter in a step
+        self.known: list[nn.Parameter] = []  # that are filled where only other ranks used them
+        self.used: set[nn.Parameter] = set()  # of those, what this rank used in this step
+        self.calls: list[int] = []  # of each unit in this step, where values decide on them
         self._said: tuple[bool, bool] | None = None
         self._coming: list[UnshardHandle] | None = None  # while rows hold the parameters gathered
 
@@ -49,11 +56,21 @@ class Sliced:
             ignored_params=self.ignored,
         )  # fmt: skip
         assert isinstance(module, FSDPModule)
-        _fill(module, places)
+        self._fill(module, places)
         module.set_gradient_divide_factor(1.0)
         # a plain sum: a factor of one would go through an operator that gloo does not have
         module.set_force_sum_reduction_for_comms(True)
         self.units.append(module)
+        if self.asked:
+            module.register_forward_pre_hook(self._counter(len(self.units) - 1))
+
+    def _counter(self, place: int) -> Callable[..., None]:
+        self.calls.append(0)
+
+        def count(*unused: object) -> None:
+            self.calls[place] += 1
+
+        return count
 
     def prefetch(self, ahead: int) -> None:
         """Let each unit gather so many units that come after it, as they are called."""
@@ -66,6 +83,53 @@ class Sliced:
         """Forget what was gathered ahead for units that did not run."""
         for unit in self.units if self.ahead else ():
             settle(unit)
+
+    def _fill(self, unit: FSDPModule, places: set[str]) -> None:
+        """Let a gradient that only other ranks got (of an expert that no token here chose) be zero.
+
+        fully_shard would reduce another set of parameters on each rank. Its own setting for that
+        would give one also to what no rank ever uses.
+        """
+        for group in groups_of(unit):
+            met = [one for one in group.fsdp_params if name_in(unit, one) in places]
+            self.known += [one.sharded_param for one in met]
+            group.post_backward = self._filling(group, met, group.post_backward)
+
+    def _filling(self, group: Any, met: list[Any], inner: Callable[..., None]) -> Any:
+        def post_backward(*unused: object) -> None:
+            for held in met if group.reduce_grads else ():
+                if not hasattr(held, "_unsharded_param"):
+                    continue
+                whole = held.unsharded_param
+                if held.unsharded_accumulated_grad is not None or whole.grad is not None:
+                    self.used.add(held.sharded_param)
+                elif whole.requires_grad:
+                    whole.grad = torch.zeros_like(whole)
+            inner(*unused)
+
+        return post_backward
+
+    def drop_unused(self) -> None:
+        """Take the gradient from what no rank used in this step, as the original has none.
+
+        Raises Refusal S663 where ranks called a unit another number of times: what they gathered
+        together was not one unit.
+        """
+        if self.asked and self.units:
+            there = [int(parameter in self.used) for parameter in self.known]
+            counted = [*there, *self.calls, *(-count for count in self.calls)]
+            flags = torch.tensor(counted, dtype=torch.int32, device=self._device())
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.mesh.get_group())
+            whole = flags.tolist()
+            _check_calls(whole[len(there) :])
+            for parameter, used in zip(self.known, whole):
+                if not used:
+                    parameter.grad = None
+        self.used.clear()
+        self.calls = [0] * len(self.calls)
+
+    def _device(self) -> torch.device:
+        return torch.device(self.mesh.device_type)
 
     def before_backward(self, last: bool, reduces: bool = True) -> None:
         """Say whether the backward to come is the last of this step, and whether it reduces."""
@@ -102,31 +166,17 @@ class Sliced:
             unit.set_reshard_after_backward(not held, recurse=False)
 
 
-def _fill(unit: FSDPModule, places: set[str]) -> None:
-    """Let a gradient that only other ranks got (of an expert that no token here chose) be zero.
-
-    fully_shard would reduce another set of parameters on each rank. Its own setting for that would
-    give one also to what no rank ever uses.
-    """
-    group = unit._get_fsdp_state()._fsdp_param_group
-    if group is None:
-        return
-    inner = group.post_backward
-    modules = {id(child): name for name, child in unit.named_modules()}  # type: ignore[attr-defined]
-
-    def post_backward(*unused: object) -> None:
-        for held in group.fsdp_params if group.reduce_grads else ():
-            info = held._module_info
-            prefix = modules.get(id(info.module), "")
-            name = f"{prefix}.{info.param_name}" if prefix else info.param_name
-            if name not in places or not hasattr(held, "_unsharded_param"):
-                continue
-            whole = held.unsharded_param
-            if held.unsharded_accumulated_grad is None and whole.grad is None:
-                whole.grad = torch.zeros_like(whole) if whole.requires_grad else None
-        inner(*unused)
-
-    group.post_backward = post_backward  # type: ignore[method-assign]
+def _check_calls(counts: Sequence[int]) -> None:
+    """The most and, negated, the fewest calls of each unit over the ranks."""
+    most, fewest = counts[: len(counts) // 2], counts[len(counts) // 2 :]
+    if any(high + low for high, low in zip(most, fewest)):
+        raise Refusal(
+            Diagnostic(
+                "S663", "values decide which of the modules that `zero` gathers are called",
+                notes=("ranks called one of them another number of times in this step",),
+                helps=("use `zero(stage=0, ...)`, or `expert_parallel` for experts",),
+            )
+        )  # fmt: skip
 
 
 def reshard(sliced: Mapping[int, Sliced]) -> None:

@@ -232,7 +232,8 @@ def context_parallel(config: Config, sizes: dict[str, int], length: int) -> list
 def complete(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     """One row of a block, and what follows from it."""
     found, n = [], sizes.get("tp", 0)
-    for place, block in enumerate(config.blocks if n else ()):
+    alike = len(config.blocks) > 1 and len(set(config.blocks)) == 1  # so that pairs are of a block
+    for place, block in enumerate(config.blocks if n and alike else ()):
         at, first = _at(place), ""
         if block.kind in ("mlp", "custom") and block.hidden % n == 0:
             first = "up"

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 
 class Parted(Exception):
     """Some came to a point at which others never arrive."""
@@ -35,9 +37,11 @@ class Together:
         """What the functions give; the first exception of one ends all, and is raised."""
         made: dict[int, Any] = {}
         errors: list[BaseException] = []
+        default = torch.get_default_dtype()  # one for all threads: each finds its own when it wakes
 
         def body(place: int) -> None:
             self._turns[place].acquire()
+            torch.set_default_dtype(default)
             try:
                 if not self._failed:
                     made[place] = functions[place]()
@@ -51,6 +55,7 @@ class Together:
             thread.start()
         while any(thread.is_alive() for thread in threads):
             self._round(threads, made)
+        torch.set_default_dtype(default)
         if errors:
             raise errors[0]
         return [made[place] for place in range(len(functions))]
@@ -70,7 +75,9 @@ class Together:
         self._waiting = {}
 
     def _rest(self, place: int) -> None:
+        mine = torch.get_default_dtype()
         self._back.release()
         self._turns[place].acquire()
+        torch.set_default_dtype(mine)
         if self._failed:
             raise Parted("not all parts attend equally often")

@@ -1,0 +1,39 @@
+"""Functions that run in turns see each its own default dtype, and leave the one that was."""
+
+from __future__ import annotations
+
+import torch
+
+from schedlang.runtime.context.together import Together
+from schedlang.runtime.float64 import Float64
+
+
+def test_the_default_dtype_is_each_functions_own() -> None:
+    """A function in float64 beside a plain one; whichever ends first, both see what they set."""
+    together = Together(2)
+
+    def wide() -> list[torch.dtype]:
+        with Float64():
+            together.meet(0, None)
+            return [torch.ones(1).dtype]
+
+    def plain() -> list[torch.dtype]:
+        seen = [torch.ones(1).dtype]
+        together.meet(1, None)
+        return [*seen, torch.ones(1).dtype]
+
+    assert together.run([wide, plain]) == [[torch.float64], [torch.float32] * 2]
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_two_in_float64_leave_nothing() -> None:
+    """Both enter before either leaves."""
+    together = Together(2)
+
+    def wide(place: int) -> torch.dtype:
+        with Float64():
+            together.meet(place, None)
+            return torch.ones(1).dtype
+
+    made = together.run([lambda: wide(0), lambda: wide(1)])
+    assert made == [torch.float64] * 2 and torch.get_default_dtype() == torch.float32
