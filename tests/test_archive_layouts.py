@@ -130,19 +130,9 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config).double()
 
 
-def some(layouts: Layouts, *names: str) -> Layouts:
-    """A few of the layouts."""
-    return {name: layouts[name] for name in names}
-
-
 def test_spread_experts(tmp_path: Path, threads: Threads) -> None:
     """Experts spread over data ranks, and within stages."""
-    crossed(mixtral, some(EXPERTS, "ep", "pp, ep"), tmp_path, threads)
-
-
-def test_a_grid_and_shared_heads(tmp_path: Path, threads: Threads) -> None:
-    """A grid with padded words, and two key heads on four ranks."""
-    crossed(llama, some(DENSES, "grid", "heads shared"), tmp_path, threads)
+    crossed(mixtral, {name: EXPERTS[name] for name in ("ep", "pp, ep")}, tmp_path, threads)
 
 
 @pytest.mark.deep
@@ -153,5 +143,5 @@ def test_all_layouts_of_experts(tmp_path: Path, threads: Threads) -> None:
 
 @pytest.mark.deep
 def test_all_layouts_of_a_dense_model(tmp_path: Path, threads: Threads) -> None:
-    """Sequences in rings, grids, shared heads, and one rank."""
+    """Sequences in rings, a grid with padded words, two key heads on four ranks, and one rank."""
     crossed(llama, DENSES, tmp_path, threads)

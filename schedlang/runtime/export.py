@@ -70,7 +70,7 @@ def _write(folder: Path, state: dict[str, Tensor], model: nn.Module) -> None:
         # saving notes classes and dtypes in the configuration: in that of a copy
         tensors = (*model.parameters(), *model.buffers())
         memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
-        twin = copy.deepcopy(model, memo)
+        twin: Any = copy.deepcopy(model, memo)
         twin.save_pretrained(folder, state_dict=state, max_shard_size=MOST)
         return
     from safetensors.torch import save_file
