@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal
 
 from schedlang.kinds import Axis
-from schedlang.placement import R
+from schedlang.placement import Layout, R
 from schedlang.plan import Boundary, Plan
 from schedlang.primitive import Primitive, refuse
 
@@ -68,6 +69,11 @@ class expert_parallel(Primitive):  # noqa: N801
             refuse(
                 "S501", f"`{site}` is spread or sharded already", helps=("drop one of the rows",)
             )
+        for name, layout in self._layouts(site, plan):
+            if plan.layout(name).splits and plan.layout(name) != layout:
+                refuse("S504", f"`{name}` is split already, and not as this row would split it",
+                       helps=("tied experts lie over the same axes: one row for all of them",),
+                       )  # fmt: skip
 
     def _check_options(self, site: Site, count: int) -> None:
         """Refuse numbers out of range, and arguments that exclude each other."""
@@ -89,12 +95,8 @@ class expert_parallel(Primitive):  # noqa: N801
 
         found = self._experts(site, plan)
         axes = plan.mesh.fold(self.over)
-        for name in found.split:
-            first = f"{site.fqn}.{name}" if site.fqn else name
-            layout = plan.layout(first)
-            for axis in axes:
-                layout = layout.split(axis, 0)
-            plan = plan.with_spread(first, layout)
+        for name, layout in self._layouts(site, plan):
+            plan = plan.with_spread(name, layout)
         for axis in axes:
             plan = plan.with_boundary(site.fqn, Boundary(axis, R, R))
         hot = tuple(sorted(set(self.shadow)))
@@ -103,6 +105,18 @@ class expert_parallel(Primitive):  # noqa: N801
 
     def apply(self, site: Site, build: Any) -> None:
         """Nothing of its own: `build` puts the exchange in place once the whole plan is traced."""
+
+    def _layouts(self, site: Site, plan: Plan) -> Iterator[tuple[str, Layout]]:
+        """Each parameter that has a part for each expert, as this row lays it out.
+
+        A tied one has been laid out by the row's first site: it is split once.
+        """
+        for name in self._experts(site, plan).split:
+            first = site.parameters[name].name
+            layout = Layout.whole(plan.layout(first).shape)
+            for axis in plan.mesh.fold(self.over):
+                layout = layout.split(axis, 0)
+            yield first, layout
 
     def _experts(self, site: Site, plan: Plan) -> Any:
         """The experts of the module, or why it has none; tried once for each kind of module."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from schedlang.diagnostic import Refusal
 from schedlang.passes.build import build
 from schedlang.passes.static import static
 from schedlang.plan import Plan
@@ -218,6 +219,17 @@ def test_refusals() -> None:
     both = refused(tiny(), ROW.format("tp, chunks=2, dispatch=fetch"), "tp=2")
     assert "S422" in both and "leave out" in both
     assert "S422" in refused(tiny(), ROW.format("tp, chunks=0"), "tp=2")
+
+
+def test_tied_experts_are_split_once(threads: Any) -> None:
+    """Layers that share experts spread them over the same axes, and train as if always so."""
+    tied = "layers.* tie()\n"
+    rows = tied + ROW.format("dp") + DP.format(1)
+    proven(threads, planned(models.tiny(), rows, "dp=2", "model"), BATCHES)
+    apart = tied + "".join(f"layers.{k}.experts  expert_parallel(over={'ab'[k]})\n" for k in (0, 1))
+    with pytest.raises(Refusal, match="tied experts lie over the same axes") as caught:
+        planned(models.tiny(), apart, "a=2, b=2", "model")
+    assert caught.value.diagnostic.code == "S504"
 
 
 def test_a_capacity_counts_the_whole_batch() -> None:

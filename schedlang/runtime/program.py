@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.runtime import archive, crossing, whole
+from schedlang.runtime import archive, crossing, export, whole
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.context.install import At
 from schedlang.runtime.gradient import (
@@ -341,6 +341,10 @@ class Program:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take over what a program of any layout saved; see `archive.load`."""
         archive.load(self, path)
+
+    def export(self, path: str | os.PathLike[str], model: nn.Module) -> None:
+        """Write whole weights as safetensors, for `from_pretrained`; see `export.export`."""
+        export.export(self, path, model)
 
 
 def _positive(total: float) -> float:

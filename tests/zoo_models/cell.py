@@ -58,7 +58,7 @@ def judged(subject: Subject, mesh: str, pool: Any = None) -> Verdict:
         text = meshes.schedule(subject.model, subject.batches[0], mesh)
         status, why, worst, text = _proven(subject, text, pool)
     except Exception as error:
-        status, why, worst = *_told(error), 0.0
+        status, why, worst = *reason(error), 0.0
     spent = round(time.perf_counter() - start, 2)
     rows = meshes.rows(text) if text else 0
     return Verdict(subject.kind, mesh, status, why, rows, spent, worst, text)
@@ -100,7 +100,7 @@ def compared(
     return compare(expected, seen)
 
 
-def _told(error: Exception) -> tuple[str, str]:
+def reason(error: Exception) -> tuple[str, str]:
     """Status and reason of what ended a cell."""
     if isinstance(error, Refusal):
         first = error.diagnostics[0]

@@ -1,0 +1,93 @@
+"""Whole weights in safetensors: what a program of any layout exports, others load by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostic import Refusal
+from schedlang.passes.build import build
+from schedlang.plan import Plan
+from tests import models, small_models
+from tests.engine import Threads
+from tests.layouts import Odd, points, program_of
+from tests.proofs import planned, sgd
+
+VOCAB = "transformer.wte  pad(vocab, multiple=4)\ntransformer.wte, lm_head  shard(vocab, over=tp)\n"
+STAGES = 'pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)'
+CASES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "tied embeddings, split, in stages": (
+        lambda: models.gpt2(2), f"{VOCAB}transformer.h  {STAGES}", "pp=2, tp=2"
+    ),
+    "fused experts, spread and sliced": (
+        lambda: small_models.mixtral(2),
+        "model.layers.*.mlp.experts  expert_parallel(over=dp)\nzero(stage=3, over=dp)", "dp=2",
+    ),
+}  # fmt: skip
+
+
+def exported(plan: Plan, path: str, model: nn.Module) -> dict[str, Tensor]:
+    """On this rank: a step, and the state that has been exported."""
+    batch = models.tokens(8)
+    program = build(plan, batch, optimizer=sgd)
+    program.train_step(batch)
+    program.export(path, model)
+    program.export(path, model)  # in the place of the first
+    return program.state_dict()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_from_pretrained_loads_it(name: str, tmp_path: Path, threads: Threads) -> None:
+    """Every weight is the trained one to the last bit, and what was tied is tied."""
+    make, rows, mesh = CASES[name]
+    model, folder = make(), tmp_path / "out"
+    before = str(model.config)
+    plan = planned(model, rows, mesh)
+    state = threads.run(exported, plan.mesh.world, plan, str(folder), model)[0]
+    assert str(model.config) == before
+    found: Any = type(model).from_pretrained(folder, dtype=torch.float64)
+    own = found.state_dict()
+    assert own.keys() == state.keys()
+    assert not [key for key in own if not torch.equal(own[key], state[key])]
+    assert any(not torch.equal(own[key], value) for key, value in model.state_dict().items())
+    tied = model.lm_head.weight is model.get_input_embeddings().weight
+    assert (found.lm_head.weight is found.get_input_embeddings().weight) == tied == ("tied" in name)
+
+
+def test_any_module(tmp_path: Path) -> None:
+    """A module of no library, with a buffer of two names, is one file that safetensors loads."""
+    from safetensors.torch import load_model
+
+    program = program_of(Odd())
+    program.train_step(points(0))
+    program.export(tmp_path / "out", Odd())
+    fresh = Odd()
+    load_model(fresh, tmp_path / "out" / "model.safetensors")
+    state = program.state_dict()
+    assert all(torch.equal(value, state[key]) for key, value in fresh.state_dict().items())
+    assert "head.also_shift" in state and fresh.head.also_shift is fresh.shift
+
+
+def test_what_cannot_be_exported(tmp_path: Path) -> None:
+    """An untied head would be tied again on loading; another model, or a folder of other things."""
+    model, batch = models.gpt2(1), models.tokens(4)
+    plan = planned(model, "lm_head  untie(weight)", relax="model")
+    program = build(plan, batch, optimizer=sgd)
+    program.train_step(batch)
+    with pytest.raises(Refusal, match="have been trained apart") as caught:
+        program.export(tmp_path / "out", model)
+    assert caught.value.diagnostic.code == "S631" and not (tmp_path / "out").exists()
+    program.export(tmp_path / "out", models.gpt2(1, tied=False))
+    with pytest.raises(Refusal, match="not the model that was scheduled") as caught:
+        program.export(tmp_path / "out", Odd())
+    assert caught.value.diagnostic.code == "S634"
+    (tmp_path / "else").mkdir()
+    (tmp_path / "else" / "mine").write_text("")
+    with pytest.raises(Refusal, match="exists and is no checkpoint") as caught:
+        program.export(tmp_path / "else", models.gpt2(1, tied=False))
+    assert caught.value.diagnostic.code == "S632"
