@@ -100,8 +100,7 @@ def build(
     exchange(plan, module, prepared.tokens, ranks)
     _apply(builder)
     sliced = slice_state(plan, module, ranks, prepared)
-    held = {name for name, holding in holdings.items() if holding.held(plan.mesh, ranks.rank)}
-    found = {name: p for name, p in module.named_parameters() if name in held}
+    found = _own(plan, module, ranks, holdings)
     sums = sums_of(plan, traced, holdings, found, ranks)
     dropout = _dropout(plan, prepared, ranks, seed, module)
     pipeline = pipeline_of(plan, module, ranks, prepared, loss, weight, sliced)
@@ -120,6 +119,14 @@ def build(
     )  # fmt: skip
     whole = whole_step(assembly, staged, optimizer)
     return Program(assembly, _optimizer(assembly, optimizer), clip, whole=whole)
+
+
+def _own(
+    plan: Plan, module: nn.Module, ranks: Ranks, holdings: Mapping[str, Holding]
+) -> dict[str, nn.Parameter]:
+    """The parameters that this rank holds, by name."""
+    held = {name for name, holding in holdings.items() if holding.held(plan.mesh, ranks.rank)}
+    return {name: p for name, p in module.named_parameters() if name in held}
 
 
 def _optimizer(

@@ -26,7 +26,7 @@ from schedlang.runtime.modes import ambient
 from schedlang.runtime.outputs import whole_output
 from schedlang.runtime.parts import Batch, Part, followed, rows_of, split
 from schedlang.runtime.pipeline import BACKWARD, Event
-from schedlang.runtime.replicas import reshard
+from schedlang.runtime.replicas import reshard, used_anywhere
 from schedlang.runtime.scope import Scope, entered
 from schedlang.runtime.step import Result
 from schedlang.runtime.training import Training
@@ -257,7 +257,7 @@ class Program:
         """What is left of the reductions when the last backward has ended."""
         a = self.assembly
         for one in a.sliced.values():
-            one.drop_unused()
+            one.check_calls()
         if a.early is not None:
             a.early.finish()
         sum_gradients(a.parameters, a.sums if a.early is None else a.early.rest)
@@ -284,8 +284,13 @@ class Program:
             self.grad_norm = norm_alone(a.parameters, self.clip)
             return value.to(a.loss_dtype)
         squares = square_sum(a.parameters, lambda name: name in speaks)
-        both = torch.stack([squares.cpu(), value])
+        names = [name for name, holding in a.holdings.items() if holding.sliced]
+        used = used_anywhere(a.sliced, a.parameters, names)
+        both = torch.cat([torch.stack([squares.cpu(), value]), used])
         dist.all_reduce(both)
+        for name, count in zip(names, both[2:].tolist()):
+            if not count and name in a.parameters:  # of what nobody used, as in a plain loop
+                a.parameters[name].grad = None
         self.grad_norm = float(both[0].sqrt())
         if self.clip is not None and self.grad_norm > self.clip:
             # as torch.nn.utils.clip_grad_norm_

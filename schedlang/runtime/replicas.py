@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, UnshardHandle, fully_shard
 
@@ -39,8 +39,7 @@ class Sliced:
         self.units: list[FSDPModule] = []
         self.ahead = 0
         self.asked = asked  # values may decide that no rank uses a parameter in a step
-        self.known: list[nn.Parameter] = []  # that are filled where only other ranks used them
-        self.used: set[nn.Parameter] = set()  # of those, what this rank used in this step
+        self.used: set[nn.Parameter] = set()  # what got a gradient of its own in this step
         self.calls: list[int] = []  # of each unit in this step, where values decide on them
         self._said: tuple[bool, bool] | None = None
         self._coming: list[UnshardHandle] | None = None  # while rows hold the parameters gathered
@@ -92,7 +91,6 @@ class Sliced:
         """
         for group in groups_of(unit):
             met = [one for one in group.fsdp_params if name_in(unit, one) in places]
-            self.known += [one.sharded_param for one in met]
             group.post_backward = self._filling(group, met, group.post_backward)
 
     def _filling(self, group: Any, met: list[Any], inner: Callable[..., None]) -> Any:
@@ -109,27 +107,18 @@ class Sliced:
 
         return post_backward
 
-    def drop_unused(self) -> None:
-        """Take the gradient from what no rank used in this step, as the original has none.
+    def check_calls(self) -> None:
+        """Raise Refusal S663 where values let ranks call a unit another number of times.
 
-        Raises Refusal S663 where ranks called a unit another number of times: what they gathered
-        together was not one unit.
+        What they gathered together was not one unit then.
         """
         if self.asked and self.units:
-            there = [int(parameter in self.used) for parameter in self.known]
-            counted = [*there, *self.calls, *(-count for count in self.calls)]
-            flags = torch.tensor(counted, dtype=torch.int32, device=self._device())
+            counted = [*self.calls, *(-count for count in self.calls)]
+            device = torch.device(self.mesh.device_type)
+            flags = torch.tensor(counted, dtype=torch.int32, device=device)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.mesh.get_group())
-            whole = flags.tolist()
-            _check_calls(whole[len(there) :])
-            for parameter, used in zip(self.known, whole):
-                if not used:
-                    parameter.grad = None
-        self.used.clear()
-        self.calls = [0] * len(self.calls)
-
-    def _device(self) -> torch.device:
-        return torch.device(self.mesh.device_type)
+            self.calls = [0] * len(self.calls)
+            _check_calls(flags.tolist())
 
     def before_backward(self, last: bool, reduces: bool = True) -> None:
         """Say whether the backward to come is the last of this step, and whether it reduces."""
@@ -164,6 +153,16 @@ class Sliced:
         for unit in self.units:
             unit.set_reshard_after_forward(self.between and not held, recurse=False)
             unit.set_reshard_after_backward(not held, recurse=False)
+
+
+def used_anywhere(
+    sliced: Mapping[int, Sliced], parameters: Mapping[str, nn.Parameter], names: Sequence[str]
+) -> Tensor:
+    """One for each sliced parameter (by name) that got a gradient on this rank; to be summed."""
+    used = {parameter for one in sliced.values() for parameter in one.used}
+    for one in sliced.values():
+        one.used.clear()
+    return torch.tensor([float(parameters.get(n) in used) for n in names], dtype=torch.float64)
 
 
 def _check_calls(counts: Sequence[int]) -> None:
