@@ -67,7 +67,7 @@ def record(
         try:
             output, value = call(model, inputs, loss)
         except Exception as error:
-            raise _rejected(error) from error
+            raise rejected(error) from error
     recorder.recording.reached = reached(
         model, loss_of(output, inputs, None) if value is None else value
     )
@@ -78,7 +78,8 @@ def record(
     return recording
 
 
-def _rejected(error: Exception) -> Refusal:
+def rejected(error: Exception) -> Refusal:
+    """What a model raised when it was followed on the meta device, as a message."""
     if isinstance(error, NotImplementedError) or "on meta tensors" in str(error):
         from schedlang.runtime.calls import asks_for_values
 

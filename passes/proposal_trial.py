@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.blocks import Blocks, leaf_kind, shorter
+from schedlang.passes.dryrun import rejected
 from schedlang.passes.expand import expand
 from schedlang.passes.proposal_text import Row, heads, quoted
 from schedlang.plan import Plan
@@ -41,7 +42,13 @@ class Trial:
             short = self._short(1)
             return short, self._uses(short)
         except Exception:  # a model may count its layers by itself
+            pass
+        try:
             return self.all, self._uses(self.all)
+        except Refusal:
+            raise
+        except Exception as error:
+            raise rejected(error) from error
 
     @property
     def blocks(self) -> Blocks:
