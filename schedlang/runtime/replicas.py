@@ -90,18 +90,18 @@ class Sliced:
         would give one also to what no rank ever uses.
         """
         for group in groups_of(unit):
-            met = [one for one in group.fsdp_params if name_in(unit, one) in places]
+            met = {one for one in group.fsdp_params if name_in(unit, one) in places}
             group.post_backward = self._filling(group, met, group.post_backward)
 
-    def _filling(self, group: Any, met: list[Any], inner: Callable[..., None]) -> Any:
+    def _filling(self, group: Any, met: set[Any], inner: Callable[..., None]) -> Any:
         def post_backward(*unused: object) -> None:
-            for held in met if group.reduce_grads else ():
+            for held in group.fsdp_params if group.reduce_grads else ():
                 if not hasattr(held, "_unsharded_param"):
                     continue
                 whole = held.unsharded_param
                 if held.unsharded_accumulated_grad is not None or whole.grad is not None:
                     self.used.add(held.sharded_param)
-                elif whole.requires_grad:
+                elif held in met and whole.requires_grad:
                     whole.grad = torch.zeros_like(whole)
             inner(*unused)
 
