@@ -61,7 +61,7 @@ def record(
 
     model, stack = hollow_model(plan.model.model, {}), Stack()
     model.train()
-    hollow_out(model, plan.computes)
+    hollow_out(model, {fqn: kind for fqn, kind in plan.computes.items() if fqn in leaves})
     stack.watch(model, _opaque(leaves))
     with on_meta(batch, inputs) as values, Recorder(stack, inputs) as recorder:
         try:

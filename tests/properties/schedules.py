@@ -255,7 +255,7 @@ def tie(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
             if config.blocks[other] == block and not config.frozen.startswith("blocks"):
                 claims = [
                     "tie",
-                    *(f"{verb} {one}" for verb in ("shard", "late") for one in (at, to)),
+                    *(f"{verb} {one}" for verb in ("shard", "late", "kernel") for one in (at, to)),
                 ]
                 found.append(step("tie", [f"{at}, {to}  tie()"], [*claims, "freeze"]))
     return found
@@ -416,7 +416,12 @@ def pipeline_split(config: Config, sizes: dict[str, int], length: int) -> list[S
     if stages > 1:
         last = ", ".join(str(k) for k in range(count - stages + 1, count))
         rows.append(f"blocks[{last}]  pipeline_split(over=pp)")
-    return [step("pipeline_split", [row], ["cut"], ["pp"]) for row in rows]
+    # a block that is unrolled would be cut by its calls
+    once = [f"unroll {_at(place)}" for place in range(count)]
+    return [
+        step("pipeline_split", [row], ["cut", *(once if "[" in row else ())], ["pp"])
+        for row in rows
+    ]
 
 
 @generator
