@@ -93,6 +93,11 @@ def _leg(leg: Leg, batches: Sequence[Batch]) -> dict[str, Tensor]:
     return found
 
 
+def _same(steps: tuple[schedules.Step, ...]) -> tuple[schedules.Step, ...]:
+    """The steps that train what the original trains, to the same values."""
+    return tuple(one for one in steps if one.verb not in schedules.RELAX)
+
+
 @examples(6)
 @given(schedules.legal(), PLAIN, st.data())
 def test_8_saved_here_loaded_there(
@@ -100,13 +105,13 @@ def test_8_saved_here_loaded_there(
 ) -> None:
     """State saved under one layout and loaded under another, then one more step, is what that step
     gives without saving; names and whole shapes of the state are the original's."""
-    drawn = replace(drawn, config=_splittable(drawn.config))
+    drawn = replace(drawn, config=_splittable(drawn.config), steps=_same(drawn.steps))
     config, sizes = drawn.config, dict(mesh)
     if sizes.get("pp", 1) > len(config.blocks):
         return
     offers = [s for make in schedules.GENERATORS.values() for s in make(config, sizes, 3)]
     steps = data.draw(st.lists(st.sampled_from(offers), max_size=5)) if offers else []
-    other = Drawn(config, mesh, allowed(steps, config, mesh), length=drawn.length)
+    other = Drawn(config, mesh, _same(allowed(steps, config, mesh)), length=drawn.length)
     first, second = engine.batches_of(drawn, 2, max(drawn.rows, other.rows))
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/state"
