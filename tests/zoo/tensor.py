@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from schedlang import placement
-from schedlang.runtime import collective, shard
+from schedlang.runtime import collective, leaf, shard
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.place import sharded_module
 
@@ -112,7 +112,7 @@ def embedding_without_mask(patch: Patch, site: Site) -> None:
 
         return forward
 
-    patch.setitem(shard.FORWARDS, "Embedding", embedding)
+    patch.setitem(leaf.FORWARDS, "Embedding", embedding)
 
 
 @bug("T16", "shard", Operator.SLICE, "gathered", row="output=R")
