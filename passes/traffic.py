@@ -148,7 +148,8 @@ def _by_slice(one: Collective, staged: Staged) -> Collective:
 def _activations(
     context: _Context, batch: Mapping[str, Any], loss: Loss | None
 ) -> Iterator[Collective]:
-    sends = context.traced.edges or context.tokens is not None
+    traced = context.traced
+    sends = traced.edges or context.tokens is not None or traced.statistics is not None
     heard = _heard(context, batch, loss) if sends else []
     for (one, what), count in Counter((e, _what(context, e)) for e in heard).items():
         for places, micro in context.runs(one.fqn):
@@ -237,7 +238,7 @@ def _what(context: _Context, one: _Exchange) -> str:
         return "keys and values"
     edge = next((e for e in traced.edges.get(one.fqn, ()) if e.group.axes == one.axes), None)
     if edge is None:
-        return "activation"
+        return "statistics" if traced.statistics is not None else "activation"
     if edge.told is not None and one.kind in _ROUTED:
         return _ROUTED[one.kind] + (" grads" if one.backward else "s")
     enters, leaves = _ends(edge)
