@@ -252,6 +252,10 @@ CODES: Mapping[str, tuple[str, str]] = {
         "ranks would gather different ones.",
     ),
     "S662": ("sequences are split twice", "Over ranks, or in slices one after the other."),
+    "S428": (
+        "experts that cannot be cut inside",
+        "`inner=` cuts every expert along its own hidden dim, in equal parts that add up to it.",
+    ),
     "S668": (
         "statistics of a batch in microbatches",
         "A loss made of means over the whole batch (router losses) needs all of its rows; the\n"
