@@ -194,7 +194,9 @@ class Typed(TorchFunctionMode):
             before = NONE.union(*(self.varies(t) for t in given))
             after = self._after(given[0], before, tensors_in(out)[0], args, heard, plain)
             ctx.schedlang = Crossed(self.site, before, after)
-            moved = bool(heard) and all(one.kind in MOVES for one in heard)
+            # a plain sum over one axis leaves what is pending over another so
+            linear = (*MOVES, "all-reduce") if plain else MOVES
+            moved = bool(heard) and all(one.kind in linear for one in heard)
             made = Made("moved", tuple(given)) if moved else Made("collective", ())
             for tensor in tensors_in(out):
                 tensor.__dict__["_schedlang_varies"] = after
