@@ -195,6 +195,13 @@ SCENES: dict[str, Scene] = {
     ),
     "routed": _routed("over=dp", "dp=2"),
     "routed alike": _routed("over=tp", "tp=2"),
+    "routed, cut": Scene(
+        expert_models.biased, "layers.*.experts expert_parallel(over=ep, inner=tp)", "ep=1, tp=2",
+        expert_models.batch,
+    ),
+    "balanced": Scene(
+        expert_models.balanced, "zero(stage=0, over=dp)", "dp=2", expert_models.batch
+    ),
     "routed, dropped": _routed("over=dp, capacity=0.75", "dp=2", "routing"),
     "whole updates": replace(
         _block(networks.Residual, BLOCK), optimizer=networks.adafactor
