@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang import lift, printer
 from schedlang import nodes as n
 from schedlang.diagnostic import Diagnostic, Label, Refusal, closest
+from schedlang.passes.bases import spliced
 from schedlang.passes.diff import Difference, compare
 from schedlang.passes.expand import Expander, expand, open_step
 from schedlang.passes.state import Settings, State, start
@@ -185,7 +186,7 @@ class Schedule(Scope):
 
     def why(self, fqn: str) -> str:
         """Which rows act on a module or a parameter, and where they are written."""
-        return why(self.plan(), self.tree, fqn)
+        return why(self.plan(), spliced(self.tree).items, fqn)
 
     def diff(self, other: Schedule | Plan) -> Difference:
         """How this schedule differs from another, action by action."""
@@ -270,7 +271,7 @@ class Schedule(Scope):
         self._declare(n.Require(node, span=span))
 
     def use(self, path: str, as_: str | None = None, **knobs: object) -> None:
-        """Bring in the definitions of a library file, relative to the working directory."""
+        """Bring in a library's definitions or a base's steps, relative to the working directory."""
         span = python_span()
         args = tuple(n.Keyword(k, lift.lift(v, span), span=span) for k, v in knobs.items())
         self._declare(n.Use(path, as_, args or None, span=NOWHERE))
