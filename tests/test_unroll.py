@@ -25,8 +25,8 @@ def _toy() -> Toy:
         (f'{ROWS}\npipeline(order="1F1B", micro=2)', "pp=2"),
         ("again  unroll(3)\nagain  pipeline_split(over=pp)", "pp=3"),
         (f'again  checkpoint()\n{ROWS}\nzero(stage=2, over=dp)', "pp=2, dp=2"),
-        ('again, side  shard(col, output=R, over=tp)\nagain  unroll(3)\nagain  pipeline_split(over=pp)\n'
-         'pipeline(order="GPipe", micro=3)', "pp=2, tp=2"),
+        ('again, side  shard(col, output=R, over=tp)\nagain  unroll(3)\n'
+         'again  pipeline_split(over=pp)\npipeline(order="GPipe", micro=3)', "pp=2, tp=2"),
         ("layers.*  unroll(1)\nlayers  pipeline_split(over=pp, balance=time)", "pp=2"),
     ],
 )  # fmt: skip
