@@ -1,4 +1,4 @@
-"""Bases: a used file that has steps or rows is spliced in; `override` and `drop` change its steps."""
+"""Bases: a used file with steps or rows is spliced in; `override` and `drop` change its steps."""
 
 from __future__ import annotations
 

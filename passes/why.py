@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from schedlang import nodes as n
 from schedlang import spelling
 from schedlang.diagnostic import Diagnostic, Refusal, guess
+from schedlang.passes.bases import spliced
 from schedlang.source import Span
 
 if TYPE_CHECKING:

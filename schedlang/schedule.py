@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from schedlang import lift, printer
 from schedlang import nodes as n
 from schedlang.diagnostic import Diagnostic, Label, Refusal, closest
-from schedlang.passes.bases import spliced
 from schedlang.passes.diff import Difference, compare
 from schedlang.passes.expand import Expander, expand, open_step
 from schedlang.passes.state import Settings, State, start
@@ -186,7 +185,7 @@ class Schedule(Scope):
 
     def why(self, fqn: str) -> str:
         """Which rows act on a module or a parameter, and where they are written."""
-        return why(self.plan(), spliced(self.tree).items, fqn)
+        return why(self.plan(), self.tree, fqn)
 
     def diff(self, other: Schedule | Plan) -> Difference:
         """How this schedule differs from another, action by action."""
