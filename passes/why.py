@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from schedlang.plan import Action, Plan
 
 
-def why(plan: Plan, items: tuple[n.Item, ...], fqn: str) -> str:
+def why(plan: Plan, file: n.File, fqn: str) -> str:
     """The rows at a module, or at a parameter's module; refuses S209 a name that is neither."""
     facts = plan.model
     site = facts.owner(fqn).fqn if fqn in facts.parameters else fqn
@@ -29,6 +29,7 @@ def why(plan: Plan, items: tuple[n.Item, ...], fqn: str) -> str:
         fact = facts.parameters[fqn]
         head += f"   {fact.dtype}{plan.layout(fqn).show()}"
     acting = (a for a in plan.rows_at(site) if a.primitive.writes)  # a marker acts on nothing
+    items = spliced(file).items
     rows = [_row(action, items) for action in acting]
     return "\n".join([head, *(rows or ["  no row acts on it"])])
 
