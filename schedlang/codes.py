@@ -53,6 +53,11 @@ CODES: Mapping[str, tuple[str, str]] = {
         "A subclass of Primitive has a docstring, an example, check and apply, facets that exist,\n"
         "and a name that no other module uses.",
     ),
+    "S009": (
+        "an extension cannot be imported",
+        "Installed packages add primitives by entry points of the group `schedlang.primitives`;\n"
+        "one of them fails when it is imported.",
+    ),
     "S101": (
         "declared twice",
         "Knobs, axes, views, definitions and steps have names of their own.",
