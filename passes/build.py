@@ -215,11 +215,13 @@ def _check_state(plan: Plan) -> None:
 def _apply(builder: Builder) -> None:
     """Run every action's `apply`, facet by facet; sharding comes in before recomputation."""
     from schedlang.runtime.shard import Edge
+    from schedlang.runtime.statistics import Statistics
 
     plan, ranks = builder.plan, builder.ranks
 
-    def at_home(edge: Edge) -> Edge:
-        group = ranks.group(edge.group.axes[0])
+    def at_home(edge: Edge | Statistics) -> Edge | Statistics:
+        axes = edge.group.axes
+        group = ranks.group(axes[0] if len(axes) == 1 else axes)
         return replace(edge, group=replace(group, label=edge.group.label))
 
     shaped = False

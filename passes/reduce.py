@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from schedlang.passes.holdings import slicing
 from schedlang.passes.propagate import Traced
-from schedlang.passes.reductions import reductions, sliced_names
+from schedlang.passes.reductions import reductions, sliced_names, sliced_over
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
@@ -31,7 +31,9 @@ def slice_state(
     sliced, _ = slicing(plan)
     if sliced is None:
         return {}
-    mesh = ranks.device_mesh(plan.mesh.fold(sliced.axes))
+    axes = plan.mesh.fold(sliced.axes)
+    every = dict.fromkeys((axes, *(h.sliced for h in holdings.values() if h.sliced)))
+    meshes = {over: ranks.device_mesh(over) for over in every}  # by all ranks, in one order
     ignored = {
         p for n, p in module.named_parameters()
         if not holdings[n].sliced or not holdings[n].held(plan.mesh, ranks.rank)
@@ -42,9 +44,10 @@ def slice_state(
     out = {}
     for stage in staged.stages_at(place):
         asked = prepared.traced.asked
-        out[stage] = one = Sliced(sliced.stage, mesh, ignored, met, sliced.reshard, asked)
-        for fqn in sliced_names(plan, staged, holdings, stage):
-            one.add(module.get_submodule(fqn), root=not fqn)
+        out[stage] = one = Sliced(sliced.stage, meshes[axes], ignored, met, sliced.reshard, asked)
+        for fqn, names in sliced_names(plan, staged, holdings, stage).items():
+            over = sliced_over(holdings, names) or axes
+            one.add(module.get_submodule(fqn), meshes[over], root=not fqn)
         one.prefetch(sliced.prefetch)
     return out
 

@@ -266,6 +266,20 @@ CODES: Mapping[str, tuple[str, str]] = {
         "ranks would gather different ones.",
     ),
     "S662": ("sequences are split twice", "Over ranks, or in slices one after the other."),
+    "S428": (
+        "experts that cannot be cut inside",
+        "`inner=` cuts every expert along its own hidden dim, in equal parts that add up to it.",
+    ),
+    "S668": (
+        "statistics of a batch in microbatches",
+        "A loss made of means over the whole batch (router losses) needs all of its rows; the\n"
+        "backward of a microbatch begins before later ones are there.",
+    ),
+    "S669": (
+        "statistics that were not found again",
+        "Sums over rows are shared by ranks where the model was seen to make them: the k-th call\n"
+        "of that name in the forward of that module.",
+    ),
     "S680": ("too few tokens", "Every rank that shares a sequence needs one of its tokens."),
     "S681": (
         "heads that cannot be divided",

@@ -44,14 +44,14 @@ class Sliced:
         self._said: tuple[bool, bool] | None = None
         self._coming: list[UnshardHandle] | None = None  # while rows hold the parameters gathered
 
-    def add(self, module: nn.Module, *, root: bool = False) -> None:
-        """Slice what this module holds and no module added before it does.
+    def add(self, module: nn.Module, mesh: DeviceMesh, *, root: bool = False) -> None:
+        """Slice over a mesh what this module holds and no module added before it does.
 
         What the root itself holds stays gathered after its forward: the backward begins there.
         """
         places = {n for n, p in module.named_parameters() if p in self.met}
         fully_shard(
-            module, mesh=self.mesh, reshard_after_forward=self.between and not root,
+            module, mesh=mesh, reshard_after_forward=self.between and not root,
             ignored_params=self.ignored,
         )  # fmt: skip
         assert isinstance(module, FSDPModule)
