@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.runtime.carry_calls import Watch
+from schedlang.runtime.counting import Watch
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.slice_faults import fault, refusal
 from schedlang.runtime.slice_trial import Seen, Trial, forward, sliced, watched

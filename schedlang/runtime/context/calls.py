@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from schedlang.runtime.attend import Mask
-from schedlang.runtime.carry_calls import caller
 from schedlang.runtime.context.described import unknown
 from schedlang.runtime.context.seat import Call, How, Seat, seated
+from schedlang.runtime.counting import caller, firsts, items_of, upto
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.modes import Ambient, ambient
 from schedlang.runtime.slices import Place
@@ -120,8 +120,7 @@ class Positions(Ambient):
 
 def _arange(seat: Seat, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
     """torch.arange(length) and torch.arange(0, length)."""
-    upto = args if args else tuple(kwargs[n] for n in ("start", "end") if n in kwargs)
-    if upto not in ((seat.length,), (0, seat.length)):
+    if not upto(args, kwargs, seat.length):
         return None
     made = seat.positions(kwargs.get("device") or torch.get_default_device())
     return made.to(kwargs["dtype"]) if kwargs.get("dtype") else made
@@ -130,8 +129,8 @@ def _arange(seat: Seat, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
 def _getitem(seat: Seat, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
     """table[:length] of a parameter or buffer; of two such dims the first counts queries."""
     tensor, index = args
-    items = list(index) if isinstance(index, tuple) else [index]
-    runs = [k for k, item in enumerate(items) if type(item) is slice and _upto(item) == seat.length]
+    items = list(items_of(index))
+    runs = [k for k, run in enumerate(firsts(index, seat.length)) if run]
     if not runs or Ellipsis in items or any(isinstance(item, Tensor) for item in items):
         return None
     keys = runs[1] if len(runs) == 2 else -1
@@ -142,10 +141,6 @@ def _getitem(seat: Seat, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
             dim = sum(not isinstance(item, int) for item in items[:k])
             out = out.index_select(dim, seat.positions(out.device))
     return out
-
-
-def _upto(item: slice) -> Any:
-    return item.stop if item.start in (None, 0) and item.step in (None, 1) else None
 
 
 _COUNTED: dict[Any, Callable[[Seat, Any, dict[str, Any]], Tensor | None]] = {

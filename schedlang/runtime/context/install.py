@@ -11,14 +11,14 @@ from torch import nn
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime import scope
-from schedlang.runtime.attend.call import attend_lse
+from schedlang.runtime.attend.call import Way, attend_lse
 from schedlang.runtime.attend.dropout import Dropout
 from schedlang.runtime.collective import enter, reduce
 from schedlang.runtime.context import calls, described
 from schedlang.runtime.context.seat import Call, How, Seat, seated
 from schedlang.runtime.context.tokens import Tokens
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.random import LogicalDropout, Slices, Window
+from schedlang.runtime.random import LogicalDropout, Slices, Window, within
 
 
 def install(model: nn.Module, tokens: Tokens, hows: Mapping[str, How]) -> list[Any]:
@@ -54,10 +54,8 @@ class Exchanging:
         if call.dropout:
             assert self.draw is not None, "several ranks draw logically"
             drop = Dropout.logical(call.dropout, self.draw, rows, heads, total)
-        out, lse = attend_lse(
-            call.query, call.key, call.value, call.mask, method=how.method, groups=how.groups,
-            layout=seat.layout, scale=call.scale, dropout=drop,
-        )  # fmt: skip
+        way = Way(how.method, how.groups, seat.layout, call.scale, drop)
+        out, lse = attend_lse(call.query, call.key, call.value, call.mask, way)
         if call.blind == "zero" or call.mask.present is None:
             return out
         blind = lse.detach().isneginf().unsqueeze(-1)
@@ -101,13 +99,8 @@ def windows(tokens: Tokens, inner: Slices | None) -> Slices:
             raise _unknown_draw(site)
         if all(size == total for size, what in zip(shape, dims) if what):
             return held  # an attention asks for the whole, and takes its part by itself
-        whole = list(held.shape if held else shape)
-        index = list(held.index if held else [None] * len(shape))
-        for dim, what in enumerate(dims):
-            if what:
-                whole[dim] = total
-                index[dim] = seat.positions() if what == "rows" else range(total)
-        return Window(tuple(whole), tuple(index))
+        runs: dict[str, Any] = {"rows": seat.positions(), "keys": range(total)}
+        return within(held, shape, total, [runs.get(what) for what in dims])
 
     return window
 
