@@ -95,6 +95,8 @@ def _attend(
         return _swapped(q, k, v, mask, rules, way, lse)
     if way.method == "nbody":
         ring, team = way.groups
+        if mask.rows is not None and mask.rows.shape[2] == 1:
+            rules = replace(rules, rows=mask.rows.expand(-1, -1, q.shape[2], -1))
         return _shared(q, k, v, mask, rules, bodies.Bodies(ring, team, way.layout))
     at = Tokens(way.layout.runs[way.place], mask.tags)
     return _run(q, k, v, rules, mask.sinks, _rounds(way, mask.reach), at)

@@ -27,7 +27,7 @@ def install(model: nn.Module, tokens: Tokens, hows: Mapping[str, How]) -> list[A
     for fqn, how in hows.items():
         module = model.get_submodule(fqn)
         described.mark(module, how)
-        calls.around(module, how)
+        calls.around(module, how, tokens.products)
     if tokens.shift != "head" or not tokens.head:
         return []
     return [model.get_submodule(tokens.head).register_forward_hook(_one_more)]
@@ -49,17 +49,21 @@ class Exchanging:
 
     def __call__(self, seat: Seat, how: How, call: Call) -> torch.Tensor:
         """See Seat.attend."""
-        rows, heads, total = call.query.shape[0], call.query.shape[1], seat.layout.total
-        drop = None
+        rows, heads = call.query.shape[:2]
+        drop = call.drawn
         if call.dropout:
-            assert self.draw is not None, "several ranks draw logically"
-            drop = Dropout.logical(call.dropout, self.draw, rows, heads, total)
+            drop = self.drawn(seat, call.dropout, rows, heads)
         way = Way(how.method, how.groups, seat.layout, call.scale, drop)
         out, lse = attend_lse(call.query, call.key, call.value, call.mask, way)
-        if call.blind == "zero" or call.mask.present is None:
+        if call.blind == "zero" or (call.mask.present is None and call.mask.rows is None):
             return out
         blind = lse.detach().isneginf().unsqueeze(-1)
-        return torch.where(blind, _mean(call.value, heads, how, total), out)
+        return torch.where(blind, _mean(call.value, heads, how, seat.layout.total), out)
+
+    def drawn(self, seat: Seat, p: float, rows: int, heads: int) -> Dropout:
+        """See Exchange."""
+        assert self.draw is not None, "several ranks draw logically"
+        return Dropout.logical(p, self.draw, rows, heads, seat.layout.total)
 
 
 def _mean(value: torch.Tensor, heads: int, how: How, total: int) -> torch.Tensor:
@@ -74,7 +78,8 @@ class At:
     """Enters the seats of a step's microbatches, with what counts positions in them."""
 
     def __init__(self, tokens: Tokens | None) -> None:
-        self._mode = calls.Positions(tokens.places) if tokens and tokens.places else None
+        counts = tokens is not None and (tokens.places or tokens.follow)
+        self._mode = calls.Positions(tokens.places, tokens.follow) if tokens and counts else None
 
     @contextmanager
     def sitting(self, seat: Seat, around: AbstractContextManager[Any]) -> Iterator[None]:
