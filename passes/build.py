@@ -17,9 +17,9 @@ from schedlang.passes.executor import early_sums, pipeline_of
 from schedlang.passes.prepare import Prepared, check_axes, prepare
 from schedlang.passes.propagate import Traced
 from schedlang.passes.reduce import compressor_of, slice_state, sums_of
-from schedlang.passes.sequence import weight_by_tokens
 from schedlang.passes.staging import Staged, buffer_stages, shape_up
 from schedlang.passes.staleness import check_build
+from schedlang.passes.tried import weight_by_tokens
 from schedlang.passes.weigh import weight_of
 from schedlang.passes.whole_step import whole_step
 from schedlang.plan import Plan
