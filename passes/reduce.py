@@ -11,7 +11,7 @@ from schedlang.passes.reductions import reductions, sliced_names, sliced_over
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from schedlang.passes.prepare import Prepared
     from schedlang.runtime.compressed import Compressor
@@ -81,6 +81,7 @@ def compressor_of(
 ) -> Compressor | None:  # fmt: skip
     """What does the compressed sums of this rank, where a row asks for them."""
     from schedlang.runtime.compressed import Codec, Compressor
+    from schedlang.runtime.holding import cleaned
 
     how = plan.compression
     rows = [one for one in reductions(plan, traced, holdings) if one.kind == "compressed"]
@@ -89,4 +90,8 @@ def compressor_of(
     (one,) = rows
     codec = Codec(how.kind, how.rank, how.block, how.feedback)
     names = tuple(name for name in one.names if name in found)
-    return Compressor(codec, ranks.group(one.axes), names)
+
+    def clean(name: str, part: Tensor) -> Tensor:
+        return cleaned(part, holdings[name], plan.mesh, ranks.rank)
+
+    return Compressor(codec, ranks.group(one.axes), names, clean)
