@@ -227,11 +227,7 @@ def _apply(builder: Builder) -> None:
         if not shaped and _phase(action.primitive.writes) > FACETS.index("placement"):
             shape_up(builder.module, builder.traced, at_home)
             shaped = True
-        for group in action.each:
-            sites = tuple(plan.model.sites[fqn] for fqn in group)
-            target: Site | tuple[Site, ...] = (
-                sites if action.primitive.takes == "selection" else sites[0]
-            )
+        for target in plan.targets(action):
             action.primitive.apply(target, builder)
     if not shaped:
         shape_up(builder.module, builder.traced, at_home)

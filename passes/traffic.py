@@ -181,8 +181,8 @@ def _heard(context: _Context, batch: Mapping[str, Any], loss: Loss | None) -> li
     at = _At(plan, model)
     for action in plan.actions:
         if "recompute" in action.primitive.writes:
-            for site in action.sites:
-                action.primitive.apply(plan.model.sites[site], at)
+            for target in plan.targets(action):
+                action.primitive.apply(target, at)
     heard: list[_Exchange] = []
     backward = False
 

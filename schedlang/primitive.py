@@ -92,6 +92,14 @@ class Primitive:
         """The same call with what it names in files read; paths start at the schedule's folder."""
         return self
 
+    def taken(self, sites: tuple[str, ...]) -> list[tuple[str, ...]]:
+        """The sites of a row in the groups that it takes at a time."""
+        return [(site,) for site in sites] if self.takes == "module" else [sites]
+
+    def together(self, sites: tuple[str, ...]) -> list[tuple[str, ...]]:
+        """The sites of a row in the groups that are computed as one, which no cut divides."""
+        return [(site,) for site in sites]
+
     def effect(self, site: Any, plan: Plan) -> Plan:
         """The plan with what follows from this action: layouts, boundaries, cuts."""
         return plan
