@@ -100,6 +100,16 @@ class Primitive:
         """The sites of a row in the groups that are computed as one, which no cut divides."""
         return [(site,) for site in sites]
 
+    @property
+    def limit(self) -> int | None:
+        """The bytes that the modules of a row may keep on a rank, which then `fit` is asked about;
+        None: as many as they do."""
+        return None
+
+    def fit(self, chain: Sequence[Any], memory: int) -> Any:
+        """What is done with modules of these costs, in `memory` bytes; `apply` finds it again."""
+        raise NotImplementedError
+
     def effect(self, site: Any, plan: Plan) -> Plan:
         """The plan with what follows from this action: layouts, boundaries, cuts."""
         return plan
