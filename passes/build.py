@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.chains import Chains
 from schedlang.passes.complete import completed
 from schedlang.passes.context import exchange
 from schedlang.passes.executor import early_sums, pipeline_of
@@ -46,6 +47,7 @@ class Builder:
     module: nn.Module
     traced: Traced
     ranks: Ranks
+    chains: Chains = field(default_factory=dict)  # the sites of a row -> what fits into memory
     _shared: dict[object, Any] = field(default_factory=dict)
 
     def shared(self, key: object, make: Callable[[], Any]) -> Any:
@@ -96,7 +98,7 @@ def build(
     traced, staged, holdings = prepared.traced, prepared.staged, prepared.holdings
     check_build(staged, optimizer, clip, hollow)
     module = _local_copy(plan, holdings, ranks, hollow)
-    builder = Builder(plan, module, traced, ranks)
+    builder = Builder(plan, module, traced, ranks, prepared.chains)
     exchange(plan, module, prepared.tokens, ranks)
     _apply(builder)
     sliced = slice_state(plan, module, ranks, prepared)
@@ -229,11 +231,7 @@ def _apply(builder: Builder) -> None:
         if not shaped and _phase(action.primitive.writes) > FACETS.index("placement"):
             shape_up(builder.module, builder.traced, at_home)
             shaped = True
-        for group in action.each:
-            sites = tuple(plan.model.sites[fqn] for fqn in group)
-            target: Site | tuple[Site, ...] = (
-                sites if action.primitive.takes == "selection" else sites[0]
-            )
+        for target in plan.targets(action):
             action.primitive.apply(target, builder)
     if not shaped:
         shape_up(builder.module, builder.traced, at_home)

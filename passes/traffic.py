@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from schedlang.passes.chains import Chains, Counting, chains_of
 from schedlang.passes.gathers import gathers
 from schedlang.passes.holdings import slicing
 from schedlang.passes.memory import gathered_bytes
@@ -179,11 +180,12 @@ def _heard(context: _Context, batch: Mapping[str, Any], loss: Loss | None) -> li
     plan = context.plan
     model = local_skeleton(plan, context.traced)
     model.train()
-    at = _At(plan, model)
+    at = _At(plan, model, chains_of(Counting(plan, context.traced, context.staged, batch, loss,
+                                            context.tokens)))  # fmt: skip
     for action in plan.actions:
         if "recompute" in action.primitive.writes:
-            for site in action.sites:
-                action.primitive.apply(plan.model.sites[site], at)
+            for target in plan.targets(action):
+                action.primitive.apply(target, at)
     heard: list[_Exchange] = []
     backward = False
 
@@ -209,6 +211,7 @@ class _At:
 
     plan: Plan
     module: Any
+    chains: Chains
 
     def at(self, fqn: str) -> Any:
         return self.module.get_submodule(fqn)

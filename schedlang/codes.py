@@ -389,6 +389,18 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S832": ("a kernel of its own already", "Fuse or replace, not both."),
     "S833": ("not one graph", "The region cannot be compiled whole; choose a smaller one."),
     "S834": ("compiled too often", "Something that it reads differs from call to call."),
+    "S840": (
+        "no regions of these modules",
+        "A group is of modules that follow each other in a list, and has one at least.",
+    ),
+    "S841": (
+        "too little memory for any plan",
+        "A module that is recomputed keeps all that it saves while its backward runs.",
+    ),
+    "S842": (
+        "half of a plan, or two",
+        "`plan` and `memory` stand together, without `group`, `every` and `save`, on one list.",
+    ),
     "S901": ("the model file has no batch", "Define `batch(seed)`: a dict of tensors."),
     "S902": ("`batch` returns something else", "Return the forward's keyword arguments as a dict."),
     "S903": ("`model` returns something else", "Return a torch.nn.Module."),

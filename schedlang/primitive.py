@@ -96,6 +96,24 @@ class Primitive:
         """The same call with what it names in files read; paths start at the schedule's folder."""
         return self
 
+    def taken(self, sites: tuple[str, ...]) -> list[tuple[str, ...]]:
+        """The sites of a row in the groups that it takes at a time."""
+        return [(site,) for site in sites] if self.takes == "module" else [sites]
+
+    def together(self, sites: tuple[str, ...]) -> list[tuple[str, ...]]:
+        """The sites of a row in the groups that are computed as one, which no cut divides."""
+        return [(site,) for site in sites]
+
+    @property
+    def limit(self) -> int | None:
+        """The bytes that the modules of a row may keep on a rank, which then `fit` is asked about;
+        None: as many as they do."""
+        return None
+
+    def fit(self, chain: Sequence[Any], memory: int) -> Any:
+        """What is done with modules of these costs, in `memory` bytes; `apply` finds it again."""
+        raise NotImplementedError
+
     def effect(self, site: Any, plan: Plan) -> Plan:
         """The plan with what follows from this action: layouts, boundaries, cuts."""
         return plan
