@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from schedlang.passes.holdings import slicing
 from schedlang.passes.propagate import Traced
 from schedlang.passes.reductions import reductions, sliced_names
+from schedlang.passes.residence import tier_of_unit
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
@@ -43,8 +44,9 @@ def slice_state(
     for stage in staged.stages_at(place):
         asked = prepared.traced.asked
         out[stage] = one = Sliced(sliced.stage, mesh, ignored, met, sliced.reshard, asked)
-        for fqn in sliced_names(plan, staged, holdings, stage):
-            one.add(module.get_submodule(fqn), root=not fqn)
+        for fqn, names in sliced_names(plan, staged, holdings, stage).items():
+            tier = tier_of_unit(plan, fqn, names)
+            one.add(module.get_submodule(fqn), root=not fqn, tier=tier)
         one.prefetch(sliced.prefetch)
     return out
 

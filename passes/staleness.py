@@ -29,6 +29,7 @@ def check_stale(plan: Plan, staged: Staged) -> None:
     _check_shared(staged, row)
     _check_sliced(plan)
     _check_early(plan)
+    _check_residence(plan)
     _check_recomputed(plan, staged)
 
 
@@ -95,6 +96,24 @@ def _check_early(plan: Plan) -> None:
         notes=("no other stage of the rank has a backward left beside which a sum could run",),
         helps=("leave it at `overlap(transfers)`", SYNCHRONOUS),
     )  # fmt: skip
+
+
+def _check_residence(plan: Plan) -> None:
+    """Versions are kept where the weights are, and an update cannot wait for other ranks' files."""
+    bad = [s for s in plan.stores if s.what != "activations"]
+    bad = [s for s in bad if s.tier == "disk" or s.what != "optimizer"]
+    if not bad:
+        return
+    row = next((a for a in plan.actions if bad[0].fqn in a.sites and a.name == "offload"), None)
+    _refuse(
+        f"the {bad[0].what} of several versions cannot lie {_WHERE[bad[0].tier]}", row,
+        notes=("the order keeps the versions that it still needs on the device, and each stage"
+               " updates at its own time",),
+        helps=("keep the state alone in host memory: `offload(optimizer, to=cpu)`", SYNCHRONOUS),
+    )  # fmt: skip
+
+
+_WHERE = {"cpu": "in host memory", "disk": "on disk"}
 
 
 def _check_recomputed(plan: Plan, staged: Staged) -> None:

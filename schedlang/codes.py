@@ -361,6 +361,15 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S832": ("a kernel of its own already", "Fuse or replace, not both."),
     "S833": ("not one graph", "The region cannot be compiled whole; choose a smaller one."),
     "S834": ("compiled too often", "Something that it reads differs from call to call."),
+    "S850": (
+        "what a row puts on disk cannot be written",
+        "The step is undone on all ranks.  Files lie in the temporary folder: set TMPDIR, or make\n"
+        "room; a step needs room for the new beside the old.",
+    ),
+    "S854": (
+        "parameters that are gathered together lie apart",
+        "`zero` gathers a layer as one, so all of it lies on one tier: select whole layers.",
+    ),
     "S901": ("the model file has no batch", "Define `batch(seed)`: a dict of tensors."),
     "S902": ("`batch` returns something else", "Return the forward's keyword arguments as a dict."),
     "S903": ("`model` returns something else", "Return a torch.nn.Module."),
