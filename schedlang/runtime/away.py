@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from schedlang.diagnostic import Refusal
+from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime import copies
 from schedlang.runtime.gradient import buckets, local_gradient
 from schedlang.runtime.leaving import give_back, local
@@ -87,6 +87,18 @@ class Away:
     tensorwise: bool = True
     _buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
+    def check_whole(self, whole: WholeStep | None) -> None:
+        """Refuse a step on whole tensors where it would have to be undone (S855)."""
+        if whole is not None and self.disk:
+            raise Refusal(
+                Diagnostic(
+                    "S855", "a step on whole tensors cannot be undone where a disk is full",
+                    notes=("this optimizer looks at whole tensors, which lie in parts on the ranks",),
+                    helps=("keep everything in memory: `to=cpu`",
+                           "or use an elementwise optimizer (SGD, Adam, AdamW, ...)"),
+                )
+            )  # fmt: skip
+
     def begin(self, buffers: Mapping[str, Tensor]) -> None:
         """A step begins; where it may fail, buffers are noted as they are."""
         self._buffers = [(b, b.detach().clone()) for b in buffers.values()] if self.disk else []
@@ -102,6 +114,8 @@ class Away:
         Raises Refusal S850 on all ranks, with nothing changed, where a disk is full.
         """
         if whole is not None:
+            for parameter in self.parameters.values():
+                give_back(parameter)
             whole.step(optimizer)
             self.settle(optimizer)
             return

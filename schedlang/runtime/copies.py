@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from schedlang.runtime.scratch import Scratch
-from schedlang.runtime.tiers import CPU, mark
+from schedlang.runtime.tiers import empty
 
 
 def to_host(source: Tensor, scratch: Scratch | None = None) -> Tensor:
@@ -22,15 +22,15 @@ def to_host(source: Tensor, scratch: Scratch | None = None) -> Tensor:
         source = source.detach()
         if scratch is not None:
             return scratch.put(source)
-        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+        host = empty(source.shape, source.dtype, pinned=source.is_cuda)
         if not source.is_cuda:
-            return mark(host.copy_(source), CPU)
+            return host.copy_(source)
         stream = side_stream(source.device)
         stream.wait_stream(torch.cuda.current_stream(source.device))
         with torch.cuda.stream(stream):
             host.copy_(source, non_blocking=True)
         source.record_stream(stream)  # its memory is not reused before the copy is done
-        return mark(host, CPU)
+        return host
 
 
 def to_device(host: Tensor, device: torch.device) -> tuple[Tensor, torch.cuda.Event | None]:

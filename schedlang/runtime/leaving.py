@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from schedlang.runtime import copies
 from schedlang.runtime.scratch import Scratch
@@ -67,8 +68,15 @@ def accumulated(parameter: Tensor) -> None:
 def give_back(parameter: nn.Parameter) -> None:
     """The gradient becomes the parameter's own, where the parameter lies."""
     away = vars(parameter).pop(_SLOT, None)
-    if away is not None:
-        parameter.grad = away.to(parameter.device)
+    if away is None:
+        return
+    part = away.to(local(parameter).device)
+    if isinstance(parameter, DTensor):
+        part = DTensor.from_local(
+            part, parameter.device_mesh, parameter.placements, run_check=False,
+            shape=parameter.shape, stride=parameter.stride(),
+        )  # fmt: skip
+    parameter.grad = part
 
 
 def local(value: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class Store:
     """
 
     prefetch: int = 1
-    smallest: int = SMALLEST
+    smallest: int = field(default_factory=lambda: SMALLEST)
     ledger: Ledger | None = None
     scratch: Scratch | None = None
     moved: int = 0  # bytes copied to the host so far

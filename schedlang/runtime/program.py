@@ -67,6 +67,8 @@ class Program:
 
     def __post_init__(self) -> None:
         self._training = Training(self.assembly.module)
+        if self.away is not None:
+            self.away.check_whole(self.whole)
         a = self.assembly
         self._at = At(a.tokens)
         self._versions: Versions | None = versions_of(a.pipeline, a.parameters, self._update)

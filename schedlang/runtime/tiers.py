@@ -7,6 +7,7 @@ as real, and what lies where can be counted without a GPU.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -38,7 +39,14 @@ class _Marks:
         return self.tiers.get(reference.cdata, (None, DEVICE))[1]
 
 
+class _Making(threading.local):
+    """The tier of what is being made by `empty`, for whoever counts while it is."""
+
+    tier = DEVICE
+
+
 _marks = _Marks()
+_making = _Making()
 
 
 def gone(reference: StorageWeakRef) -> bool:
@@ -77,6 +85,10 @@ class Ledger:
         """Count the storage behind `tensor` for as long as it lives; None: where it is marked."""
         storage = tensor.untyped_storage()
         reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        if tier is None and reference.cdata in self._held:
+            return
+        if tier is None and _making.tier != DEVICE:
+            _marks.put(reference, _making.tier)
         self._held[reference.cdata] = (reference, storage.nbytes(), tier)
         for tier, size in self.now().items():
             self.peak[tier] = max(self.peak[tier], size)
@@ -111,8 +123,18 @@ class Residence(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
+def empty(
+    shape: torch.Size, dtype: torch.dtype, tier: str = CPU, *, pinned: bool = False
+) -> Tensor:
+    """A new tensor in host memory, marked."""
+    _making.tier = tier
+    try:
+        return mark(torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned), tier)
+    finally:
+        _making.tier = DEVICE
+
+
 def plain_copy(tensor: Tensor, tier: str = CPU) -> Tensor:
     """A copy in host memory, contiguous, marked."""
     with torch._C.DisableTorchFunction():
-        copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        return mark(copied.copy_(tensor.detach()), tier)
+        return empty(tensor.shape, tensor.dtype, tier).copy_(tensor.detach())
