@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from schedlang.passes.build import Builder
     from schedlang.passes.staging import Staged
     from schedlang.runtime.away import Away, Home, Tiers
+    from schedlang.runtime.holding import Holding
     from schedlang.runtime.replicas import Sliced
     from schedlang.runtime.scratch import Scratch
     from schedlang.runtime.streamed import Held, Window
@@ -63,6 +64,21 @@ def streamed_units(plan: Plan, trunk: frozenset[str]) -> dict[str, tuple[Stored,
                 known = found.get(owner, (row, ()))[1]
                 found[owner] = (row, (*known, name))
     return found
+
+
+def window_bytes(plan: Plan, staged: Staged, holdings: Mapping[str, Holding], place: int) -> int:
+    """Bytes of streamed parameters that a place has on the device at once, at most."""
+    from math import prod
+
+    found = []
+    for row, names in streamed_units(plan, staged.trunk).values():
+        held = [holdings[n] for n in names if not holdings[n].sliced]
+        mine = [h for h in held if h.stages is None or place in h.stages]
+        sizes = [plan.model.unique[h.name].itemsize * prod(h.layout.local_shape(plan.mesh))
+                 for h in mine]  # fmt: skip
+        found.append((sum(sizes), row.ahead))
+    ahead = max((ahead for _, ahead in found), default=0)
+    return sum(sorted(size for size, _ in found)[-1 - ahead :])
 
 
 def _units(plan: Plan, fqn: str, trunk: frozenset[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -134,7 +150,8 @@ def away(
         if one.gradient != DEVICE:
             let_leave([found[name]], scratch if one.gradient == DISK else None)
     alone = optimizer is None or is_tensorwise(optimizer)
-    made = Away(found, tiers, homes, window, scratch, plan.mesh.world, disk, alone)
+    files = any(r.tier == DISK and r.what in ("parameters", "optimizer") for r in plan.stores)
+    made = Away(found, tiers, homes, window, scratch, plan.mesh.world, disk, files, alone)
     made.check("the program was not built")
     return made
 

@@ -38,6 +38,11 @@ class Tiers:
     state: str = DEVICE
 
     @property
+    def each(self) -> tuple[str, str, str]:
+        """All three."""
+        return self.parameter, self.gradient, self.state
+
+    @property
     def step(self) -> str:
         """Where the step is computed."""
         return DEVICE if self.parameter == self.state == DEVICE else CPU
@@ -74,6 +79,7 @@ class Away:
     """What of this rank's parameters lies where.
 
     disk        whether any row puts anything on disk, on any rank
+    rewritten   whether a step writes files, on any rank
     tensorwise  whether the optimizer may step on some parameters at a time
     """
 
@@ -84,16 +90,17 @@ class Away:
     scratch: Scratch
     world: int
     disk: bool
+    rewritten: bool
     tensorwise: bool = True
     _buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def check_whole(self, whole: WholeStep | None) -> None:
         """Refuse a step on whole tensors where it would have to be undone (S855)."""
-        if whole is not None and self.disk:
+        if whole is not None and self.rewritten:
             raise Refusal(
                 Diagnostic(
                     "S855", "a step on whole tensors cannot be undone where a disk is full",
-                    notes=("this optimizer looks at whole tensors, which lie in parts on the ranks",),
+                    notes=("this optimizer looks at whole tensors, and they lie in parts",),
                     helps=("keep everything in memory: `to=cpu`",
                            "or use an elementwise optimizer (SGD, Adam, AdamW, ...)"),
                 )
@@ -116,6 +123,7 @@ class Away:
         if whole is not None:
             for parameter in self.parameters.values():
                 give_back(parameter)
+            self.check(UNDONE)
             whole.step(optimizer)
             self.settle(optimizer)
             return
