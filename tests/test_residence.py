@@ -16,9 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.diagnostic import Refusal
+from schedlang.passes.account import account
 from schedlang.passes.build import build
 from schedlang.passes.residence import streamed_units, tiers_of
+from schedlang.passes.show import view
+from schedlang.passes.show_text import text
 from schedlang.runtime.away import Tiers
+from schedlang.runtime.gradient import local_gradient
+from schedlang.runtime.leaving import local
 from schedlang.runtime.program import Program
 from schedlang.runtime.scratch import Scratch
 from schedlang.runtime.tiers import Residence, tier_of
@@ -261,6 +266,38 @@ def test_tiers() -> None:
         said = here.get(name, Tiers())
         assert (tier_of(found[name].data), tier_of(moments[name])) == (said.parameter, said.state)
     assert found["layers.1.up.weight"].grad is None
+
+
+def on_rank(plan: Any) -> dict[str, int]:
+    """On a rank: bytes of parameters, gradients and moments on each tier, after a step."""
+    program = build(plan, BATCHES[0], optimizer=adamw)
+    program.train_step(BATCHES[0])
+    found = dict.fromkeys(("device", "cpu", "disk"), 0)
+    states: Any = program.optimizer.state if program.optimizer is not None else {}
+    for parameter in program.assembly.parameters.values():
+        state = states.get(parameter, {})
+        each = [local(parameter), local_gradient(parameter)]
+        each += [local(value) for key, value in state.items() if key != "step"]
+        for value in each:
+            if value is not None:
+                found[tier_of(value)] += value.nbytes
+    return found
+
+
+@pytest.mark.parametrize("base, mesh", [("", ""), ("zero(stage=3, over=dp)", "dp=2")])
+def test_the_plan_counts_what_lies_where(threads: Threads, base: str, mesh: str) -> None:
+    """The bytes of each tier that a plan tells are those that ranks have after a step."""
+    rows = "layers[:1] offload(parameters)\nlayers[2] offload(optimizer, to=disk)\n"
+    plan = planned(words(), f"{rows}layers[2] offload(gradients)\n{base}", mesh)
+    told = account(plan, BATCHES[0]).classes
+    assert told is not None and told[0].disk > 0 < told[0].cpu
+    seen = threads.run(on_rank, plan.mesh.world, plan)
+    want = [{"device": c.state, "cpu": c.cpu, "disk": c.disk} for c in told for _ in range(c.ranks)]
+    assert sorted(map(str, seen)) == sorted(map(str, want))
+    printed = text(view(plan, account(plan, BATCHES[0])))
+    assert "on cpu" in printed and "on disk" in printed
+    layer = sum(p.nbytes for p in words().layers[0].parameters())
+    assert base or told[0].working == layer
 
 
 def test_buffers_written_in_forward_are_kept() -> None:
