@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from schedlang.passes.holdings import slicing
 from schedlang.passes.propagate import Traced
 from schedlang.passes.reductions import reductions, sliced_names, sliced_over
+from schedlang.passes.residence import tier_of_unit
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ def slice_state(
         asked = prepared.traced.asked
         out[stage] = one = Sliced(sliced.stage, meshes[axes], ignored, met, sliced.reshard, asked)
         for fqn, names in sliced_names(plan, staged, holdings, stage).items():
-            over = sliced_over(holdings, names) or axes
-            one.add(module.get_submodule(fqn), meshes[over], root=not fqn)
+            over, tier = sliced_over(holdings, names) or axes, tier_of_unit(plan, fqn, names)
+            one.add(module.get_submodule(fqn), meshes[over], root=not fqn, tier=tier)
         one.prefetch(sliced.prefetch)
     return out
 

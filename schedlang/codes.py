@@ -401,6 +401,20 @@ CODES: Mapping[str, tuple[str, str]] = {
         "half of a plan, or two",
         "`plan` and `memory` stand together, without `group`, `every` and `save`, on one list.",
     ),
+    "S850": (
+        "what a row puts on disk cannot be written",
+        "The step is undone on all ranks.  Files lie in the temporary folder: set TMPDIR, or make\n"
+        "room; a step needs room for the new beside the old.",
+    ),
+    "S854": (
+        "parameters that are gathered together lie apart",
+        "`zero` gathers a layer as one, so all of it lies on one tier: select whole layers.",
+    ),
+    "S855": (
+        "a step on whole tensors cannot be undone",
+        "Parameters in parts are put together for an optimizer that looks at whole tensors; with\n"
+        "anything on disk such a step might fail half done.",
+    ),
     "S901": ("the model file has no batch", "Define `batch(seed)`: a dict of tensors."),
     "S902": ("`batch` returns something else", "Return the forward's keyword arguments as a dict."),
     "S903": ("`model` returns something else", "Return a torch.nn.Module."),
