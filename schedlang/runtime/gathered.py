@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 
 def groups_of(unit: FSDPModule) -> list[Any]:
@@ -33,3 +38,23 @@ def name_in(unit: FSDPModule, held: Any) -> str:
     modules = unit.named_modules()  # type: ignore[attr-defined]
     prefix = next((name for name, child in modules if child is info.module), "")
     return f"{prefix}.{info.param_name}" if prefix else str(info.param_name)
+
+
+@contextmanager
+def without_values(units: Iterable[FSDPModule]) -> Iterator[None]:
+    """Let units run on the meta device, which they refuse by themselves."""
+    for unit in units:
+        for group in groups_of(unit):
+            group._validate_no_meta_params = lambda: None
+            group.device = torch.device("meta")
+    before = _fsdp_collectives._get_device_handle
+    handle = partial(_handle, before)
+    _fsdp_collectives._get_device_handle = handle
+    try:
+        yield
+    finally:
+        _fsdp_collectives._get_device_handle = before
+
+
+def _handle(plain: Callable[[str], Any], device: str) -> Any:
+    return plain("cpu" if device == "meta" else device)
