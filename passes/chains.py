@@ -66,9 +66,7 @@ def _chosen(
     return found
 
 
-def _by_stage(
-    staged: Staged, sites: tuple[str, ...]
-) -> list[tuple[tuple[str, ...], float]]:
+def _by_stage(staged: Staged, sites: tuple[str, ...]) -> list[tuple[tuple[str, ...], float]]:
     """The sites of each stage, and how many microbatches of all stages of its ranks are kept."""
     if staged.axis is None:
         return [(sites, 1.0)]
