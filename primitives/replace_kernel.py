@@ -17,15 +17,16 @@ class replace_kernel(Primitive):  # noqa: N801
     before   y = w * (x / rms(x))          several kernels of torch
     after    y = rms_norm(x, w)            one kernel forward, one backward
 
-      rms_norm   our Triton kernel, forward and backward; its offset, epsilon and rounding order are
-                 found by probing
-      sdpa       attention by torch's scaled_dot_product_attention, for transformers' modules
+      rms_norm, layer_norm   our Triton kernels, forward and backward; offset, epsilon and rounding
+                             order are found by probing
+      sdpa                   attention by torch's scaled_dot_product_attention, for transformers'
+                             modules
 
     A module is replaced only if a copy of it, in float64 on random input, computes what the kernel
     computes; otherwise the refusal gives the measured difference.
     """
 
-    kernel: Literal["rms_norm", "sdpa"]
+    kernel: Literal["rms_norm", "layer_norm", "sdpa"]
 
     example = "layers.*.norm  replace_kernel(rms_norm)"
     reads = frozenset()
@@ -51,17 +52,10 @@ class replace_kernel(Primitive):  # noqa: N801
 
     def trial(self, site: Site, plan: Plan, call: tuple[Any, Any]) -> list[Trial]:
         """Run the Triton kernel itself, on a GPU or in Triton's interpreter, beside the module."""
-        from schedlang.kernels.check import Case, run_kernel_check
+        from schedlang.kernels.check import run_kernel_check
+        from schedlang.runtime.kernel import cases_of
 
-        found = self._found(site, plan)
-        if self.kernel != "rms_norm":
-            return []
-        cases = [
-            Case(
-                (rows, found.size), dtype, found.eps or 1e-6, found.offset, found.rounding or "late"
-            )
-            for dtype, rows in (("float32", 7), ("bfloat16", 7), ("float32", 1))
-        ]
+        cases = cases_of(self._found(site, plan))
         return [
             Trial(
                 f"{k.case.dtype} {list(k.case.shape)} {c.name} by {k.backend}",
@@ -70,7 +64,7 @@ class replace_kernel(Primitive):  # noqa: N801
                 c.ok,
                 k.backend != "reference",
             )
-            for k in run_kernel_check(cases)
+            for k in (run_kernel_check(cases) if cases else ())
             for c in k.comparisons
         ]
 
