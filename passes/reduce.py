@@ -44,9 +44,15 @@ def slice_state(
         asked = prepared.traced.asked
         out[stage] = one = Sliced(sliced.stage, mesh, ignored, met, sliced.reshard, asked)
         for fqn in sliced_names(plan, staged, holdings, stage):
-            one.add(module.get_submodule(fqn), root=not fqn)
+            one.add(module.get_submodule(fqn), root=not fqn, waits=_waits(plan, fqn))
         one.prefetch(sliced.prefetch)
     return out
+
+
+def _waits(plan: Plan, fqn: str) -> bool:
+    """Whether a row lets something in this module compute after its forward."""
+    late = (a for a in plan.actions if getattr(a.primitive, "waits", False))
+    return any(s == fqn or s.startswith(f"{fqn}.") for action in late for s in action.sites)
 
 
 def sums_of(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from schedlang.plan import Plan
 from schedlang.primitive import Primitive, Trial, refuse
+from schedlang.value import Bytes
 
 if TYPE_CHECKING:
     from schedlang.model import Site
@@ -19,6 +20,8 @@ class replace_kernel(Primitive):  # noqa: N801
 
       rms_norm, layer_norm   our Triton kernels, forward and backward; offset, epsilon and rounding
                              order are found by probing
+      linear_cross_entropy   a head and the loss after it, `chunk` bytes of logits at a time; the
+                             model's own code finds the loss, its casts, scale and soft cap
       sdpa                   attention by torch's scaled_dot_product_attention, for transformers'
                              modules
 
@@ -26,15 +29,27 @@ class replace_kernel(Primitive):  # noqa: N801
     computes; otherwise the refusal gives the measured difference.
     """
 
-    kernel: Literal["rms_norm", "layer_norm", "sdpa"]
+    kernel: Literal["rms_norm", "layer_norm", "linear_cross_entropy", "sdpa"]
+    chunk: Bytes | None = None
 
     example = "layers.*.norm  replace_kernel(rms_norm)"
     reads = frozenset()
     writes = frozenset({"structure"})
     gives_up = frozenset({"rounding"})
 
+    @property
+    def waits(self) -> bool:
+        """Whether the module's parameters are needed after its forward."""
+        return self.kernel == "linear_cross_entropy"
+
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse a module that computes something else, with the measured mismatch."""
+        if self.chunk is not None and self.kernel != "linear_cross_entropy":
+            refuse(
+                "S870",
+                f"`{self.kernel}` holds no logits, and takes no `chunk`",
+                helps=(f"replace_kernel({self.kernel})",),
+            )
         found = self._found(site, plan)
         if type(found).__name__ == "Mismatch":
             refuse(
@@ -48,7 +63,7 @@ class replace_kernel(Primitive):  # noqa: N801
         """Put the kernel into the module of the copy."""
         from schedlang.runtime.kernel import replace
 
-        replace(build.at(site.fqn), self._found(site, build.plan))
+        replace(build.at(site.fqn), self._found(site, build.plan), int(self.chunk or 0))
 
     def trial(self, site: Site, plan: Plan, call: tuple[Any, Any]) -> list[Trial]:
         """Run the Triton kernel itself, on a GPU or in Triton's interpreter, beside the module."""

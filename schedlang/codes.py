@@ -361,6 +361,7 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S832": ("a kernel of its own already", "Fuse or replace, not both."),
     "S833": ("not one graph", "The region cannot be compiled whole; choose a smaller one."),
     "S834": ("compiled too often", "Something that it reads differs from call to call."),
+    "S870": ("the kernel takes no such argument", "`chunk` bounds the logits of a head's loss."),
     "S901": ("the model file has no batch", "Define `batch(seed)`: a dict of tensors."),
     "S902": ("`batch` returns something else", "Return the forward's keyword arguments as a dict."),
     "S903": ("`model` returns something else", "Return a torch.nn.Module."),

@@ -170,7 +170,7 @@ def check_case(case: Case, device: str) -> KernelCheck:
     generator = torch.Generator().manual_seed(case.seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(shape, generator=generator)
 
     def strided(tensor: Tensor) -> Tensor:
         return tensor.mT.contiguous().mT if case.strided and tensor.ndim > 1 else tensor

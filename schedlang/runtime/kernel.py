@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.kernels.check import Case
 from schedlang.kernels.device import wide
 from schedlang.kernels.layer_norm import layer_norm
@@ -26,10 +25,11 @@ from schedlang.runtime.attention import (
     match_attention,
     replace_attention,
 )
-from schedlang.runtime.forward import Layer, layers_of, wrap
+from schedlang.runtime.forward import Layer, layers_of, the_input, wrap
+from schedlang.runtime.head import Head, Waiting, probe_head
 from schedlang.runtime.modes import outside
 
-Found = Norm | Attention
+Found = Norm | Attention | Head
 
 
 def _norm(kind: str) -> Callable[[nn.Module, Call | None], Norm | Mismatch]:
@@ -45,6 +45,7 @@ def _norm(kind: str) -> Callable[[nn.Module, Call | None], Norm | Mismatch]:
 KERNELS: Mapping[str, Callable[[nn.Module, Call | None], Found | Mismatch]] = {
     "rms_norm": _norm("rms_norm"),
     "layer_norm": _norm("layer_norm"),
+    "linear_cross_entropy": lambda module, call: probe_head(module),
     "sdpa": match_attention,
 }
 
@@ -60,17 +61,22 @@ def match(module: nn.Module, kernel: str, call: Call | None = None) -> Found | M
         return KERNELS[kernel](module, call)
 
 
-def replace(module: nn.Module, found: Found) -> None:
-    """Let a built module compute with the kernel that `match` found for it, in place."""
+def replace(module: nn.Module, found: Found, chunk: int = 0) -> None:
+    """Let a built module compute with the kernel that `match` found for it, in place.
+
+    `chunk` are the bytes of logits that a head may hold at a time.
+    """
     if isinstance(found, Attention):
         replace_attention(module, found)
+    elif isinstance(found, Head):
+        wrap(module, "kernel", Waiting(module, found, chunk))
     else:
         wrap(module, "kernel", LAYERS[type(found)](module, found))
 
 
 def cases_of(found: Found) -> list[Case]:
     """Runs of the kernel itself, in the form found; none where the kernel is torch's own."""
-    return [] if isinstance(found, Attention) else found.cases()
+    return [] if isinstance(found, Attention) else [*found.cases()]
 
 
 class Normed:
@@ -92,22 +98,6 @@ class Normed:
         bias = getattr(self.module, norm.bias) if norm.bias is not None else None
         eps = torch.finfo(wide(x, weight)).eps if norm.eps is None else norm.eps
         return layer_norm(x, weight, bias, eps, norm.offset, norm.rounding)
-
-
-def the_input(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """The one argument of a call; raises Refusal S821 where there are more."""
-    given = [*args, *(value for value in kwargs.values() if value is not None)]
-    if len(given) == 1:
-        found: Tensor = given[0]
-        return found
-    raise Refusal(
-        Diagnostic(
-            "S821",
-            f"`{type(module).__name__}` was called with {len(given)} arguments, its kernel takes"
-            " one",
-            helps=("leave this module as it is",),
-        )
-    )
 
 
 LAYERS: Mapping[type, Callable[[nn.Module, Any], Layer]] = {Norm: Normed}

@@ -37,6 +37,7 @@ class Sliced:
         self.met = met  # what the loss depends on, whatever this rank's values are
         self.between = between and stage == 3  # free what is gathered between the two passes
         self.units: list[FSDPModule] = []
+        self.waiting: set[FSDPModule] = set()
         self.ahead = 0
         self.asked = asked  # values may decide that no rank uses a parameter in a step
         self.used: set[nn.Parameter] = set()  # what got a gradient of its own in this step
@@ -44,14 +45,15 @@ class Sliced:
         self._said: tuple[bool, bool] | None = None
         self._coming: list[UnshardHandle] | None = None  # while rows hold the parameters gathered
 
-    def add(self, module: nn.Module, *, root: bool = False) -> None:
+    def add(self, module: nn.Module, *, root: bool = False, waits: bool = False) -> None:
         """Slice what this module holds and no module added before it does.
 
-        What the root itself holds stays gathered after its forward: the backward begins there.
+        What the root itself holds stays gathered after its forward: the backward begins there.  So
+        does what `waits`: parts of it compute after its forward.
         """
         places = {n for n, p in module.named_parameters() if p in self.met}
         fully_shard(
-            module, mesh=self.mesh, reshard_after_forward=self.between and not root,
+            module, mesh=self.mesh, reshard_after_forward=self.between and not (root or waits),
             ignored_params=self.ignored,
         )  # fmt: skip
         assert isinstance(module, FSDPModule)
@@ -60,6 +62,8 @@ class Sliced:
         # a plain sum: a factor of one would go through an operator that gloo does not have
         module.set_force_sum_reduction_for_comms(True)
         self.units.append(module)
+        if waits:
+            self.waiting.add(module)
         if self.asked:
             module.register_forward_pre_hook(self._counter(len(self.units) - 1))
 
@@ -151,7 +155,8 @@ class Sliced:
     def _hold(self, held: bool) -> None:
         self._said = None
         for unit in self.units:
-            unit.set_reshard_after_forward(self.between and not held, recurse=False)
+            frees = self.between and not held and unit not in self.waiting
+            unit.set_reshard_after_forward(frees, recurse=False)
             unit.set_reshard_after_backward(not held, recurse=False)
 
 
