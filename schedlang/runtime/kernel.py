@@ -27,9 +27,10 @@ from schedlang.runtime.attention import (
 )
 from schedlang.runtime.forward import Layer, layers_of, the_input, wrap
 from schedlang.runtime.head import Head, Waiting, probe_head
+from schedlang.runtime.mlp import Gated, GatedMlp, probe_gated
 from schedlang.runtime.modes import outside
 
-Found = Norm | Attention | Head
+Found = Norm | Attention | Head | Gated
 
 
 def _norm(kind: str) -> Callable[[nn.Module, Call | None], Norm | Mismatch]:
@@ -45,6 +46,7 @@ def _norm(kind: str) -> Callable[[nn.Module, Call | None], Norm | Mismatch]:
 KERNELS: Mapping[str, Callable[[nn.Module, Call | None], Found | Mismatch]] = {
     "rms_norm": _norm("rms_norm"),
     "layer_norm": _norm("layer_norm"),
+    "gated": lambda module, call: probe_gated(module),
     "linear_cross_entropy": lambda module, call: probe_head(module),
     "sdpa": match_attention,
 }
@@ -100,7 +102,7 @@ class Normed:
         return layer_norm(x, weight, bias, eps, norm.offset, norm.rounding)
 
 
-LAYERS: Mapping[type, Callable[[nn.Module, Any], Layer]] = {Norm: Normed}
+LAYERS: Mapping[type, Callable[[nn.Module, Any], Layer]] = {Norm: Normed, Gated: GatedMlp}
 
 
 def kernel_of(module: nn.Module) -> str | None:
