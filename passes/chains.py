@@ -1,4 +1,4 @@
-"""Rows that fit modules into memory: what each module costs on a rank, and what is chosen for it."""
+"""Rows that fit modules into memory: what each costs on a rank, and what is chosen for it."""
 
 from __future__ import annotations
 

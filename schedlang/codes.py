@@ -415,6 +415,7 @@ CODES: Mapping[str, tuple[str, str]] = {
         "Parameters in parts are put together for an optimizer that looks at whole tensors; with\n"
         "anything on disk such a step might fail half done.",
     ),
+    "S870": ("the kernel takes no such argument", "`chunk` bounds the logits of a head's loss."),
     "S901": ("the model file has no batch", "Define `batch(seed)`: a dict of tensors."),
     "S902": ("`batch` returns something else", "Return the forward's keyword arguments as a dict."),
     "S903": ("`model` returns something else", "Return a torch.nn.Module."),
