@@ -361,6 +361,15 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S832": ("a kernel of its own already", "Fuse or replace, not both."),
     "S833": ("not one graph", "The region cannot be compiled whole; choose a smaller one."),
     "S834": ("compiled too often", "Something that it reads differs from call to call."),
+    "S880": (
+        "nothing that could replace a module",
+        "`replace(name)` takes what `replacements` of the model file says; schedules run no code.",
+    ),
+    "S881": (
+        "a replacement that does not fit",
+        "It has the same parameters under the same names, or says which names its own are made\n"
+        "of, and its forward takes the same arguments.",
+    ),
     "S901": ("the model file has no batch", "Define `batch(seed)`: a dict of tensors."),
     "S902": ("`batch` returns something else", "Return the forward's keyword arguments as a dict."),
     "S903": ("`model` returns something else", "Return a torch.nn.Module."),

@@ -70,6 +70,7 @@ class Primitive:
     reads: ClassVar[frozenset[str]] = frozenset()
     writes: ClassVar[frozenset[str]] = frozenset()
     takes: ClassVar[str] = "module"
+    anew: ClassVar[bool] = False  # its sites are other modules afterwards, for rows below
     if TYPE_CHECKING:
 
         @property
