@@ -78,6 +78,15 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S112": ("files use each other", "`use` brings in what a file defines; it cannot be circular."),
     "S113": ("not here", "Steps do not nest; declarations and `undo` stand outside of them."),
+    "S114": (
+        "no such step in a base",
+        "`override` and `drop` change steps that a `use` above brings in; a file's own steps are\n"
+        "changed where they are written.",
+    ),
+    "S115": (
+        "a base under a name",
+        "A file with steps becomes part of this one; only libraries of\ndefinitions take `as`.",
+    ),
     "S201": (
         "a selector matches no module",
         "Every segment must match under every module found so far: 31 of 32 layers is a mistake.\n"
