@@ -83,7 +83,7 @@ class Sliced:
         # a plain sum: a factor of one would go through an operator that gloo does not have
         module.set_force_sum_reduction_for_comms(True)
         self.units.append(module)
-        if waits:
+        if unit.waits:
             self.waiting.add(module)
         if self.asked:
             module.register_forward_pre_hook(self._counter(len(self.units) - 1))
