@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from schedlang.passes.chains import Chains, Counting, chains_of
 from schedlang.passes.gathers import gathers
 from schedlang.passes.holdings import slicing
 from schedlang.passes.memory import gathered_bytes
@@ -179,11 +180,12 @@ def _heard(context: _Context, batch: Mapping[str, Any], loss: Loss | None) -> li
     plan = context.plan
     model = local_skeleton(plan, context.traced)
     model.train()
-    at = _At(plan, model)
+    at = _At(plan, model, chains_of(Counting(plan, context.traced, context.staged, batch, loss,
+                                            context.tokens)))  # fmt: skip
     for action in plan.actions:
         if "recompute" in action.primitive.writes:
-            for site in action.sites:
-                action.primitive.apply(plan.model.sites[site], at)
+            for target in plan.targets(action):
+                action.primitive.apply(target, at)
     heard: list[_Exchange] = []
     backward = False
 
@@ -192,9 +194,9 @@ def _heard(context: _Context, batch: Mapping[str, Any], loss: Loss | None) -> li
 
     batch, sitting = seated(plan, model, context.tokens, batch)
     inputs = hollow_batch(dict(batch))
-    with listening(listen), sitting:
-        with OnMeta(dict(batch), inputs):  # a model may ask for values of masks
-            value = backward_root(model, inputs, loss)
+    # a model may ask for values of masks, and what is indexed by one has a backward that does
+    with listening(listen), sitting, OnMeta(dict(batch), inputs):
+        value = backward_root(model, inputs, loss)
         backward = True
         if value is not None:
             value.backward()
@@ -208,6 +210,7 @@ class _At:
 
     plan: Plan
     module: Any
+    chains: Chains
 
     def at(self, fqn: str) -> Any:
         return self.module.get_submodule(fqn)
