@@ -58,9 +58,9 @@ class expert_parallel(Primitive):  # noqa: N801
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse what is no module of experts, and numbers of experts that do not divide."""
         found = self._experts(site, plan)
-        if isinstance(found, str):
-            helps = ("name the module that is called with tokens, experts of each, and weights",)
-            refuse("S421", f"`{site}` is no module of experts", notes=(found,), helps=helps)
+        if hasattr(found, "reason"):
+            said, helps = (found.said,), found.helps
+            refuse("S421", f"`{site}` is no module of experts", notes=said, helps=helps)
         self._check_options(site, found.count)
         self._check_inner(site, plan)
         ranks = plan.mesh.size(self.over)
@@ -167,12 +167,7 @@ class expert_parallel(Primitive):  # noqa: N801
         """The experts of the module, or why it has none; tried once for each kind of module."""
         key = ("experts", site.kind)
         if key not in plan.model.cache:
-            from schedlang.runtime.expert_probe import NoExperts, probe_experts
+            from schedlang.runtime.expert_probe import probe_experts
 
-            found = probe_experts(plan.model.model.get_submodule(site.fqn))
-            if isinstance(found, NoExperts):
-                far = f" (by {found.error:.1e})" if found.error is not None else ""
-                plan.model.cache[key] = found.reason + far
-            else:
-                plan.model.cache[key] = found
+            plan.model.cache[key] = probe_experts(plan.model.model.get_submodule(site.fqn))
         return plan.model.cache[key]

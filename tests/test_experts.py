@@ -243,6 +243,23 @@ def test_refusals() -> None:
     assert "S422" in refused(tiny(), ROW.format("tp, chunks=0"), "tp=2")
 
 
+class _Listed(nn.Module):
+    """Experts in a list, as models wrote them before their weights were stacked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(models.WIDTH, 4)
+        self.experts = nn.ModuleList(nn.Linear(models.WIDTH, models.WIDTH) for _ in range(4))
+
+
+def test_experts_in_a_list_are_refused() -> None:
+    """Modules of their own are told apart from no experts at all, with what can be done."""
+    for name in ("", ".experts"):
+        said = refused(nn.ModuleList([_Listed()]), f"*{name}  expert_parallel(over=tp)", "tp=2")
+        assert "S421" in said and "4 modules of their own, which are called one by one" in said
+        assert "stack their weights" in said and "`zero(stage=3, over=...)`" in said
+
+
 def test_tied_experts_are_split_once(threads: Any) -> None:
     """Layers that share experts spread them over the same axes, and train as if always so."""
     tied = "layers.* tie()\n"

@@ -41,16 +41,30 @@ class Experts:
 
 @dataclass(frozen=True)
 class NoExperts:
-    """Why a module is no module of experts, and by how much it differs (relative) if it ran."""
+    """Why a module is no module of experts, and by how much it differs (relative) if it ran.
+
+    helps   what can be done with what it is
+    """
 
     reason: str
     error: float | None = None
+    helps: tuple[str, ...] = (
+        "name the module that is called with tokens, experts of each, and weights",
+    )
+
+    @property
+    def said(self) -> str:
+        """The reason, with the difference."""
+        return self.reason + (f" (by {self.error:.1e})" if self.error is not None else "")
 
 
 def probe_experts(module: nn.Module) -> Experts | NoExperts:
     """The experts that a module holds, or the measured reason why it does not."""
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     cubes = {shape[0] for shape in shapes.values() if len(shape) >= 3}
+    listed = _listed(module)
+    if not cubes and listed is not None:
+        return listed
     if len(cubes) != 1:
         return NoExperts("it has no parameters of three dims whose first dim are the experts")
     (count,) = cubes
@@ -69,6 +83,26 @@ def probe_experts(module: nn.Module) -> Experts | NoExperts:
             error = error if error is not None and error.error is not None else found
     assert error is not None
     return error
+
+
+def _listed(module: nn.Module) -> NoExperts | None:
+    """Experts that are modules of their own, one behind the other in a list."""
+    for name, child in module.named_modules():
+        alike = {
+            (type(one), tuple((n, p.shape) for n, p in one.named_parameters()))
+            for one in child.children()
+        }
+        if isinstance(child, nn.ModuleList) and len(child) > 1 and len(alike) == 1:
+            where = f"`{name}` holds" if name else "it is a list of"
+            return NoExperts(
+                f"{where} {len(child)} modules of their own, which are called one by one",
+                helps=(
+                    "stack their weights, in one module that is called with tokens, experts of each,"
+                    " and weights",
+                    "or slice them as they are, but for the tokens: `zero(stage=3, over=...)`",
+                ),
+            )
+    return None
 
 
 def scales(shapes: list[tuple[int, ...]]) -> Iterator[int]:
