@@ -69,10 +69,10 @@ def shared_sums(
     from schedlang.runtime.stage import signature
 
     known: Any = plan.model.cache.setdefault("sums over rows", {})
-    key = signature(sample), loss
-    if key not in known:
-        known[key] = batch_sums(plan.model.model, sample, loss)
-    found = known[key]
+    key = signature(sample), id(loss)
+    if key not in known:  # the loss is kept with it, so that no other gets its identity
+        known[key] = batch_sums(plan.model.model, sample, loss), loss
+    found = known[key][0]
     if found is None:
         return ()
     counted = weighed or found.labels

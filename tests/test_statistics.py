@@ -17,9 +17,9 @@ from schedlang.runtime.batch_sums import batch_sums
 from schedlang.runtime.statistics import gather_statistics
 from tests import expert_models as models
 from tests.proofs import planned, proven
+from tests.test_experts import KINDS
 
 ZERO = "zero(stage={}, over=dp)"
-ROUTED = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
 def padded(batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -31,10 +31,19 @@ def padded(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**batch, "attention_mask": mask, "labels": labels}
 
 
-@pytest.mark.parametrize("pad", [False, True])
-def test_router_losses_of_transformers(pad: bool, threads: Any) -> None:
+OTHERS = ("GptOss", "Olmoe", "Qwen3Moe")
+
+
+@pytest.mark.parametrize(
+    ("kind", "pad"),
+    [("Mixtral", True), pytest.param("Mixtral", False, marks=pytest.mark.deep),
+     *(pytest.param(kind, True, marks=pytest.mark.deep) for kind in OTHERS)],
+)  # fmt: skip
+def test_router_losses_of_transformers(kind: str, pad: bool, threads: Any) -> None:
     """Loss, router gradients and three steps are those of the whole batch; static proofs hold."""
-    model, batch = models.transformers_model("Mixtral", **ROUTED, num_hidden_layers=1)
+    more = {**KINDS[kind], "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    more |= {"layer_types": ["full_attention"]} if kind == "GptOss" else {}
+    model, batch = models.transformers_model(kind, **more, num_hidden_layers=1)
     batch = padded(batch) if pad else batch
     plan = planned(model, ZERO.format(1), "dp=2")
     report = proven(threads, plan, [batch])

@@ -97,8 +97,8 @@ def _listed(module: nn.Module) -> NoExperts | None:
             return NoExperts(
                 f"{where} {len(child)} modules of their own, which are called one by one",
                 helps=(
-                    "stack their weights, in one module that is called with tokens, experts of each,"
-                    " and weights",
+                    "stack their weights: one module, called with tokens, experts of each, and"
+                    " weights",
                     "or slice them as they are, but for the tokens: `zero(stage=3, over=...)`",
                 ),
             )
