@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang.passes.book import Booked
 from schedlang.passes.holdings import holdings_of, slicing
 from schedlang.passes.prepare import Prepared
+from schedlang.passes.reductions import sliced_over
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
@@ -236,7 +237,6 @@ def slices(step: Step, rank: int) -> tuple[Booked, ...]:
     plan = replace(plan, actions=kept)
     micro = plan.micro
     batch = _repeated(step.sample, plan.shares * micro)
-    ranks = plan.mesh.group(rank, plan.mesh.fold(row.axes))
     found = []
     cut = {name for name, holding in prepared.holdings.items() if holding.sliced}
     with playing(rank, plan.mesh.world):
@@ -244,7 +244,8 @@ def slices(step: Step, rank: int) -> tuple[Booked, ...]:
                         hollow=True)  # fmt: skip
         for one in program.assembly.sliced.values():
             for names, divisor in reduced(one, program.assembly.parameters):
-                made = booked_at(plan, prepared, ranks, names)
+                axes = sliced_over(prepared.holdings, tuple(names))
+                made = booked_at(plan, prepared, plan.mesh.group(rank, axes), names)
                 found.append(replace(made, divisor=divisor))
         for copies in program.assembly.sums:
             names = frozenset(copies.names) & cut

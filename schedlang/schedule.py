@@ -270,7 +270,7 @@ class Schedule(Scope):
         self._declare(n.Require(node, span=span))
 
     def use(self, path: str, as_: str | None = None, **knobs: object) -> None:
-        """Bring in the definitions of a library file, relative to the working directory."""
+        """Bring in a library's definitions or a base's steps, relative to the working directory."""
         span = python_span()
         args = tuple(n.Keyword(k, lift.lift(v, span), span=span) for k, v in knobs.items())
         self._declare(n.Use(path, as_, args or None, span=NOWHERE))

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-ORDER = ("kernel", "context", "fuse", "checkpoint", "offload")
+ORDER = ("kernel", "context", "fuse", "stream", "checkpoint", "offload")
 
 Layer = Callable[..., Any]  # layer(inner, *args, **kwargs) calls inner, or computes in its place
 _SLOT = "_schedlang_forward"

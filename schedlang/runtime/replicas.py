@@ -13,11 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, UnshardHandle, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    UnshardHandle,
+    fully_shard,
+)
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.gathered import groups_of, name_in, settle
 from schedlang.runtime.operations import Handler
+from schedlang.runtime.tiers import CPU, DEVICE
 from schedlang.timeline import Kind
 
 
@@ -44,15 +51,20 @@ class Sliced:
         self._said: tuple[bool, bool] | None = None
         self._coming: list[UnshardHandle] | None = None  # while rows hold the parameters gathered
 
-    def add(self, module: nn.Module, *, root: bool = False) -> None:
-        """Slice what this module holds and no module added before it does.
+    def add(
+        self, module: nn.Module, mesh: DeviceMesh, *, root: bool = False, tier: str = DEVICE
+    ) -> None:
+        """Slice over a mesh what this module holds and no module added before it does.
 
         What the root itself holds stays gathered after its forward: the backward begins there.
+        Slices of another tier than the device's are gathered from the host.
         """
+        pinned = tier == CPU and mesh.device_type != "cpu"
+        policy = OffloadPolicy() if tier == DEVICE else CPUOffloadPolicy(pin_memory=pinned)
         places = {n for n, p in module.named_parameters() if p in self.met}
         fully_shard(
-            module, mesh=self.mesh, reshard_after_forward=self.between and not root,
-            ignored_params=self.ignored,
+            module, mesh=mesh, reshard_after_forward=self.between and not root,
+            ignored_params=self.ignored, offload_policy=policy,
         )  # fmt: skip
         assert isinstance(module, FSDPModule)
         self._fill(module, places)
