@@ -75,6 +75,7 @@ class State:
     lead    the dims before queries and keys, as the model has them now
     inner   the same as they are in `added`: [rows, heads] as soon as the model says so
     added   numbers for [*inner, queries or 1, keys of the whole sequence], -inf where hidden
+    hides   whether some of `added` may hide all keys of a query
     weights whether the softmax has been taken
     """
 
@@ -87,6 +88,7 @@ class State:
     scale: float = 1.0
     added: Tensor | None = None
     mask: Mask | None = None
+    hides: bool = False
     weights: bool = False
     drawn: Any = None
 
@@ -258,7 +260,7 @@ def _fill(state: State, hidden: Any, value: Any) -> State:
     if state.mask is None and is_causal(state.seat, ~gone):
         return replace(state, mask=Mask(causal=True))  # a ring leaves out what positions hide
     zero = torch.zeros(gone.shape, dtype=state.query.dtype, device=gone.device)
-    return _plus(state, zero.masked_fill(gone, -math.inf))
+    return _plus(replace(state, hides=True), zero.masked_fill(gone, -math.inf))
 
 
 def _where(state: State, *given: Any) -> State:
@@ -321,7 +323,8 @@ def _values(state: State, value: Tensor) -> Tensor:
             len(state.inner) > 1) else state.added[:, None]  # fmt: skip
         mask = replace(mask, rows=wide)
     parts = [_four(x, state, rows) for x in (state.query, state.key, value)]
-    call = Call(parts[0], parts[1], parts[2], mask, state.scale, blind="mean", drawn=state.drawn)
+    blind: Any = "mean" if state.hides or mask.present is not None else "zero"
+    call = Call(parts[0], parts[1], parts[2], mask, state.scale, blind=blind, drawn=state.drawn)
     out = state.seat.attend(state.how, call)
     return out.reshape(*state.lead, *out.shape[-2:])
 
