@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from schedlang.model import Site
     from schedlang.runtime.assembly import Assembly, Weight
     from schedlang.runtime.holding import Holding
     from schedlang.runtime.program import Program

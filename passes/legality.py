@@ -171,7 +171,7 @@ def _once(done: str) -> Callable[[Plan, Action, Primitive, list[Meeting], Span],
         plan: Plan, first: Action, then: Primitive, meetings: list[Meeting], span: Span
     ) -> None:
         same = [pair for pair in meetings if pair[0] == pair[1]]
-        if same:
+        if same and (not first.primitive.anew or then.anew):
             title = f"{_name(same[0][0])} {done} twice"
             now, before = "this is the second time", "first here"
             helps = ["drop one of the two"]

@@ -26,7 +26,7 @@ def slice_state(
     plan: Plan, module: nn.Module, ranks: Ranks, prepared: Prepared
 ) -> dict[int, Sliced]:
     """Put fully_shard around the units of each stage of this rank."""
-    from schedlang.runtime.replicas import Sliced
+    from schedlang.runtime.replicas import Sliced, Unit
 
     staged, holdings = prepared.staged, prepared.holdings
     sliced, _ = slicing(plan)
@@ -48,9 +48,16 @@ def slice_state(
         out[stage] = one = Sliced(sliced.stage, meshes[axes], ignored, met, sliced.reshard, asked)
         for fqn, names in sliced_names(plan, staged, holdings, stage).items():
             over, tier = sliced_over(holdings, names) or axes, tier_of_unit(plan, fqn, names)
-            one.add(module.get_submodule(fqn), meshes[over], root=not fqn, tier=tier)
+            unit = Unit(root=not fqn, waits=_waits(plan, fqn), tier=tier)
+            one.add(module.get_submodule(fqn), meshes[over], unit)
         one.prefetch(sliced.prefetch)
     return out
+
+
+def _waits(plan: Plan, fqn: str) -> bool:
+    """Whether a row lets something in this module compute after its forward."""
+    late = (a for a in plan.actions if getattr(a.primitive, "waits", False))
+    return any(s == fqn or s.startswith(f"{fqn}.") for action in late for s in action.sites)
 
 
 def sums_of(

@@ -194,13 +194,12 @@ def _heard(context: _Context, batch: Mapping[str, Any], loss: Loss | None) -> li
 
     batch, sitting = seated(plan, model, context.tokens, batch)
     inputs = hollow_batch(dict(batch))
-    with listening(listen), sitting:
-        # a model may ask for values of masks, and what is indexed by one has a backward that does
-        with OnMeta(dict(batch), inputs):
-            value = backward_root(model, inputs, loss)
-            backward = True
-            if value is not None:
-                value.backward()
+    # a model may ask for values of masks, and what is indexed by one has a backward that does
+    with listening(listen), sitting, OnMeta(dict(batch), inputs):
+        value = backward_root(model, inputs, loss)
+        backward = True
+        if value is not None:
+            value.backward()
     crossing.forget()
     return heard
 

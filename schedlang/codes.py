@@ -420,6 +420,16 @@ CODES: Mapping[str, tuple[str, str]] = {
         "Parameters in parts are put together for an optimizer that looks at whole tensors; with\n"
         "anything on disk such a step might fail half done.",
     ),
+    "S870": ("the kernel takes no such argument", "`chunk` bounds the logits of a head's loss."),
+    "S880": (
+        "nothing that could replace a module",
+        "`replace(name)` takes what `replacements` of the model file says; schedules run no code.",
+    ),
+    "S881": (
+        "a replacement that does not fit",
+        "It has the same parameters under the same names, or says which names its own are made\n"
+        "of, and its forward takes the same arguments.",
+    ),
     "S901": ("the model file has no batch", "Define `batch(seed)`: a dict of tensors."),
     "S902": ("`batch` returns something else", "Return the forward's keyword arguments as a dict."),
     "S903": ("`model` returns something else", "Return a torch.nn.Module."),

@@ -74,6 +74,7 @@ class Primitive:
     writes: ClassVar[frozenset[str]] = frozenset()
     takes: ClassVar[str] = "module"
     foremost: ClassVar[bool] = False
+    anew: ClassVar[bool] = False  # its sites are other modules afterwards, for rows below
     if TYPE_CHECKING:
 
         @property
