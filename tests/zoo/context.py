@@ -12,7 +12,7 @@ from schedlang.runtime import moving
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.attend import rounds
 from schedlang.runtime.attend.local import Forward
-from schedlang.runtime.context import calls, known, products
+from schedlang.runtime.context import calls, known, scores
 from schedlang.runtime.context.described import Mask
 from schedlang.runtime.context.seat import Seat
 from schedlang.runtime.context.tokens import Tokens
@@ -99,14 +99,14 @@ def positions_begin_anew(patch: Patch, site: Site) -> None:
 @bug("X12", CP, Operator.SLICE, "cp, bias", row=ROW)
 def biases_of_own_keys(patch: Patch, site: Site) -> None:
     """Biases of a rank's own keys stand at the keys of all ranks."""
-    plain = products.by_keys
+    plain = scores.by_keys
 
     def own(seat: Any, given: Tensor) -> Tensor | None:
         found = plain(seat, given)
         assert found is not None
         return found[..., torch.arange(seat.layout.total) % seat.length]
 
-    patch.setattr(products, "by_keys", own)
+    patch.setattr(scores, "by_keys", own)
 
 
 @bug("X13", CP, Operator.FREEZE, "cp, bias", row=ROW)
