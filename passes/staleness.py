@@ -30,6 +30,7 @@ def check_stale(plan: Plan, staged: Staged) -> None:
     _check_sliced(plan)
     _check_early(plan)
     _check_coded(plan)
+    _check_residence(plan)
     _check_recomputed(plan, staged)
 
 
@@ -108,6 +109,24 @@ def _check_coded(plan: Plan) -> None:
         notes=("what a code leaves out is added to the gradient of the next step",),
         helps=("drop this row: gradients are then summed whole", SYNCHRONOUS),
     )  # fmt: skip
+
+
+def _check_residence(plan: Plan) -> None:
+    """Versions are kept where the weights are, and an update cannot wait for other ranks' files."""
+    bad = [s for s in plan.stores if s.what != "activations"]
+    bad = [s for s in bad if s.tier == "disk" or s.what != "optimizer"]
+    if not bad:
+        return
+    row = next((a for a in plan.actions if bad[0].fqn in a.sites and a.name == "offload"), None)
+    _refuse(
+        f"the {bad[0].what} of several versions cannot lie {_WHERE[bad[0].tier]}", row,
+        notes=("the order keeps the versions that it still needs on the device, and each stage"
+               " updates at its own time",),
+        helps=("keep the state alone in host memory: `offload(optimizer, to=cpu)`", SYNCHRONOUS),
+    )  # fmt: skip
+
+
+_WHERE = {"cpu": "in host memory", "disk": "on disk"}
 
 
 def _check_recomputed(plan: Plan, staged: Staged) -> None:
