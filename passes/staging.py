@@ -123,16 +123,16 @@ def _graph(
     from schedlang.runtime.units import units_of
 
     at = [fqn for c in plan.cuts for fqn in c.before]
-    trunks = [fqn for c in plan.cuts for fqn in c.trunks]
-    more = {"trunks": trunks, "unrolled": dict(plan.unrolled)}
+    trunks, unrolled = [fqn for c in plan.cuts for fqn in c.trunks], dict(plan.unrolled)
     seen = once(plan.model.model, {fqn: traced.entries[fqn] for fqn in traced.order})
     if seen is not None:
         try:
-            names = units_of(skeleton, batch, at, calls=seen, **more)
+            names = units_of(skeleton, batch, at, trunks=trunks, unrolled=unrolled, calls=seen)
             return record(skeleton, names, batch, loss=loss)
         except Refusal:
             pass  # a forward that is called by its name is no unit; what is refused is told below
-    return record(skeleton, units_of(skeleton, batch, at, **more), batch, loss=loss)
+    names = units_of(skeleton, batch, at, trunks=trunks, unrolled=unrolled)
+    return record(skeleton, names, batch, loss=loss)
 
 
 def _as_often(plan: Plan, traced: Traced) -> None:
