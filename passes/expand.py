@@ -233,12 +233,14 @@ class Expander:
     def _select(self, paths: Sequence[n.Path], roots: Roots, names: Names) -> Roots:
         if self.selector is None or roots is None:
             return None
-        found = [fqn for path in paths for fqn in self.selector.select(path, roots, names)]
-        return self.selector.sort(found)
+        selector = self.selector = current(self.selector, self.state)
+        found = [fqn for path in paths for fqn in selector.select(path, roots, names)]
+        return selector.sort(found)
 
     def _scope(self, node: n.At, roots: Roots, names: Names) -> Roots:
         if self.selector is None or roots is None:
             return None
+        self.selector = current(self.selector, self.state)
         return self.selector.scope(node, roots, names)
 
     def _when(
@@ -314,6 +316,14 @@ class Expander:
                 return
             raise _beside(refusal.at(span), primitive, self.state) from None
         self.state = replace(self.state, plan=plan)
+
+
+def current(selector: Selector, state: State) -> Selector:
+    """The selector of the modules that are there now: rows may have replaced some."""
+    plan = state.plan
+    if plan is None or selector.tree is plan.model or not plan.model.rewritten:
+        return selector
+    return Selector(plan.model)
 
 
 def _folder(span: Span) -> Path:

@@ -108,7 +108,7 @@ def _kinds(plan: Plan, holdings: Mapping[str, Holding], axes: tuple[str, ...]) -
     tiers = tiers_of(plan)
     for name, holding in holdings.items():
         fact = plan.model.unique[name]
-        key = (holding.layout, bool(holding.sliced))
+        key = (holding.layout, holding.sliced)
         if key not in known:
             at = ranks if holding.sliced else ranks[:1]
             known[key] = tuple(math.prod(holding.local_shape(plan.mesh, rank)) for rank in at)
@@ -155,10 +155,9 @@ def _first(plan: Plan, staged: Staged, axes: tuple[str, ...], place: int, cut: i
 
 def gathered_bytes(plan: Plan, holdings: Mapping[str, Holding], names: tuple[str, ...]) -> int:
     """Bytes of parameters that are gathered whole from slices of equal size."""
-    row, _ = slicing(plan)
-    count = plan.mesh.size(row.axes) if row is not None else 1
     total = 0
     for name in names:
+        count = plan.mesh.size(holdings[name].sliced)
         shape = holdings[name].layout.local_shape(plan.mesh)
         rows = -(-shape[0] // count) * count  # as fully_shard pads
         total += rows * math.prod(shape[1:]) * plan.model.unique[name].itemsize

@@ -29,6 +29,7 @@ def check_stale(plan: Plan, staged: Staged) -> None:
     _check_shared(staged, row)
     _check_sliced(plan)
     _check_early(plan)
+    _check_coded(plan)
     _check_residence(plan)
     _check_recomputed(plan, staged)
 
@@ -95,6 +96,18 @@ def _check_early(plan: Plan) -> None:
         next((a for a in plan.actions if a.name == "overlap"), None),
         notes=("no other stage of the rank has a backward left beside which a sum could run",),
         helps=("leave it at `overlap(transfers)`", SYNCHRONOUS),
+    )  # fmt: skip
+
+
+def _check_coded(plan: Plan) -> None:
+    """What one update leaves out would be added to gradients at other weights, stage by stage."""
+    if plan.compression is None:
+        return
+    _refuse(
+        "gradients are summed in fewer bytes once a step, and stages update several times in one",
+        next((a for a in plan.actions if a.name == "compress"), None),
+        notes=("what a code leaves out is added to the gradient of the next step",),
+        helps=("drop this row: gradients are then summed whole", SYNCHRONOUS),
     )  # fmt: skip
 
 

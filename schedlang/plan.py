@@ -38,9 +38,7 @@ class Action:
     @property
     def each(self) -> Iterator[tuple[str, ...]]:
         """The groups of sites that the primitive takes at a time."""
-        if self.primitive.takes == "module":
-            return iter([(site,) for site in self.sites])
-        return iter([self.sites])
+        return iter(self.primitive.taken(self.sites))
 
 
 @dataclass(frozen=True)
@@ -220,12 +218,16 @@ class Plan:
         row = self.actions[-1].row + 1 if self.actions else 0
         action = Action(primitive, tuple(sites), step, row, span)
         plan = self
-        for group in action.each:
-            known = tuple(self.model.sites[fqn] for fqn in group)
-            target: Any = known if primitive.takes == "selection" else known[0]
+        for target in self.targets(action):
             primitive.check(target, plan)
             plan = primitive.effect(target, plan)
         return replace(plan, actions=(*self.actions, action))
+
+    def targets(self, action: Action) -> Iterator[Any]:
+        """What the primitive of an action is given, one after the other: a site, or several."""
+        for group in action.each:
+            known = tuple(self.model.sites[fqn] for fqn in group)
+            yield known if action.primitive.takes == "selection" else known[0]
 
     def layout(self, parameter: str) -> Layout:
         """How a parameter (any of its names) lies on the mesh."""

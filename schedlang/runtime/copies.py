@@ -20,6 +20,8 @@ def to_host(source: Tensor, scratch: Scratch | None = None) -> Tensor:
     """
     with torch._C.DisableTorchFunction():
         source = source.detach()
+        if source.is_meta:  # counted, and not there
+            return torch.empty_like(source)
         if scratch is not None:
             return scratch.put(source)
         host = empty(source.shape, source.dtype, pinned=source.is_cuda)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 
 def groups_of(unit: FSDPModule) -> list[Any]:
@@ -70,3 +73,23 @@ def shards_of(units: Iterable[FSDPModule]) -> dict[Any, Shard]:
     """The slices that units gather, by parameter."""
     groups = [group for unit in units for group in groups_of(unit)]
     return {one.sharded_param: Shard(one) for group in groups for one in group.fsdp_params}
+
+
+@contextmanager
+def without_values(units: Iterable[FSDPModule]) -> Iterator[None]:
+    """Let units run on the meta device, which they refuse by themselves."""
+    for unit in units:
+        for group in groups_of(unit):
+            group._validate_no_meta_params = lambda: None
+            group.device = torch.device("meta")
+    before = _fsdp_collectives._get_device_handle
+    handle = partial(_handle, before)
+    _fsdp_collectives._get_device_handle = handle
+    try:
+        yield
+    finally:
+        _fsdp_collectives._get_device_handle = before
+
+
+def _handle(plain: Callable[[str], Any], device: str) -> Any:
+    return plain("cpu" if device == "meta" else device)

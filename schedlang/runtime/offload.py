@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from schedlang.runtime import copies, scope
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.scratch import Scratch
-from schedlang.runtime.tiers import CPU, DEVICE, DISK, Ledger, gone, reference_to
+from schedlang.runtime.tiers import CPU, DEVICE, DISK, gone, reference_to
 
 SMALLEST = 1 << 16  # bytes; what is smaller costs more to move than to keep
 
@@ -36,11 +37,15 @@ class Store:
 
     prefetch: int = 1
     smallest: int = field(default_factory=lambda: SMALLEST)
-    ledger: Ledger | None = None
+    ledger: Tracks | None = None
     scratch: Scratch | None = None
     moved: int = 0  # bytes copied to the host so far
     _seen: dict[int, tuple[StorageWeakRef, int, weakref.ref[_Copy]]] = field(default_factory=dict)
     _last: dict[int | None, weakref.ref[_Call]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.ledger is None:
+            self.ledger = _watching
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Store:
         """Copies of a module go on using the same store."""
@@ -75,6 +80,27 @@ class Store:
         return copied
 
 
+class Tracks(Protocol):
+    """What is told of storages."""
+
+    def track(self, tier: str, tensor: Tensor) -> None:
+        """A storage lies on a tier."""
+
+
+_watching: Tracks | None = None
+
+
+@contextmanager
+def watched(ledger: Tracks) -> Iterator[None]:
+    """Stores that are made inside tell this ledger, if they are given none."""
+    global _watching
+    before, _watching = _watching, ledger
+    try:
+        yield
+    finally:
+        _watching = before
+
+
 def offload(module: nn.Module, store: Store) -> None:
     """Keep what `module` saves for backward in host memory, in place; gradients stay bit-equal.
 
@@ -107,15 +133,17 @@ class Offload:
             return inner(*args, **kwargs)
 
     def _stays(self, tensor: Tensor) -> bool:
-        if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_meta:
+        if type(tensor) is not Tensor or tensor.layout != torch.strided:
+            return True
+        if tensor.is_meta and _watching is None:
             return True
         if tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
             return True
         storage = tensor.untyped_storage()
-        if storage.nbytes() < self.store.smallest or storage.data_ptr() == 0:
+        if storage.nbytes() < self.store.smallest or _place(tensor) == 0:
             return True
         home = next(self.module.parameters(), tensor).device
-        if tensor.device != home or storage.data_ptr() in set(self._own()):
+        if tensor.device != home or _place(tensor) in set(self._own()):
             return True
         self.store.track(DEVICE, tensor)
         return False
@@ -126,7 +154,7 @@ class Offload:
             for each in group:
                 with torch.no_grad():
                     local = each.to_local() if hasattr(each, "to_local") else each
-                yield local.untyped_storage().data_ptr()
+                yield _place(local)
 
 
 class _Packed:
@@ -213,6 +241,12 @@ class _Copy:
         self.reload()
         assert self.raw is not None
         return copies.ready(self.raw, self.ready)
+
+
+def _place(tensor: Tensor) -> int:
+    """Equal for tensors in the same memory, or in the same that is not there."""
+    storage = tensor.untyped_storage()
+    return int(storage._cdata) if tensor.is_meta else int(storage.data_ptr())
 
 
 def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
