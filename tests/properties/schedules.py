@@ -30,8 +30,9 @@ def tie(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
             if config.blocks[other] == block and not config.frozen.startswith("blocks"):
                 claims = [
                     "tie",
-                    *(f"{verb} {one}" for verb in ("shard", "late", "kernel") for one in (at, to)),
-                ]
+                    *(f"{verb} {one}" for verb in ("shard", "late", "kernel", "parameters")
+                      for one in (at, to)),
+                ]  # fmt: skip
                 found.append(step("tie", [f"{at}, {to}  tie()"], [*claims, "freeze"]))
     return found
 
@@ -82,11 +83,19 @@ def checkpoint(config: Config, sizes: dict[str, int], length: int) -> list[Step]
 
 @generator
 def offload(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """At blocks, with and without looking ahead."""
+    """At blocks, with and without looking ahead; parameters also all, gradients and state all."""
+    found, every = [], [f"parameters {_at(place)}" for place in range(len(config.blocks))]
+    for place, own in enumerate(every):
+        at = _at(place)
+        for more in (", to=cpu", ", prefetch=0"):
+            found.append(step("offload", [f"{at}  offload(activations{more})"], [f"offload {at}"]))
+        for more in ("", ", to=disk"):
+            found.append(step("offload", [f"{at}  offload(parameters{more})"], [own]))
     return [
-        step("offload", [f"{_at(place)}  offload(activations{more})"], [f"offload {_at(place)}"])
-        for place in range(len(config.blocks))
-        for more in (", to=cpu", ", prefetch=0")
+        *found,
+        step("offload", ["offload(parameters)"], every),
+        step("offload", ["offload(gradients)"], ["leaving"]),
+        step("offload", ["offload(optimizer, to=disk)"], ["optimizer"]),
     ]
 
 

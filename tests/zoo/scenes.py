@@ -164,6 +164,9 @@ SCENES: dict[str, Scene] = {
         'blocks.* offload(activations, to=cpu)\npipeline(order="GPipe", micro=2)', "",
         lambda seed: points(seed, 8, (40, 64)),  # tensors below 64 KiB stay where they are
     ),
+    "streamed": _gpt2(
+        'offload(parameters)\noffload(optimizer, to=disk)\npipeline(order="GPipe", micro=2)', ""
+    ),
     "fused": _gpt2("transformer.h.*.mlp fuse()", ""),
     "fused, recomputed": _gpt2("transformer.h.*.mlp fuse()\ntransformer.h.* checkpoint()", ""),
     "writing": _alone(networks.Writing, "blocks.*.inner fuse()"),
