@@ -18,13 +18,16 @@ Meeting = tuple[str, str]  # a site of the first row and one of the second
 def check(plan: Plan, primitive: Primitive, sites: Sequence[str], span: Span) -> None:
     """Refuse a row that may not stand below one that is already in the plan (S501 to S504).
 
-    Rows meet where their sites are equal, one lies in the other, or they share a tied parameter.
+    Rows meet where their sites are equal, one lies in the other, or they share a tied parameter; a
+    verb that changes which parameters there are meets all rows.
     """
     for first in plan.actions:
         relation = conflicts(type(first.primitive), type(primitive))
         if relation not in ("clash", "both"):
             continue
         meetings = list(_meetings(plan, first.sites, sites))
+        if relation == "clash" and primitive.foremost:
+            meetings = meetings or [(first.sites[0], sites[0])]
         if not meetings:
             continue
         if relation == "clash":
@@ -94,7 +97,7 @@ def _refuse(
 def _clash(first: Action, then: Primitive, meetings: list[Meeting], span: Span) -> None:
     name = type(then).__name__
     facets = sorted((then.writes & first.primitive.reads) - first.primitive.writes)
-    what = " and ".join(facets)
+    what = " and ".join(facets) or "parameters"
     one, other = meetings[0]
     _refuse(
         "S503",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.chains import Chains, Counting, chains_of
 from schedlang.passes.context import tokens_of
 from schedlang.passes.holdings import holdings_of
 from schedlang.passes.propagate import Traced, propagate
@@ -14,6 +15,7 @@ from schedlang.passes.routing import check_routing
 from schedlang.passes.sequence import slicing_of
 from schedlang.passes.staging import Staged, stages_of
 from schedlang.passes.staleness import check_stale
+from schedlang.passes.statistics import statistics_of
 from schedlang.passes.weigh import Weight
 from schedlang.plan import Plan
 
@@ -34,6 +36,7 @@ class Prepared:
     holdings: Mapping[str, Holding]
     slicing: Slicing | None = None  # of sequences, where the pipeline cuts them
     tokens: Tokens | None = None  # where ranks split them
+    chains: Chains = field(default_factory=dict)  # of rows with a limit of memory
 
 
 def prepare(
@@ -47,11 +50,13 @@ def prepare(
     check_axes(plan)
     check_routing(plan)
     traced = propagate(plan, sample, loss)
+    traced = replace(traced, statistics=statistics_of(plan, sample, loss, weight is not None))
     staged = stages_of(plan, traced, sample, loss)
     check_stale(plan, staged)
     slicing = slicing_of(plan, traced, staged, sample, loss, weight)
     tokens = tokens_of(plan, traced, sample, loss, weight)
-    return Prepared(traced, staged, holdings_of(plan, staged), slicing, tokens)
+    chains = chains_of(Counting(plan, traced, staged, sample, loss, tokens))
+    return Prepared(traced, staged, holdings_of(plan, staged), slicing, tokens, chains)
 
 
 def check_axes(plan: Plan) -> None:

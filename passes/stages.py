@@ -118,21 +118,32 @@ def check_regions(plan: Plan, graph: StageGraph, stage_of: Sequence[int]) -> Non
     """Refuse a cut inside of what a row recomputes or computes as one (S603)."""
     rows = [(a, f) for a in plan.actions for f in REGIONS if f in a.primitive.writes]
     for action, facet in rows:
-        for site in action.sites:
-            inside = [k for k, name in enumerate(graph.units) if name.startswith(f"{site}.")]
+        for region in action.primitive.together(action.sites):
+            inside = [
+                k for k, name in enumerate(graph.units)
+                if any(name.startswith(f"{site}.") for site in region)
+                or len(region) > 1 and name in region
+            ]  # fmt: skip
             cuts = [graph.labels[b] for a, b in pairwise(inside) if stage_of[a] != stage_of[b]]
             if cuts:
                 does = REGIONS[facet]
                 what = "checkpointed" if facet == "recompute" else "replaced"
-                other = Label(action.span or NOWHERE, f"{does} `{site}` as one")
+                ends = dict.fromkeys((region[0], region[-1]))
+                one = Label(
+                    action.span or NOWHERE, f"{does} {' to '.join(map(_quoted, ends))} as one"
+                )
                 raise Refusal(
                     Diagnostic(
                         "S603", f"a {what} region may not reach across a pipeline cut",
-                        Label(text=f"cuts it in two before `{cuts[0]}`"), (other,),
-                        helps=(f"cut before or after `{site}`",
+                        Label(text=f"cuts it in two before `{cuts[0]}`"), (one,),
+                        helps=(f"cut before `{region[0]}` or after `{region[-1]}`",
                                f"or let `{action.name}` take the modules inside, one by one"),
                     )
                 )  # fmt: skip
+
+
+def _quoted(name: str) -> str:
+    return f"`{name}`"
 
 
 def elements(plan: Plan, cut: Cut) -> tuple[str, ...]:

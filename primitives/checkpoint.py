@@ -6,10 +6,15 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal
 
 from schedlang.plan import Plan
-from schedlang.primitive import Primitive
+from schedlang.primitive import Primitive, refuse
+from schedlang.regions import Tree, groups, regions, root, runs
+from schedlang.value import Bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from schedlang.model import Site
+    from schedlang.regions.rotor import Cost
 
 
 class checkpoint(Primitive):  # noqa: N801
@@ -22,21 +27,127 @@ class checkpoint(Primitive):  # noqa: N801
     (fused attention), `collective` (communication, which is then not repeated).  Random numbers are
     replayed, so dropout gives the same masks.
 
+    `group=4` recomputes elements of a list that follow each other four at a time, so that one input
+    is kept for four of them; `group=sqrt` takes the square root of their number.  `every=2` leaves
+    every second module (or group) as it is.
+
+    `plan=rotor, memory=2GiB` chooses regions, and regions within regions, that keep at most so many
+    bytes on a rank and compute least again; operations and bytes of each module are counted with
+    the first batch, before anything runs.  In a pipeline microbatches in flight share the memory.
+
     Chen et al., Training deep nets with sublinear memory cost (2016); selective recomputation:
-    Korthikanti et al. (2022).
+    Korthikanti et al. (2022); chains: Beaumont et al., Rotor (2019); stages: AdaPipe (2024).
     """
 
     save: tuple[Literal["linear", "attention", "collective"], ...] = field(default=(), kw_only=True)
+    group: int | Literal["sqrt"] = field(default=1, kw_only=True)
+    every: int = field(default=1, kw_only=True)
+    plan: Literal["rotor"] | None = field(default=None, kw_only=True)
+    memory: Bytes | None = field(default=None, kw_only=True)
 
     example = "layers.*  checkpoint()"
     reads = frozenset({"structure", "placement"})
     writes = frozenset({"recompute"})
+    takes = "selection"
 
-    def check(self, site: Site, plan: Plan) -> None:
-        """Nothing at one module alone; nesting is refused between rows."""
+    def taken(self, sites: tuple[str, ...]) -> list[tuple[str, ...]]:
+        """Each module alone, where they are recomputed alone."""
+        return [(site,) for site in sites] if self._alone else [sites]
 
-    def apply(self, site: Site, build: Any) -> None:
-        """Recompute the module of the copy."""
+    def together(self, sites: tuple[str, ...]) -> list[tuple[str, ...]]:
+        """The regions, of which each is recomputed as one."""
+        if self._alone or self.plan is not None:  # a plan keeps within stages
+            return [(site,) for site in sites]
+        found = ((run, places) for run in runs(sites) for places in regions(self._tree(run)))
+        return [tuple(run[place] for place in places) for run, places in found]
+
+    def check(self, sites: tuple[Site, ...], plan: Plan) -> None:
+        """Refuse sizes that mean nothing, and modules that do not follow each other."""
+        names = tuple(site.fqn for site in sites)
+        self._check_plan(names)
+        for word, size in (("group", self.group), ("every", self.every)):
+            if size != "sqrt" and size < 1:
+                refuse("S840", f"`{word}={size}` is no number of modules", f"`{word}` counts them",
+                       helps=(f"use `{word}=1` or more",))  # fmt: skip
+        inner = next((n for n in names for m in names if n != m and _inside(n, m)), None)
+        if inner is not None:
+            refuse("S502", "nested checkpoints recompute the inner module twice",
+                   f"`{inner}` lies inside another module that this row selects",
+                   helps=("select one of the two: a `*` in a path matches one level",))  # fmt: skip
+        if self.group != 1 and len(names) > 1 and all(len(run) == 1 for run in runs(names)):
+            refuse("S840", f"no two of these {len(names)} modules follow each other in a list",
+                   f"`{names[0]}` and `{names[1]}` are not neighbours",
+                   notes=("a group is recomputed from the input of its first module on",),
+                   helps=("select elements of one list, as in `layers.*  checkpoint(group=4)`",
+                          "or recompute each alone: `checkpoint()`"))  # fmt: skip
+
+    def apply(self, sites: tuple[Site, ...], build: Any) -> None:
+        """Recompute modules of the copy."""
         from schedlang.runtime.recompute import checkpoint as recompute
+        from schedlang.runtime.region import regions as recompute_as
 
-        recompute(build.at(site.fqn), self.save)
+        if self._alone:
+            for site in sites:
+                recompute(build.at(site.fqn), self.save)
+            return
+        names = tuple(site.fqn for site in sites)
+        made = ((run, self._tree(run)) for run in runs(names))
+        for run, tree in build.chains[names] if self.plan is not None else made:
+            recompute_as([build.at(name) for name in run], tree, self.save)
+
+    @property
+    def limit(self) -> int | None:
+        """The memory that a plan fits its modules into."""
+        return self.memory if self.plan is not None else None
+
+    def fit(self, chain: Sequence[Cost], memory: int) -> Tree:
+        """The regions of a plan; refuses memory in which there are none."""
+        from schedlang.regions.rotor import least, rotor
+
+        tree = rotor(chain, memory)
+        if tree is None:
+            need = least(chain)[0]
+            refuse(
+                "S841",
+                f"{memory} bytes hold no plan for these {len(chain)} modules",
+                "too little for one microbatch",
+                notes=(
+                    f"the largest keeps {max(c.saved for c in chain)} bytes by itself when it"
+                    f" is recomputed, all kept are {sum(c.saved for c in chain)}",
+                ),
+                helps=(
+                    f"each microbatch needs {need} bytes at least",
+                    "or make them smaller: recompute inside of a module instead",
+                ),
+            )
+        return tree
+
+    def _check_plan(self, names: tuple[str, ...]) -> None:
+        """A plan needs its memory, and one list of modules; it chooses groups by itself."""
+        if (self.plan is None) != (self.memory is None):
+            given, missing = ("plan", "memory") if self.plan else ("memory", "plan")
+            refuse("S842", f"`{given}` without `{missing}`", "half of a plan",
+                   notes=("a plan fits modules into the memory that it is given",),
+                   helps=("write `checkpoint(plan=rotor, memory=2GiB)`",))  # fmt: skip
+        if self.plan is None:
+            return
+        if self.group != 1 or self.every != 1 or self.save:
+            refuse("S842", "a plan chooses by itself what is recomputed together",
+                   "`group`, `every` and `save` choose it, too",
+                   helps=(f"drop them: `checkpoint(plan={self.plan}, memory=2GiB)`",))  # fmt: skip
+        if len(runs(names)) > 1:
+            refuse("S842", "a plan is for modules that follow each other in one list",
+                   f"`{runs(names)[0][-1]}` and `{runs(names)[1][0]}` do not",
+                   helps=("give each list a row and memory of its own",))  # fmt: skip
+
+    @property
+    def _alone(self) -> bool:
+        return self.group == 1 and self.every == 1 and self.plan is None
+
+    def _tree(self, run: tuple[str, ...]) -> Tree:
+        size = root(len(run)) if self.group == "sqrt" else self.group
+        return groups(len(run), size, self.every)
+
+
+def _inside(name: str, other: str) -> bool:
+    return name.startswith(f"{other}." if other else "")

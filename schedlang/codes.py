@@ -53,6 +53,11 @@ CODES: Mapping[str, tuple[str, str]] = {
         "A subclass of Primitive has a docstring, an example, check and apply, facets that exist,\n"
         "and a name that no other module uses.",
     ),
+    "S009": (
+        "an extension cannot be imported",
+        "Installed packages add primitives by entry points of the group `schedlang.primitives`;\n"
+        "one of them fails when it is imported.",
+    ),
     "S101": (
         "declared twice",
         "Knobs, axes, views, definitions and steps have names of their own.",
@@ -261,6 +266,20 @@ CODES: Mapping[str, tuple[str, str]] = {
         "ranks would gather different ones.",
     ),
     "S662": ("sequences are split twice", "Over ranks, or in slices one after the other."),
+    "S428": (
+        "experts that cannot be cut inside",
+        "`inner=` cuts every expert along its own hidden dim, in equal parts that add up to it.",
+    ),
+    "S668": (
+        "statistics of a batch in microbatches",
+        "A loss made of means over the whole batch (router losses) needs all of its rows; the\n"
+        "backward of a microbatch begins before later ones are there.",
+    ),
+    "S669": (
+        "statistics that were not found again",
+        "Sums over rows are shared by ranks where the model was seen to make them: the k-th call\n"
+        "of that name in the forward of that module.",
+    ),
     "S680": ("too few tokens", "Every rank that shares a sequence needs one of its tokens."),
     "S681": (
         "heads that cannot be divided",
@@ -370,13 +389,40 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S832": ("a kernel of its own already", "Fuse or replace, not both."),
     "S833": ("not one graph", "The region cannot be compiled whole; choose a smaller one."),
     "S834": ("compiled too often", "Something that it reads differs from call to call."),
+    "S840": (
+        "no regions of these modules",
+        "A group is of modules that follow each other in a list, and has one at least.",
+    ),
+    "S841": (
+        "too little memory for any plan",
+        "A module that is recomputed keeps all that it saves while its backward runs.",
+    ),
+    "S842": (
+        "half of a plan, or two",
+        "`plan` and `memory` stand together, without `group`, `every` and `save`, on one list.",
+    ),
+    "S850": (
+        "what a row puts on disk cannot be written",
+        "The step is undone on all ranks.  Files lie in the temporary folder: set TMPDIR, or make\n"
+        "room; a step needs room for the new beside the old.",
+    ),
+    "S854": (
+        "parameters that are gathered together lie apart",
+        "`zero` gathers a layer as one, so all of it lies on one tier: select whole layers.",
+    ),
+    "S855": (
+        "a step on whole tensors cannot be undone",
+        "Parameters in parts are put together for an optimizer that looks at whole tensors; with\n"
+        "anything on disk such a step might fail half done.",
+    ),
+    "S870": ("the kernel takes no such argument", "`chunk` bounds the logits of a head's loss."),
     "S880": (
         "nothing that could replace a module",
         "`replacements` of the model file says what is.",
     ),
     "S881": (
         "a replacement that does not fit",
-        "It has the same parameters, or says what its own are made of, and takes the same arguments.",
+        "It has the same parameters, or says what its own are made of, and takes the same call.",
     ),
     "S882": ("a pattern that is nowhere in the module", "The message has the nearest miss."),
     "S883": ("a data flow that cannot be followed", "It chooses by values; name a smaller module."),

@@ -38,9 +38,7 @@ class Action:
     @property
     def each(self) -> Iterator[tuple[str, ...]]:
         """The groups of sites that the primitive takes at a time."""
-        if self.primitive.takes == "module":
-            return iter([(site,) for site in self.sites])
-        return iter([self.sites])
+        return iter(self.primitive.taken(self.sites))
 
 
 @dataclass(frozen=True)
@@ -143,6 +141,21 @@ class Compression:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """What a row keeps off the device of a module, and of all that it holds.
+
+    what   "activations", "parameters", "gradients" or "optimizer" (its state)
+    tier   "cpu" (host memory) or "disk"
+    ahead  how many modules come back to the device before it is their turn
+    """
+
+    fqn: str
+    what: str
+    tier: str
+    ahead: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """Mesh, decisions, actions, and what follows from the actions.  Every change makes a new plan.
 
@@ -174,6 +187,7 @@ class Plan:
     replicas: tuple[Replicas, ...] = ()
     contexts: Mapping[str, tuple[Context, ...]] = field(default_factory=dict)  # by module
     compression: Compression | None = None  # of the sums of gradients over some data axes
+    stores: tuple[Stored, ...] = ()  # what does not lie on the device
 
     @staticmethod
     def empty(model: ModelFacts, mesh: Mesh | None = None) -> Plan:
@@ -204,12 +218,16 @@ class Plan:
         row = self.actions[-1].row + 1 if self.actions else 0
         action = Action(primitive, tuple(sites), step, row, span)
         plan = self
-        for group in action.each:
-            known = tuple(self.model.sites[fqn] for fqn in group)
-            target: Any = known if primitive.takes == "selection" else known[0]
+        for target in self.targets(action):
             primitive.check(target, plan)
             plan = primitive.effect(target, plan)
         return replace(plan, actions=(*self.actions, action))
+
+    def targets(self, action: Action) -> Iterator[Any]:
+        """What the primitive of an action is given, one after the other: a site, or several."""
+        for group in action.each:
+            known = tuple(self.model.sites[fqn] for fqn in group)
+            yield known if action.primitive.takes == "selection" else known[0]
 
     def layout(self, parameter: str) -> Layout:
         """How a parameter (any of its names) lies on the mesh."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, dataclass_transform
@@ -26,6 +27,7 @@ FACETS = frozenset(
 TAKES = ("module", "selection", "model")
 Relation = Literal["commute", "order", "clash", "both"]
 
+EXTENSIONS = "schedlang.primitives"  # the group of entry points
 _registry: dict[str, type[Primitive]] = {}
 
 
@@ -64,13 +66,15 @@ class Primitive:
     `takes` says what it is given: each "module" of the selection, the "selection" as a tuple, or
     the "model" (the scope; no selector stands before it).  `gives_up` names what the result may
     differ in; a property where it depends on the arguments.  `field(kw_only=True)` makes an
-    argument that must be named, and may then be required after optional ones.
+    argument that must be named, and may then be required after optional ones.  A `foremost` verb
+    changes which parameters there are: it stands above whatever else is done, wherever that is.
     """
 
     example: ClassVar[str]
     reads: ClassVar[frozenset[str]] = frozenset()
     writes: ClassVar[frozenset[str]] = frozenset()
     takes: ClassVar[str] = "module"
+    foremost: ClassVar[bool] = False
     anew: ClassVar[bool] = False  # its sites are other modules afterwards, for rows below
     if TYPE_CHECKING:
 
@@ -97,6 +101,24 @@ class Primitive:
     def resolved(self, patterns: Mapping[str, Pattern]) -> Primitive:
         """The same call with the pattern that it names filled in."""
         return self
+
+    def taken(self, sites: tuple[str, ...]) -> list[tuple[str, ...]]:
+        """The sites of a row in the groups that it takes at a time."""
+        return [(site,) for site in sites] if self.takes == "module" else [sites]
+
+    def together(self, sites: tuple[str, ...]) -> list[tuple[str, ...]]:
+        """The sites of a row in the groups that are computed as one, which no cut divides."""
+        return [(site,) for site in sites]
+
+    @property
+    def limit(self) -> int | None:
+        """The bytes that the modules of a row may keep on a rank, which then `fit` is asked about;
+        None: as many as they do."""
+        return None
+
+    def fit(self, chain: Sequence[Any], memory: int) -> Any:
+        """What is done with modules of these costs, in `memory` bytes; `apply` finds it again."""
+        raise NotImplementedError
 
     def effect(self, site: Any, plan: Plan) -> Plan:
         """The plan with what follows from this action: layouts, boundaries, cuts."""
@@ -169,10 +191,33 @@ def scratch(keep: Sequence[str] | None = None) -> Iterator[None]:
 
 @cache
 def load_all() -> None:
-    """Import every module of `schedlang.primitives`; none of them imports torch."""
+    """Import every module of `schedlang.primitives`, and what installed packages add to them.
+
+    None of ours imports torch.  A package names the modules of its primitives as entry points of
+    the group `schedlang.primitives`.
+    """
     package = importlib.import_module("schedlang.primitives")
     for module in sorted(info.name for info in pkgutil.iter_modules(package.__path__)):
         importlib.import_module(f"schedlang.primitives.{module}")
+    for point in sorted(metadata.entry_points(group=EXTENSIONS), key=lambda found: found.name):
+        _load(point)
+
+
+def _load(point: metadata.EntryPoint) -> None:
+    """Import the primitives of an installed package; refuses S009 one that cannot be imported."""
+    try:
+        point.load()
+    except Refusal:
+        raise
+    except Exception as error:  # whatever a stranger's module raises
+        holder = f"{point.dist.name} {point.dist.version}" if point.dist else "a package"
+        raise Refusal(
+            Diagnostic(
+                "S009", f"the primitives of {holder} cannot be imported",
+                notes=(f"`{point.value}`: {type(error).__name__}: {error}",),
+                helps=("install a version of it that fits, or uninstall it",),
+            )
+        ) from error  # fmt: skip
 
 
 def conflicts(first: type[Primitive], then: type[Primitive]) -> Relation:
@@ -182,6 +227,8 @@ def conflicts(first: type[Primitive], then: type[Primitive]) -> Relation:
     "clash": `then` changes what `first` relied on.  "both": both change one facet, whose own rule
     decides.
     """
+    if first.foremost != then.foremost and (first.writes | then.writes) - {"trained"}:
+        return "clash" if then.foremost else "order"
     both = first.writes & then.writes
     if (then.writes & first.reads) - both:
         return "clash"

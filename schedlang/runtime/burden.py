@@ -7,8 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import flop_counter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from schedlang.runtime.units import Switch
 
 
 class Burden:
@@ -60,3 +65,44 @@ def _key(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return id(tensor)
+
+
+@contextmanager
+def counted(burden: Burden, model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Count what calls of these modules cost, those inside of another one's with that one."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        burden.leave_out(tensor)
+    mode = _Operators(burden)
+    switch = Switch(model, names)
+
+    def handle(unit: int, original: Any, args: Any, kwargs: Any) -> Any:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        mode.unit, outer = unit, mode.unit
+        try:
+            with burden.of(unit, given):
+                return original(*args, **kwargs)
+        finally:
+            mode.unit = outer
+
+    try:
+        with switch.using(handle), mode:
+            yield
+    finally:
+        switch.remove()
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts every operator that runs in a unit."""
+
+    def __init__(self, burden: Burden) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.burden = burden
+        self.unit: int | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if self.unit is not None:
+            self.burden.ran(self.unit, func, args, kwargs or {}, output)
+        return output

@@ -11,7 +11,7 @@ in the same order, because backward order is that of the same graph, so that the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from torch.utils.checkpoint import (
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.arguments import put, take
 from schedlang.runtime.forward import wrap
+from schedlang.runtime.generators import Replayed, own_generators
 from schedlang.runtime.kept import KeepCollectives
 from schedlang.runtime.modes import reentry
 
@@ -52,6 +53,7 @@ _OPERATORS = {
     ),
 }
 CLASSES = tuple(_OPERATORS)
+Versions = dict[str, tuple[int, int]]  # of buffers: identity and count of changes in place
 
 
 def checkpoint(module: nn.Module, save: Collection[str] = ()) -> None:
@@ -73,12 +75,12 @@ def updates_buffers(model: nn.Module, run: Callable[[], object]) -> dict[str, tu
     `run` calls the model once, on the meta device or a real one; in-place changes and replaced
     tensors both count.  Modules whose forward changes nothing are left out.
     """
-    before = {path: _versions(module, False) for path, module in model.named_modules()}
+    before = {path: versions(module, False) for path, module in model.named_modules()}
     with _Statistics() as statistics:
         run()
     changed: dict[str, tuple[str, ...]] = {}
     for path, module in model.named_modules():
-        after = _versions(module, False)
+        after = versions(module, False)
         names = tuple(
             name
             for name, state in after.items()
@@ -89,7 +91,8 @@ def updates_buffers(model: nn.Module, run: Callable[[], object]) -> dict[str, tu
     return changed
 
 
-def _versions(module: nn.Module, recurse: bool) -> dict[str, tuple[int, int]]:
+def versions(module: nn.Module, recurse: bool = True) -> Versions:
+    """What changes when a buffer of a module is written into or replaced, by its name."""
     return {
         name: (id(buffer), 0 if buffer.is_inference() else buffer._version)
         for name, buffer in module.named_buffers(recurse=recurse, remove_duplicate=False)
@@ -128,26 +131,30 @@ class Checkpoint:
         """Run `inner` under checkpoint; plainly where no gradient is recorded."""
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        before = _versions(self.module, True)
+        before = versions(self.module)
         tensors: list[Tensor] = []
         template = take((args, kwargs), tensors)
         region = _Region(inner, args, kwargs, template)
         out = torch_checkpoint(
-            region, *tensors, use_reentrant=False, context_fn=partial(_contexts, self.save)
+            region,
+            *tensors,
+            use_reentrant=False,
+            context_fn=partial(contexts, self.save, own_generators(self.module)),
         )
-        after = _versions(self.module, True)
-        if after != before:
-            names = [name for name, state in after.items() if state != before.get(name)]
-            raise _changes_buffers(type(self.module).__name__, names)
+        written_twice(self.module, before)
         return out
 
 
-def _changes_buffers(module: str, names: list[str]) -> Refusal:
-    listed = ", ".join(f"`{name}`" for name in names)
-    return Refusal(
+def written_twice(module: nn.Module, before: Versions) -> None:
+    """Refuse (S813) a module whose buffers are not what `versions` said before its forward."""
+    after = versions(module)
+    if after == before:
+        return
+    listed = ", ".join(f"`{name}`" for name, now in after.items() if now != before.get(name))
+    raise Refusal(
         Diagnostic(
             "S813",
-            f"a checkpointed `{module}` changes its buffers",
+            f"a checkpointed `{type(module).__name__}` changes its buffers",
             notes=(f"its forward updated {listed}, and recomputation would do so a second time",),
             helps=("checkpoint the modules beside it, or put it into eval mode",),
         )
@@ -170,12 +177,12 @@ class _Region:
         return self.inner(*args, **kwargs)
 
 
-def _contexts(
-    save: tuple[str, ...],
+def contexts(
+    save: tuple[str, ...], generators: Sequence[torch.Generator] = ()
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts of the forward and of the recomputation."""
+    """The contexts of the forward and of the recomputation, in which `generators` draw alike."""
     forward: list[AbstractContextManager[Any]] = []
-    again: list[AbstractContextManager[Any]] = [reentry()]
+    again: list[AbstractContextManager[Any]] = [reentry(), Replayed(generators)]
     if "collective" in save:
         keep = KeepCollectives()
         forward.append(keep.forward)

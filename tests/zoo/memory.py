@@ -44,7 +44,7 @@ def other_masks_in_recomputation(patch: Patch, site: Site) -> None:
      here="a checkpoint refuses what writes into buffers; the bug is that it does not")  # fmt: skip
 def buffers_updated_twice(patch: Patch, site: Site) -> None:
     """A recomputed forward writes into its buffers once more."""
-    patch.setattr(recompute, "_versions", lambda module, recurse: {})
+    patch.setattr(recompute, "versions", lambda module, recurse=True: {})
 
 
 @bug("C03", "checkpoint", Operator.ALIAS, "written after",
