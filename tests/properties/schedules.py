@@ -101,11 +101,28 @@ def offload(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
 
 @generator
 def fuse(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """At blocks without functions of their own; in float64 a region runs eagerly."""
+    """At blocks without functions of their own, and of these what patterns say; in float64 a
+    region runs eagerly."""
+    found = []
+    for place, block in enumerate(config.blocks):
+        at, claim = _at(place), [f"kernel {_at(place)}"]
+        if block.kind in ("mlp", "chain", "twice"):
+            found.append(step("fuse", [f"{at}  fuse()"], claim))
+        if block.kind == "mlp":
+            rows = [f"{at}.up  decompose(bias)", f'{at}  fuse("p(x, b) {{ gelu(x + b) }}")']
+            found.append(step("fuse", rows, [*claim, f"replace {at}", f"decompose {at}"]))
+            rows = [f'{at}  fuse("p(x, y) {{ x + dropout(y) }}")']
+            found.append(step("fuse", rows, [*claim, f"replace {at}"]))
+    return found
+
+
+@generator
+def decompose(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """At linear layers with a bias, whatever is done to them."""
     return [
-        step("fuse", [f"{_at(place)}  fuse()"], [f"kernel {_at(place)}"])
+        step("decompose", [f"{_at(place)}.{name}  decompose(bias)"], [f"decompose {_at(place)}"])
         for place, block in enumerate(config.blocks)
-        if block.kind in ("mlp", "chain", "twice")
+        for name in {"mlp": ("up",), "chain": ("lin",)}.get(block.kind, ())
     ]
 
 
