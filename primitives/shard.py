@@ -36,8 +36,8 @@ class shard(Primitive):  # noqa: N801
     `output=R` after `col` gathers.  `blocks` says what lies side by side in a fused weight: 3 for
     q, k, v of one size, `[4096, 1024, 1024]` for sizes that differ.  Parameters can be named
     instead of a style: `shard(weight=S(out), bias=S(out), over=tp)`.  A module of any class can
-    be given `input` and `output` alone.  Sizes that a module counts by (heads, widths) are found by
-    tracing.
+    be given `input` and `output` alone; `input=S(2)` where `S(1)` arrives is one all-to-all (Zhao
+    et al.: DSP, 2024).  Sizes that a module counts by (heads, widths) are found by tracing.
 
     Every part is of one size.  Where the ranks do not divide a dim, `uneven=pad` adds zeros that no
     result, gradient, norm or state dict ever sees.  `heads` says into how many pieces a dim may be

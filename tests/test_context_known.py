@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from schedlang.diagnostic import Refusal
 from schedlang.passes.prepare import prepare
 from schedlang.passes.static import static
 from schedlang.passes.traffic import collectives
@@ -149,9 +150,19 @@ def test_the_static_proofs_hold() -> None:
     assert all(claim.holds for claim in claims), [c.problems for c in claims if not c.holds]
 
 
-def test_a_model_without_values() -> None:
-    """A model on the meta device is shown as it would run, its attention by products too."""
-    with torch.device("meta"):
-        model = bloom()
-    ready = prepare(planned(model, BLOOM.format(RING), "cp=2"), batches()[0])
-    assert ready.tokens is not None and ready.tokens.products and ready.tokens.follow
+class Squared(nn.Module):
+    """Attention by products whose scores meet each other."""
+
+    def forward(self, x: Tensor, keep: Tensor | None) -> Tensor:
+        scores = x @ x.mT
+        return x + (scores * scores).softmax(-1) @ x
+
+
+def test_scores_that_are_not_followed() -> None:
+    """What is done to scores and is not known is refused by its name, not left out."""
+    model = Causal(layers=1)
+    model.blocks[0] = Squared().double()
+    with pytest.raises(Refusal) as error:
+        prepare(planned(model, OWN.format(RING), "cp=2"), batches(mask=False)[0])
+    said = error.value.render()
+    assert "S661" in said and "`__mul__` of its scores is not known here" in said, said

@@ -40,6 +40,10 @@ class Described:
         """As of a mask: of whatever type, it says the same."""
         return self
 
+    def __getattr__(self, name: str) -> Any:
+        """What a model asks of a tensor."""
+        raise AttributeError(f"masks are rules here, no tensors: none has a `{name}`")
+
     def __getitem__(self, _: Any) -> Described:
         """As of a mask that is longer than the keys there are: of ours nothing is too much."""
         return self

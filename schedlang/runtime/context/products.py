@@ -147,14 +147,12 @@ def follow(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What a function makes of scores or weights; raises Refusal S661 where that is not known."""
     name = getattr(func, "__name__", "?")
     plain = name.strip("_")
-    scores: Scores | None
-    if isinstance(args[0], Scores):
-        scores, rest = args[0], args[1:]
-    else:
-        scores = next((x for x in args if isinstance(x, Scores)), None)
-        rest, plain = tuple(x for x in args if x is not scores), _TURNED.get(plain, "")
-    if scores is None or plain not in RULES:
+    there = [x for x in args if isinstance(x, Scores)]
+    if not args or not isinstance(args[0], Scores):
+        plain = "" if kwargs else _TURNED.get(plain, "")
+    if len(there) != 1 or plain not in RULES:
         raise unknown(f"`{name}` of its scores is not known here: give it to torch's attention")
+    scores, rest = there[0], tuple(x for x in args if x is not there[0])
     made = RULES[plain](scores.state, *rest, **kwargs)
     written = name.endswith("_") and not name.startswith("__")
     if (written or plain in _IN_PLACE) and isinstance(made, State):

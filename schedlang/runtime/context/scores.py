@@ -71,6 +71,8 @@ def _add(state: State, other: Any, alpha: float = 1) -> State:
         return _under(state, other)
     if isinstance(other, Tensor) and other.dim():
         return plus(state, rows_of(state, other) * alpha if alpha != 1 else rows_of(state, other))
+    if not isinstance(other, (int, float, Tensor)):
+        raise unknown(f"it adds a `{type(other).__name__}` to its scores")
     return state  # the same for all keys
 
 
