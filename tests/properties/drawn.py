@@ -10,7 +10,7 @@ from tests.properties.models import Config, Short
 # verbs in the order in which their rows may stand
 PHASES = (
     *("tie", "untie", "freeze"),
-    *("replace", "replace_kernel", "fuse", "pad", "shard", "grid", "complete"),
+    *("replace", "replace_kernel", "decompose", "fuse", "pad", "shard", "grid", "complete"),
     *("context_parallel", "expert_parallel"),
     *("checkpoint", "offload", "unroll"),
     *("pipeline_split", "split_backward", "zero", "compress", "overlap", "pipeline", "verify"),

@@ -30,8 +30,9 @@ def tie(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
             if config.blocks[other] == block and not config.frozen.startswith("blocks"):
                 claims = [
                     "tie",
-                    *(f"{verb} {one}" for verb in ("shard", "late", "kernel") for one in (at, to)),
-                ]
+                    *(f"{verb} {one}" for verb in ("shard", "late", "kernel", "parameters")
+                      for one in (at, to)),
+                ]  # fmt: skip
                 found.append(step("tie", [f"{at}, {to}  tie()"], [*claims, "freeze"]))
     return found
 
@@ -82,21 +83,46 @@ def checkpoint(config: Config, sizes: dict[str, int], length: int) -> list[Step]
 
 @generator
 def offload(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """At blocks, with and without looking ahead."""
+    """At blocks, with and without looking ahead; parameters also all, gradients and state all."""
+    found, every = [], [f"parameters {_at(place)}" for place in range(len(config.blocks))]
+    for place, own in enumerate(every):
+        at = _at(place)
+        for more in (", to=cpu", ", prefetch=0"):
+            found.append(step("offload", [f"{at}  offload(activations{more})"], [f"offload {at}"]))
+        for more in ("", ", to=disk"):
+            found.append(step("offload", [f"{at}  offload(parameters{more})"], [own]))
     return [
-        step("offload", [f"{_at(place)}  offload(activations{more})"], [f"offload {_at(place)}"])
-        for place in range(len(config.blocks))
-        for more in (", to=cpu", ", prefetch=0")
+        *found,
+        step("offload", ["offload(parameters)"], every),
+        step("offload", ["offload(gradients)"], ["leaving"]),
+        step("offload", ["offload(optimizer, to=disk)"], ["optimizer"]),
     ]
 
 
 @generator
 def fuse(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """At blocks without functions of their own; in float64 a region runs eagerly."""
+    """At blocks without functions of their own, and of these what patterns say; in float64 a
+    region runs eagerly."""
+    found = []
+    for place, block in enumerate(config.blocks):
+        at, claim = _at(place), [f"kernel {_at(place)}"]
+        if block.kind in ("mlp", "chain", "twice"):
+            found.append(step("fuse", [f"{at}  fuse()"], claim))
+        if block.kind == "mlp":
+            rows = [f"{at}.up  decompose(bias)", f'{at}  fuse("p(x, b) {{ gelu(x + b) }}")']
+            found.append(step("fuse", rows, [*claim, f"replace {at}", f"decompose {at}"]))
+            rows = [f'{at}  fuse("p(x, y) {{ x + dropout(y) }}")']
+            found.append(step("fuse", rows, [*claim, f"replace {at}"]))
+    return found
+
+
+@generator
+def decompose(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """At linear layers with a bias, whatever is done to them."""
     return [
-        step("fuse", [f"{_at(place)}  fuse()"], [f"kernel {_at(place)}"])
+        step("decompose", [f"{_at(place)}.{name}  decompose(bias)"], [f"decompose {_at(place)}"])
         for place, block in enumerate(config.blocks)
-        if block.kind in ("mlp", "chain", "twice")
+        for name in {"mlp": ("up",), "chain": ("lin",)}.get(block.kind, ())
     ]
 
 
