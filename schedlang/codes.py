@@ -373,6 +373,11 @@ CODES: Mapping[str, tuple[str, str]] = {
         "half of a plan, or two",
         "`plan` and `memory` stand together, without `group`, `every` and `save`, on one list.",
     ),
+    "S843": (
+        "recomputed with other numbers",
+        "A module draws from Python, from numpy, or keeps something from call to call.  Only\n"
+        "torch's generators, also those that a module holds itself, are replayed.",
+    ),
     "S901": ("the model file has no batch", "Define `batch(seed)`: a dict of tensors."),
     "S902": ("`batch` returns something else", "Return the forward's keyword arguments as a dict."),
     "S903": ("`model` returns something else", "Return a torch.nn.Module."),
