@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Activations:
     """Bytes of one microbatch on one rank that runs all stages.
 
-    kept  between forward and backward, the model's outputs included
+    kept  between forward and backward, the loss included, other outputs not
     peak  at any time of the two, with what an operator takes while it runs
     """
 
