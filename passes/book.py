@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from schedlang.passes.holdings import slicing
 from schedlang.passes.prepare import Prepared
-from schedlang.passes.reductions import reductions, sliced_names
+from schedlang.passes.reductions import reductions, sliced_names, sliced_over
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
@@ -39,11 +39,10 @@ def planned(plan: Plan, prepared: Prepared) -> dict[int, list[Booked]]:
             book[place].append(Booked(mesh.fold(one.axes), frozenset(one.names), at))
     row, _ = slicing(plan)
     for place in book if row is not None else ():
-        assert row is not None
-        axes = mesh.fold(row.axes)
         for stage in staged.stages_at(place):
             units = sliced_names(plan, staged, prepared.holdings, stage)
             for names in units.values():
+                axes = sliced_over(prepared.holdings, names)
                 book[place].append(Booked(axes, frozenset(names), frozenset([place])))
     return book
 

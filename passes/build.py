@@ -18,9 +18,10 @@ from schedlang.passes.executor import early_sums, pipeline_of
 from schedlang.passes.prepare import Prepared, check_axes, prepare
 from schedlang.passes.propagate import Traced
 from schedlang.passes.reduce import compressor_of, slice_state, sums_of
-from schedlang.passes.sequence import weight_by_tokens
+from schedlang.passes.residence import away
 from schedlang.passes.staging import Staged, buffer_stages, shape_up
 from schedlang.passes.staleness import check_build
+from schedlang.passes.tried import weight_by_tokens
 from schedlang.passes.weigh import weight_of
 from schedlang.passes.whole_step import whole_step
 from schedlang.plan import Plan
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from schedlang.model import Site
     from schedlang.runtime.assembly import Assembly, Weight
     from schedlang.runtime.holding import Holding
     from schedlang.runtime.program import Program
@@ -103,15 +103,16 @@ def build(
     _apply(builder)
     sliced = slice_state(plan, module, ranks, prepared)
     found = _own(plan, module, ranks, holdings)
+    lying = None if hollow else away(builder, staged, found, sliced, optimizer)
     sums = sums_of(plan, traced, holdings, found, ranks)
     dropout = _dropout(plan, prepared, ranks, seed, module)
     pipeline = pipeline_of(plan, module, ranks, prepared, loss, weight, sliced)
-    weight = weight or _weight(prepared, count * micro)
     assembly = Assembly(
         module=module, pipeline=pipeline, ranks=ranks, replicas=plan.data_axes, micro=micro,
         parameters=found, holdings=holdings, buffer_stages=buffer_stages(staged),
         ties=(*plan.model.ties, *plan.model.shared_buffers), sums=tuple(sums), sliced=sliced,
-        keys=tuple(plan.model.model.state_dict()), weight=weight, loss_dtype=_loss_dtype(plan),
+        keys=tuple(plan.model.model.state_dict()), loss_dtype=_loss_dtype(plan),
+        weight=weight or _weight(prepared, count * micro),
         compressor=compressor_of(plan, traced, holdings, found, ranks),
         early=early_sums(plan, staged, found, sums), last_rank=_last_rank(plan, staged),
         stage_axis=staged.axis, dropout=dropout, inputs=frozenset(batch),
@@ -120,7 +121,7 @@ def build(
         tokens=prepared.tokens, context=plan.context_axes,
     )  # fmt: skip
     whole = whole_step(assembly, staged, optimizer)
-    return Program(assembly, _optimizer(assembly, optimizer), clip, whole=whole)
+    return Program(assembly, _optimizer(assembly, optimizer), clip, whole=whole, away=lying)
 
 
 def _own(
@@ -217,11 +218,13 @@ def _check_state(plan: Plan) -> None:
 def _apply(builder: Builder) -> None:
     """Run every action's `apply`, facet by facet; sharding comes in before recomputation."""
     from schedlang.runtime.shard import Edge
+    from schedlang.runtime.statistics import Statistics
 
     plan, ranks = builder.plan, builder.ranks
 
-    def at_home(edge: Edge) -> Edge:
-        group = ranks.group(edge.group.axes[0])
+    def at_home(edge: Edge | Statistics) -> Edge | Statistics:
+        axes = edge.group.axes
+        group = ranks.group(axes[0] if len(axes) == 1 else axes)
         return replace(edge, group=replace(group, label=edge.group.label))
 
     shaped = False

@@ -1,4 +1,4 @@
-"""Rows that fit modules into memory: what each module costs on a rank, and what is chosen for it."""
+"""Rows that fit modules into memory: what each costs on a rank, and what is chosen for it."""
 
 from __future__ import annotations
 
@@ -66,9 +66,7 @@ def _chosen(
     return found
 
 
-def _by_stage(
-    staged: Staged, sites: tuple[str, ...]
-) -> list[tuple[tuple[str, ...], float]]:
+def _by_stage(staged: Staged, sites: tuple[str, ...]) -> list[tuple[tuple[str, ...], float]]:
     """The sites of each stage, and how many microbatches of all stages of its ranks are kept."""
     if staged.axis is None:
         return [(sites, 1.0)]

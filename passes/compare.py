@@ -211,23 +211,22 @@ def parts_agree(
     batch: Batch,
     parts: Sequence[tuple[Batch, Sequence[int]]],
     weights: Sequence[float],
+    weighed: Sequence[Mapping[str, Tensor | None]] | None = None,
     *,
     rtol: float = RTOL,
 ) -> tuple[Row, ...]:
     """Whether, on the original, loss and gradients are the weighed means of those of the parts.
 
-    Each part comes with the ids of its samples. Buffers are put back as they were.
+    Each part comes with the ids of its samples. Buffers are put back as they were. `weighed` are
+    the losses and gradients of the parts, times their weights, where they were derived together.
     """
     from schedlang.passes.original import rows
 
     name = f"{len(parts)} parts"
     whole = _derived(subject, batch, range(rows(batch)))
     total: dict[str, Tensor | None] = {}
-    for (part, samples), weight in zip(parts, weights, strict=True):
-        if not weight:
-            continue  # a part without a label that counts has no mean
-        for key, value in _derived(subject, part, samples).items():
-            share = None if value is None else value * (weight / sum(weights))
+    for found in _weighed(subject, parts, weights) if weighed is None else weighed:
+        for key, share in found.items():
             before = total.get(key)
             total[key] = share if before is None else before if share is None else before + share
     sides = [
@@ -239,6 +238,19 @@ def parts_agree(
         for found in (whole, total)
     ]  # fmt: skip
     return tuple(_tensors(sides[0], sides[1], rtol, exact=False))
+
+
+def _weighed(
+    subject: Sequential,
+    parts: Sequence[tuple[Batch, Sequence[int]]],
+    weights: Sequence[float],
+) -> Iterator[Mapping[str, Tensor | None]]:
+    """Of each part that has a label that counts, loss and gradients times its weight."""
+    for (part, samples), weight in zip(parts, weights, strict=True):
+        share = weight / sum(weights) if weight else 0.0
+        if share:
+            found = _derived(subject, part, samples)
+            yield {key: None if x is None else x * share for key, x in found.items()}
 
 
 def _derived(subject: Sequential, batch: Batch, samples: Iterable[int]) -> dict[str, Tensor | None]:

@@ -92,6 +92,9 @@ class Compressed(Parted):
         for rank, key in self._ranks(holding):
             local = [take(one, holding, mesh, rank) for one in by_place]
             put(self._coded(name, key, local), whole, holding, mesh, rank)
+            real = take(torch.ones_like(whole), holding, mesh, rank)
+            errors = self._kept[name, key].errors
+            errors.update({k: left * real.view_as(left) for k, left in errors.items()})
         return whole
 
     def _by_place(self, parts: Sequence[Tensor]) -> list[Tensor]:

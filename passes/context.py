@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.propagate import Traced
-from schedlang.passes.sequence import hollow, weight_by_tokens
 from schedlang.passes.staging import Loss
+from schedlang.passes.tried import Question, Subject, answer
 from schedlang.passes.weigh import Weight
 from schedlang.plan import Action, Context, Plan
 
@@ -36,7 +36,7 @@ def tokens_of(
         return None
     try:
         _check(plan)
-        found = _found(plan, traced, sample, loss, weight)
+        found = _found(Subject(plan, traced, sample, loss, weight))
         found.layout(sample)  # are there enough tokens?
         return found
     except Refusal as refusal:
@@ -44,7 +44,7 @@ def tokens_of(
 
 
 def kind_of(plan: Plan) -> str:
-    """Which tokens a rank has: what some row says, else from both ends, which is even."""
+    """Which tokens a rank has: what some row says, else one run."""
     said = {one.layout for rows in plan.contexts.values() for one in rows} - {None}
     return next(iter(said), None) or "contiguous"
 
@@ -86,42 +86,18 @@ def _check(plan: Plan) -> None:
             )  # fmt: skip
 
 
-def _found(
-    plan: Plan, traced: Traced, sample: Mapping[str, Any], loss: Loss | None, weight: Weight | None
-) -> Tokens:
+def _found(subject: Subject) -> Tokens:
     from schedlang.runtime.context.faults import refusal
     from schedlang.runtime.context.probe import guess, probe
-    from schedlang.runtime.slice_trial import trial_of
 
+    plan = subject.plan
     ranks, kind = plan.mesh.size(plan.context_axes), kind_of(plan)
-    rule = traced.labels[0] if len(traced.labels) == 1 else None
-    weigh = weight or weight_by_tokens(traced, ranks)
-    model = plan.model.model
-
-    def trial(short: bool) -> Trial:
-        return trial_of(
-            model, sample, ranks, loss=loss, weight=weigh, rule=rule, random=traced.random,
-            short=short,
-        )  # fmt: skip
 
     def tried(one: Trial) -> Tokens:
         held = {name for name, _ in one.model.named_modules()}
         return probe(one, kind, ranks, [site for site in plan.contexts if site in held])
 
-    if hollow(model):
-        return guess(trial(short=True), kind, ranks)
-    try:
-        return tried(trial(short=True))
-    except Exception:  # fewer blocks or tokens may be what it cannot bear: its own code raises
-        pass
-    try:
-        return tried(trial(short=False))
-    except Refusal:
-        raise
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
-        kind_name = type(model).__name__
-        raise refusal(f"`{kind_name}` does not run on a small batch, to be tried", said) from error
+    return answer(subject, ranks, Question(lambda one: guess(one, kind, ranks), tried, refusal))
 
 
 def exchange(plan: Plan, module: nn.Module, tokens: Tokens | None, ranks: Ranks) -> None:

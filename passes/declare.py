@@ -251,7 +251,7 @@ def use(node: n.Use, state: State, above: tuple[Path, ...] = ()) -> State:
         if not isinstance(arg, n.Keyword):
             refused("S302", "a library's knobs are set by name", arg.span, "", "`(tp=4)`")
         given[arg.name] = evaluate(arg.value, state.names)
-    inner = _library(file, node, state, given, (*above, place))
+    inner = _library(file, state, given, (*above, place))
     unknown_settings(given, inner.knobs, node.span)
     prefix = f"{node.alias}." if node.alias else ""
     made = {prefix + name: d for name, d in inner.defs.items()}
@@ -261,7 +261,7 @@ def use(node: n.Use, state: State, above: tuple[Path, ...] = ()) -> State:
 
 
 def _library(
-    file: n.File, node: n.Use, state: State, given: Mapping[str, Any], above: tuple[Path, ...]
+    file: n.File, state: State, given: Mapping[str, Any], above: tuple[Path, ...]
 ) -> State:
     """The state at the end of a library: its knobs and definitions."""
     inner = replace(start(None, Settings(given)), facts=state.facts)
@@ -279,9 +279,5 @@ def _library(
             case n.Pattern():
                 refused("S005", f"`pattern` {NOT_YET}", item.span)
             case _:
-                also = (Label(item.span, "this is more than a definition"),)
-                title = f"`use` of a base schedule {NOT_YET}"
-                help_ = "use a file of `def`s; put the steps into one file"
-                label = Label(node.span, f"`{node.path}` has steps or rows")
-                raise Refusal(Diagnostic("S005", title, label, also, (), (help_,)))
+                raise AssertionError("a base, whose items are executed one by one")
     return inner

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from schedlang.binding import Argument, bind
 from schedlang.diagnostic import Diagnostic, Label, Refusal, guess
 from schedlang.evaluate import evaluate
 from schedlang.knob import unknown_settings
-from schedlang.passes import declare, legality
+from schedlang.passes import bases, declare, legality
 from schedlang.passes.parameters import arguments_of
 from schedlang.passes.state import RELAXABLE, Settings, State, start
 from schedlang.primitive import Primitive, load_all, registry
@@ -35,10 +36,13 @@ def expand(file: n.File, facts: ModelFacts | None, settings: Settings | None = N
     Without `facts` syntax, names and arguments are checked, and the state's plan is None.
     """
     load_all()
-    settings = _sizing_knobs(file, settings or Settings())
+    whole = bases.spliced(file)
+    settings = _sizing_knobs(whole.items, settings or Settings())
     runner = Expander(start(facts, settings))
-    runner.attempt(lambda: declare.header(file.header, runner.state))
-    for item in file.items:
+    runner.problems += whole.problems
+    for header in whole.headers:
+        runner.attempt(partial(declare.header, header, runner.state))
+    for item in whole.items:
         runner.item(item)
     if not runner.problems:
         runner.attempt(lambda: _settings_used(file, runner.state))
@@ -56,11 +60,11 @@ def _ended(state: State) -> State:
     return state
 
 
-def _sizing_knobs(file: n.File, settings: Settings) -> Settings:
+def _sizing_knobs(items: Sequence[n.Item], settings: Settings) -> Settings:
     """An axis size from outside also sets the knob that sizes the axis, before any `require`."""
     knobs = dict(settings.knobs)
-    declared = {item.name for item in file.items if isinstance(item, n.Knob)}
-    for item in file.items:
+    declared = {item.name for item in items if isinstance(item, n.Knob)}
+    for item in items:
         for arg in item.args if isinstance(item, n.Mesh) else ():
             if not isinstance(arg, n.Keyword) or not isinstance(arg.value, n.Name):
                 continue
@@ -133,16 +137,28 @@ class Expander:
                 self._declare(lambda: declare.require(item, state))
             case n.Def(name):
                 self._declare(lambda: declare.define(item, state), name)
-            case n.Use(_, alias):
-                above = (Path(item.span.source.name).resolve(),) if item.span else ()
-                self._declare(lambda: declare.use(item, state, above), f"{alias}.")
+            case n.Use():
+                self._use(item)
             case n.Step():
                 self.step(item)
-            case n.Pattern() | n.Override() | n.Drop():
-                word = type(item).__name__.lower()
-                self._not_yet(word, item.span)
+            case n.Pattern():
+                self._not_yet("pattern", item.span)
+            case n.Override() | n.Drop():
+                raise AssertionError("bases were not spliced in")
             case _:
                 self.statement(item, ("",) if state.facts else None, state.names)
+
+    def _use(self, node: n.Use) -> None:
+        """A library's definitions; a base's items, where no file has spliced them in before."""
+        above = (Path(node.span.source.name).resolve(),) if node.span else ()
+        base = bases.opened(node, above)
+        for header in base.headers:
+            self.attempt(partial(declare.header, header, self.state))
+        for item in base.items:
+            self.item(item)
+        if not base.items:
+            given = partial(declare.use, node, self.state, above)
+            self._declare(given, f"{node.alias}.")
 
     def _declare(self, step: Callable[[], State], *names: str) -> bool:
         """A declaration; if it is refused, what uses its names is not blamed."""
@@ -217,12 +233,14 @@ class Expander:
     def _select(self, paths: Sequence[n.Path], roots: Roots, names: Names) -> Roots:
         if self.selector is None or roots is None:
             return None
-        found = [fqn for path in paths for fqn in self.selector.select(path, roots, names)]
-        return self.selector.sort(found)
+        selector = self.selector = current(self.selector, self.state)
+        found = [fqn for path in paths for fqn in selector.select(path, roots, names)]
+        return selector.sort(found)
 
     def _scope(self, node: n.At, roots: Roots, names: Names) -> Roots:
         if self.selector is None or roots is None:
             return None
+        self.selector = current(self.selector, self.state)
         return self.selector.scope(node, roots, names)
 
     def _when(
@@ -298,6 +316,14 @@ class Expander:
                 return
             raise _beside(refusal.at(span), primitive, self.state) from None
         self.state = replace(self.state, plan=plan)
+
+
+def current(selector: Selector, state: State) -> Selector:
+    """The selector of the modules that are there now: rows may have replaced some."""
+    plan = state.plan
+    if plan is None or selector.tree is plan.model or not plan.model.rewritten:
+        return selector
+    return Selector(plan.model)
 
 
 def _folder(span: Span) -> Path:

@@ -33,10 +33,19 @@ def holdings_of(plan: Plan, staged: Staged) -> dict[str, Holding]:
         stages = None
         if staged.axis is not None:
             stages = owners.get(name) or _home(staged, fact.names)
-        away = name in plan.spread and plan.split_axes(name) & set(plan.data_axes)
-        cut = () if name in unsliced or not fact.shape or away else axes
+        cut = () if name in unsliced or not fact.shape else _left(plan, name, axes)
         holdings[name] = Holding(name, plan.held(name), cut, staged.axis, stages)
     return holdings
+
+
+def _left(plan: Plan, name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Of the axes that slice state those whose ranks hold the same part of a parameter.
+
+    Experts that are spread over some of them have their gradients whole there.
+    """
+    split = plan.split_axes(name) if name in plan.spread else frozenset()
+    left = tuple(axis for axis in axes if axis not in split)
+    return left if plan.mesh.size(left) > 1 else ()
 
 
 def _home(staged: Staged, names: tuple[str, ...]) -> frozenset[int]:

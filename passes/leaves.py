@@ -222,6 +222,14 @@ def _experts(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
     from schedlang.runtime.dry import Wanted
 
     axis, told = boundary.axis, plan.told[fqn]
+    if axis == told.within and set(plan.mesh.fold(axis)) & set(plan.data_axes):
+        raise Refusal(
+            Diagnostic(
+                "S428", f"`{axis}` splits the batch, and each expert of `{fqn}`",
+                notes=("the ranks that hold parts of an expert see the same tokens",),
+                helps=("name an axis that no `zero` row names: `inner=tp`",),
+            )
+        )  # fmt: skip
     if axis in plan.data_axes:
         return Wanted(axis, None, None, None, splits=False, told=told)
     return Wanted(axis, R, R, P(), splits=True, told=told)

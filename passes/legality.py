@@ -18,7 +18,8 @@ Meeting = tuple[str, str]  # a site of the first row and one of the second
 def check(plan: Plan, primitive: Primitive, sites: Sequence[str], span: Span) -> None:
     """Refuse a row that may not stand below one that is already in the plan (S501 to S504).
 
-    Rows meet where their sites are equal, one lies in the other, or they share a tied parameter.
+    Rows meet where their sites are equal, one lies in the other, or they share a tied parameter; a
+    verb that changes which parameters there are meets all rows.
     """
     if "recompute" in primitive.writes:
         _once_each(sites, span)
@@ -27,6 +28,8 @@ def check(plan: Plan, primitive: Primitive, sites: Sequence[str], span: Span) ->
         if relation not in ("clash", "both"):
             continue
         meetings = list(_meetings(plan, first.sites, sites))
+        if relation == "clash" and primitive.foremost:
+            meetings = meetings or [(first.sites[0], sites[0])]
         if not meetings:
             continue
         if relation == "clash":
@@ -108,7 +111,7 @@ def _refuse(
 def _clash(first: Action, then: Primitive, meetings: list[Meeting], span: Span) -> None:
     name = type(then).__name__
     facets = sorted((then.writes & first.primitive.reads) - first.primitive.writes)
-    what = " and ".join(facets)
+    what = " and ".join(facets) or "parameters"
     one, other = meetings[0]
     _refuse(
         "S503",
@@ -182,7 +185,7 @@ def _once(done: str) -> Callable[[Plan, Action, Primitive, list[Meeting], Span],
         plan: Plan, first: Action, then: Primitive, meetings: list[Meeting], span: Span
     ) -> None:
         same = [pair for pair in meetings if pair[0] == pair[1]]
-        if same:
+        if same and (not first.primitive.anew or then.anew):
             title = f"{_name(same[0][0])} {done} twice"
             now, before = "this is the second time", "first here"
             helps = ["drop one of the two"]

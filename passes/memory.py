@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from schedlang.passes.gathers import gathers_of
 from schedlang.passes.holdings import slicing
 from schedlang.passes.reductions import sliced_names
+from schedlang.passes.residence import tiers_of, window_bytes
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
@@ -28,7 +29,10 @@ class RankClass:
     elements    of parameters, padding included
     parameters, gradients, optimizer   bytes, as they lie between two steps
     working     bytes besides, at most, while a step runs: gathered parameters and gradients not yet
-                reduced, of what ZeRO slices; other versions of the weights, where they are stale
+                reduced, of what ZeRO slices; other versions of the weights, where they are stale;
+                parameters that come to the device module by module
+    cpu, disk   bytes of parameters, gradients and optimizer state that rows keep there, and not on
+                the device, which the entries above are about
     """
 
     ranks: int
@@ -39,15 +43,19 @@ class RankClass:
     gradients: int
     optimizer: int
     working: int = 0
+    cpu: int = 0
+    disk: int = 0
 
     @property
     def state(self) -> int:
-        """Bytes of parameters, gradients and optimizer state together."""
+        """Bytes of parameters, gradients and optimizer state together, on the device."""
         return self.parameters + self.gradients + self.optimizer
 
     def to_json(self) -> dict[str, object]:
-        """As plain values."""
-        return {**asdict(self), "state": self.state}
+        """As plain values; tiers that hold nothing are left out."""
+        away = [name for name in ("cpu", "disk") if not getattr(self, name)]
+        told = {name: value for name, value in asdict(self).items() if name not in away}
+        return {**told, "state": self.state}
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,7 @@ class _Kind:
     elements: tuple[int, ...]  # by place along the sliced axes; one entry where not sliced
     itemsize: int
     trained: bool
+    tiers: tuple[str, str, str]  # of the parameter, its gradients and its optimizer state
 
 
 def rank_classes(
@@ -78,11 +87,12 @@ def rank_classes(
     found: dict[tuple[int, ...], list[int]] = {}
     for place in range(places):
         working = _working(plan, staged, holdings, place)
+        working += window_bytes(plan, staged, holdings, place)
         for cut in range(slices):
-            held = _held(kinds, place, cut, moments)
+            held, away = _held(kinds, place, cut, moments)
             kept = working + _others(staged, place) * held[2]
             first = _first(plan, staged, axes, place, cut)
-            entry = found.setdefault((place, *held, kept), [0, first])
+            entry = found.setdefault((place, *held, kept, *away), [0, first])
             entry[0], entry[1] = entry[0] + share, min(entry[1], first)
     classes = [
         RankClass(count, first, place if staged.axis is not None else None, *held)
@@ -95,27 +105,35 @@ def _kinds(plan: Plan, holdings: Mapping[str, Holding], axes: tuple[str, ...]) -
     """The kind of every parameter; parts are measured once per distinct layout."""
     ranks = plan.mesh.group(0, axes) if axes else (0,)
     known: dict[object, tuple[int, ...]] = {}
+    tiers = tiers_of(plan)
     for name, holding in holdings.items():
         fact = plan.model.unique[name]
-        key = (holding.layout, bool(holding.sliced))
+        key = (holding.layout, holding.sliced)
         if key not in known:
             at = ranks if holding.sliced else ranks[:1]
             known[key] = tuple(math.prod(holding.local_shape(plan.mesh, rank)) for rank in at)
-        yield _Kind(holding.stages, known[key], fact.itemsize, fact.requires_grad)
+        lies = tiers[name].each if name in tiers else ("device",) * 3
+        yield _Kind(holding.stages, known[key], fact.itemsize, fact.requires_grad, lies)
 
 
 def _held(
     kinds: Mapping[_Kind, int], place: int, cut: int, moments: int
-) -> tuple[int, int, int, int]:
-    elements = parameters = gradients = 0
+) -> tuple[tuple[int, int, int, int], tuple[int, int]]:
+    """Elements and bytes on the device; bytes in host memory and on disk."""
+    elements, device, away = 0, [0, 0, 0], Counter[str]()
     for kind, count in kinds.items():
         if kind.stages is not None and place not in kind.stages:
             continue
         size = count * kind.elements[cut if len(kind.elements) > 1 else 0]
         elements += size
-        parameters += size * kind.itemsize
-        gradients += size * kind.itemsize * kind.trained
-    return elements, parameters, gradients, gradients * moments
+        gradients = size * kind.itemsize * kind.trained
+        sizes = (size * kind.itemsize, gradients, gradients * moments)
+        for what, (tier, number) in enumerate(zip(kind.tiers, sizes)):
+            if tier == "device":
+                device[what] += number
+            else:
+                away[tier] += number
+    return (elements, device[0], device[1], device[2]), (away["cpu"], away["disk"])
 
 
 def _others(staged: Staged, place: int) -> int:
@@ -144,10 +162,9 @@ def _together(plan: Plan) -> int:
 
 def gathered_bytes(plan: Plan, holdings: Mapping[str, Holding], names: tuple[str, ...]) -> int:
     """Bytes of parameters that are gathered whole from slices of equal size."""
-    row, _ = slicing(plan)
-    count = plan.mesh.size(row.axes) if row is not None else 1
     total = 0
     for name in names:
+        count = plan.mesh.size(holdings[name].sliced)
         shape = holdings[name].layout.local_shape(plan.mesh)
         rows = -(-shape[0] // count) * count  # as fully_shard pads
         total += rows * math.prod(shape[1:]) * plan.model.unique[name].itemsize

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from schedlang.runtime.narrowed import Narrowed
     from schedlang.runtime.notes import Mismatch, Note, Tag
     from schedlang.runtime.shard import Edge
+    from schedlang.runtime.statistics import Statistics
     from schedlang.runtime.trace import LabelRule, Recording
 
 MOST_RUNS = 64
@@ -42,6 +43,7 @@ class Traced:
     reached   parameters that the loss depends on, whatever the values are
     asked     whether the model asked for values: other ones may reach fewer parameters
     order     modules in the order of their first call; entries: how often each is called
+    statistics  sums over all rows that ranks which share a batch have to share
     """
 
     edges: Mapping[str, tuple[Edge, ...]] = field(default_factory=dict)
@@ -61,6 +63,7 @@ class Traced:
     asked: bool = False
     order: tuple[str, ...] = ()
     entries: Mapping[str, int] = field(default_factory=dict)
+    statistics: Statistics | None = None
 
 
 def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) -> Traced:

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from schedlang.passes.holdings import slicing
 from schedlang.passes.propagate import Traced
-from schedlang.passes.reductions import reductions, sliced_names
+from schedlang.passes.reductions import reductions, sliced_names, sliced_over
+from schedlang.passes.residence import tier_of_unit
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from schedlang.passes.prepare import Prepared
     from schedlang.runtime.compressed import Compressor
@@ -25,13 +26,15 @@ def slice_state(
     plan: Plan, module: nn.Module, ranks: Ranks, prepared: Prepared
 ) -> dict[int, Sliced]:
     """Put fully_shard around the units of each stage of this rank."""
-    from schedlang.runtime.replicas import Sliced
+    from schedlang.runtime.replicas import Sliced, Unit
 
     staged, holdings = prepared.staged, prepared.holdings
     sliced, _ = slicing(plan)
     if sliced is None:
         return {}
-    mesh = ranks.device_mesh(plan.mesh.fold(sliced.axes))
+    axes = plan.mesh.fold(sliced.axes)
+    every = dict.fromkeys((axes, *(h.sliced for h in holdings.values() if h.sliced)))
+    meshes = {over: ranks.device_mesh(over) for over in every}  # by all ranks, in one order
     ignored = {
         p for n, p in module.named_parameters()
         if not holdings[n].sliced or not holdings[n].held(plan.mesh, ranks.rank)
@@ -42,11 +45,19 @@ def slice_state(
     out = {}
     for stage in staged.stages_at(place):
         asked = prepared.traced.asked
-        out[stage] = one = Sliced(sliced.stage, mesh, ignored, met, sliced.reshard, asked)
-        for fqn in sliced_names(plan, staged, holdings, stage):
-            one.add(module.get_submodule(fqn), root=not fqn)
+        out[stage] = one = Sliced(sliced.stage, meshes[axes], ignored, met, sliced.reshard, asked)
+        for fqn, names in sliced_names(plan, staged, holdings, stage).items():
+            over, tier = sliced_over(holdings, names) or axes, tier_of_unit(plan, fqn, names)
+            unit = Unit(root=not fqn, waits=_waits(plan, fqn), tier=tier)
+            one.add(module.get_submodule(fqn), meshes[over], unit)
         one.prefetch(sliced.prefetch)
     return out
+
+
+def _waits(plan: Plan, fqn: str) -> bool:
+    """Whether a row lets something in this module compute after its forward."""
+    late = (a for a in plan.actions if getattr(a.primitive, "waits", False))
+    return any(s == fqn or s.startswith(f"{fqn}.") for action in late for s in action.sites)
 
 
 def sums_of(
@@ -78,6 +89,7 @@ def compressor_of(
 ) -> Compressor | None:  # fmt: skip
     """What does the compressed sums of this rank, where a row asks for them."""
     from schedlang.runtime.compressed import Codec, Compressor
+    from schedlang.runtime.holding import cleaned
 
     how = plan.compression
     rows = [one for one in reductions(plan, traced, holdings) if one.kind == "compressed"]
@@ -86,4 +98,8 @@ def compressor_of(
     (one,) = rows
     codec = Codec(how.kind, how.rank, how.block, how.feedback)
     names = tuple(name for name in one.names if name in found)
-    return Compressor(codec, ranks.group(one.axes), names)
+
+    def clean(name: str, part: Tensor) -> Tensor:
+        return cleaned(part, holdings[name], plan.mesh, ranks.rank)
+
+    return Compressor(codec, ranks.group(one.axes), names, clean)

@@ -103,12 +103,37 @@ def units_of_stage(plan: Plan, staged: Staged, stage: int) -> tuple[str, ...]:
 def sliced_names(
     plan: Plan, staged: Staged, holdings: Mapping[str, Holding], stage: int
 ) -> dict[str, tuple[str, ...]]:
-    """The sliced parameters (first names) of each unit of a stage, and of the model."""
+    """The sliced parameters (first names) of each unit of a stage, and of the model.
+
+    Experts that are sliced over other axes than the unit that they stand in come before it.
+    """
     left = {name for name, holding in holdings.items() if holding.sliced}
     found = {}
-    for fqn in units_of_stage(plan, staged, stage):
+    for fqn in _with_experts(plan, holdings, units_of_stage(plan, staged, stage)):
         mine = tuple(dict.fromkeys(f.name for f in plan.model.below(fqn) if f.name in left))
         left -= set(mine)
         if mine or not fqn:
             found[fqn] = mine
     return found
+
+
+def _with_experts(
+    plan: Plan, holdings: Mapping[str, Holding], units: tuple[str, ...]
+) -> Iterator[str]:
+    """Units, each after the modules in it whose parameters are sliced over fewer axes."""
+    row = next((one.axes for one in plan.copies if one.stage > 0), ())
+    axes, seen = plan.mesh.fold(row), set()
+    apart = [
+        fqn for fqn in plan.computes
+        if any(holdings[f.name].sliced not in ((), axes) for f in plan.model.below(fqn))
+    ]  # fmt: skip
+    for unit in units:
+        inside = [f for f in apart if f not in seen and (not unit or f.startswith(f"{unit}."))]
+        seen.update(inside)
+        yield from inside
+        yield unit
+
+
+def sliced_over(holdings: Mapping[str, Holding], names: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes over which parameters that are gathered together lie in slices."""
+    return holdings[names[0]].sliced if names else ()

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 from schedlang.passes.book import Booked
 from schedlang.passes.holdings import holdings_of, slicing
 from schedlang.passes.prepare import Prepared
-from schedlang.plan import Plan
+from schedlang.passes.reductions import sliced_over
+from schedlang.plan import Order, Plan
 
 if TYPE_CHECKING:
     from schedlang.passes.dryrun import Loss
+    from schedlang.passes.staging import Staged
     from schedlang.runtime.played import Letter
     from schedlang.runtime.tap import Sent, Tap
 
@@ -113,37 +115,41 @@ def shortened(step: Step) -> Step:
 
     A microbatch sends what any other does; that all of them are in order is for the timeline.
     """
-    from schedlang.orders import OrderError
-
-    plan, staged = step.plan, step.prepared.staged
+    plan = step.plan
     kept = tuple(a for a in plan.actions if not a.primitive.writes & {"structure", "residence"})
     whole = tuple(replace(one, stage=0) for one in plan.replicas)
-    least = plan.order
-    if least is not None and least.micro > 2 and not least.table:
-        count = plan.mesh.size(staged.axis) if staged.axis is not None else 1
-        for micro in (2, count, count * least.chunks, least.micro):
-            try:
-                shorter = replace(least, micro=micro)
-                timeline = shorter.timeline(count)
-            except OrderError:
-                continue
-            least = shorter
-            staged = replace(staged, timeline=timeline)
-            break
+    least, staged = fewer(plan, step.prepared.staged, 2)
     short = replace(plan, actions=kept, replicas=whole, order=least)
     prepared = replace(step.prepared, staged=staged, holdings=holdings_of(short, staged))
     return replace(step, plan=short, prepared=prepared)
+
+
+def fewer(plan: Plan, staged: Staged, least: int) -> tuple[Order | None, Staged]:
+    """The order with few microbatches, at least so many, and its stages; else as they are."""
+    from schedlang.orders import OrderError
+
+    order = plan.order
+    if order is None or order.micro <= least or order.table:
+        return order, staged
+    count = plan.mesh.size(staged.axis) if staged.axis is not None else 1
+    for micro in sorted({least, *(n for n in (count, count * order.chunks) if n > least)}):
+        try:
+            shorter = replace(order, micro=micro)
+            return shorter, replace(staged, timeline=shorter.timeline(count))
+        except OrderError:
+            continue
+    return order, staged
 
 
 def roles(step: Step) -> list[Role]:
     """Play a step on every rank that has a role of its own."""
     short = shortened(step)
     micro = short.plan.micro
-    batch = _repeated(step.sample, short.plan.shares * micro)
+    batch = repeated(step.sample, short.plan.shares * micro)
     return [_role(short, batch, rank) for rank in ranks_to_play(short.plan, short.prepared)]
 
 
-def _repeated(sample: Mapping[str, Any], times: int) -> dict[str, Any]:
+def repeated(sample: Mapping[str, Any], times: int) -> dict[str, Any]:
     """A batch of which every part is the sample."""
     import torch
 
@@ -235,8 +241,7 @@ def slices(step: Step, rank: int) -> tuple[Booked, ...]:
     kept = tuple(a for a in plan.actions if not a.primitive.writes & {"structure", "residence"})
     plan = replace(plan, actions=kept)
     micro = plan.micro
-    batch = _repeated(step.sample, plan.shares * micro)
-    ranks = plan.mesh.group(rank, plan.mesh.fold(row.axes))
+    batch = repeated(step.sample, plan.shares * micro)
     found = []
     cut = {name for name, holding in prepared.holdings.items() if holding.sliced}
     with playing(rank, plan.mesh.world):
@@ -244,7 +249,8 @@ def slices(step: Step, rank: int) -> tuple[Booked, ...]:
                         hollow=True)  # fmt: skip
         for one in program.assembly.sliced.values():
             for names, divisor in reduced(one, program.assembly.parameters):
-                made = booked_at(plan, prepared, ranks, names)
+                axes = sliced_over(prepared.holdings, tuple(names))
+                made = booked_at(plan, prepared, plan.mesh.group(rank, axes), names)
                 found.append(replace(made, divisor=divisor))
         for copies in program.assembly.sums:
             names = frozenset(copies.names) & cut

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.observe import Batch, Condition, conditions
 from schedlang.passes.routing import routings, unlimited
 from schedlang.passes.sides import Case, modes_of, prepared, twin
+from schedlang.passes.statistics import check_microbatches
 from schedlang.passes.variants import Batches, Labels, varied
 from schedlang.report import Gap, Row
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from schedlang.runtime.parts import Part
 
 EVALUATED = "SGD, eval mode"
 SCALE = 3.0  # of the loss: a backward that takes its gradient for 1 is found out
@@ -136,6 +144,7 @@ def check_parts(case: Case) -> Case:
     if "batch_stats" in relaxed:
         return replace(case, parted=True)
     assert bad is not None
+    check_microbatches(case)
     raise Refusal(
         Diagnostic(
             "S703", "the loss of this model is not the weighed mean of the losses of parts",
@@ -178,11 +187,23 @@ def _parts(case: Case, batch: Batch, evaluate: bool = False) -> tuple[int, Row |
     weigh = part_weight(plan, parts[0].inputs, case.loss, case.weight, len(parts))
     modes, _ = modes_of(case.seed)
     with ambient(*modes):
+        weights = [weigh(part.inputs) for part in parts]
         rows = parts_agree(
             Sequential(twin(case), loss=case.loss, evaluate=evaluate), batch,
-            [(part.inputs, part.rows) for part in parts], [weigh(part.inputs) for part in parts],
+            [(part.inputs, part.rows) for part in parts], weights, _together(case, parts, weights),
         )  # fmt: skip
     return len(parts), next((row for row in rows if not row.ok), None)
+
+
+def _together(
+    case: Case, parts: Sequence[Part], weights: Sequence[float]
+) -> list[dict[str, Tensor | None]] | None:
+    """The parts with the sums over rows that they share in the program; None: they share none."""
+    from schedlang.passes.statistics import together
+
+    assert case.prepared is not None
+    shared = case.prepared.traced.statistics
+    return together(case, parts, weights, shared.sums) if shared is not None else None
 
 
 def _sound(case: Case, batch: Batch) -> bool:

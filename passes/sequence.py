@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostic import Refusal
 from schedlang.passes.propagate import Traced
 from schedlang.passes.staging import Loss, Staged, placed
-from schedlang.passes.weigh import Weight, weight_of
+from schedlang.passes.tried import Question, Subject, answer, weight_by_tokens
+from schedlang.passes.weigh import Weight
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from schedlang.runtime.slice_trial import Trial
     from schedlang.runtime.sliced import Slices
     from schedlang.runtime.slices import Slicing
 
@@ -38,7 +38,7 @@ def slicing_of(
     if count == 1:
         return None
     try:
-        found = _found(plan, traced, sample, loss, weight, count)
+        found = _found(Subject(plan, traced, sample, loss, weight), count)
         found = replace(found, grain=_grain(traced))
         found.pieces(sample)  # are there enough tokens?
         return found
@@ -46,44 +46,14 @@ def slicing_of(
         raise placed(refusal, plan, "order") from refusal
 
 
-def _found(
-    plan: Plan,
-    traced: Traced,
-    sample: Mapping[str, Any],
-    loss: Loss | None,
-    weight: Weight | None,
-    count: int,
-) -> Slicing:
+def _found(subject: Subject, count: int) -> Slicing:
     from schedlang.runtime.slice_faults import refusal
     from schedlang.runtime.slice_probe import guess, probe
-    from schedlang.runtime.slice_trial import trial_of
     from schedlang.runtime.slices import Slicing
 
-    Slicing(count, "calls").pieces(sample)
-    rule = traced.labels[0] if len(traced.labels) == 1 else None
-    weigh = weight or weight_by_tokens(traced, count)
-    model = plan.model.model
-
-    def trial(short: bool) -> Trial:
-        return trial_of(
-            model, sample, count, loss=loss, weight=weigh, rule=rule, random=traced.random,
-            short=short,
-        )  # fmt: skip
-
-    if hollow(model):
-        return guess(trial(short=True), count)
-    try:
-        return probe(trial(short=True), count)
-    except Exception:  # fewer blocks or tokens may be what it cannot bear: its own code raises
-        pass
-    try:
-        return probe(trial(short=False), count)
-    except Refusal:
-        raise
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
-        kind = type(model).__name__
-        raise refusal(f"`{kind}` does not run on a small batch, to be tried", said) from error
+    Slicing(count, "calls").pieces(subject.sample)
+    ask = Question(lambda one: guess(one, count), lambda one: probe(one, count), refusal)
+    return answer(subject, count, ask)
 
 
 def _grain(traced: Traced) -> int:
@@ -102,11 +72,6 @@ def _grain(traced: Traced) -> int:
     )
 
 
-def hollow(model: nn.Module) -> bool:
-    """Whether a model has no values."""
-    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-
-
 def slices_of(
     slicing: Slicing | None, model: nn.Module, traced: Traced, weight: Weight | None
 ) -> Slices | None:
@@ -117,13 +82,3 @@ def slices_of(
         return None
     fill = traced.labels[0].filled if len(traced.labels) == 1 else None
     return Slices(model, slicing, weight or weight_by_tokens(traced, slicing.count), fill=fill)
-
-
-def weight_by_tokens(traced: Traced, count: int) -> Weight:
-    """What a slice weighs in the mean: its labels that count; its tokens where there are none."""
-    from schedlang.runtime.parts import rows_of
-    from schedlang.runtime.slices import length_of
-
-    if traced.labels:
-        return weight_of(traced, count)
-    return lambda batch: float(rows_of(batch) * length_of(batch))

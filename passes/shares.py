@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostic import Diagnostic
 from schedlang.passes.claim import Claim, facet_row, placed
 from schedlang.passes.roles import Role, Step, shortened
-from schedlang.passes.sequence import weight_by_tokens
+from schedlang.passes.tried import weight_by_tokens
 from schedlang.passes.weigh import weight_of
 
 if TYPE_CHECKING:

@@ -106,17 +106,19 @@ def _ranks(view: View, each: bool) -> Iterator[str]:
     if account.classes is None:
         yield f"per rank   not counted (the model has {whole} parameters)"
         return
+    away = [tier for tier in ("cpu", "disk") if any(getattr(c, tier) for c in account.classes)]
     head: Row = ("per rank", "", f"parameters (of {whole})", "gradients", "optimizer", "in a step",
-                 "activations")  # fmt: skip
+                 *(f"on {tier}" for tier in away), "activations")  # fmt: skip
     classes = account.classes if each else account.classes[:MOST_CLASSES]
-    rows = [head, *(_rank(view, one) for one in classes)]
+    rows = [head, *(_rank(view, one, away) for one in classes)]
     if len(classes) < len(account.classes):
         more = len(account.classes) - len(classes)
-        rows.append((f"and {more} more", "", "", "", "", "", "(--each)"))
+        blank = ("",) * (len(head) - 2)
+        rows.append((f"and {more} more", *blank, "(--each)"))
     yield from _table(rows)
 
 
-def _rank(view: View, one: RankClass) -> Row:
+def _rank(view: View, one: RankClass, away: Sequence[str]) -> Row:
     where = _where(view, one.place)
     same = [c for c in view.account.classes or () if c.place == one.place]
     if len(same) > 1 or not where:
@@ -124,7 +126,8 @@ def _rank(view: View, one: RankClass) -> Row:
     return (
         where.strip(), _count(one.ranks, "rank"),
         f"{number(one.elements)}, {size(one.parameters)}", size(one.gradients),
-        size(one.optimizer), f"+ {size(one.working)}" if one.working else "-", ACTIVATIONS,
+        size(one.optimizer), f"+ {size(one.working)}" if one.working else "-",
+        *(size(getattr(one, tier)) for tier in away), ACTIVATIONS,
     )  # fmt: skip
 
 

@@ -145,8 +145,8 @@ def modes_of(seed: int) -> Any:
 
 
 def twin(case: Case) -> nn.Module:
-    """A copy of the model, which training may change; experts drop what rows let them drop."""
-    return limited(case.plan, copy.deepcopy(case.plan.model.model))
+    """A copy of the original, which training may change; experts drop what rows let them drop."""
+    return limited(case.plan, copy.deepcopy(case.plan.model.compared))
 
 
 def original(case: Case, told: Sequence[Condition]) -> tuple[Observation, int]:

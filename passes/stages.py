@@ -129,7 +129,9 @@ def check_regions(plan: Plan, graph: StageGraph, stage_of: Sequence[int]) -> Non
                 does = REGIONS[facet]
                 what = "checkpointed" if facet == "recompute" else "replaced"
                 ends = dict.fromkeys((region[0], region[-1]))
-                one = Label(action.span or NOWHERE, f"{does} {' to '.join(map(_quoted, ends))} as one")
+                one = Label(
+                    action.span or NOWHERE, f"{does} {' to '.join(map(_quoted, ends))} as one"
+                )
                 raise Refusal(
                     Diagnostic(
                         "S603", f"a {what} region may not reach across a pipeline cut",

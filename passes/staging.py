@@ -74,6 +74,7 @@ def shape_up(model: nn.Module, traced: Traced, at_home: Callable[[Any], Any]) ->
     from schedlang.runtime.narrowed import WithParts
     from schedlang.runtime.numbers import set_number
     from schedlang.runtime.shard import Sharded
+    from schedlang.runtime.statistics import gather_statistics, over
 
     for fqn, attribute, value in traced.numbers:
         set_number(model.get_submodule(fqn), attribute, value)
@@ -85,6 +86,9 @@ def shape_up(model: nn.Module, traced: Traced, at_home: Callable[[Any], Any]) ->
         module = model.get_submodule(fqn)
         home = tuple(at_home(edge) for edge in edges)
         module.forward = Sharded(module, traced.kinds[fqn], home)
+    if traced.statistics is not None:
+        mine = at_home(traced.statistics)
+        gather_statistics(model, mine.sums, over(mine.group))
 
 
 def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss | None) -> Staged:

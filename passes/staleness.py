@@ -29,6 +29,8 @@ def check_stale(plan: Plan, staged: Staged) -> None:
     _check_shared(staged, row)
     _check_sliced(plan)
     _check_early(plan)
+    _check_coded(plan)
+    _check_residence(plan)
     _check_recomputed(plan, staged)
 
 
@@ -95,6 +97,36 @@ def _check_early(plan: Plan) -> None:
         notes=("no other stage of the rank has a backward left beside which a sum could run",),
         helps=("leave it at `overlap(transfers)`", SYNCHRONOUS),
     )  # fmt: skip
+
+
+def _check_coded(plan: Plan) -> None:
+    """What one update leaves out would be added to gradients at other weights, stage by stage."""
+    if plan.compression is None:
+        return
+    _refuse(
+        "gradients are summed in fewer bytes once a step, and stages update several times in one",
+        next((a for a in plan.actions if a.name == "compress"), None),
+        notes=("what a code leaves out is added to the gradient of the next step",),
+        helps=("drop this row: gradients are then summed whole", SYNCHRONOUS),
+    )  # fmt: skip
+
+
+def _check_residence(plan: Plan) -> None:
+    """Versions are kept where the weights are, and an update cannot wait for other ranks' files."""
+    bad = [s for s in plan.stores if s.what != "activations"]
+    bad = [s for s in bad if s.tier == "disk" or s.what != "optimizer"]
+    if not bad:
+        return
+    row = next((a for a in plan.actions if bad[0].fqn in a.sites and a.name == "offload"), None)
+    _refuse(
+        f"the {bad[0].what} of several versions cannot lie {_WHERE[bad[0].tier]}", row,
+        notes=("the order keeps the versions that it still needs on the device, and each stage"
+               " updates at its own time",),
+        helps=("keep the state alone in host memory: `offload(optimizer, to=cpu)`", SYNCHRONOUS),
+    )  # fmt: skip
+
+
+_WHERE = {"cpu": "in host memory", "disk": "on disk"}
 
 
 def _check_recomputed(plan: Plan, staged: Staged) -> None:

@@ -12,7 +12,7 @@ from schedlang.passes.gathers import gathers
 from schedlang.passes.holdings import slicing
 from schedlang.passes.memory import gathered_bytes
 from schedlang.passes.messages import messages
-from schedlang.passes.reductions import reductions, sliced_names
+from schedlang.passes.reductions import reductions, sliced_names, sliced_over
 from schedlang.passes.root import backward_root
 from schedlang.placement import P, Placement, Replicate, S
 from schedlang.plan import Plan
@@ -149,7 +149,8 @@ def _by_slice(one: Collective, staged: Staged) -> Collective:
 def _activations(
     context: _Context, batch: Mapping[str, Any], loss: Loss | None
 ) -> Iterator[Collective]:
-    sends = context.traced.edges or context.tokens is not None
+    traced = context.traced
+    sends = traced.edges or context.tokens is not None or traced.statistics is not None
     heard = _heard(context, batch, loss) if sends else []
     for (one, what), count in Counter((e, _what(context, e)) for e in heard).items():
         for places, micro in context.runs(one.fqn):
@@ -189,9 +190,9 @@ def _heard(context: _Context, batch: Mapping[str, Any], loss: Loss | None) -> li
 
     batch, sitting = seated(plan, model, context.tokens, batch)
     inputs = hollow_batch(dict(batch))
-    with listening(listen), sitting:
-        with OnMeta(dict(batch), inputs):  # a model may ask for values of masks
-            value = backward_root(model, inputs, loss)
+    # a model may ask for values of masks, and what is indexed by one has a backward that does
+    with listening(listen), sitting, OnMeta(dict(batch), inputs):
+        value = backward_root(model, inputs, loss)
         backward = True
         if value is not None:
             value.backward()
@@ -245,7 +246,7 @@ def _what(context: _Context, one: _Exchange) -> str:
         return "keys and values"
     edge = next((e for e in traced.edges.get(one.fqn, ()) if e.group.axes == one.axes), None)
     if edge is None:
-        return "activation"
+        return "statistics" if traced.statistics is not None else "activation"
     if edge.told is not None and one.kind in _ROUTED:
         return _ROUTED[one.kind] + (" grads" if one.backward else "s")
     enters, leaves = _ends(edge)
@@ -329,12 +330,13 @@ def _slices(context: _Context) -> Iterator[Collective]:
     row, _ = slicing(plan)
     if row is None:
         return
-    axes, line = plan.mesh.fold(row.axes), context.row("state")
+    line = context.row("state")
     copies = [(s, *copy) for s in range(staged.cut.stages) for copy in context.copies(s)]
     found = [(c[0], *often) for c in copies for often in gathers(plan, staged, *c)]
     for stage, places, forwards, backwards in found:
         for fqn, names in sliced_names(plan, staged, context.holdings, stage).items():
             trained = tuple(n for n in names if plan.model.unique[n].requires_grad)
+            axes = sliced_over(context.holdings, names)
             size = gathered_bytes(plan, context.holdings, names)
             grads = gathered_bytes(plan, context.holdings, trained)
             times = backwards if row.stage > 1 else 1

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from schedlang import nodes as n
 from schedlang import spelling
 from schedlang.diagnostic import Diagnostic, Refusal, guess
+from schedlang.passes.bases import spliced
 from schedlang.source import Span
 
 if TYPE_CHECKING:
@@ -28,11 +29,12 @@ def why(plan: Plan, file: n.File, fqn: str) -> str:
         fact = facts.parameters[fqn]
         head += f"   {fact.dtype}{plan.layout(fqn).show()}"
     acting = (a for a in plan.rows_at(site) if a.primitive.writes)  # a marker acts on nothing
-    rows = [_row(action, file) for action in acting]
+    items = spliced(file).items
+    rows = [_row(action, items) for action in acting]
     return "\n".join([head, *(rows or ["  no row acts on it"])])
 
 
-def _row(action: Action, file: n.File) -> str:
+def _row(action: Action, items: tuple[n.Item, ...]) -> str:
     span = action.span
     text = str(action.primitive)
     place = str(span) if span else ""
@@ -41,7 +43,7 @@ def _row(action: Action, file: n.File) -> str:
         end = span.end_col - 1 if span.end_line == span.line else len(row)
         text = row[span.col - 1 : end] or text
     step = f'step "{action.step}"' if action.step else "outside of steps"
-    trail = next(_trails(file.items, span, ()), ()) if span else ()
+    trail = next(_trails(items, span, ()), ()) if span else ()
     by = " then ".join(f"`{path}`" for path in trail)
     return f"  {place}   {text}   {step}" + (f", selected by {by}" if by else "")
 

@@ -102,12 +102,19 @@ class checkpoint(Primitive):  # noqa: N801
         tree = rotor(chain, memory)
         if tree is None:
             need = least(chain)[0]
-            refuse("S841", f"{memory} bytes hold no plan for these {len(chain)} modules",
-                   "too little for one microbatch",
-                   notes=(f"the largest keeps {max(c.saved for c in chain)} bytes by itself when it"
-                          f" is recomputed, all kept are {sum(c.saved for c in chain)}",),
-                   helps=(f"each microbatch needs {need} bytes at least",
-                          "or make them smaller: recompute inside of a module instead"))
+            refuse(
+                "S841",
+                f"{memory} bytes hold no plan for these {len(chain)} modules",
+                "too little for one microbatch",
+                notes=(
+                    f"the largest keeps {max(c.saved for c in chain)} bytes by itself when it"
+                    f" is recomputed, all kept are {sum(c.saved for c in chain)}",
+                ),
+                helps=(
+                    f"each microbatch needs {need} bytes at least",
+                    "or make them smaller: recompute inside of a module instead",
+                ),
+            )
         return tree
 
     def _check_plan(self, names: tuple[str, ...]) -> None:

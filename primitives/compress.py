@@ -23,8 +23,12 @@ class compress(Primitive):  # noqa: N801
 
     With `error_feedback` what a rank's code leaves out is added to its gradient of the next step,
     so that the sum over all steps is followed. Vectors, and matrices that would not get smaller,
-    are summed as they are. The other data axes are summed over first, exactly. Errors are not part
-    of a checkpoint: after `load` they start from zero.
+    are summed as they are. The other data axes are summed over first, exactly.
+
+    Errors, and the starts of iterations, are part of a checkpoint: the same layout goes on as if
+    nothing had been saved. Where another number of ranks sums, these share the errors of all alike,
+    and an iteration starts anew where a matrix is cut in other parts. A program without this row
+    leaves them out. Orders with stale weights, which sum several times a step, are refused.
 
     Results are those of one process that codes the same parts in the same way: `relax(lossy)`; the
     original's own where the rank is full.

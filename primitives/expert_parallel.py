@@ -32,6 +32,8 @@ class expert_parallel(Primitive):  # noqa: N801
               the rest is dropped, which the step has to allow: `relax(routing)`.  Default: all
     chunks    tokens are sent in so many parts, each under way while the one before is computed
     shadow    numbers of experts that come to all tokens, while the tokens of the others are sent
+    inner     an axis over which every expert is split along its own hidden dim, as Megatron splits
+              a pair of a column and a row; its ranks see the same tokens
 
     GShard (Lepikhin et al. 2020), FastMoE (He et al. 2021), DeepSpeed-MoE (Rajbhandari et al.
     2022), FasterMoE (He et al. 2022), PipeMoE (Shi et al. 2023), Janus (Liu et al. 2023).
@@ -42,6 +44,7 @@ class expert_parallel(Primitive):  # noqa: N801
     capacity: float | None = field(default=None, kw_only=True)
     chunks: int = field(default=1, kw_only=True)
     shadow: tuple[int, ...] = field(default=(), kw_only=True)
+    inner: Axis | None = field(default=None, kw_only=True)
 
     example = "moe.experts  expert_parallel(over=ep)"
     reads = frozenset({"structure", "shape", "dtype"})
@@ -59,6 +62,7 @@ class expert_parallel(Primitive):  # noqa: N801
             helps = ("name the module that is called with tokens, experts of each, and weights",)
             refuse("S421", f"`{site}` is no module of experts", notes=(found,), helps=helps)
         self._check_options(site, found.count)
+        self._check_inner(site, plan)
         ranks = plan.mesh.size(self.over)
         if found.count % ranks:
             legal = [n for n in range(1, found.count + 1) if found.count % n == 0]
@@ -89,6 +93,28 @@ class expert_parallel(Primitive):  # noqa: N801
             refuse("S422", "with `dispatch=fetch` all experts come to the tokens, none is sent",
                    helps=("leave out `shadow=` and `chunks=`",))  # fmt: skip
 
+    def _check_inner(self, site: Site, plan: Plan) -> None:
+        """Refuse experts that cannot be cut inside, or not over this axis (S428)."""
+        if self.inner is None:
+            return
+        shared = set(plan.mesh.fold(self.inner)) & set(plan.mesh.fold(self.over))
+        if shared:
+            refuse("S428", f"`{sorted(shared)[0]}` spreads the experts of `{site}`, and cuts each",
+                   helps=("name another axis: `inner=tp`",))  # fmt: skip
+        found = self._inner(site, plan)
+        if found is None:
+            refuse("S428", f"the experts of `{site}` cannot be cut inside",
+                   notes=("no way of cutting a small copy in two gave parts that add up to it",),
+                   helps=("leave out `inner=`",))  # fmt: skip
+        ranks = plan.mesh.size(self.inner)
+        for name, dim, blocks in found.cuts:
+            size = site.parameters[name].shape[dim] // blocks
+            if size % ranks:
+                legal = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+                refuse("S428", f"cannot cut an inner dim of {size} evenly over {ranks} ranks",
+                       notes=(f"of `{site}.{name}`",),
+                       helps=(f"`{self.inner}` may be {legal}",))  # fmt: skip
+
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Split the experts over every plain axis of `over`."""
         from schedlang.runtime.experts import Routing
@@ -97,10 +123,13 @@ class expert_parallel(Primitive):  # noqa: N801
         axes = plan.mesh.fold(self.over)
         for name, layout in self._layouts(site, plan):
             plan = plan.with_spread(name, layout)
-        for axis in axes:
+        for axis in axes if self.inner is None else (*axes, str(self.inner)):
             plan = plan.with_boundary(site.fqn, Boundary(axis, R, R))
         hot = tuple(sorted(set(self.shadow)))
-        routing = Routing(found, self.dispatch, self.capacity, self.chunks, hot)
+        inner = self._inner(site, plan) if self.inner is not None else None
+        routing = Routing(
+            found, self.dispatch, self.capacity, self.chunks, hot, inner, str(self.inner or "")
+        )
         return plan.with_kind(site.fqn, "experts", routing)
 
     def apply(self, site: Site, build: Any) -> None:
@@ -111,12 +140,28 @@ class expert_parallel(Primitive):  # noqa: N801
 
         A tied one has been laid out by the row's first site: it is split once.
         """
+        inner = self._inner(site, plan) if self.inner is not None else None
+        cuts = {name: (dim, blocks) for name, dim, blocks in inner.cuts} if inner else {}
         for name in self._experts(site, plan).split:
             first = site.parameters[name].name
             layout = Layout.whole(plan.layout(first).shape)
             for axis in plan.mesh.fold(self.over):
                 layout = layout.split(axis, 0)
+            if name in cuts:
+                dim, blocks = cuts[name]
+                sizes = [layout.shape[dim] // blocks] * blocks
+                layout = layout.split(str(self.inner), dim, sizes)
             yield first, layout
+
+    def _inner(self, site: Site, plan: Plan) -> Any:
+        """How every expert of the module is cut inside, or None; tried once for each kind."""
+        key = ("inner of experts", site.kind)
+        if key not in plan.model.cache:
+            from schedlang.runtime.expert_inner import probe_inner
+
+            module = plan.model.model.get_submodule(site.fqn)
+            plan.model.cache[key] = probe_inner(module, self._experts(site, plan))
+        return plan.model.cache[key]
 
     def _experts(self, site: Site, plan: Plan) -> Any:
         """The experts of the module, or why it has none; tried once for each kind of module."""

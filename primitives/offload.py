@@ -1,29 +1,40 @@
-"""offload: keep what a module saves for backward in host memory."""
+"""offload: keep activations, parameters, gradients or optimizer state off the device."""
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from schedlang.plan import Plan
+from schedlang.plan import Plan, Stored
 from schedlang.primitive import Primitive, refuse
 
 if TYPE_CHECKING:
     from schedlang.model import Site
 
+MOVES = ("activations", "parameters")  # what comes back module by module
+
 
 class offload(Primitive):  # noqa: N801
-    """Move a module's activations to the host after its forward, and back before its backward.
+    """Keep what a module needs in host memory or on disk while it does not need it.
 
-    before   backward finds what f saved on the device
-    after    backward finds it on the host, and reloads it `prefetch` modules ahead
+    activations  move after its forward, and come back before its backward
+    parameters   come for its forward and again for its backward; their gradients leave as they are
+                 made, and the optimizer steps on the host: the device holds a few modules at a time
+    gradients    leave as they are made, and wait for the step
+    optimizer    its state stays; the step is made there, some parameters at a time
 
-    With a checkpoint on the same module its inputs are what moves.  On a GPU copies are pinned and
-    run on a stream of their own.  Rhu et al., vDNN (2016); Ren et al., ZeRO-Offload (2021).
+    A row without a selector is about the model; of parameters then each element of the trunk comes
+    by itself.  `prefetch` modules come before it is their turn.  With a checkpoint on the same
+    module its inputs are what moves of activations.  On a GPU copies are pinned and run on a stream
+    of their own.  Files have no name and are gone with the process (folder: `TMPDIR`); if they do
+    not fit, the step is refused and undone.
+
+    Rhu et al., vDNN (2016); Pudipeddi et al., L2L (2020); Ren et al., ZeRO-Offload (2021);
+    Rajbhandari et al., ZeRO-Infinity (2021).
     """
 
-    what: Literal["activations"]
-    to: Literal["cpu"] = field(default="cpu", kw_only=True)
+    what: Literal["activations", "parameters", "gradients", "optimizer"]
+    to: Literal["cpu", "disk"] = field(default="cpu", kw_only=True)
     prefetch: int = field(default=1, kw_only=True)
 
     example = "layers.*  offload(activations, to=cpu)"
@@ -35,13 +46,23 @@ class offload(Primitive):  # noqa: N801
         if self.prefetch < 0:
             refuse("S304", f"nothing can be reloaded {self.prefetch} modules ahead",
                    helps=("use 0 to reload on demand, 1 to reload one module ahead",))  # fmt: skip
+        if self.what not in MOVES and self.prefetch != 1:
+            refuse("S306", f"nothing of the {self.what} comes back module by module",
+                   helps=("leave out `prefetch`",))  # fmt: skip
+
+    def effect(self, site: Site, plan: Plan) -> Plan:
+        """Note what lies where."""
+        row = Stored(site.fqn, self.what, self.to, self.prefetch)
+        return replace(plan, stores=(*plan.stores, row))
 
     def apply(self, site: Site, build: Any) -> None:
-        """Put the module's saved tensors into the program's store."""
+        """Put the module's saved tensors into a store; `build` moves what is parameters'."""
         from schedlang.runtime.offload import Store
         from schedlang.runtime.offload import offload as move
+        from schedlang.runtime.scratch import Scratch
 
-        move(
-            build.at(site.fqn),
-            build.shared(("offload", self.prefetch), lambda: Store(self.prefetch)),
-        )
+        if self.what == "activations":
+            scratch = build.shared("scratch", Scratch) if self.to == "disk" else None
+            key = ("offload", self.prefetch, self.to)
+            store = build.shared(key, lambda: Store(self.prefetch, scratch=scratch))
+            move(build.at(site.fqn), store)

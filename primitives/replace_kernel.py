@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from schedlang.plan import Plan
 from schedlang.primitive import Primitive, Trial, refuse
+from schedlang.value import Bytes
 
 if TYPE_CHECKING:
     from schedlang.model import Site
@@ -17,23 +18,39 @@ class replace_kernel(Primitive):  # noqa: N801
     before   y = w * (x / rms(x))          several kernels of torch
     after    y = rms_norm(x, w)            one kernel forward, one backward
 
-      rms_norm   our Triton kernel, forward and backward; its offset, epsilon and rounding order are
-                 found by probing
-      sdpa       attention by torch's scaled_dot_product_attention, for transformers' modules
+      rms_norm, layer_norm   our Triton kernels, forward and backward; offset, epsilon and rounding
+                             order are found by probing
+      gated                  SwiGLU and its kin between the projections of an MLP, split or packed
+      linear_cross_entropy   a head and the loss after it, `chunk` bytes of logits at a time; the
+                             model's own code finds the loss, its casts, scale and soft cap
+      sdpa                   attention by torch's scaled_dot_product_attention, for transformers'
+                             modules
 
     A module is replaced only if a copy of it, in float64 on random input, computes what the kernel
     computes; otherwise the refusal gives the measured difference.
     """
 
-    kernel: Literal["rms_norm", "sdpa"]
+    kernel: Literal["rms_norm", "layer_norm", "gated", "linear_cross_entropy", "sdpa"]
+    chunk: Bytes | None = None
 
     example = "layers.*.norm  replace_kernel(rms_norm)"
     reads = frozenset()
     writes = frozenset({"structure"})
     gives_up = frozenset({"rounding"})
 
+    @property
+    def waits(self) -> bool:
+        """Whether the module's parameters are needed after its forward."""
+        return self.kernel == "linear_cross_entropy"
+
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse a module that computes something else, with the measured mismatch."""
+        if self.chunk is not None and self.kernel != "linear_cross_entropy":
+            refuse(
+                "S870",
+                f"`{self.kernel}` holds no logits, and takes no `chunk`",
+                helps=(f"replace_kernel({self.kernel})",),
+            )
         found = self._found(site, plan)
         if type(found).__name__ == "Mismatch":
             refuse(
@@ -47,21 +64,14 @@ class replace_kernel(Primitive):  # noqa: N801
         """Put the kernel into the module of the copy."""
         from schedlang.runtime.kernel import replace
 
-        replace(build.at(site.fqn), self._found(site, build.plan))
+        replace(build.at(site.fqn), self._found(site, build.plan), int(self.chunk or 0))
 
     def trial(self, site: Site, plan: Plan, call: tuple[Any, Any]) -> list[Trial]:
         """Run the Triton kernel itself, on a GPU or in Triton's interpreter, beside the module."""
-        from schedlang.kernels.check import Case, run_kernel_check
+        from schedlang.kernels.check import run_kernel_check
+        from schedlang.runtime.kernel import cases_of
 
-        found = self._found(site, plan)
-        if self.kernel != "rms_norm":
-            return []
-        cases = [
-            Case(
-                (rows, found.size), dtype, found.eps or 1e-6, found.offset, found.rounding or "late"
-            )
-            for dtype, rows in (("float32", 7), ("bfloat16", 7), ("float32", 1))
-        ]
+        cases = cases_of(self._found(site, plan))
         return [
             Trial(
                 f"{k.case.dtype} {list(k.case.shape)} {c.name} by {k.backend}",
@@ -70,7 +80,7 @@ class replace_kernel(Primitive):  # noqa: N801
                 c.ok,
                 k.backend != "reference",
             )
-            for k in run_kernel_check(cases)
+            for k in (run_kernel_check(cases) if cases else ())
             for c in k.comparisons
         ]
 

@@ -33,12 +33,12 @@ class tie(Primitive):  # noqa: N801
     example = "layers[2:]  tie()"
     reads = frozenset({"structure"})
     writes = frozenset({"trained"})
+    foremost = True
     takes = "selection"
     gives_up = frozenset({"model"})
 
     def check(self, sites: tuple[Site, ...], plan: Plan) -> None:
         """Refuse modules that are not alike, and what is one parameter already."""
-        self._check_place(plan)
         if len(sites) < 2:
             refuse("S416", "one module alone shares nothing", f"`{sites[0]}` is selected",
                    helps=("select the modules that share: `layers.*  tie()`",))  # fmt: skip
@@ -59,13 +59,6 @@ class tie(Primitive):  # noqa: N801
 
     def apply(self, sites: tuple[Site, ...], build: Any) -> None:
         """Nothing of its own: the model that is built from has them tied."""
-
-    def _check_place(self, plan: Plan) -> None:
-        """Layouts and stages are those of parameters: say first which there are."""
-        below = next((a for a in plan.actions if a.primitive.writes - {"trained"}), None)
-        if below is not None:
-            title = f"`tie` must stand above `{below.name}`, which relies on what it changes"
-            refuse("S503", title, helps=(f"move `tie` above this `{below.name}`",))
 
     def _chosen(self, site: Site, plan: Plan) -> dict[str, ParameterFact]:
         """The parameters of a module that are to be shared, by their names there."""

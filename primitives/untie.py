@@ -31,14 +31,11 @@ class untie(Primitive):  # noqa: N801
     example = "side  untie(weight)"
     reads = frozenset({"structure"})
     writes = frozenset({"trained"})
+    foremost = True
     gives_up = frozenset({"model"})
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse what is not shared, and what cannot be told apart."""
-        below = next((a for a in plan.actions if a.primitive.writes - {"trained"}), None)
-        if below is not None:
-            refuse("S503", f"`untie` must stand above `{below.name}`, which relies on what it"
-                   " changes", helps=(f"move `untie` above this `{below.name}`",))  # fmt: skip
         for name in self.names:
             if name not in site.parameters:
                 known = ", ".join(f"`{n}`" for n in site.parameters) or "none"

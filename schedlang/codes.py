@@ -53,6 +53,11 @@ CODES: Mapping[str, tuple[str, str]] = {
         "A subclass of Primitive has a docstring, an example, check and apply, facets that exist,\n"
         "and a name that no other module uses.",
     ),
+    "S009": (
+        "an extension cannot be imported",
+        "Installed packages add primitives by entry points of the group `schedlang.primitives`;\n"
+        "one of them fails when it is imported.",
+    ),
     "S101": (
         "declared twice",
         "Knobs, axes, views, definitions and steps have names of their own.",
@@ -78,6 +83,15 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S112": ("files use each other", "`use` brings in what a file defines; it cannot be circular."),
     "S113": ("not here", "Steps do not nest; declarations and `undo` stand outside of them."),
+    "S114": (
+        "no such step in a base",
+        "`override` and `drop` change steps that a `use` above brings in; a file's own steps are\n"
+        "changed where they are written.",
+    ),
+    "S115": (
+        "a base under a name",
+        "A file with steps becomes part of this one; only libraries of\ndefinitions take `as`.",
+    ),
     "S201": (
         "a selector matches no module",
         "Every segment must match under every module found so far: 31 of 32 layers is a mistake.\n"
@@ -252,6 +266,20 @@ CODES: Mapping[str, tuple[str, str]] = {
         "ranks would gather different ones.",
     ),
     "S662": ("sequences are split twice", "Over ranks, or in slices one after the other."),
+    "S428": (
+        "experts that cannot be cut inside",
+        "`inner=` cuts every expert along its own hidden dim, in equal parts that add up to it.",
+    ),
+    "S668": (
+        "statistics of a batch in microbatches",
+        "A loss made of means over the whole batch (router losses) needs all of its rows; the\n"
+        "backward of a microbatch begins before later ones are there.",
+    ),
+    "S669": (
+        "statistics that were not found again",
+        "Sums over rows are shared by ranks where the model was seen to make them: the k-th call\n"
+        "of that name in the forward of that module.",
+    ),
     "S680": ("too few tokens", "Every rank that shares a sequence needs one of its tokens."),
     "S681": (
         "heads that cannot be divided",
@@ -377,6 +405,30 @@ CODES: Mapping[str, tuple[str, str]] = {
         "recomputed with other numbers",
         "A module draws from Python, from numpy, or keeps something from call to call.  Only\n"
         "torch's generators, also those that a module holds itself, are replayed.",
+    ),
+    "S850": (
+        "what a row puts on disk cannot be written",
+        "The step is undone on all ranks.  Files lie in the temporary folder: set TMPDIR, or make\n"
+        "room; a step needs room for the new beside the old.",
+    ),
+    "S854": (
+        "parameters that are gathered together lie apart",
+        "`zero` gathers a layer as one, so all of it lies on one tier: select whole layers.",
+    ),
+    "S855": (
+        "a step on whole tensors cannot be undone",
+        "Parameters in parts are put together for an optimizer that looks at whole tensors; with\n"
+        "anything on disk such a step might fail half done.",
+    ),
+    "S870": ("the kernel takes no such argument", "`chunk` bounds the logits of a head's loss."),
+    "S880": (
+        "nothing that could replace a module",
+        "`replace(name)` takes what `replacements` of the model file says; schedules run no code.",
+    ),
+    "S881": (
+        "a replacement that does not fit",
+        "It has the same parameters under the same names, or says which names its own are made\n"
+        "of, and its forward takes the same arguments.",
     ),
     "S901": ("the model file has no batch", "Define `batch(seed)`: a dict of tensors."),
     "S902": ("`batch` returns something else", "Return the forward's keyword arguments as a dict."),

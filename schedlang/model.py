@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
@@ -93,8 +93,8 @@ class ModelFacts:
     """All sites of one model in model order, found once; the model itself stays as it is.
 
     The model may lie on the meta device.  `model` is kept to answer `attribute` and for `build`.
-    Where rows change what is trained (`freeze`, `tie`), `model` is a copy with these `changes`, and
-    `base` has the facts of the untouched one.
+    Where rows change what is trained (`freeze`, `tie`) or what computes (`replace`), `model` is a
+    copy with these `changes`, and `base` has the facts of the untouched one.
     """
 
     def __init__(
@@ -106,6 +106,7 @@ class ModelFacts:
         self.class_name = type(model).__name__
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self.cache: dict[object, object] = {}  # answers of probes, by what was asked
+        self.given: dict[str, Any] = {}  # replacements that were named in Python
 
     def changed(self, change: Change) -> ModelFacts:
         """The facts of the model after one more change."""
@@ -117,6 +118,40 @@ class ModelFacts:
         for change in self.changes:
             facts = facts.changed(change)
         return facts
+
+    @property
+    def replacements(self) -> Mapping[str, Any]:
+        """Modules of the user's own by name: what the model file or its class gave the model."""
+        found = getattr(self.base.model, "replacements", None)
+        return {**(found if isinstance(found, Mapping) else {}), **self.base.given}
+
+    def named(self, value: object) -> object:
+        """A name by which rows say a module, or a function that makes one; others as they are."""
+        if not callable(value):
+            return value
+        said = getattr(value, "__name__", type(value).__name__)
+        stem = name = said if said.isidentifier() else "replacement"
+        number = 1
+        while self.given.get(name, value) is not value:
+            number += 1
+            name = f"{stem}_{number}"
+        self.given[name] = value
+        return name
+
+    @property
+    def rewritten(self) -> bool:
+        """Does some row change what computes?"""
+        return any(getattr(change, "rewrites", False) for change in self.changes)
+
+    @cached_property
+    def compared(self) -> nn.Module:
+        """What a proof compares with: the model trained as rows say, computing as it always did."""
+        if not self.rewritten:
+            return self.model
+        facts = self.base
+        for change in self.changes:
+            facts = facts if getattr(change, "rewrites", False) else facts.changed(change)
+        return facts.model
 
     @cached_property
     def parameters(self) -> Mapping[str, ParameterFact]:

@@ -2,7 +2,7 @@
 
 By convention it is `model.py` beside the schedule and defines `model()`, `batch(seed)` and, where
 needed, `loss(output, batch)` and `weight(batch)`; for `verify --shrink` it may define `small()`
-and `small_batch(seed)`.
+and `small_batch(seed)`, for rows that `replace` modules `replacements`, what their names stand for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from schedlang.diagnostic import Diagnostic, Refusal, guess
 if TYPE_CHECKING:
     from torch import nn
 
-KNOWN = ("model", "batch", "loss", "weight", "small", "small_batch")
+KNOWN = ("model", "batch", "loss", "weight", "small", "small_batch", "replacements")
 IMPORT_NAME = "schedlang_model_file"
 
 
@@ -120,6 +120,9 @@ class ModelFile:
                     helps=("return a torch.nn.Module",),
                 )
             )
+        own = getattr(self.module, "replacements", None)
+        if own is not None:  # beside the model it is known wherever the model goes
+            model.replacements = own
         return model
 
 

@@ -141,6 +141,21 @@ class Compression:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """What a row keeps off the device of a module, and of all that it holds.
+
+    what   "activations", "parameters", "gradients" or "optimizer" (its state)
+    tier   "cpu" (host memory) or "disk"
+    ahead  how many modules come back to the device before it is their turn
+    """
+
+    fqn: str
+    what: str
+    tier: str
+    ahead: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """Mesh, decisions, actions, and what follows from the actions.  Every change makes a new plan.
 
@@ -172,6 +187,7 @@ class Plan:
     replicas: tuple[Replicas, ...] = ()
     contexts: Mapping[str, tuple[Context, ...]] = field(default_factory=dict)  # by module
     compression: Compression | None = None  # of the sums of gradients over some data axes
+    stores: tuple[Stored, ...] = ()  # what does not lie on the device
 
     @staticmethod
     def empty(model: ModelFacts, mesh: Mesh | None = None) -> Plan:

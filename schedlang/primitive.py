@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, dataclass_transform
@@ -25,6 +26,7 @@ FACETS = frozenset(
 TAKES = ("module", "selection", "model")
 Relation = Literal["commute", "order", "clash", "both"]
 
+EXTENSIONS = "schedlang.primitives"  # the group of entry points
 _registry: dict[str, type[Primitive]] = {}
 
 
@@ -63,13 +65,16 @@ class Primitive:
     `takes` says what it is given: each "module" of the selection, the "selection" as a tuple, or
     the "model" (the scope; no selector stands before it).  `gives_up` names what the result may
     differ in; a property where it depends on the arguments.  `field(kw_only=True)` makes an
-    argument that must be named, and may then be required after optional ones.
+    argument that must be named, and may then be required after optional ones.  A `foremost` verb
+    changes which parameters there are: it stands above whatever else is done, wherever that is.
     """
 
     example: ClassVar[str]
     reads: ClassVar[frozenset[str]] = frozenset()
     writes: ClassVar[frozenset[str]] = frozenset()
     takes: ClassVar[str] = "module"
+    foremost: ClassVar[bool] = False
+    anew: ClassVar[bool] = False  # its sites are other modules afterwards, for rows below
     if TYPE_CHECKING:
 
         @property
@@ -181,10 +186,33 @@ def scratch(keep: Sequence[str] | None = None) -> Iterator[None]:
 
 @cache
 def load_all() -> None:
-    """Import every module of `schedlang.primitives`; none of them imports torch."""
+    """Import every module of `schedlang.primitives`, and what installed packages add to them.
+
+    None of ours imports torch.  A package names the modules of its primitives as entry points of
+    the group `schedlang.primitives`.
+    """
     package = importlib.import_module("schedlang.primitives")
     for module in sorted(info.name for info in pkgutil.iter_modules(package.__path__)):
         importlib.import_module(f"schedlang.primitives.{module}")
+    for point in sorted(metadata.entry_points(group=EXTENSIONS), key=lambda found: found.name):
+        _load(point)
+
+
+def _load(point: metadata.EntryPoint) -> None:
+    """Import the primitives of an installed package; refuses S009 one that cannot be imported."""
+    try:
+        point.load()
+    except Refusal:
+        raise
+    except Exception as error:  # whatever a stranger's module raises
+        holder = f"{point.dist.name} {point.dist.version}" if point.dist else "a package"
+        raise Refusal(
+            Diagnostic(
+                "S009", f"the primitives of {holder} cannot be imported",
+                notes=(f"`{point.value}`: {type(error).__name__}: {error}",),
+                helps=("install a version of it that fits, or uninstall it",),
+            )
+        ) from error  # fmt: skip
 
 
 def conflicts(first: type[Primitive], then: type[Primitive]) -> Relation:
@@ -194,6 +222,8 @@ def conflicts(first: type[Primitive], then: type[Primitive]) -> Relation:
     "clash": `then` changes what `first` relied on.  "both": both change one facet, whose own rule
     decides.
     """
+    if first.foremost != then.foremost and (first.writes | then.writes) - {"trained"}:
+        return "clash" if then.foremost else "order"
     both = first.writes & then.writes
     if (then.writes & first.reads) - both:
         return "clash"

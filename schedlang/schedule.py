@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from schedlang import lift, printer
 from schedlang import nodes as n
+from schedlang.cursor import Caller, Cursor
 from schedlang.diagnostic import Diagnostic, Label, Refusal, closest
 from schedlang.passes.diff import Difference, compare
-from schedlang.passes.expand import Expander, expand, open_step
+from schedlang.passes.expand import Expander, current, expand, open_step
 from schedlang.passes.state import Settings, State, start
 from schedlang.passes.why import why
 from schedlang.primitive import Primitive, load_all, registry
@@ -84,52 +85,6 @@ class Scope:
         roots = self._schedule._scope(node, self._roots)
         with self._schedule._block(lambda body: replace(node, block=body)):
             yield Scope(self._schedule, roots)
-
-
-@dataclass(frozen=True)
-class Cursor:
-    """The modules of one path: `sch["transformer.h.*"].checkpoint()`."""
-
-    _schedule: Schedule
-    _roots: tuple[str, ...]
-    _path: n.Path
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """Their names, in model order."""
-        return self._schedule._select(self._path, self._roots)
-
-    def __getattr__(self, name: str) -> Caller:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return Caller(self._schedule, self._roots, self._path, name)
-
-    def do(self, primitive: Primitive) -> Cursor:
-        """Apply a bound primitive; the typed way to say what `sch[...].name(...)` says."""
-        call = lift.call_of(primitive, python_span())
-        self._schedule._record_call(self._roots, self._path, call, python_span())
-        return self
-
-
-@dataclass(frozen=True)
-class Caller:
-    """A primitive or a definition about to be called; a dotted name is one of a library."""
-
-    _schedule: Schedule
-    _roots: tuple[str, ...]
-    _path: n.Path | None
-    _name: str
-
-    def __getattr__(self, name: str) -> Caller:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return replace(self, _name=f"{self._name}.{name}")
-
-    def __call__(self, *args: object, **named: object) -> None:
-        """Check the row, add it to the plan and record it; or refuse and change nothing."""
-        span = python_span()
-        call = lift.call(self._name, args, named, span)
-        self._schedule._record_call(self._roots, self._path, call, span)
 
 
 class Schedule(Scope):
@@ -270,7 +225,7 @@ class Schedule(Scope):
         self._declare(n.Require(node, span=span))
 
     def use(self, path: str, as_: str | None = None, **knobs: object) -> None:
-        """Bring in the definitions of a library file, relative to the working directory."""
+        """Bring in a library's definitions or a base's steps, relative to the working directory."""
         span = python_span()
         args = tuple(n.Keyword(k, lift.lift(v, span), span=span) for k, v in knobs.items())
         self._declare(n.Use(path, as_, args or None, span=NOWHERE))
@@ -327,10 +282,10 @@ class Schedule(Scope):
     # ---- recording ------------------------------------------------------------------------
 
     def _select(self, path: n.Path, roots: Sequence[str]) -> tuple[str, ...]:
-        return self._selector.select(path, roots, self._state.names)
+        return current(self._selector, self._state).select(path, roots, self._state.names)
 
     def _scope(self, node: n.At, roots: Sequence[str]) -> tuple[str, ...]:
-        return self._selector.scope(node, roots, self._state.names)
+        return current(self._selector, self._state).scope(node, roots, self._state.names)
 
     def _run(self, action: Callable[[Expander], None], span: Span) -> None:
         """Execute on the state; a refusal leaves everything as it was and has a place."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor
 
-from schedlang.runtime.attend import Layout, Mask, attend, place_of, ranks_of
+from schedlang.runtime.attend import Layout, Mask, Way, attend, place_of, ranks_of
 from schedlang.runtime.collective import Group
 
 SIZES = {
@@ -136,10 +136,8 @@ def attended(
         rows=mine.get("bias", mine.get("dense")),
         **{name: mine.get(name) for name in (*TAGS, "slopes", "sinks")},
     )  # fmt: skip
-    return attend(
-        mine["q"], mine["k"], mine["v"], mask,
-        method=case.method, groups=groups, layout=layout, scale=case.scale, block=block,
-    )  # fmt: skip
+    way = Way(case.method, groups, layout, case.scale, block=block)
+    return attend(mine["q"], mine["k"], mine["v"], mask, way)
 
 
 def part(case: Case, layout: Layout, place: int) -> dict[str, Tensor]:

@@ -33,6 +33,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("mamba_d_state", "state_size", "mamba_n_heads"), 8),
     **dict.fromkeys(("n_shared_experts", "n_group", "topk_group", "first_k_dense_replace"), 1),
     **dict.fromkeys(("mamba_n_groups", "n_groups"), 1),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 8),
     **dict.fromkeys(("mamba_expand", "expand", "num_key_value_heads", "encoder_layers"), 2),
     **dict.fromkeys(("hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout"), 0.0),
     **dict.fromkeys(("attention_dropout", "activation_dropout", "hidden_dropout_prob"), 0.0),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedlang.diagnostic import Refusal
-from schedlang.runtime.attend import Dropout, Layout, Mask, attend, attend_lse, place_of
+from schedlang.runtime.attend import Dropout, Layout, Mask, Way, attend, attend_lse, place_of
 from schedlang.runtime.launch import Pool
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.random import LogicalDropout
@@ -93,8 +93,7 @@ def _undivided() -> str:
     groups, layout = groups_of(case.sizes), Layout.of("striped", case.tokens, 3)
     mine = part(case, layout, groups[0].rank)
     with pytest.raises(Refusal) as refused:
-        attend(mine["q"], mine["k"], mine["v"], Mask(), method="ulysses", groups=groups,
-               layout=layout)  # fmt: skip
+        attend(mine["q"], mine["k"], mine["v"], Mask(), Way("ulysses", groups, layout))
     return str(refused.value)
 
 
@@ -118,8 +117,8 @@ def _dropped(case: Case) -> list[torch.Tensor]:
     draw = LogicalDropout(7)
     with ambient(draw), entered(Scope(2, 0, (5, 8))):
         dropout = Dropout.logical(P, draw, case.rows, case.heads, case.tokens)
-        out = attend(*leaves, Mask(causal=True), method=case.method, groups=groups,
-                     layout=layout, dropout=dropout, block=4)  # fmt: skip
+        way = Way(case.method, groups, layout, dropout=dropout, block=4)
+        out = attend(*leaves, Mask(causal=True), way)
     return [out.detach(), *torch.autograd.grad(out, leaves, mine["grad"])]
 
 
@@ -153,7 +152,7 @@ def _blind(case: Case) -> list[torch.Tensor]:
     mine = part(case, layout, place_of(groups))
     leaves = [mine[name].requires_grad_() for name in "qkv"]
     mask = Mask(causal=True, present=mine["present"])
-    out, lse = attend_lse(*leaves, mask, method=case.method, groups=groups, layout=layout)
+    out, lse = attend_lse(*leaves, mask, Way(case.method, groups, layout))
     assert bool((out.detach()[lse.isneginf()] == 0).all())
     scored = lse.masked_fill(lse.isneginf(), 0)
     grads = torch.autograd.grad((scored * mine["grad"][..., 0]).sum(), leaves[:2])

@@ -189,10 +189,36 @@ class Pooled(Causal):
         return super().loss(logits + logits.mean(1, keepdim=True), labels)
 
 
+class Numbered(Causal):
+    """Counts positions by a list."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Any = None) -> Tensor:
+        x = self.words(input_ids) + self.places(torch.tensor(list(range(input_ids.shape[1]))))
+        for block in self.blocks:
+            x = block(x, None)
+        return self.loss(self.head(x), labels)
+
+
+class Summing(nn.Module):
+    """Attention by einsum, which is not followed."""
+
+    def forward(self, x: Tensor, keep: Tensor | None) -> Tensor:
+        weights = torch.einsum("btd,bsd->bts", x, x).softmax(-1)
+        return x + torch.einsum("bts,bsd->btd", weights, x)
+
+
+class Einsum(Causal):
+    """Two blocks of such."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Summing() for _ in range(2))
+
+
 REFUSED = {
     "convolution": (lambda: Causal("conv", layers=2), "S659", "`blocks.0"),
-    "positions by sums": (lambda: Causal(positions="counted"), "S659", "`places` gives a token"),
-    "attention by products": (lambda: Causal("products"), "S659", "some tokens of a sequence"),
+    "positions by a list": (lambda: Numbered(layers=2), "S659", "`blocks.0.norm` gives a token"),
+    "attention by sums": (lambda: Einsum(), "S659", "`blocks.0"),
     "a mean over tokens": (lambda: Pooled(layers=2), "S659", "loss"),
 }
 

@@ -93,7 +93,14 @@ def test_the_two_commands() -> None:
     "page", [p for p in PAGES if p != CONTRIBUTING], ids=lambda page: page.name
 )
 def test_schedules_are_accepted(page: Path, tmp_path: Path) -> None:
-    """Each schedule on a page passes `check` without a warning and stands in canonical form."""
+    """Each schedule on a page passes `check` without a warning and stands in canonical form.
+
+    One that is introduced "as `name.sched`" is that file for what stands below it.
+    """
+    introduced = r"as `(\w+\.sched)`\n\n```sched\n(.*?)^```$"
+    named = dict(re.findall(introduced, page.read_text(), re.S | re.M))
+    for name, text in named.items():
+        (tmp_path / name).write_text(text)
     for number, text in enumerate(blocks(page, "sched")):
         file = tmp_path / f"{number}.sched"
         file.write_text(text)

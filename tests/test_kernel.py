@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.kernels.probe import Mismatch, Norm
-from schedlang.kernels.rms_norm import runs
+from schedlang.kernels.device import runs
+from schedlang.kernels.norms import Norm
+from schedlang.kernels.probe import Mismatch
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.forward import unwrap
 from schedlang.runtime.kernel import Attention, kernel_of, match, replace

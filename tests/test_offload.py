@@ -12,8 +12,9 @@ from torch import nn
 
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.offload import Ledger, Store, offload
+from schedlang.runtime.offload import Store, offload
 from schedlang.runtime.recompute import checkpoint
+from schedlang.runtime.tiers import Ledger
 
 SIZE = 32
 

@@ -6,7 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from schedlang.kernels.probe import Mismatch, Norm, probe_norm
+from schedlang.kernels.norms import Norm, probe_norm
+from schedlang.kernels.probe import Mismatch
+from schedlang.runtime.float64 import Float64
+from schedlang.runtime.kernel import match
+from schedlang.runtime.modes import ambient
 
 
 class Rms(nn.Module):
@@ -47,8 +51,28 @@ def test_names_every_form(form, offset, eps, rounding, device):
 def test_layer_norm():
     """LayerNorm is told from RMSNorm, its bias found by what it does."""
     found = probe_norm(nn.LayerNorm(12, eps=1e-12))
-    assert found == Norm("layer_norm", 12, "weight", "bias", 0.0, 1e-12, None)
+    assert found == Norm("layer_norm", 12, "weight", "bias", 0.0, 1e-12, "late")
     assert probe_norm(nn.LayerNorm(12, bias=False)).bias is None
+
+
+@pytest.mark.parametrize(
+    ("form", "offset", "rounding"),
+    [
+        (lambda x, w: (centred(x.float()) * w.float()).to(x.dtype), 0.0, "late"),
+        (lambda x, w: centred(x.float()).to(x.dtype) * w, 0.0, "early"),
+        (lambda x, w: nn.functional.layer_norm(x, w.shape, w + 1, None, 1e-5), 1.0, "late"),
+    ],
+)
+def test_names_every_form_of_a_layer_norm(form, offset, rounding):
+    """Cohere's without a bias, one that rounds before the weight, Nemotron's with one more."""
+    expected = Norm("layer_norm", 24, "gain", None, offset, 1e-5, rounding)
+    assert probe_norm(Rms(24, form)) == expected
+
+
+def centred(x):
+    """Without its mean, and of deviation one."""
+    x = x - x.mean(-1, keepdim=True)
+    return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
 
 
 @pytest.mark.parametrize(
@@ -92,6 +116,16 @@ def test_leaves_no_trace():
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(module.weight, before) and module.weight.grad is None
     assert module.training
+
+
+def test_the_modes_of_a_proof_change_nothing():
+    """Under float64 everywhere, or on meta by default, the rounding order is found as without."""
+    norm = Rms(24, lambda x, w: centred(x.float()).to(x.dtype) * w)
+    with ambient(Float64()), torch.device("meta"):
+        found = match(norm, "layer_norm")
+        assert torch.ones(1).is_meta and torch.get_default_dtype() == torch.float64
+    assert isinstance(found, Norm) and found.rounding == "early"
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_transformers_norms():

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from schedlang.kernels.check import Case, compare, run_kernel_check
+from schedlang.kernels.check import compare, run_kernel_check
+from schedlang.kernels.device import runs
 from schedlang.kernels.rms_norm import (
+    Case,
     reference,
     rms_norm,
     rms_norm_backward,
     rms_norm_forward,
-    runs,
 )
 
 FORMS = [(0.0, "early"), (1.0, "late"), (0.0, "late"), (1.0, "early")]

@@ -42,6 +42,9 @@ REFUSED = {
     "early": (lambda: stale(Chain(), '"PipeDream", micro=4', "dp=2, pp=2",
                             zero="zero(stage=0, over=dp)\noverlap(gradients)"), series(16, 0),
               "summed at every update"),
+    "coded": (lambda: stale(Chain(), '"PipeDream", micro=4', "dp=2, pp=2", relax="staleness, lossy",
+                            zero="zero(stage=0, over=dp)\ncompress(gradients, int8, over=dp)"),
+              series(16, 0), "summed in fewer bytes once a step"),
 }  # fmt: skip
 
 

@@ -200,7 +200,7 @@ def test_globals_of_the_process_are_each_ranks_own(threads: Threads) -> None:
 # caches that give the same whoever filled them, and what belongs to the process
 SHARED = {
     ("draws", "found"), ("fuse", "_codes"), ("launch", "_shared"), ("modes", "_open_bodies"),
-    ("offload", "_streams"),
+    ("copies", "_streams"),
 }  # fmt: skip
 
 

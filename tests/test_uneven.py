@@ -40,11 +40,16 @@ def prove(threads: Threads, model: nn.Module, rows: str, mesh: str = "tp=4") -> 
 
 
 @pytest.mark.parametrize("attend", ["eager", "sdpa"])
-@pytest.mark.parametrize("keys", [2, 1])
-def test_key_value_heads_below_the_ranks(threads: Threads, keys: int, attend: str) -> None:
-    """Each of 2 key-value heads on 2 of 4 ranks, or the only one on all."""
+@pytest.mark.parametrize("heads, keys", [(8, 2), (8, 1), (4, 2), (4, 1)])
+def test_key_value_heads_below_the_ranks(
+    threads: Threads, heads: int, keys: int, attend: str
+) -> None:
+    """Each of 2 key-value heads on 2 of 4 ranks, or the only one on all.
+
+    With one query head on each rank there is nothing left for a rank to repeat.
+    """
     rows = attention("", f", heads={keys}, uneven=replicate")
-    prove(threads, llama(8, keys, attend), rows)
+    prove(threads, llama(heads, keys, attend), rows)
 
 
 def test_heads_padded(threads: Threads) -> None:

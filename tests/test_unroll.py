@@ -25,8 +25,8 @@ def _toy() -> Toy:
         (f'{ROWS}\npipeline(order="1F1B", micro=2)', "pp=2"),
         ("again  unroll(3)\nagain  pipeline_split(over=pp)", "pp=3"),
         (f'again  checkpoint()\n{ROWS}\nzero(stage=2, over=dp)', "pp=2, dp=2"),
-        ('again  shard(col, output=R, over=tp)\nagain  unroll(3)\nagain  pipeline_split(over=pp)\n'
-         'pipeline(order="GPipe", micro=3)', "pp=2, tp=2"),
+        ('again, side  shard(col, output=R, over=tp)\nagain  unroll(3)\n'
+         'again  pipeline_split(over=pp)\npipeline(order="GPipe", micro=3)', "pp=2, tp=2"),
         ("layers.*  unroll(1)\nlayers  pipeline_split(over=pp, balance=time)", "pp=2"),
     ],
 )  # fmt: skip
@@ -67,7 +67,7 @@ def test_equal_shares_of_the_calls() -> None:
     plan = planned(_toy(), ROWS, "pp=7")
     made = prepare(plan, BATCHES[0]).staged.cut
     assert made.graph.labels[5:8] == ("again#0", "again#1", "again#2")
-    assert made.stage_of == (0, 0, 1, 2, 3, 4, 5, 6, 6)
+    assert made.stage_of == (0, 0, 1, 2, 3, 4, 5, 6, 6, 6)
     assert made.shared["again.weight"] == (4, 5, 6)
 
 

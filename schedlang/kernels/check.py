@@ -12,13 +12,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor
+
+from schedlang.kernels.device import runs
 
 # roundings that a right kernel may add up, in units of the type's spacing
 _ROUNDINGS = {torch.bfloat16: 1.0, torch.float16: 1.0, torch.float32: 4.0}
@@ -40,22 +43,32 @@ class Comparison:
     ok: bool
 
 
-@dataclass(frozen=True)
-class Case:
-    """One RMSNorm to run: shape of the input (last dim is normalised), type and form of the norm.
+class Case(Protocol):
+    """One run of a kernel: a frozen dataclass of plain values, in the file of the kernel."""
 
-    The input is `scale` times standard normal; small scales expose eps.  `strided`: the elements of
-    a row do not lie side by side.
-    """
+    kernel: ClassVar[str]  # the file
 
-    shape: tuple[int, ...]
-    dtype: str = "float32"
-    eps: float = 1e-6
-    offset: float = 0.0
-    rounding: str = "late"
-    scale: float = 1.0
-    seed: int = 0
-    strided: bool = False
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the first tensor."""
+
+    @property
+    def dtype(self) -> str:
+        """The type of all floating tensors."""
+
+    @property
+    def seed(self) -> int:
+        """What they are drawn from."""
+
+    @property
+    def strided(self) -> bool:
+        """Whether the elements of a row do not lie side by side."""
+
+    def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
+        """The tensors that it is differentiated by, in float32; `normal(*shape)` draws."""
+
+    def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
+        """What the kernel gives for them in their own type, or its reference."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +121,8 @@ def run_kernel_check(
 ) -> list[KernelCheck]:
     """Run each case in a process of its own: on the GPU if there is one, else in the interpreter.
 
-    Forward, gradient of the input and of the weight; outputs start as NaN, so that an element that
-    is never written shows.  In the interpreter a row of a case costs well under a millisecond.
+    Forward and all gradients; outputs start as NaN, so that an element that is never written shows.
+    In the interpreter a row of a case costs well under a millisecond.
     Raises RuntimeError with the child's own words if the process fails.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -121,7 +134,7 @@ def run_kernel_check(
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, [root, environment.get("PYTHONPATH", "")])
     )
-    task = {"device": device, "cases": [asdict(case) for case in cases]}
+    task = {"device": device, "cases": [_encode(case) for case in cases]}
     command = [sys.executable, "-m", "schedlang.kernels.check"]
     done = subprocess.run(
         command,
@@ -136,38 +149,50 @@ def run_kernel_check(
     return [_decode(each) for each in json.loads(done.stdout.splitlines()[-1])]
 
 
+def _encode(case: Case) -> dict[str, Any]:
+    return {"kernel": case.kernel, "fields": asdict(cast(Any, case))}
+
+
+def _decode_case(found: dict[str, Any]) -> Case:
+    fields = found["fields"] | {"shape": tuple(found["fields"]["shape"])}
+    made: Case = import_module(f"schedlang.kernels.{found['kernel']}").Case(**fields)
+    return made
+
+
 def _decode(found: dict[str, Any]) -> KernelCheck:
-    case = Case(**(found["case"] | {"shape": tuple(found["case"]["shape"])}))
     comparisons = tuple(Comparison(**each) for each in found["comparisons"])
-    return KernelCheck(case, found["backend"], comparisons)
+    return KernelCheck(_decode_case(found["case"]), found["backend"], comparisons)
 
 
 def check_case(case: Case, device: str) -> KernelCheck:
     """Run one case in this process, with whatever backend this process has."""
-    from schedlang.kernels import rms_norm
-
     dtype = getattr(torch, case.dtype)
     generator = torch.Generator().manual_seed(case.seed)
 
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
 
-    x = (draw(*case.shape) * case.scale).to(device, dtype)
-    weight = (draw(case.shape[-1]) * 0.2 + 1.0).to(device, dtype)
-    grad = draw(*case.shape).to(device, dtype)
-    if case.strided:
-        x, grad = x.mT.contiguous().mT, grad.mT.contiguous().mT
-    before = rms_norm.runs()
+    def strided(tensor: Tensor) -> Tensor:
+        return tensor.mT.contiguous().mT if case.strided and tensor.ndim > 1 else tensor
 
-    def results(call: Any, wide: bool) -> list[Tensor]:
-        leaves = [(t.double() if wide else t.detach()).requires_grad_() for t in (x, weight)]
-        y = call(*leaves, case.eps, case.offset, case.rounding)
-        return [y.detach(), *torch.autograd.grad(y, leaves, grad.to(y.dtype))]
+    drawn = {name: strided(t.to(device, dtype)) for name, t in case.draw(normal).items()}
+    grads: list[Tensor] = []
+    before = runs()
 
-    kernel = results(rms_norm.rms_norm, False)
-    ran = {name for name, count in rms_norm.runs().items() if count > before.get(name, 0)}
-    eager, exact = results(rms_norm.reference, False), results(rms_norm.reference, True)
-    names = ("output", "gradient of the input", "gradient of the weight")
+    def results(kernel: bool, wide: bool) -> list[Tensor]:
+        leaves = {
+            name: (t.double() if wide else t.detach()).requires_grad_() for name, t in drawn.items()
+        }
+        y = case.run(leaves, kernel)
+        if not grads:
+            grads.append(strided(normal(*y.shape).to(device, y.dtype)))
+        found = torch.autograd.grad(y, list(leaves.values()), grads[0].to(y.dtype))
+        return [y.detach(), *found]
+
+    kernel = results(True, False)
+    ran = {name for name, count in runs().items() if count > before.get(name, 0)}
+    eager, exact = results(False, False), results(False, True)
+    names = ("output", *(f"gradient of the {name}" for name in drawn))
     found = tuple(compare(*each) for each in zip(names, kernel, eager, exact, strict=True))
     return KernelCheck(case, ran.pop() if len(ran) == 1 else "reference", found)
 
@@ -177,8 +202,9 @@ def _main() -> None:
     torch.use_deterministic_algorithms(True)  # torch.empty then gives NaN
     results = []
     for each in task["cases"]:
-        case = Case(**(each | {"shape": tuple(each["shape"])}))
-        results.append(asdict(check_case(case, task["device"])))
+        found = check_case(_decode_case(each), task["device"])
+        comparisons = [asdict(one) for one in found.comparisons]
+        results.append({"case": each, "backend": found.backend, "comparisons": comparisons})
     print(json.dumps(results))
 
 

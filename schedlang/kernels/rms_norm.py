@@ -4,43 +4,18 @@ y = x / sqrt(mean(x^2) + eps) * (weight + offset), after Zhang and Sennrich, "Ro
 Normalization" (2019).  `rounding` says where a low-precision input is rounded: "early" rounds the
 normalised value and multiplies by the weight after (Llama), "late" multiplies in float32 and rounds
 once (Gemma, torch.nn.RMSNorm).
-
-The kernel runs on a GPU, or in Triton's interpreter where TRITON_INTERPRET=1 was set before triton
-was imported; otherwise, for float64, and for rows longer than `LONGEST`, the reference runs inside
-the same operator.  `runs` says which of them did.
 """
 
 from __future__ import annotations
 
-import os
-from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from schedlang.kernels import interpreter
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # triton is published for Linux on x86-64 only
-    triton = None
-
-LONGEST = 16384  # elements of a row that one program holds in registers; twice as many spill
-INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
-if INTERPRETED:
-    interpreter.install()
-
-_runs: Counter[str] = Counter()
-
-
-def runs() -> dict[str, int]:
-    """How often each backend ran in this process: "triton", "interpreter" and "reference".
-
-    Forward and backward count one each.
-    """
-    return dict(_runs)
+from schedlang.kernels.device import count, matrix, programs, runs_kernel, tile, tl, triton, wide
 
 
 def rms_norm(
@@ -52,7 +27,7 @@ def rms_norm(
     `x` and `weight`.
     """
     if eps is None:
-        eps = torch.finfo(_wide(x, weight)).eps
+        eps = torch.finfo(wide(x, weight)).eps
     y: Tensor = rms_norm_forward(x, weight, eps, offset, rounding)[0]
     return y
 
@@ -65,10 +40,6 @@ def reference(
     return y
 
 
-def _wide(x: Tensor, weight: Tensor) -> torch.dtype:
-    return torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
-
-
 def _result(x: Tensor, weight: Tensor, rounding: str) -> torch.dtype:
     """Early rounding multiplies by the weight last, so a wider weight makes the result wider."""
     return torch.promote_types(x.dtype, weight.dtype) if rounding == "early" else x.dtype
@@ -77,7 +48,7 @@ def _result(x: Tensor, weight: Tensor, rounding: str) -> torch.dtype:
 def _reference_forward(
     x: Tensor, weight: Tensor, eps: float, offset: float, rounding: str
 ) -> tuple[Tensor, Tensor]:
-    value = x.to(_wide(x, weight))
+    value = x.to(wide(x, weight))
     rstd = torch.rsqrt(value.square().mean(-1) + eps)
     normal = value * rstd.unsqueeze(-1)
     if rounding == "early":
@@ -88,13 +59,13 @@ def _reference_forward(
 def _reference_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float, rounding: str
 ) -> tuple[Tensor, Tensor]:
-    wide = _wide(x, weight)
-    normal = x.to(wide) * rstd.unsqueeze(-1)
-    scaled = dy.to(wide) * (weight.to(wide) + offset)
+    kind = wide(x, weight)
+    normal = x.to(kind) * rstd.unsqueeze(-1)
+    scaled = dy.to(kind) * (weight.to(kind) + offset)
     along = (scaled * normal).mean(-1, keepdim=True)
     dx = rstd.unsqueeze(-1) * (scaled - normal * along)
-    factor = normal.to(x.dtype).to(wide) if rounding == "early" else normal
-    dweight = (dy.to(wide) * factor).reshape(-1, x.shape[-1]).sum(0)
+    factor = normal.to(x.dtype).to(kind) if rounding == "early" else normal
+    dweight = (dy.to(kind) * factor).reshape(-1, x.shape[-1]).sum(0)
     return dx.to(x.dtype), dweight.to(weight.dtype)
 
 
@@ -174,53 +145,26 @@ if triton is not None:
         tl.store(partial + program * size + column, total, mask=column < size)
 
 
-def tile(size: int) -> tuple[int, int, int]:
-    """(rows of a tile, padded row, warps) for rows of `size` elements."""
-    block = 1 << max(size - 1, 0).bit_length()
-    rows = max(1, 1024 // block)
-    return rows, block, min(32, max(4, rows * block // 512))
-
-
-def _runs_kernel(x: Tensor, *others: Tensor) -> bool:
-    return (
-        triton is not None
-        and 0 < x.shape[-1] <= LONGEST
-        and x.numel() > 0
-        and all(t.dtype in (torch.float32, torch.bfloat16, torch.float16) for t in (x, *others))
-        and (x.is_cuda or (INTERPRETED and x.device.type == "cpu"))
-    )
-
-
-def _matrix(x: Tensor) -> Tensor:
-    """As rows whose elements lie side by side; copied only where they do not."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
-
-
-def _count() -> None:
-    _runs["interpreter" if INTERPRETED else "triton"] += 1
-
-
 @torch.library.custom_op("schedlang::rms_norm_forward", mutates_args=())
 def rms_norm_forward(
     x: Tensor, weight: Tensor, eps: float, offset: float, rounding: str
 ) -> tuple[Tensor, Tensor]:
     """(y, 1 / root mean square of each row); both contiguous, the second in float32 at least."""
-    if not _runs_kernel(x, weight):
-        _runs["reference"] += 1
+    if not runs_kernel(x, weight):
+        count(False)
         y, rstd = _reference_forward(x, weight, eps, offset, rounding)
         return y.contiguous(), rstd.contiguous()
-    rows, scale = _matrix(x), weight.contiguous()
+    rows, scale = matrix(x), weight.contiguous()
     y = torch.empty(x.shape, dtype=_result(x, weight, rounding), device=x.device)
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    count, size = rows.shape
+    length, size = rows.shape
     height, block, warps = tile(size)
-    forward_kernel[(triton.cdiv(count, height),)](
+    forward_kernel[(triton.cdiv(length, height),)](
         rows,
         scale,
         y,
         rstd,
-        count,
+        length,
         size,
         rows.stride(0),
         eps,
@@ -231,7 +175,7 @@ def rms_norm_forward(
         num_warps=warps,
         enable_fp_fusion=True,
     )
-    _count()
+    count(True)
     return y, rstd
 
 
@@ -240,28 +184,28 @@ def rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float, rounding: str
 ) -> tuple[Tensor, Tensor]:
     """(gradient of x, gradient of weight), contiguous, in the types of x and weight."""
-    if not _runs_kernel(x, weight, dy):
-        _runs["reference"] += 1
+    if not runs_kernel(x, weight, dy):
+        count(False)
         dx, dweight = _reference_backward(dy, x, weight, rstd, offset, rounding)
         return dx.contiguous(), dweight.contiguous()
-    grads, rows, scale = _matrix(dy), _matrix(x), weight.contiguous()
-    count, size = rows.shape
+    grads, rows, scale = matrix(dy), matrix(x), weight.contiguous()
+    length, size = rows.shape
     height, block, warps = tile(size)
-    programs = min(triton.cdiv(count, height), _programs(x))
+    parts = min(triton.cdiv(length, height), programs(x))
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    partial = torch.empty((programs, size), dtype=torch.float32, device=x.device)
-    backward_kernel[(programs,)](
+    partial = torch.empty((parts, size), dtype=torch.float32, device=x.device)
+    backward_kernel[(parts,)](
         grads,
         rows,
         scale,
         rstd.contiguous(),
         dx,
         partial,
-        count,
+        length,
         size,
         grads.stride(0),
         rows.stride(0),
-        triton.cdiv(triton.cdiv(count, height), programs),
+        triton.cdiv(triton.cdiv(length, height), parts),
         offset,
         EARLY=rounding == "early",
         ROWS=height,
@@ -269,21 +213,14 @@ def rms_norm_backward(
         num_warps=warps,
         enable_fp_fusion=True,
     )
-    _count()
+    count(True)
     return dx, partial.sum(0).to(weight.dtype)
-
-
-def _programs(x: Tensor) -> int:
-    """Programs of the backward kernel: enough to fill the device, few enough partial sums."""
-    if not x.is_cuda:
-        return 4
-    return 2 * torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
 @rms_norm_forward.register_fake
 def _(x: Tensor, weight: Tensor, eps: float, offset: float, rounding: str) -> tuple[Tensor, Tensor]:
     y = x.new_empty(x.shape, dtype=_result(x, weight, rounding))
-    return y, x.new_empty(x.shape[:-1], dtype=_wide(x, weight))
+    return y, x.new_empty(x.shape[:-1], dtype=wide(x, weight))
 
 
 @rms_norm_backward.register_fake
@@ -305,3 +242,32 @@ def _differentiate(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]
 
 
 rms_norm_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One RMSNorm to run: shape of the input (last dim is normalised), type and form of the norm.
+
+    The input is `scale` times standard normal; small scales expose eps.  `strided`: the elements of
+    a row do not lie side by side.
+    """
+
+    kernel: ClassVar[str] = "rms_norm"
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    eps: float = 1e-6
+    offset: float = 0.0
+    rounding: str = "late"
+    scale: float = 1.0
+    seed: int = 0
+    strided: bool = False
+
+    def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
+        """The tensors that it is differentiated by, in float32."""
+        x = normal(*self.shape) * self.scale
+        return {"input": x, "weight": normal(self.shape[-1]) * 0.2 + 1.0}
+
+    def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
+        """What the kernel gives, or its reference."""
+        call = rms_norm if kernel else reference
+        return call(given["input"], given["weight"], self.eps, self.offset, self.rounding)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from schedlang.diagnostic import Diagnostic, Refusal, quoted
+from schedlang.runtime import residue
 from schedlang.runtime.boxes import (
     FAILURES,
     INDEX,
@@ -60,9 +61,10 @@ def save(program: Program, path: str | os.PathLike[str]) -> None:
         "parameters": {name: list(h.layout.shape) for name, h in a.holdings.items()},
         "buffers": {name: list(buffer.shape) for name, buffer in _buffers(program).items()},
         "dtypes": _dtypes(program), "ties": [list(names) for names in a.ties],
+        "sums": residue.described(program),
     }  # fmt: skip
     values: dict[tuple[str, ...], Any] = {CONTENTS: contents} if rank == 0 else {}
-    tensors = [*_model_tensors(program), *_moment_tensors(program)]
+    tensors = [*_model_tensors(program), *_moment_tensors(program), *residue.tensors(program)]
     replace_folder(
         target, rank, world, lambda folder: write(folder, tensors, values), mark=INDEX,
         told=lambda error: _unwritten(target, error), failures=FAILURES,
@@ -87,9 +89,11 @@ def load(program: Program, path: str | os.PathLike[str]) -> None:
     _check(program, contents, told)
     model = {t.path[-1]: t for t in _model_tensors(program, blank=True)}
     moments = _blank_moments(program, told)
-    reading(lambda: read(target, [*model.values(), *moments.values()]))
+    kept = residue.blank(program, contents.get("sums"))
+    reading(lambda: read(target, [*model.values(), *moments.values(), *kept.values()]))
     _take_over(program, {name: tensor.local for name, tensor in model.items()})
     put_back(program, told, {key: tensor.local for key, tensor in moments.items()})
+    residue.put_back(program, contents.get("sums"), kept)
     program.step = contents["step"]
 
 

@@ -8,9 +8,7 @@ slices before; lines that count positions by the length of what they are given, 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +18,10 @@ from torch import Tensor
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime import scope
 from schedlang.runtime.carry import Span, Visit
+from schedlang.runtime.counting import caller, firsts, items_of, upto
 from schedlang.runtime.modes import Ambient
 from schedlang.runtime.slices import Place
 
-_OURS = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
 
 
@@ -45,40 +43,6 @@ class Calls(Ambient):
             elif self.places and func in POSITIONS and caller() in self.places:
                 args, kwargs = POSITIONS[func](visit.span, args, kwargs)
         return self.run(func, types, args, kwargs)
-
-
-class Watch(Ambient):
-    """Notes in a whole forward the lines that count positions up to its length.
-
-    `tables` are ids of the model's parameters and buffers. A line that also does something else of
-    the kind is in `others`.
-    """
-
-    def __init__(self, length: int, tables: Collection[int]) -> None:
-        super().__init__()
-        self.span = Span(1, 1, 1 + length, 1 + length)  # moved by one: does it make a difference?
-        self.tables = frozenset(tables)
-        self.found: set[Place] = set()
-        self.others: set[Place] = set()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in POSITIONS:
-            moved = POSITIONS[func](self.span, args, kwargs)[0] is not args
-            counts = func is torch.arange or id(args[0]) in self.tables
-            if moved or counts:
-                (self.found if moved and counts else self.others).add(caller())
-        return self.run(func, types, args, kwargs)
-
-
-def caller() -> Place:
-    """The line of the model that is running: the innermost outside of torch and of this package."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
 
 
 def _attend(visit: Visit, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -130,8 +94,7 @@ def _not_causal(without: bool) -> Refusal:
 
 def _arange(span: Span, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """torch.arange(length) and torch.arange(0, length)."""
-    upto = args if args else tuple(kwargs[n] for n in ("start", "end") if n in kwargs)
-    if upto not in ((span.length,), (0, span.length)):
+    if not upto(args, kwargs, span.length):
         return args, kwargs
     rest = {name: value for name, value in kwargs.items() if name not in ("start", "end")}
     return (span.start, span.stop), rest
@@ -140,22 +103,15 @@ def _arange(span: Span, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[st
 def _getitem(span: Span, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """table[:length] of a parameter or buffer; of two such dims the first counts queries."""
     tensor, index = args
-    several = isinstance(index, tuple)
+    runs = firsts(index, span.length)
+    if not any(runs):
+        return args, kwargs
     made, found = [], 0
-    items = index if several else (index,)
-    runs = [type(item) is slice and _first(item) == span.length for item in items]
-    for item, run in zip(items, runs):
+    for item, run in zip(items_of(index), runs):
         found += run
         last = found == sum(runs) == 2
         made.append(slice(0 if last else span.start, span.stop) if run else item)
-    if not found:
-        return args, kwargs
-    return (tensor, tuple(made) if several else made[0]), kwargs
-
-
-def _first(item: slice) -> Any:
-    """How many of the first elements a slice takes; None if it takes others."""
-    return item.stop if item.start in (None, 0) and item.step in (None, 1) else None
+    return (tensor, tuple(made) if isinstance(index, tuple) else made[0]), kwargs
 
 
 POSITIONS: dict[Any, Callable[[Span, Any, dict[str, Any]], tuple[Any, dict[str, Any]]]] = {

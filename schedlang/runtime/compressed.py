@@ -63,11 +63,15 @@ class Memory:
 
 @dataclass
 class Compressor:
-    """The compressed sums of a program; `step` counts them, so that every draw is another."""
+    """The compressed sums of a program; `step` counts them, so that every draw is another.
+
+    `clean(name, part)` has zeros where a part is padded: a code may mean something else there.
+    """
 
     codec: Codec
     group: Group
     names: tuple[str, ...]
+    clean: Callable[[str, Tensor], Tensor] = lambda name, part: part
     memories: dict[str, Memory] = field(default_factory=dict)
     step: int = 0
 
@@ -92,7 +96,12 @@ class Compressor:
         large = {n: self._with_error(n, part) for n, part in parts.items() if n not in small}
         out = dict(zip(small, self._together(list(small.values()))))
         run = self._low_rank if self.codec.kind == "powersgd" else self._few_bits
-        out.update(run(large, step))
+        for name, total in run(large, step).items():
+            out[name] = self.clean(name, total.view_as(parts[name]))
+            memory = self.memories[name]
+            if memory.error is not None:
+                error = self.clean(name, memory.error.view_as(parts[name]))
+                memory.error = error.reshape(memory.error.shape)
         return {name: out[name].view_as(parts[name]) for name in parts}
 
     def _with_error(self, name: str, part: Tensor) -> Tensor:

@@ -229,7 +229,8 @@ def _check_whole(
     elif isinstance(wants, S) and wants.blocks != 1 and arrives != wants:
         reason = f"`{leaf.fqn}` splits its inputs in blocks, and they do not arrive so"
     elif leaf.kind != "Embedding" and not (isinstance(wants, S) and wants.dim == inner):
-        reason = f"`{leaf.fqn}` splits its inputs along dim {inner}, and is given {wants}"
+        along = "their channels" if leaf.kind in CONVOLUTIONS else "their last dim"
+        reason = f"`{leaf.fqn}` splits its inputs along {along}, and is given {wants}"
     if reason:
         helps = ("leave out `input=`, `output=` and `blocks=`: a style says what fits",)
         raise _refuse(reason, None, leaf.fqn, *helps)

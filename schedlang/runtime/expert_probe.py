@@ -62,7 +62,7 @@ def probe_experts(module: nn.Module) -> Experts | NoExperts:
         return NoExperts("it has one expert only")
     error: NoExperts | None = None
     with torch.random.fork_rng(devices=[]), ambient(Float64):
-        for scale in _scales([shapes[name] for name in split]):
+        for scale in scales([shapes[name] for name in split]):
             found = _tried(module, count, split, scale)
             if isinstance(found, Experts):
                 return found
@@ -71,7 +71,7 @@ def probe_experts(module: nn.Module) -> Experts | NoExperts:
     return error
 
 
-def _scales(shapes: list[tuple[int, ...]]) -> Iterator[int]:
+def scales(shapes: list[tuple[int, ...]]) -> Iterator[int]:
     """By how much sizes are divided in a trial: as small as is sure to differ, else as it is."""
     common = math.gcd(*(size for shape in shapes for size in shape[1:]))
     least = min(size for shape in shapes for size in shape[1:])
@@ -82,11 +82,11 @@ def _scales(shapes: list[tuple[int, ...]]) -> Iterator[int]:
 def _tried(
     module: nn.Module, count: int, split: tuple[str, ...], scale: int
 ) -> Experts | NoExperts:
-    small = _small(module, split, scale)
+    small = small_copy(module, split, scale)
     if small is None:
         return NoExperts("it is too large to be tried")
     try:
-        trial = _Trial(small, count, split)
+        trial = Trial(small, count, split)
     except Exception as raised:  # the module's own code: whatever it raises is a reason
         said = f"{type(raised).__name__}: {raised}".splitlines()[0]
         return NoExperts(f"it does not run with (tokens, experts of each, their weights): {said}")
@@ -110,7 +110,7 @@ def _countings(module: nn.Module, count: int) -> Iterator[tuple[str, ...]]:
     yield from dict.fromkeys(tuple(some) for some in (*tries, *([path] for path in own)))
 
 
-def _small(module: nn.Module, split: tuple[str, ...], scale: int) -> nn.Module | None:
+def small_copy(module: nn.Module, split: tuple[str, ...], scale: int) -> nn.Module | None:
     """A copy with random values whose sizes, and the numbers that say them, are divided."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, parameter in module.named_parameters():
@@ -140,7 +140,7 @@ def _small(module: nn.Module, split: tuple[str, ...], scale: int) -> nn.Module |
     return small.train()
 
 
-class _Trial:
+class Trial:
     """Calls of a small copy: what it gives for tokens, and for each of their experts alone."""
 
     def __init__(self, module: nn.Module, count: int, split: tuple[str, ...]) -> None:
@@ -150,7 +150,7 @@ class _Trial:
         self.x, self.index, self.weights = _routed(width, count, generator)
         self.whole = self.call(self.module, self.x, self.index, self.weights)
         again = self.call(self.module, self.x, self.index, self.weights)
-        self.drawn = _gap(again, self.whole)
+        self.drawn = gap(again, self.whole)
         ones = torch.ones_like(self.weights[:, :1])
         self.alone = [
             self.call(self.module, self.x, self.index[:, k : k + 1], ones)
@@ -172,10 +172,10 @@ class _Trial:
         yield "it draws random numbers", self.drawn
         summed = sum(w[:, None] * y for w, y in zip(self.weights.unbind(1), self.alone))
         assert isinstance(summed, Tensor)
-        yield "what it gives is not linear in the routing weights", _gap(summed, self.whole)
+        yield "what it gives is not linear in the routing weights", gap(summed, self.whole)
         some = torch.tensor([5, 2, 9])
         few = self.call(self.module, self.x[some], self.index[some], self.weights[some])
-        yield "what it gives for a token depends on other tokens", _gap(few, self.whole[some])
+        yield "what it gives for a token depends on other tokens", gap(few, self.whole[some])
 
     def with_some(self, numbers: tuple[str, ...]) -> float:
         """How far a copy that holds the second half of the experts differs for their tokens."""
@@ -188,7 +188,7 @@ class _Trial:
             got = self.call(held, self.x[mine], self.index[mine, :1] - first, ones)
         except Exception:  # a number that counts something else was changed
             return math.inf
-        return _gap(got, self.alone[0][mine])
+        return gap(got, self.alone[0][mine])
 
 
 def part_of(
@@ -213,7 +213,7 @@ def _width(module: nn.Module, split: tuple[str, ...]) -> int:
     for size in dict.fromkeys(reversed(sizes)):
         try:
             x = torch.zeros(2, size, dtype=torch.float64)
-            _Trial.call(module, x, index, torch.ones(2, 1, dtype=torch.float64))
+            Trial.call(module, x, index, torch.ones(2, 1, dtype=torch.float64))
             return size
         except Exception as error:
             failed = failed or error
@@ -230,7 +230,7 @@ def _routed(width: int, count: int, generator: torch.Generator) -> tuple[Tensor,
     return x, index, weights
 
 
-def _gap(got: Tensor, expected: Tensor) -> float:
+def gap(got: Tensor, expected: Tensor) -> float:
     """The relative distance of two results; infinite where one is no number."""
     far = float((got - expected).norm() / (expected.norm() + 1e-300))
     return far if math.isfinite(far) else math.inf

@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from schedlang.placement import P
 from schedlang.runtime import collective
 from schedlang.runtime.capacity import kept
+from schedlang.runtime.collective import Group
 from schedlang.runtime.crossing import shared
 from schedlang.runtime.dispatch import Step, Way, place_of
+from schedlang.runtime.expert_inner import Inner
 from schedlang.runtime.expert_probe import Experts
 from schedlang.runtime.hollow import hollow
-from schedlang.runtime.numbers import set_number
+from schedlang.runtime.numbers import number_at, set_number
 from schedlang.runtime.shard import Edge, Forward
 
 
@@ -35,6 +37,7 @@ class Routing:
     capacity  an expert takes so many times its even share of tokens; None: all
     chunks    parts into which tokens are cut, each sent while the one before is computed
     shadow    experts that come to all tokens, while the tokens of the others go
+    inner     how every expert is cut over the axis `within`, whose ranks see the same tokens
     """
 
     experts: Experts
@@ -42,6 +45,8 @@ class Routing:
     capacity: float | None = None
     chunks: int = 1
     shadow: tuple[int, ...] = ()
+    inner: Inner | None = None
+    within: str = ""
 
 
 def expert_forward(module: nn.Module, inner: Forward, edges: tuple[Edge, ...]) -> Forward:
@@ -60,6 +65,10 @@ class Spread:
         self.module, self.inner, self.routing = module, inner, routing
         self.count = routing.experts.count
         self.alike = tuple(edge for edge in edges if isinstance(edge.computes, P))
+        self.within = next((e.group for e in edges if e.group.axes[0] == routing.within), None)
+        if self.within is not None:
+            _divide(module, routing.inner, self.within)
+        edges = tuple(edge for edge in edges if edge.group is not self.within)
         self.apart = tuple(edge for edge in edges if edge not in self.alike)
         self.places = place_of([edge.group.size for edge in edges], self.count)
         self.mine = tuple(edge.group.rank for edge in edges)
@@ -191,6 +200,7 @@ class Spread:
         parameters: Mapping[str, Tensor], held: tuple[int, ...],
     ) -> Tensor:  # fmt: skip
         """What the experts `held`, with these parameters, give for rows, one expert each."""
+        parameters = self._shared_out(parameters)
         parts = list(parameters.values())
         if rows.is_meta:
             y = hollow(rows, parts)
@@ -206,6 +216,23 @@ class Spread:
         with lent(self.module, parameters):
             out: Tensor = self.inner(rows, local[experts][:, None], ones)
         return out
+
+    def _shared_out(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What is added behind the sum over parts of experts: each rank adds its share of it."""
+        group, inner = self.within, self.routing.inner
+        if group is None or inner is None:
+            return parameters
+        return {
+            name: collective.enter(part, group) / group.size if name in inner.whole else part
+            for name, part in parameters.items()
+        }
+
+
+def _divide(module: nn.Module, inner: Inner | None, group: Group) -> None:
+    """Let the module count by the inner size of one rank."""
+    assert inner is not None
+    for path in inner.numbers:
+        set_number(module, path, number_at(module, path) // group.size)
 
 
 @contextmanager

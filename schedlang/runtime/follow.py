@@ -19,8 +19,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from schedlang.placement import Uneven
-from schedlang.runtime import unevens
+from schedlang.runtime import repeats, unevens
 from schedlang.runtime.dims import ALONG, FILLS, PARTS, block_cut, index_at
+from schedlang.runtime.meets import check_meeting
 from schedlang.runtime.notes import Mismatch, Note, Tag
 from schedlang.runtime.positions import reaches
 from schedlang.runtime.trace import Call, Frame, Recording, Stack, draws, name_of, tensors_in
@@ -42,6 +43,7 @@ class Follower(TorchFunctionMode):
         self.masks: dict[tuple[str, int], tuple[tuple[int, ...], Mapping[str, Tag]]] = {}
         self.drawn: dict[str, int] = {}
         self.unevens: dict[str, set[Uneven]] = {}  # by axis, of all that the plan splits
+        self.left_out: list[repeats.Repeat] = []
 
     # -- notes on tensors ------------------------------------------------------------------------
 
@@ -80,8 +82,8 @@ class Follower(TorchFunctionMode):
                 return func(*args, **kwargs)
             except (RuntimeError, ValueError, IndexError) as error:
                 raise self._unfit(frame, error) from error
-        expected = self._expected(frame)
         inputs = tensors_in((args, kwargs))
+        expected = self._expected(frame, name_of(func), inputs)
         try:
             out = func(*args, **kwargs)
         except (RuntimeError, ValueError, IndexError) as error:
@@ -89,19 +91,27 @@ class Follower(TorchFunctionMode):
         outputs = tensors_in(out)
         if not outputs:
             return out
+        inputs = repeats.met(inputs, expected, self)
         step = Step(self, frame, func, expected, inputs, args, kwargs)
         try:
             step.finish(outputs)
         except Mismatch as failure:
             failure.by = unevens.by(inputs, failure.axis)
+            failure.mixed = unevens.mixed([self.note(tensor) for tensor in inputs])
             raise
         self.places[frame] = self.places.get(frame, 0) + 1
         self.agreed += 1
         return out
 
-    def _expected(self, frame: Frame) -> Call | None:
+    def _expected(self, frame: Frame, name: str, inputs: list[Tensor]) -> Call | None:
+        """The original's call; past repeats of heads that a rank with one of each leaves out."""
         calls = self.recording.frames.get(frame, [])
         place = self.places.get(frame, 0)
+        skipped = repeats.skipped(calls[place:], name, inputs, self)
+        if skipped:
+            place += sum(one.calls for one in skipped)
+            self.places[frame] = place
+            self.left_out += [one for one in skipped if one not in self.left_out]
         return calls[place] if place < len(calls) else None
 
     def _check_loose(self, frame: Frame, func: Callable[..., Any], given: Any) -> None:
@@ -171,6 +181,8 @@ class Step:
         entered = frozenset(axis for note in notes for axis in note.entered)
         for axis in axes | entered:
             self._gradients(axis)
+        for axis in sorted(axes):
+            check_meeting(self, axis)
         for place, (tensor, shape) in enumerate(zip(outputs, self.expected.outputs)):
             tags = self._tags(tensor, shape, axes, place)
             own = frozenset() if tags or data else roots
@@ -276,6 +288,9 @@ class Step:
                 for t, s in zip(self.inputs, self._input_shapes())
                 for size in (self._of(t)[axis].blocks if axis in self._of(t) else (s[dim],))
             )
+        repeated = unevens.repeated(self.name, tag, whole[tag.dim], shape[dim])
+        if repeated:
+            return repeated
         return tag.blocks if sum(tag.blocks) == shape[dim] else (shape[dim],)
 
     def _of(self, tensor: Tensor) -> Mapping[str, Tag]:

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MethodType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-ORDER = ("kernel", "context", "fuse", "checkpoint", "offload")
+from schedlang.diagnostic import Diagnostic, Refusal
+
+ORDER = ("kernel", "context", "fuse", "stream", "checkpoint", "offload")
 
 Layer = Callable[..., Any]  # layer(inner, *args, **kwargs) calls inner, or computes in its place
 _SLOT = "_schedlang_forward"
@@ -64,6 +66,22 @@ def wrap(module: nn.Module, kind: str, layer: Layer) -> None:
         owner: Any = type(module)
         module.forward = MethodType(_layered(owner), module)
     layers.put(kind, layer)
+
+
+def the_input(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """The one argument of a call; raises Refusal S821 where there are more."""
+    given = [*args, *(value for value in kwargs.values() if value is not None)]
+    if len(given) == 1:
+        found: Tensor = given[0]
+        return found
+    raise Refusal(
+        Diagnostic(
+            "S821",
+            f"`{type(module).__name__}` was called with {len(given)} arguments, its kernel takes"
+            " one",
+            helps=("leave this module as it is",),
+        )
+    )
 
 
 def layers_of(module: nn.Module) -> Layers | None:

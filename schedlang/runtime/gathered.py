@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 
 def groups_of(unit: FSDPModule) -> list[Any]:
@@ -33,3 +39,57 @@ def name_in(unit: FSDPModule, held: Any) -> str:
     modules = unit.named_modules()  # type: ignore[attr-defined]
     prefix = next((name for name, child in modules if child is info.module), "")
     return f"{prefix}.{info.param_name}" if prefix else str(info.param_name)
+
+
+class Shard:
+    """A slice of a parameter, which fully_shard gathers from wherever `home` lies."""
+
+    def __init__(self, held: Any) -> None:
+        self._held = held
+
+    @property
+    def home(self) -> Tensor:
+        """The slice with its padding, flat."""
+        flat: Tensor = self._held._sharded_param_data
+        return flat
+
+    def laid(self, value: Tensor) -> Tensor:
+        """The values of a slice as they lie."""
+        flat = torch.zeros_like(self.home, device="cpu")
+        flat[: value.numel()].copy_(value.reshape(-1))
+        return flat
+
+    def settle(self, home: Tensor) -> None:
+        """Let the slice lie there from now on."""
+        held = self._held
+        dim, part = held.fsdp_placement.dim, held.sharded_param._local_tensor
+        held._sharded_param_data = home
+        whole = home.view(held.padded_sharded_param_size)
+        length = part.size(dim) if part.numel() else 0
+        held.sharded_param._local_tensor = whole.narrow(dim, 0, length)
+
+
+def shards_of(units: Iterable[FSDPModule]) -> dict[Any, Shard]:
+    """The slices that units gather, by parameter."""
+    groups = [group for unit in units for group in groups_of(unit)]
+    return {one.sharded_param: Shard(one) for group in groups for one in group.fsdp_params}
+
+
+@contextmanager
+def without_values(units: Iterable[FSDPModule]) -> Iterator[None]:
+    """Let units run on the meta device, which they refuse by themselves."""
+    for unit in units:
+        for group in groups_of(unit):
+            group._validate_no_meta_params = lambda: None
+            group.device = torch.device("meta")
+    before = _fsdp_collectives._get_device_handle
+    handle = partial(_handle, before)
+    _fsdp_collectives._get_device_handle = handle
+    try:
+        yield
+    finally:
+        _fsdp_collectives._get_device_handle = before
+
+
+def _handle(plain: Callable[[str], Any], device: str) -> Any:
+    return plain("cpu" if device == "meta" else device)

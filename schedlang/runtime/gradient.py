@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from schedlang.runtime.collective import Group, count
+from schedlang.runtime.leaving import gradient_device, gradient_of, leaves, set_gradient
 
 BUCKET_BYTES = 25 * 2**20  # as torch's DistributedDataParallel
 
@@ -27,7 +29,7 @@ class Sum:
 
 def local_gradient(parameter: nn.Parameter) -> Tensor | None:
     """The part of the gradient that this rank holds, as a plain tensor."""
-    grad = parameter.grad
+    grad = gradient_of(parameter)
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
@@ -59,12 +61,15 @@ def begin(parameters: Mapping[str, nn.Parameter], sums: Sequence[Sum]) -> list[t
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    sizes = [(_local(p).numel() * _local(p).element_size(), _local(p).dtype) for p in parameters]
+    sizes = [
+        (_local(p).numel() * _local(p).element_size(), (_local(p).dtype, gradient_device(p)))
+        for p in parameters
+    ]
     return [[parameters[k] for k in bucket] for bucket in buckets(sizes)]
 
 
 def buckets(sizes: Sequence[tuple[int, object]]) -> list[list[int]]:
-    """Which tensors, of these bytes and dtypes, are summed together: runs of one dtype."""
+    """Which tensors, of these bytes and kinds (dtypes), are summed together: runs of one kind."""
     found: list[list[int]] = []
     room, kind = 0, object()
     for place, (size, dtype) in enumerate(sizes):
@@ -89,8 +94,9 @@ class Bucket:
         grads = [local_gradient(parameter) for parameter in parameters]
         # one number a parameter behind the values: on how many ranks it got a gradient
         there = torch.tensor([g is not None for g in grads], dtype=self.locals[0].dtype)
+        device = gradient_device(parameters[0])
         parts = [
-            (g if g is not None else torch.zeros_like(p)).reshape(-1)
+            (g if g is not None else torch.zeros_like(p, device=device)).reshape(-1)
             for g, p in zip(grads, self.locals)
         ]
         self.flat = torch.cat([*parts, there.to(parts[0].device)])
@@ -109,13 +115,13 @@ def _set_gradient(parameter: nn.Parameter, value: Tensor) -> None:
     current = local_gradient(parameter)
     if current is not None:
         current.copy_(value)
-    elif isinstance(parameter, DTensor):
+    elif isinstance(parameter, DTensor) and not leaves(parameter):
         parameter.grad = DTensor.from_local(
             value.clone(), parameter.device_mesh, parameter.placements, run_check=False,
             shape=parameter.shape, stride=parameter.stride(),
         )  # fmt: skip
     else:
-        parameter.grad = value.clone()
+        set_gradient(parameter, value.clone())
 
 
 def square_sum(parameters: Mapping[str, nn.Parameter], speaks: Callable[[str], bool]) -> Tensor:
@@ -124,8 +130,10 @@ def square_sum(parameters: Mapping[str, nn.Parameter], speaks: Callable[[str], b
     present = [g for g in grads if g is not None and g.numel()]
     if not present:
         return torch.zeros((), dtype=torch.float64)
-    norms = torch.stack([n.double() for n in torch._foreach_norm(present)])
-    return (norms * norms).sum()
+    kinds = dict.fromkeys(g.device for g in present)
+    apart = [torch._foreach_norm([g for g in present if g.device == kind]) for kind in kinds]
+    sums = [torch.stack([n.double() for n in norms]).square().sum() for norms in apart]
+    return sums[0] if len(sums) == 1 else torch.stack([one.cpu() for one in sums]).sum()
 
 
 def norm_alone(parameters: Mapping[str, nn.Parameter], clip: float | None) -> float:
@@ -133,9 +141,10 @@ def norm_alone(parameters: Mapping[str, nn.Parameter], clip: float | None) -> fl
 
     By torch's own functions, so that a plain loop gives the same to the last bit.
     """
-    there = [p for p in parameters.values() if p.grad is not None]
-    norm = nn.utils.get_total_norm([p.grad for p in there if p.grad is not None])
+    grads = [g for p in parameters.values() if (g := gradient_of(p)) is not None]
+    norm = nn.utils.get_total_norm(grads)
     if clip is not None and float(norm) > clip:
+        there: Any = [SimpleNamespace(grad=grad) for grad in grads]  # all that torch looks at
         nn.utils.clip_grads_with_norm_(there, clip, norm)
     return float(norm)
 

@@ -126,6 +126,16 @@ def put(part: Tensor, whole: Tensor, holding: Holding, mesh: Mesh, rank: int) ->
         block.of_whole(whole).copy_(block.of_local(part))
 
 
+def cleaned(part: Tensor, holding: Holding, mesh: Mesh, rank: int) -> Tensor:
+    """A rank's part with zeros wherever it is padded."""
+    if holding.layout.padded == holding.layout.shape:
+        return part
+    made = torch.zeros_like(part)
+    for block in blocks(holding.segments(mesh, rank), holding.layout.shape):
+        block.of_local(made).copy_(block.of_local(part))
+    return made
+
+
 def assemble(
     holdings: Mapping[str, Holding], local: Callable[[str], Tensor | None], mesh: Mesh, rank: int
 ) -> dict[str, Tensor]:

@@ -1,18 +1,22 @@
 """Replace what a module computes between its parameters; parameters, names and hooks stay.
 
 `match` judges a module by running a bare float64 copy of it and touches nothing; `replace` acts on
-a built module.  Two kernels: `rms_norm`, ours, and `sdpa`, torch's fused attention.
+a built module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.kernels.probe import Mismatch, Norm, probe_norm
+from schedlang.kernels.check import Case
+from schedlang.kernels.device import wide
+from schedlang.kernels.layer_norm import layer_norm
+from schedlang.kernels.norms import Norm, probe_norm
+from schedlang.kernels.probe import Mismatch
 from schedlang.kernels.rms_norm import rms_norm
 from schedlang.runtime.attention import (
     Attention,
@@ -21,63 +25,90 @@ from schedlang.runtime.attention import (
     match_attention,
     replace_attention,
 )
-from schedlang.runtime.forward import layers_of, wrap
+from schedlang.runtime.forward import Layer, layers_of, the_input, wrap
+from schedlang.runtime.head import Head, Waiting, probe_head
+from schedlang.runtime.mlp import Gated, GatedMlp, probe_gated
+from schedlang.runtime.modes import outside
 
-KERNELS = ("rms_norm", "sdpa")
+Found = Norm | Attention | Head | Gated
 
 
-def match(module: nn.Module, kernel: str, call: Call | None = None) -> Norm | Attention | Mismatch:
+def _norm(kind: str) -> Callable[[nn.Module, Call | None], Norm | Mismatch]:
+    def probe(module: nn.Module, call: Call | None) -> Norm | Mismatch:
+        found = probe_norm(module)
+        if isinstance(found, Norm) and found.kind != kind:
+            return Mismatch(f"is a {found.kind}: `replace_kernel({found.kind})` fits")
+        return found
+
+    return probe
+
+
+KERNELS: Mapping[str, Callable[[nn.Module, Call | None], Found | Mismatch]] = {
+    "rms_norm": _norm("rms_norm"),
+    "layer_norm": _norm("layer_norm"),
+    "gated": lambda module, call: probe_gated(module),
+    "linear_cross_entropy": lambda module, call: probe_head(module),
+    "sdpa": match_attention,
+}
+
+
+def match(module: nn.Module, kernel: str, call: Call | None = None) -> Found | Mismatch:
     """Whether `kernel` (of KERNELS) computes what `module` does, or the measured reason why not.
 
     `call` is one example of the module's arguments, of any device or dtype; only shapes and integer
     values are used.  Without it an attention is called by the common names of its parameters.  The
     module may lie on the meta device.
     """
-    assert kernel in KERNELS, kernel
-    if kernel == "sdpa":
-        return match_attention(module, call)
-    found = probe_norm(module)
-    if isinstance(found, Norm) and found.kind != "rms_norm":
-        return Mismatch(f"is a {found.kind}, for which torch has a kernel already")
-    return found
+    with outside():  # a proof computes everything in float64, and roundings would not show
+        return KERNELS[kernel](module, call)
 
 
-def replace(module: nn.Module, found: Norm | Attention) -> None:
-    """Let a built module compute with the kernel that `match` found for it, in place."""
-    if isinstance(found, Norm):
-        wrap(module, "kernel", RmsNorm(module, found))
-        return
-    replace_attention(module, found)
+def replace(module: nn.Module, found: Found, chunk: int = 0) -> None:
+    """Let a built module compute with the kernel that `match` found for it, in place.
+
+    `chunk` are the bytes of logits that a head may hold at a time.
+    """
+    if isinstance(found, Attention):
+        replace_attention(module, found)
+    elif isinstance(found, Head):
+        wrap(module, "kernel", Waiting(module, found, chunk))
+    else:
+        wrap(module, "kernel", LAYERS[type(found)](module, found))
 
 
-class RmsNorm:
-    """The layer that computes a module's RMSNorm by our kernel, from the module's own weight."""
+def cases_of(found: Found) -> list[Case]:
+    """Runs of the kernel itself, in the form found; none where the kernel is torch's own."""
+    return [] if isinstance(found, Attention) else [*found.cases()]
+
+
+class Normed:
+    """The layer that computes a module's norm by our kernel, from the module's own parameters."""
+
+    kernel: str
 
     def __init__(self, module: nn.Module, norm: Norm) -> None:
-        assert norm.kind == "rms_norm" and norm.rounding is not None, norm
-        self.module = module
-        self.norm = norm
-        self.rounding = norm.rounding
+        self.module, self.norm = module, norm
+        self.kernel = norm.kind
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
         """Normalise the one input; `inner` is not called."""
-        given = [*args, *(value for value in kwargs.values() if value is not None)]
-        if len(given) != 1:
-            name = type(self.module).__name__
-            raise Refusal(
-                Diagnostic(
-                    "S821",
-                    f"`{name}` was called with {len(given)} arguments, its kernel takes one",
-                    helps=("leave this module as it is",),
-                )
-            )
-        weight: Tensor = getattr(self.module, self.norm.weight)
-        return rms_norm(given[0], weight, self.norm.eps, self.norm.offset, self.rounding)
+        x = the_input(self.module, args, kwargs)
+        norm = self.norm
+        weight: Tensor = getattr(self.module, norm.weight)
+        if norm.kind == "rms_norm":
+            return rms_norm(x, weight, norm.eps, norm.offset, norm.rounding)
+        bias = getattr(self.module, norm.bias) if norm.bias is not None else None
+        eps = torch.finfo(wide(x, weight)).eps if norm.eps is None else norm.eps
+        return layer_norm(x, weight, bias, eps, norm.offset, norm.rounding)
+
+
+LAYERS: Mapping[type, Callable[[nn.Module, Any], Layer]] = {Norm: Normed, Gated: GatedMlp}
 
 
 def kernel_of(module: nn.Module) -> str | None:
     """Which of KERNELS `replace` gave to this module itself, if any."""
     layers = layers_of(module)
     if layers is not None and "kernel" in layers.kinds:
-        return "rms_norm"
+        found: str = getattr(layers.kinds["kernel"], "kernel")  # noqa: B009
+        return found
     return "sdpa" if is_fused(module) else None

@@ -15,7 +15,8 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch._C import _len_torch_function_stack
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from schedlang.runtime import scope
 
@@ -82,6 +83,23 @@ def ambient(*modes: ModeOrFactory) -> Iterator[None]:
     """Enter modes (or what factories make), the last one innermost, known to `reentry`."""
     with _holding((*_active.modes, *modes)), _on(modes):
         yield
+
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """No function mode at all, and torch's own default dtype: as in a process of its own."""
+    stack: list[Any] = []
+    default = torch.get_default_dtype()
+    try:
+        while _len_torch_function_stack():
+            stack.append(_pop_mode())  # type: ignore[no-untyped-call]
+        torch.set_default_dtype(torch.float32)
+        with _holding(()):
+            yield
+    finally:
+        torch.set_default_dtype(default)
+        for mode in reversed(stack):
+            _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
 def again() -> AbstractContextManager[None]:

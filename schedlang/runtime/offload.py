@@ -1,4 +1,4 @@
-"""Keep a module's saved activations in host memory between forward and backward.
+"""Keep a module's saved activations in host memory, or on disk, between forward and backward.
 
 Saved-tensor hooks around the forward of one module instance copy every storage that autograd wants
 to keep, once however many views of it are saved, and let go of the original (Rhu et al., "vDNN",
@@ -11,46 +11,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from schedlang.runtime import scope
+from schedlang.runtime import copies, scope
 from schedlang.runtime.forward import wrap
+from schedlang.runtime.scratch import Scratch
+from schedlang.runtime.tiers import CPU, DEVICE, DISK, gone, reference_to
 
 SMALLEST = 1 << 16  # bytes; what is smaller costs more to move than to keep
-
-
-class Ledger:
-    """Which bytes of saved activations lie on the `device` and which on the `cpu`, and the peaks.
-
-    It watches the storages themselves: a byte counts as long as anything holds it.  Looking
-    costs time in proportion to the storages alive, so it is for tests and reports.
-    """
-
-    def __init__(self) -> None:
-        self._held: dict[str, dict[int, tuple[StorageWeakRef, int]]] = {"device": {}, "cpu": {}}
-        self.peak = {"device": 0, "cpu": 0}
-
-    def track(self, tier: str, tensor: Tensor) -> None:
-        """Count the storage behind `tensor` on `tier` for as long as it lives."""
-        storage = tensor.untyped_storage()
-        reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._held[tier][reference.cdata] = (reference, storage.nbytes())
-        self.peak[tier] = max(self.peak[tier], self.bytes(tier))
-
-    def bytes(self, tier: str) -> int:
-        """The bytes alive on a tier now."""
-        alive = {
-            key: entry
-            for key, entry in self._held[tier].items()
-            if not entry[0].expired()  # type: ignore[no-untyped-call]
-        }
-        self._held[tier] = alive
-        return sum(size for _, size in alive.values())
 
 
 @dataclass
@@ -58,15 +32,20 @@ class Store:
     """Where the offloaded activations of one program go; share it among its modules.
 
     `prefetch` modules are reloaded ahead of the one whose backward runs; 0 reloads each tensor when
-    it is asked for.  Storages of fewer than `smallest` bytes stay.
+    it is asked for.  Storages of fewer than `smallest` bytes stay.  With `scratch` they go to disk.
     """
 
     prefetch: int = 1
-    smallest: int = SMALLEST
-    ledger: Ledger | None = None
+    smallest: int = field(default_factory=lambda: SMALLEST)
+    ledger: Tracks | None = None
+    scratch: Scratch | None = None
     moved: int = 0  # bytes copied to the host so far
     _seen: dict[int, tuple[StorageWeakRef, int, weakref.ref[_Copy]]] = field(default_factory=dict)
     _last: dict[int | None, weakref.ref[_Call]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.ledger is None:
+            self.ledger = _watching
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Store:
         """Copies of a module go on using the same store."""
@@ -84,16 +63,12 @@ class Store:
         before = self._last.get(key)
         call = _Call(self, before() if before is not None else None)
         self._last[key] = weakref.ref(call)
-        self._seen = {
-            key: entry
-            for key, entry in self._seen.items()
-            if not entry[0].expired()  # type: ignore[no-untyped-call]
-        }
+        self._seen = {key: entry for key, entry in self._seen.items() if not gone(entry[0])}
         return call
 
     def copy_of(self, tensor: Tensor) -> _Copy:
         """The host copy of the storage behind a tensor, made now or shared with another view."""
-        reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        reference = reference_to(tensor)
         version = tensor._version
         known = self._seen.get(reference.cdata)
         if known is not None and known[1] == version:
@@ -103,6 +78,27 @@ class Store:
         copied = _Copy(self, tensor)
         self._seen[reference.cdata] = (reference, version, weakref.ref(copied))
         return copied
+
+
+class Tracks(Protocol):
+    """What is told of storages."""
+
+    def track(self, tier: str, tensor: Tensor) -> None:
+        """A storage lies on a tier."""
+
+
+_watching: Tracks | None = None
+
+
+@contextmanager
+def watched(ledger: Tracks) -> Iterator[None]:
+    """Stores that are made inside tell this ledger, if they are given none."""
+    global _watching
+    before, _watching = _watching, ledger
+    try:
+        yield
+    finally:
+        _watching = before
 
 
 def offload(module: nn.Module, store: Store) -> None:
@@ -137,17 +133,19 @@ class Offload:
             return inner(*args, **kwargs)
 
     def _stays(self, tensor: Tensor) -> bool:
-        if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_meta:
+        if type(tensor) is not Tensor or tensor.layout != torch.strided:
+            return True
+        if tensor.is_meta and _watching is None:
             return True
         if tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
             return True
         storage = tensor.untyped_storage()
-        if storage.nbytes() < self.store.smallest or storage.data_ptr() == 0:
+        if storage.nbytes() < self.store.smallest or _place(tensor) == 0:
             return True
         home = next(self.module.parameters(), tensor).device
-        if tensor.device != home or storage.data_ptr() in set(self._own()):
+        if tensor.device != home or _place(tensor) in set(self._own()):
             return True
-        self.store.track("device", tensor)
+        self.store.track(DEVICE, tensor)
         return False
 
     def _own(self) -> Iterator[int]:
@@ -156,7 +154,7 @@ class Offload:
             for each in group:
                 with torch.no_grad():
                     local = each.to_local() if hasattr(each, "to_local") else each
-                yield local.untyped_storage().data_ptr()
+                yield _place(local)
 
 
 class _Packed:
@@ -226,55 +224,30 @@ class _Copy:
         self.raw: Tensor | None = None
         self.ready: Any = None
         source = _bytes(tensor.untyped_storage(), tensor.device)
-        self.host: Tensor | None = torch.empty(
-            source.shape, dtype=torch.uint8, device="cpu", pin_memory=source.is_cuda
-        )
-        if source.is_cuda:
-            stream = _side_stream(source.device)
-            stream.wait_stream(torch.cuda.current_stream(source.device))
-            with torch.cuda.stream(stream):
-                self.host.copy_(source, non_blocking=True)
-            source.record_stream(stream)  # its memory is not reused before the copy is done
-        else:
-            self.host.copy_(source)
+        self.host: Tensor | None = copies.to_host(source, store.scratch)
         store.moved += source.numel()
-        store.track("cpu", self.host)
+        store.track(CPU if store.scratch is None else DISK, self.host)
 
     def reload(self) -> None:
         """Start the copy back, once; the host's memory is given up."""
         if self.host is None:
             return
-        if self.device.type == "cuda":
-            # the side stream runs in order, so that this waits for the copy out
-            stream = _side_stream(self.device)
-            with torch.cuda.stream(stream):
-                self.raw = torch.empty(self.host.shape, dtype=torch.uint8, device=self.device)
-                self.raw.copy_(self.host, non_blocking=True)
-                self.ready = stream.record_event()
-        else:
-            self.raw = self.host.clone()
+        self.raw, self.ready = copies.to_device(self.host, self.device)
         self.host = None
-        self.store.track("device", self.raw)
+        self.store.track(DEVICE, self.raw)
 
     def use(self) -> Tensor:
         """The bytes on the device, ready for the current stream."""
         self.reload()
         assert self.raw is not None
-        if self.ready is not None:
-            stream = torch.cuda.current_stream(self.device)
-            stream.wait_event(self.ready)
-            self.raw.record_stream(stream)
-        return self.raw
+        return copies.ready(self.raw, self.ready)
+
+
+def _place(tensor: Tensor) -> int:
+    """Equal for tensors in the same memory, or in the same that is not there."""
+    storage = tensor.untyped_storage()
+    return int(storage._cdata) if tensor.is_meta else int(storage.data_ptr())
 
 
 def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-
-
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return _streams[device]

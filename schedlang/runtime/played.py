@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from schedlang.runtime.carry import Span
 from schedlang.runtime.constants import OnMeta
 from schedlang.runtime.flight import Message
+from schedlang.runtime.footprint import Footprint
+from schedlang.runtime.fused_meta import attention
 from schedlang.runtime.graph import Cut
 from schedlang.runtime.mail import Mail
 from schedlang.runtime.meta import hollow_batch
 from schedlang.runtime.parts import Batch, Part
-from schedlang.runtime.pipeline import Pipeline
+from schedlang.runtime.pipeline import Event, Pipeline
 from schedlang.runtime.program import Program
 from schedlang.runtime.step import Result
 from schedlang.runtime.trace import tensors_in
@@ -31,11 +35,12 @@ class Answers(TorchFunctionMode):
     """Answers for values that a meta tensor does not have, and remembers what was put side by side.
 
     `together` tells for each result of `torch.cat` the storages that it was made of; it keeps all
-    of them, because another tensor may come to lie where one was.
+    of them, because another tensor may come to lie where one was (not unless it shall `remember`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, remember: bool = True) -> None:
         super().__init__()
+        self.remember = remember
         self.together: dict[int, tuple[list[Tensor], tuple[int, ...]]] = {}
         self.scaled: dict[int, float] = {}  # storage -> what multiplied it, outside of the model
         self.outside = True  # of the model: nobody knows any value there
@@ -61,8 +66,10 @@ class Answers(TorchFunctionMode):
             at, factor = storage(args[0]), float(args[1])
             times = factor if SCALES[func] else 1 / factor
             self.scaled[at] = self.scaled.get(at, 1.0) * times
-        out = func(*args, **kwargs)
-        if func is torch.cat and out.is_meta:
+        fused = func is F.scaled_dot_product_attention and not self.remember
+        out = attention(args, kwargs) if fused else None
+        out = func(*args, **kwargs) if out is None else out
+        if self.remember and func is torch.cat and out.is_meta:
             parts = list(tensors_in(args[0]))
             self.together[id(out)] = ([out, *parts], tuple(map(storage, parts)))
         return out
@@ -94,6 +101,7 @@ class Played(Program):
     weights: list[float] = field(default_factory=list)
     letters: list[Letter] = field(default_factory=list)
     answers: Answers = field(default_factory=Answers)
+    footprint: Footprint | None = None  # is told what runs, and whose gradients there are
 
     def _run(
         self, parts: Sequence[Part], scale: Sequence[float] | None, *, train: bool
@@ -103,7 +111,13 @@ class Played(Program):
 
         def run(batches: Any, scale: Any = None, **options: Any) -> Any:
             self.weights = list(scale or ())
-            return plain(batches, scale, **options)
+            told = options.pop("on_op")
+
+            def on_op(event: Event) -> None:
+                self._mark(event.op)
+                told(event)
+
+            return plain(batches, scale, **options, on_op=on_op)
 
         bare = [replace(part, inputs=hollow_batch(part.inputs)) for part in parts]
         vars(pipeline)["run"] = run
@@ -116,14 +130,27 @@ class Played(Program):
         finally:
             del vars(pipeline)["run"]
             self.answers.outside = True
+            self._mark(None)
+
+    def _mark(self, what: Any) -> None:
+        """Tell the footprint what begins to run."""
+        if self.footprint is not None:
+            held = self.assembly.parameters.values()
+            self.footprint.hold("gradients", [p.grad for p in held if p.grad is not None])
+            self.footprint.mark(what)
 
 
-def play(program: Program, cut: Cut, batch: Batch) -> Played:
-    """One training step, with nothing in it; `batch` is whole, and its values are real."""
+def play(program: Program, cut: Cut, batch: Batch, footprint: Footprint | None = None) -> Played:
+    """One training step, with nothing in it; `batch` is whole, and its values are real.
+
+    With a footprint also the step of the program's optimizer.
+    """
     from schedlang.runtime.stage import signature
 
     assembly = replace(program.assembly, dropout=None)
-    played = Played(assembly)
+    optimizer = program.optimizer if footprint is not None else None
+    answers = Answers(remember=footprint is None)
+    played = Played(assembly, optimizer, footprint=footprint, answers=answers)
     pipeline = assembly.pipeline
     pipeline.mail.device = torch.device("meta")
     _overhear(pipeline.mail, played.letters)
@@ -139,8 +166,9 @@ def play(program: Program, cut: Cut, batch: Batch) -> Played:
             for index, resized in enumerate(_sizes(pipeline, part, whole)):
                 layout = tuple((getattr(torch, leaf.dtype), resized(leaf.shape)) for leaf in leaves)
                 pipeline.sizes.learn(shape, Message(False, *edge, replica, 0, index), layout)
-    with torch.device("meta"), played.answers:
+    with torch.device("meta"), played.answers, footprint or nullcontext():
         played.train_step(batch)
+        played._mark(None)
     return played
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime import archive, crossing, export, whole
 from schedlang.runtime.assembly import Assembly
+from schedlang.runtime.away import Away
 from schedlang.runtime.context.install import At
 from schedlang.runtime.gradient import (
     norm_alone,
@@ -22,6 +23,7 @@ from schedlang.runtime.gradient import (
     square_sum,
     sum_gradients,
 )
+from schedlang.runtime.leaving import drop_gradient
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.outputs import whole_output
 from schedlang.runtime.parts import Batch, Part, followed, rows_of, split
@@ -29,6 +31,7 @@ from schedlang.runtime.pipeline import BACKWARD, Event
 from schedlang.runtime.replicas import reshard, used_anywhere
 from schedlang.runtime.scope import Scope, entered
 from schedlang.runtime.step import Result
+from schedlang.runtime.tiers import DEVICE
 from schedlang.runtime.training import Training
 from schedlang.runtime.versions import Versions, totals, versions_of
 from schedlang.runtime.watch import Watch
@@ -55,6 +58,7 @@ class Program:
     keep_output: bool = False  # also keep the output of a training step, in `output`
     output: Any = None
     whole: WholeStep | None = None  # parameters are put together for each step of the optimizer
+    away: Away | None = None  # what lies off the device
     watch: Watch | None = None  # notes when the operations of a step run
     left_out: dict[str, str] = field(default_factory=dict)  # of the last output: place -> why
     _inputs: list[Part] = field(default_factory=list)
@@ -63,6 +67,8 @@ class Program:
 
     def __post_init__(self) -> None:
         self._training = Training(self.assembly.module)
+        if self.away is not None:
+            self.away.check_whole(self.whole)
         a = self.assembly
         self._at = At(a.tokens)
         self._versions: Versions | None = versions_of(a.pipeline, a.parameters, self._update)
@@ -80,6 +86,12 @@ class Program:
             title = f"the pipeline over `{self.assembly.stage_axis}` has no module of its own"
             helps = ("use `train_step` and `eval_step`: each rank runs a stage of the model",)
             raise Refusal(Diagnostic("S617", title, helps=helps))
+        if self.away is not None and any(
+            one.gradient != DEVICE for one in self.away.tiers.values()
+        ):
+            title = "gradients that leave the device as they are made are nowhere in a plain loop"
+            helps = ("use `train_step` and `eval_step`: without an optimizer, gradients come back",)
+            raise Refusal(Diagnostic("S617", title, helps=helps))
         return self.assembly.module
 
     # -- a step ----------------------------------------------------------------------------------
@@ -95,6 +107,8 @@ class Program:
         self._check_names(batch)
         self._training.off() if self.evaluate else self._training.on()
         self._zero()
+        if self.away is not None:
+            self.away.begin(self.assembly.buffers)
         parts, weights, total = self._parts(batch, local)
         if self.follow_inputs:
             parts = self._inputs = [replace(part, inputs=followed(part.inputs)) for part in parts]
@@ -129,7 +143,9 @@ class Program:
 
     def _step_weights(self) -> None:
         """The optimizer's step: on parts, or on whole parameters where it looks at these."""
-        if self.whole is not None:
+        if self.away is not None:
+            self.away.step(self.optimizer, self.whole)
+        elif self.whole is not None:
             self.whole.step(self.optimizer)
         elif self.optimizer is not None:
             self.optimizer.step()
@@ -146,6 +162,8 @@ class Program:
         with torch.no_grad():
             results = self._run(parts, None, train=False)
         reshard(self.assembly.sliced)
+        if self.away is not None:
+            self.away.arrived()
         return self._whole(results, parts, weights)
 
     def _whole(
@@ -171,7 +189,7 @@ class Program:
 
     def _zero(self) -> None:
         for parameter in self.assembly.parameters.values():
-            parameter.grad = None
+            drop_gradient(parameter)
 
     def _parts(self, batch: Batch, local: bool) -> tuple[list[Part], list[float], float]:
         """This rank's microbatches, their weights, and the weight of the whole batch."""
@@ -256,6 +274,8 @@ class Program:
     def _sum(self) -> None:
         """What is left of the reductions when the last backward has ended."""
         a = self.assembly
+        if self.away is not None:
+            self.away.arrived()
         for one in a.sliced.values():
             one.check_calls()
         if a.early is not None:
@@ -290,7 +310,7 @@ class Program:
         dist.all_reduce(both)
         for name, count in zip(names, both[2:].tolist()):
             if not count and name in a.parameters:  # of what nobody used, as in a plain loop
-                a.parameters[name].grad = None
+                drop_gradient(a.parameters[name])
         self.grad_norm = float(both[0].sqrt())
         if self.clip is not None and self.grad_norm > self.clip:
             # as torch.nn.utils.clip_grad_norm_
@@ -334,6 +354,7 @@ class Program:
         been changed.
         """
         whole.load_state_dict(self.assembly, state)
+        self._loaded()
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """The optimizer's state by original parameter name: whole tensors, and plain numbers."""
@@ -346,6 +367,11 @@ class Program:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take over what a program of any layout saved; see `archive.load`."""
         archive.load(self, path)
+        self._loaded()
+
+    def _loaded(self) -> None:
+        if self.away is not None:
+            self.away.settle(self.optimizer)
 
     def export(self, path: str | os.PathLike[str], model: nn.Module) -> None:
         """Write whole weights as safetensors, for `from_pretrained`; see `export.export`."""

@@ -42,6 +42,24 @@ class Window:
     index: tuple[Sequence[int] | Tensor | None, ...]
 
 
+def within(
+    held: Window | None,
+    shape: Sequence[int],
+    total: int,
+    along: Sequence[Sequence[int] | Tensor | None],
+) -> Window:
+    """A window cut further: `along` has the positions of `total` that are held of a dim, or None.
+
+    `held` is what shards hold of a sample's logical tensor; None: `shape`, all of it.
+    """
+    whole = list(held.shape if held else shape)
+    index = list(held.index if held else [None] * len(shape))
+    for dim, positions in enumerate(along):
+        if positions is not None:
+            whole[dim], index[dim] = total, positions
+    return Window(tuple(whole), tuple(index))
+
+
 Slices = Callable[[str, int, tuple[int, ...]], Window | None]
 
 

@@ -7,18 +7,36 @@ already carries its weight in the whole batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, UnshardHandle, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    UnshardHandle,
+    fully_shard,
+)
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.gathered import groups_of, name_in, settle
 from schedlang.runtime.operations import Handler
+from schedlang.runtime.tiers import CPU, DEVICE
 from schedlang.timeline import Kind
+
+
+@dataclass(frozen=True)
+class Unit:
+    """How what a module holds is sliced: the `root` of its stage, or one of which parts compute
+    after its forward (`waits`), and the tier on which its slices lie."""
+
+    root: bool = False
+    waits: bool = False
+    tier: str = DEVICE
 
 
 class Sliced:
@@ -37,6 +55,7 @@ class Sliced:
         self.met = met  # what the loss depends on, whatever this rank's values are
         self.between = between and stage == 3  # free what is gathered between the two passes
         self.units: list[FSDPModule] = []
+        self.waiting: set[FSDPModule] = set()
         self.ahead = 0
         self.asked = asked  # values may decide that no rank uses a parameter in a step
         self.used: set[nn.Parameter] = set()  # what got a gradient of its own in this step
@@ -44,15 +63,19 @@ class Sliced:
         self._said: tuple[bool, bool] | None = None
         self._coming: list[UnshardHandle] | None = None  # while rows hold the parameters gathered
 
-    def add(self, module: nn.Module, *, root: bool = False) -> None:
-        """Slice what this module holds and no module added before it does.
+    def add(self, module: nn.Module, mesh: DeviceMesh, unit: Unit) -> None:
+        """Slice over a mesh what this module holds and no module added before it does.
 
-        What the root itself holds stays gathered after its forward: the backward begins there.
+        What the root itself holds stays gathered after its forward: the backward begins there.  So
+        does what `waits`: parts of it compute after its forward.  Slices of another tier than the
+        device's are gathered from the host.
         """
+        pinned = unit.tier == CPU and mesh.device_type != "cpu"
+        policy = OffloadPolicy() if unit.tier == DEVICE else CPUOffloadPolicy(pin_memory=pinned)
         places = {n for n, p in module.named_parameters() if p in self.met}
         fully_shard(
-            module, mesh=self.mesh, reshard_after_forward=self.between and not root,
-            ignored_params=self.ignored,
+            module, mesh=mesh, ignored_params=self.ignored, offload_policy=policy,
+            reshard_after_forward=self.between and not (unit.root or unit.waits),
         )  # fmt: skip
         assert isinstance(module, FSDPModule)
         self._fill(module, places)
@@ -60,6 +83,8 @@ class Sliced:
         # a plain sum: a factor of one would go through an operator that gloo does not have
         module.set_force_sum_reduction_for_comms(True)
         self.units.append(module)
+        if unit.waits:
+            self.waiting.add(module)
         if self.asked:
             module.register_forward_pre_hook(self._counter(len(self.units) - 1))
 
@@ -151,7 +176,8 @@ class Sliced:
     def _hold(self, held: bool) -> None:
         self._said = None
         for unit in self.units:
-            unit.set_reshard_after_forward(self.between and not held, recurse=False)
+            frees = self.between and not held and unit not in self.waiting
+            unit.set_reshard_after_forward(frees, recurse=False)
             unit.set_reshard_after_backward(not held, recurse=False)
 
 

@@ -61,6 +61,11 @@ def site() -> str:
     return _here.frame.modules[-1][1] if _here.frame.modules else ""
 
 
+def innermost() -> int:
+    """The identity of the innermost module that is being executed; 0 outside any."""
+    return _here.frame.modules[-1][0] if _here.frame.modules else 0
+
+
 def next_call(where: str) -> int:
     """Count one more call at a site: 0, 1, ... within one pass over the outermost module."""
     calls = _here.frame.calls

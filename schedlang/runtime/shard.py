@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from schedlang.placement import P, Placement, S, positions
 from schedlang.runtime.collective import Group
 from schedlang.runtime.crossing import Crossing, block_sizes, dim_of, shared
+from schedlang.runtime.head import waiting
 from schedlang.runtime.lookup import around
 from schedlang.runtime.vocab import ShardedLogits
 
@@ -82,6 +83,9 @@ def projection(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward
     def forward(x: Tensor) -> Any:
         for edge in edges:
             x = without_padding(shared(edge.entry(), x), edge.wants, edge.group)
+        layer = waiting(module)
+        if layer is not None and [edge.head for edge in edges] == [True]:
+            return layer.lazy(x, edges[0].group, edges[0].cut or 0)
         y = compute(module, x, not sums)
         for edge in sums:
             y = edge.exit()(y)

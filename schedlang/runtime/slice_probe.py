@@ -7,14 +7,14 @@ no way is found is refused, with the first module that gives something else.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from schedlang.runtime.carry_calls import Watch
+from schedlang.runtime.counting import Watch
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.slice_faults import fault, refusal
 from schedlang.runtime.slice_trial import Seen, Trial, forward, sliced, watched
@@ -133,15 +133,19 @@ def head_of(trial: Trial) -> str:
 
 
 def places_of(trial: Trial) -> frozenset[Place]:
-    """Lines that count positions, at the whole length and at one token less."""
+    """Lines that count positions."""
     tables = {id(t) for t in (*trial.model.parameters(), *trial.model.buffers())}
+    return lines_of(trial, lambda length: Watch(length, tables))
+
+
+def lines_of(trial: Trial, watching: Callable[[int], Any]) -> frozenset[Place]:
+    """Lines that a mode for a length finds, at the whole length and at one token less."""
     total = sum(trial.lengths)
     found: list[set[Place]] = []
     for length in (total, total - 1):
-        batch = _shorter(trial.batch, total, length)
-        watch = Watch(length, tables)
+        watch = watching(length)
         with ambient(watch):
-            forward(trial, trial.model, batch)
+            forward(trial, trial.model, _shorter(trial.batch, total, length))
         found.append(watch.found - watch.others)
     return frozenset(found[0] & found[1])
 

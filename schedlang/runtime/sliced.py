@@ -18,7 +18,7 @@ from schedlang.runtime.carry_calls import Calls
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.parts import Absent, Batch, stack
 from schedlang.runtime.random import Slices as Windows
-from schedlang.runtime.random import Window
+from schedlang.runtime.random import Window, within
 from schedlang.runtime.record import loss_of
 from schedlang.runtime.slices import Piece, Slicing, Weight, length_of, masks_of
 
@@ -179,13 +179,9 @@ def windows(slicing: Slicing, inner: Windows | None) -> Windows:
         dims = slicing.draws.get((site, call))
         if dims is None or len(dims) != len(shape):
             raise _unknown_draw(site)
-        whole = list(held.shape if held else shape)
-        index = list(held.index if held else [None] * len(shape))
-        for dim, what in enumerate(dims):
-            if what:
-                first = visit.span.start if what == "rows" else 0
-                whole[dim], index[dim] = visit.span.total, range(first, visit.span.stop)
-        return Window(tuple(whole), tuple(index))
+        span = visit.span
+        runs = {"rows": range(span.start, span.stop), "keys": range(span.stop)}
+        return within(held, shape, span.total, [runs.get(what) for what in dims])
 
     return window
 

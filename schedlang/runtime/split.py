@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from schedlang.runtime.leaving import accumulated
+
 
 class SplitBackward:
     """One backward in two parts (Qi et al., Zero Bubble, 2401.10241).
@@ -145,3 +147,4 @@ def _variable(node: Any) -> torch.Tensor:
 def _accumulate(weight: torch.Tensor, grad: torch.Tensor | None) -> None:
     if grad is not None:
         weight.grad = grad if weight.grad is None else weight.grad + grad
+        accumulated(weight)

@@ -13,6 +13,7 @@ from schedlang.runtime.bag import Bag
 from schedlang.runtime.flight import Carried, Flight, Message, Work
 from schedlang.runtime.graph import Token, refusal
 from schedlang.runtime.kept_inputs import Kept
+from schedlang.runtime.lazy_logits import LazyLogits
 from schedlang.runtime.mail import Layout, layout_of
 from schedlang.runtime.split import SplitBackward
 from schedlang.runtime.stage import Forwarded, Stage, enter, signature
@@ -228,4 +229,11 @@ def _name(back: bool, source: int, target: int, work: Work) -> Message:
 
 
 def _detached(output: Any, keep: bool) -> Any:
-    return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output) if keep else None
+    """The output without history; logits that were never needed are computed for whoever looks."""
+
+    def made(leaf: Any) -> Any:
+        leaf = leaf.computed() if isinstance(leaf, LazyLogits) else leaf
+        return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+    with torch.no_grad():
+        return pytree.tree_map(made, output) if keep else None

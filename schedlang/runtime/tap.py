@@ -73,6 +73,7 @@ class Tap:
         self._lanes: dict[Any, Lane] = {}
         self._count = {tuple(range(world)): 1}  # over these ranks so many groups are there
         self.told = ""  # for whose sake the next collective is
+        self.touch: Callable[[Tensor], None] = lambda tensor: None  # told of all that is sent
 
     def listen(self, kind: str, group: Group, size: int) -> None:
         """The runtime tells of a collective before it asks for it."""
@@ -114,6 +115,9 @@ def _functions(tap: Tap) -> dict[str, Callable[..., Any]]:
 
     def collective(name: str, whole: int) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Done:
+            for one in (*args, *kwargs.values()):
+                if isinstance(one, Tensor):
+                    tap.touch(one)
             op = kwargs.get("op", next((a for a in args if isinstance(a, dist.ReduceOp)), None))
             group = kwargs.get("group", next((a for a in args if _is_group(a)), None))
             root = f"from {kwargs['src']}" if "src" in kwargs else ""
@@ -129,6 +133,7 @@ def _functions(tap: Tap) -> dict[str, Callable[..., Any]]:
     def message(name: str, sends: bool) -> Callable[..., Any]:
         def run(tensor: Tensor, peer: int, group: Any = None, tag: int = 0) -> Done:
             ends = (tap.rank, peer) if sends else (peer, tap.rank)
+            tap.touch(tensor)
             return tap.note(_sent(name, tap.lane(group), tensor, "", ends), tensor)
 
         return run

@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from schedlang.runtime import collective, cube, grid, moving, shared_norm, split_norm, vocab
+from schedlang.runtime import (
+    collective,
+    cube,
+    grid,
+    moving,
+    shared_norm,
+    split_norm,
+    statistics,
+    vocab,
+)
 from schedlang.runtime.collective import Group, listening
 from schedlang.runtime.grid import InParts
 from schedlang.runtime.pending import Made, trouble
@@ -29,7 +38,7 @@ SUMS = ("all-reduce", "reduce-scatter")
 # what these give still differs from rank to rank: every rank gets parts of others, for its own
 MOVES = ("all-to-all", "shift", "broadcast", "reduce")
 # the modules whose functions of autograd communicate
-TALKING = (collective, cube, grid, moving, shared_norm, split_norm, vocab)
+TALKING = (collective, cube, grid, moving, shared_norm, split_norm, statistics, vocab)
 
 
 @dataclass(frozen=True)
@@ -136,7 +145,8 @@ class Typed(TorchFunctionMode):
             axes = NONE.union(*(self.varies(t) for t in inputs))
             made = Made(name_of(func), tuple(inputs)) if axes else None
             for tensor in outputs:
-                if not any(tensor is given for given in inputs):
+                written = any(tensor is given for given in inputs)
+                if not written or (name_of(func).endswith("_") and axes - self.varies(tensor)):
                     self.put(tensor, axes, made)
         return out
 
@@ -184,7 +194,9 @@ class Typed(TorchFunctionMode):
             before = NONE.union(*(self.varies(t) for t in given))
             after = self._after(given[0], before, tensors_in(out)[0], args, heard, plain)
             ctx.schedlang = Crossed(self.site, before, after)
-            moved = bool(heard) and all(one.kind in MOVES for one in heard)
+            # a plain sum over one axis leaves what is pending over another so
+            linear = (*MOVES, "all-reduce") if plain else MOVES
+            moved = bool(heard) and all(one.kind in linear for one in heard)
             made = Made("moved", tuple(given)) if moved else Made("collective", ())
             for tensor in tensors_in(out):
                 tensor.__dict__["_schedlang_varies"] = after

@@ -31,8 +31,8 @@ def legal(step: Step, axis: str) -> list[Uneven]:
     if not kinds:
         return [EVEN, *step.follower.unevens.get(axis, ())]
     if len(kinds) > 1:
-        queries = tags[0][0].uneven
-        grouped = step.func is F.scaled_dot_product_attention and step.kwargs.get("enable_gqa")
+        queries = tags[0][0].uneven  # which head each meets is checked where they meet
+        grouped = step.func is F.scaled_dot_product_attention
         return [queries] if grouped and queries == EVEN else []
     (uneven,) = kinds
     merged = uneven.repeat > 1 and any(_merges(step, tag, whole) for tag, whole in tags)
@@ -69,6 +69,17 @@ def opened(
         if alone and local[dim] * step.follower.sizes[axis] == shape[dim]:
             return {axis: Tag(dim, (shape[dim],))}
     return {}
+
+
+def repeated(name: str, tag: Tag, before: int, after: int) -> tuple[int, ...]:
+    """The blocks of a split dim that a call repeats; empty where it does not."""
+    times, left = divmod(after, before)
+    if left or times < 2:
+        return ()
+    if name in ("repeat", "tile"):
+        return tag.blocks * times  # the whole of it again and again
+    own = name == "repeat_interleave" and sum(tag.blocks) == before
+    return tuple(block * times for block in tag.blocks) if own else ()
 
 
 def mixed(notes: list[Note]) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.leaving import drop_gradient
 from schedlang.timeline import Kind, Op, Timeline
 from schedlang.timeline.versions import BACKWARD, is_stale, updates
 
@@ -109,7 +110,7 @@ class Versions:
         self.newest = self._shown = made
         if self._at < len(self._rows) - 1:
             for parameter in self.parameters:
-                parameter.grad = None
+                drop_gradient(parameter)
 
 
 def versions_of(

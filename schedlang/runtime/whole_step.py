@@ -36,7 +36,7 @@ class WholeStep:
         split = [n for n, h in self.holdings.items() if h.layout.splits or h.sliced]
         if optimizer is not None:
             rest = {id(p): p for n, p in self.parameters.items() if n not in set(split)}
-            _step_on(optimizer, rest)
+            step_on(optimizer, rest)
         for names in self._batches(split):
             self._step_whole(optimizer, names)
 
@@ -73,7 +73,7 @@ class WholeStep:
             state.update({k: s[name].to(whole.device) for k, s in slots.items() if name in s})
             if state:
                 optimizer.state[whole] = state
-        _step_on(optimizer, wholes)
+        step_on(optimizer, wholes)
         for name, parameter in held.items():
             if id(parameter) in wholes:
                 self._take_back(optimizer, name, parameter, wholes[id(parameter)])
@@ -115,7 +115,7 @@ def _part(
     return local(value) if like_parameter(value, held[name]) else None
 
 
-def _step_on(optimizer: torch.optim.Optimizer, stands_for: Mapping[int, nn.Parameter]) -> None:
+def step_on(optimizer: torch.optim.Optimizer, stands_for: Mapping[int, nn.Parameter]) -> None:
     """A step on these alone: by the id of a parameter in a group what takes its place."""
     before = [group["params"] for group in optimizer.param_groups]
     try:

@@ -80,10 +80,14 @@ def is_library(file: Path) -> bool:
 def first_row(file: Path) -> int:
     """The line of the first step or row of a schedule, 0 if it has none.  May refuse."""
     from schedlang import nodes as n
+    from schedlang.passes.bases import is_base
     from schedlang.syntax import parse, read
 
     rows = (n.Step, n.At, n.When, n.Rule, n.Do)
-    found = (item.span.line for item in parse(read(file)).items if isinstance(item, rows))
+    found = (
+        item.span.line for item in parse(read(file)).items
+        if isinstance(item, rows) or isinstance(item, n.Use) and is_base(item)
+    )  # fmt: skip
     return next(found, 0)
 
 

@@ -14,16 +14,21 @@ def explain(
     name: Annotated[
         str | None, typer.Argument(help="A primitive or a code: shard, S402.", metavar="NAME")
     ] = None,
+    conflicts: Annotated[
+        bool, typer.Option("--conflicts", help="Which verb may stand below which.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Explain a primitive or the code of a message; without a name list all of them."""
-    from schedlang import codes, manual
+    from schedlang import codes, conflict_table, manual
     from schedlang.diagnostic import Diagnostic, Refusal, closest
     from schedlang.primitive import load_all, registry
 
     load_all()
     known = registry()
-    if name is None:
+    if conflicts:
+        _show(conflict_table.table(known) if as_json else conflict_table.text(known), as_json)
+    elif name is None:
         _list_all(as_json)
     elif name in known:
         page: object = manual.to_json(known[name]) if as_json else manual.explain(known[name])

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.nn import functional as F
 
-from schedlang.runtime.attend import Layout, Mask, attend
+from schedlang.runtime.attend import Layout, Mask, Way, attend
 from schedlang.runtime.collective import Group, listening
 from schedlang.runtime.launch import Pool
 from tests.benchmarks.pairs import Ratio, interleaved
@@ -55,7 +55,7 @@ def ours(sizes: Sizes, method: str, kind: str) -> tuple[Layout, Callable[[], Any
 
     def step() -> list[Tensor]:
         mask = Mask(causal=True)
-        out = attend(q, k, v, mask, method=method, groups=(group,), layout=layout)
+        out = attend(q, k, v, mask, Way(method, (group,), layout))
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
 
     return layout, step

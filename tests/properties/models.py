@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from schedlang.passes.original import randomised
 from tests.properties import blocks as kinds
+from tests.properties.replaced import REPLACEMENTS
 
 Batch = dict[str, Any]
 
@@ -153,6 +154,8 @@ class Cotangent:
 
 class Drawn(nn.Module):
     """The model of a configuration."""
+
+    replacements = REPLACEMENTS
 
     def __init__(self, config: Config) -> None:
         super().__init__()

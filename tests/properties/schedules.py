@@ -14,7 +14,7 @@ from tests.properties.models import Block, Config, Short, configs
 # verbs in the order in which their rows may stand
 PHASES = (
     *("tie", "untie", "freeze"),
-    *("replace_kernel", "fuse", "pad", "shard", "grid", "complete"),
+    *("replace", "replace_kernel", "fuse", "pad", "shard", "grid", "complete"),
     *("context_parallel", "expert_parallel"),
     *("checkpoint", "offload", "unroll"),
     *("pipeline_split", "split_backward", "zero", "compress", "overlap", "pipeline", "verify"),
@@ -392,6 +392,18 @@ def fuse(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
         for place, block in enumerate(config.blocks)
         if block.kind in ("mlp", "chain", "twice")
     ]
+
+
+@generator
+def replace_(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """Pairs of layers that keep their names, single layers that get others and stay whole."""
+    names = {"mlp": "other_mlp", "chain": "other_chain"}
+    return [
+        step("replace", [f"{_at(place)}  replace({names[block.kind]})"],
+             [f"replace {_at(place)}", *([f"shard {_at(place)}"] if block.kind == "chain" else [])])
+        for place, block in enumerate(config.blocks)
+        if block.kind in names
+    ]  # fmt: skip
 
 
 @generator

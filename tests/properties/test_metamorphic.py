@@ -254,7 +254,7 @@ def _round_trip(drawn: Drawn, batches: Sequence[Batch]) -> list[list[Tensor]]:
     return found
 
 
-@examples(8)
+@examples(5)
 @given(schedules.legal())
 def test_13_evaluation_remembers_nothing(threads: Threads, drawn: Drawn) -> None:
     """Evaluation gives the same bits before and after a step in training and a call of another

@@ -14,6 +14,8 @@ from schedlang.runtime import collective, leaf, shard
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.place import sharded_module
 
+STRIPS = placement.strips
+
 
 @bug(
     "T02", "shard", Operator.ADJOINT, "tp", row="shard(style=",
@@ -78,23 +80,27 @@ def gather_sums_what_is_whole(patch: Patch, site: Site) -> None:
     _gather_back(patch, site, False)
 
 
+def _straight(*given: Any) -> list[list[placement.Segment]]:
+    """All blocks as one."""
+    return [[run for strip in STRIPS(*given) for run in strip]]
+
+
 @bug(
     "T08", "shard", Operator.SLICE, "tp", row="attn.c_attn",
     credit="Slapo PR#46; DeepSpeed#3844; tensor_parallel#103; nnsight#719",
 )  # fmt: skip
 def blocks_ignored(patch: Patch, site: Site) -> None:
     """A fused weight is cut in two, straight through q, k and v."""
-    patch.setattr(placement, "_blocks", lambda sizes: [placement.Segment(0, sum(sizes))])
+    patch.setattr(placement, "strips", _straight)
 
 
 @bug("T09", "shard", Operator.SLICE, "packed", row="gate_up", credit="HF packed_colwise")
 def gate_and_up_cut_through(patch: Patch, site: Site) -> None:
     """A packed gate and up projection is cut between the two."""
-    plain = placement._blocks
     patch.setattr(
         placement,
-        "_blocks",
-        lambda sizes: [placement.Segment(0, sum(sizes))] if len(sizes) == 2 else plain(sizes),
+        "strips",
+        lambda sizes, *more: (_straight if len(sizes) == 2 else STRIPS)(sizes, *more),
     )
 
 
@@ -215,4 +221,4 @@ def adapter_gets_part_of_its_gradient(patch: Patch, site: Site) -> None:
 def padding_counts(patch: Patch, site: Site) -> None:
     """Rows that only pad the vocabulary are classes of the softmax, too."""
 
-    patch.setattr(shard, "_head", lambda y, edge: shard.ShardedLogits(y, edge.group, edge.cut))
+    patch.setattr(shard, "head_of", lambda y, edge: shard.ShardedLogits(y, edge.group, edge.cut))

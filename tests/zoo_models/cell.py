@@ -30,7 +30,7 @@ from tests.zoo_models import meshes
 from tests.zoo_models.cases import Subject
 
 _NAMED = re.compile(r"[\w.]+(Error|Exception|Mismatch|Deadlock|Hang)\b")  # ends a traceback
-STATISTICS = ("S703", "S708")  # refusals that `relax(batch_stats)` answers
+STATISTICS = ("S668", "S703", "S708")  # refusals that `relax(batch_stats)` answers
 
 
 @dataclass(frozen=True)

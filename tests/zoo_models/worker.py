@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.zoo_models.cell import Verdict, judged
 
-LIMIT = 120.0  # seconds of computing for a cell, those of making its model among them
+LIMIT = 300.0  # seconds of computing for a cell, those of making its model among them
 SLEEPING = 10.0  # as many times as long may it take where others compute too
 MEMORY = 8 << 30  # bytes of data of a process
 NOT_TINY = "left out"
@@ -24,7 +24,7 @@ Job = tuple[str, list[str]]  # a model, and the meshes that are left to do
 
 @dataclass
 class Worker:
-    """A process that judges one model after the other; after a failure there is a new one."""
+    """Judges one model after the other, each in a process of its own, whose memory goes with it."""
 
     kind: str = ""
     left: list[str] = field(default_factory=list)
@@ -34,13 +34,12 @@ class Worker:
 
     def give(self, kind: str, meshes: list[str]) -> None:
         """Let it judge a model."""
-        if self.process is None:
-            mine, theirs = mp.Pipe()
-            self.process = mp.get_context("fork").Process(target=_serve, args=(theirs,))
-            self.process.start()
-            theirs.close()
-            self.pipe = mine
-        assert self.pipe is not None
+        self.end()
+        mine, theirs = mp.Pipe()
+        self.process = mp.get_context("fork").Process(target=_serve, args=(theirs,))
+        self.process.start()
+        theirs.close()
+        self.pipe = mine
         self.kind, self.left, self.since = kind, list(meshes), self.clocks()
         self.pipe.send((kind, tuple(meshes)))
 

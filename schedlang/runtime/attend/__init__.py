@@ -2,7 +2,7 @@
 
     layout = Layout.of("zigzag", total=8192, ranks=4)
     mine = layout.take(tokens, dim=1, place=place_of(groups))
-    out = attend(q, k, v, Mask(causal=True), method="ring", groups=(group,), layout=layout)
+    out = attend(q, k, v, Mask(causal=True), Way("ring", (group,), layout))
 
 q is [batch, heads, local tokens, head_dim]; k and v may have fewer heads, v another head_dim.
 All of it is differentiable, and on meta tensors it counts what it would send.
@@ -10,6 +10,7 @@ All of it is differentiable, and on meta tensors it counts what it would send.
 
 from schedlang.runtime.attend.call import (
     METHODS,
+    Way,
     attend,
     attend_lse,
     place_of,
@@ -21,6 +22,6 @@ from schedlang.runtime.attend.layout import KINDS, Layout
 from schedlang.runtime.attend.mask import Mask
 
 __all__ = [
-    "KINDS", "METHODS", "Dropout", "Layout", "Mask", "attend", "attend_lse", "place_of", "ranks_of",
-    "refuse_heads",
+    "KINDS", "METHODS", "Dropout", "Layout", "Mask", "Way", "attend", "attend_lse", "place_of",
+    "ranks_of", "refuse_heads",
 ]  # fmt: skip

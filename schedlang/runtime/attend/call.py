@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 from torch import Tensor
@@ -41,80 +41,79 @@ def place_of(groups: Sequence[Group]) -> int:
     return place_at([group.rank for group in groups], [group.size for group in groups])
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    *,
-    method: str,
-    groups: Sequence[Group],
-    layout: Layout,
-    scale: float | None = None,
-    dropout: Dropout | None = None,
-    block: int = BLOCK,
-) -> Tensor:
+@dataclass(frozen=True)
+class Way:
+    """How a call runs: by which method, over which ranks, and with what of their tokens.
+
+    groups   as many as `METHODS` says, the outermost first
+    layout   which tokens each place has
+    scale    of the scores; 1/sqrt(head_dim) if None
+    block    scores of so many queries and keys exist at once, for each row and head
+    """
+
+    method: str
+    groups: tuple[Group, ...]
+    layout: Layout
+    scale: float | None = None
+    dropout: Dropout | None = None
+    block: int = BLOCK
+
+    @property
+    def place(self) -> int:
+        """This rank's place in the layout."""
+        return place_of(self.groups)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, way: Way) -> Tensor:
     """The attention of this rank's queries to the keys of the whole sequence: [.., v's head_dim].
 
-    q        [rows, heads, local tokens, head_dim], this place's tokens under `layout`
+    q        [rows, heads, local tokens, head_dim], this place's tokens under the layout
     k, v     as many tokens, heads that divide q's
     mask     its tensors that lie with tokens: this rank's; `slopes`: those of all of q's heads.
              Their gradient is what this rank's queries give: a part, to be summed over the groups
-    scale    of the scores; 1/sqrt(head_dim) if None
-    block    scores of so many queries and keys exist at once, for each row and head
 
     The result has q's dtype.  Refusal S681 for heads that Ulysses cannot divide.
     """
-    return _attend(q, k, v, mask, method, groups, layout, scale, dropout, block, False)[0]
+    return _attend(q, k, v, mask, way, False)[0]
 
 
-def attend_lse(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    *,
-    method: str,
-    groups: Sequence[Group],
-    layout: Layout,
-    scale: float | None = None,
-    dropout: Dropout | None = None,
-    block: int = BLOCK,
-) -> tuple[Tensor, Tensor]:
+def attend_lse(q: Tensor, k: Tensor, v: Tensor, mask: Mask, way: Way) -> tuple[Tensor, Tensor]:
     """As `attend`, with the log-sum-exp of each query's scores, [rows, heads, local tokens].
 
     It is -inf where a query sees nothing, does not count `sinks`, and has a gradient too.
     """
-    return _attend(q, k, v, mask, method, groups, layout, scale, dropout, block, True)
+    return _attend(q, k, v, mask, way, True)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, method: str, groups: Sequence[Group],
-    layout: Layout, scale: float | None, dropout: Dropout | None, block: int, lse: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _check(q, k, v, method, groups, layout)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    rules = Rules(mask.reach, scale, mask.cap, mask.slopes, mask.rows, dropout, block)
-    if method in ("ulysses", "usp"):
-        return _swapped(q, k, v, mask, rules, tuple(groups), layout, lse)
-    if method == "nbody":
-        return _shared(q, k, v, mask, rules, bodies.Bodies(groups[0], groups[1], layout))
-    at = Tokens(layout.runs[place_of(groups)], mask.tags)
-    return _run(q, k, v, rules, mask.sinks, _rounds(method, groups, layout, mask.reach), at)
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, way: Way, lse: bool
+) -> tuple[Tensor, Tensor]:
+    _check(q, k, v, way)
+    scale = q.shape[-1] ** -0.5 if way.scale is None else way.scale
+    rules = Rules(mask.reach, scale, mask.cap, mask.slopes, mask.rows, way.dropout, way.block)
+    if way.method in ("ulysses", "usp"):
+        return _swapped(q, k, v, mask, rules, way, lse)
+    if way.method == "nbody":
+        ring, team = way.groups
+        if mask.rows is not None and mask.rows.shape[2] == 1:
+            rules = replace(rules, rows=mask.rows.expand(-1, -1, q.shape[2], -1))
+        return _shared(q, k, v, mask, rules, bodies.Bodies(ring, team, way.layout))
+    at = Tokens(way.layout.runs[way.place], mask.tags)
+    return _run(q, k, v, rules, mask.sinks, _rounds(way, mask.reach), at)
 
 
-def _rounds(method: str, groups: Sequence[Group], layout: Layout, reach: Reach) -> Rounds:
-    if method == "gather":
-        return Gathered(groups[0], layout)
-    return Ring(tuple(groups), layout, reach)
+def _rounds(way: Way, reach: Reach) -> Rounds:
+    if way.method == "gather":
+        return Gathered(way.groups[0], way.layout)
+    return Ring(way.groups, way.layout, reach)
 
 
 def _swapped(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, rules: Rules, groups: tuple[Group, ...],
-    layout: Layout, with_lse: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, rules: Rules, way: Way, with_lse: bool
+) -> tuple[Tensor, Tensor]:
     """Ulysses around what is left of the ring, if anything is."""
-    *outer, inner = groups
+    *outer, inner = way.groups
+    layout = way.layout
     refuse_heads(q.shape[1], k.shape[1], inner.size)
     k, v = copied(k, inner.size), copied(v, inner.size)
     place, joined = place_of(outer), layout.joined(inner.size)
@@ -152,12 +151,10 @@ def refuse_heads(heads: int, kv_heads: int, ranks: int) -> None:
         )
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, method: str, groups: Sequence[Group], layout: Layout
-) -> None:
-    assert len(groups) in METHODS[method], (method, len(groups))
-    assert ranks_of(groups) == len(layout.runs), "the layout is over all ranks of the groups"
-    tokens = layout.counts[place_of(groups)]
+def _check(q: Tensor, k: Tensor, v: Tensor, way: Way) -> None:
+    assert len(way.groups) in METHODS[way.method], (way.method, len(way.groups))
+    assert ranks_of(way.groups) == len(way.layout.runs), "the layout is over all of their ranks"
+    tokens = way.layout.counts[way.place]
     assert q.shape[2] == k.shape[2] == v.shape[2] == tokens, (q.shape, k.shape, v.shape, tokens)
     assert q.shape[1] % k.shape[1] == 0 and k.shape[1] == v.shape[1], (q.shape, k.shape, v.shape)
 

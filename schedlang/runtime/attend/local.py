@@ -150,8 +150,8 @@ def _scores(rules: Rules, q: Tensor, k: Tensor, pair: Pair) -> tuple[Tensor, Ten
 
 def _rows(rows: Tensor, pair: Pair) -> Tensor:
     """A block's part of a mask over all keys, which lie in the order of the sequence."""
-    keys = pair.keys
-    return rows[:, :, pair.rows, keys.start : keys.stop : keys.step]
+    keys, queries = pair.keys, slice(None) if rows.shape[2] == 1 else pair.rows
+    return rows[:, :, queries, keys.start : keys.stop : keys.step]
 
 
 def _added(rows: Tensor | None) -> bool:

@@ -43,7 +43,7 @@ class Mask:
     counted    integers [batch, local tokens]: the positions that `slopes` counts by, where they are
                not those in the sequence (padding on the left, packed documents)
     rows       a mask that somebody has already made, its rows of the local queries:
-               [batch or 1, heads or 1, local tokens, tokens of the whole sequence in its own
+               [batch or 1, heads or 1, local tokens or 1, tokens of the whole sequence in its own
                order]; booleans (true: seen), or numbers that are added, which may be trained
     cap        scores become cap * tanh(score / cap) before all of this (Gemma 2)
     sinks      [heads]: a score that takes part in the softmax and has no value (GPT-OSS)

@@ -66,7 +66,11 @@ class Team:
         return Tags(*(None if t is None else next(whole) for t in tags))
 
     def rows(self, rows: Tensor, heads: int) -> Tensor:
-        """A mask [rows or 1, heads or 1, my tokens, keys]: the team's tokens, my heads."""
+        """A mask [rows or 1, heads or 1, my tokens or 1, keys]: the team's tokens, my heads."""
+        if rows.shape[2] == 1:  # every rank has them
+            mine = heads // self.group.size
+            first = self.group.rank * mine
+            return rows if rows.shape[1] == 1 else rows[:, first : first + mine]
         if rows.shape[1] == 1 and not rows.requires_grad:
             parts = gathered(Packet.of([rows], [2]), self.counts, self.group)
             return self.sorted(torch.cat([p.tensors[0] for p in parts], 2), 2)

@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from schedlang.runtime.attend import Mask
-from schedlang.runtime.carry_calls import caller
-from schedlang.runtime.context.described import unknown
+from schedlang.runtime.context.described import is_causal, unknown
+from schedlang.runtime.context.known import followed, known
+from schedlang.runtime.context.products import ADDED, PRODUCTS, Scores, begin, follow
 from schedlang.runtime.context.seat import Call, How, Seat, seated
+from schedlang.runtime.counting import caller, firsts, items_of, lasts, upto
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.modes import Ambient, ambient
 from schedlang.runtime.slices import Place
@@ -22,11 +24,14 @@ _LOWEST = -1e4  # what is added to a score to hide a key is lower
 
 
 class Attention(Ambient):
-    """Inside a module that a row names: its calls of `scaled_dot_product_attention`."""
+    """Inside a module that a row names: its calls of torch's attention, or products of its own.
 
-    def __init__(self, how: How) -> None:
+    `products` are the lines that multiply queries and keys.
+    """
+
+    def __init__(self, how: How, products: Collection[Place] = ()) -> None:
         super().__init__()
-        self.how = how
+        self.how, self.products = how, frozenset(products)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -38,16 +43,22 @@ class Attention(Ambient):
             query, key = given["query"], given["key"]
             if query.shape[-2] == key.shape[-2] == seat.length:
                 return _attend(seat, self.how, given)
+        if seat is not None and any(type(value) is Scores for value in args):
+            return follow(func, args, kwargs)
+        if seat is not None and func in PRODUCTS | ADDED and caller() in self.products:
+            scores = begin(seat, self.how, func, args, kwargs)
+            if scores is not None:
+                return scores
         return self.run(func, types, args, kwargs)
 
 
-def around(module: nn.Module, how: How) -> None:
+def around(module: nn.Module, how: How, products: Collection[Place] = ()) -> None:
     """Let a module's own calls of torch's attention meet the keys of other ranks."""
 
     def layer(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if seated() is None:
             return inner(*args, **kwargs)
-        with ambient(Attention(how)):
+        with ambient(Attention(how, products)):
             return inner(*args, **kwargs)
 
     wrap(module, "context", layer)
@@ -74,16 +85,10 @@ def _rule(seat: Seat, mask: Tensor | None, causal: bool) -> Mask:
         return Mask(causal=causal, present=_present(mask[:, 0, 0]))
     if mask.shape[-2:] == (seat.length, seat.layout.total) and mask.dim() <= 4:
         rows = mask[(None,) * (4 - mask.dim())]
-        if rows.dtype == torch.bool and not mask.is_meta and _causal(seat, rows):
+        if rows.dtype == torch.bool and is_causal(seat, rows):
             return Mask(causal=True)  # a ring leaves out what positions hide
         return Mask(causal=causal, rows=rows)
     raise unknown("it attends under a mask of its own tokens, not of all")
-
-
-def _causal(seat: Seat, rows: Tensor) -> bool:
-    at = seat.positions(rows.device)[:, None]
-    keys = torch.arange(seat.layout.total, device=rows.device)
-    return bool((rows == (keys <= at)).all())
 
 
 def _present(mask: Tensor) -> Tensor:
@@ -100,11 +105,15 @@ def _present(mask: Tensor) -> Tensor:
 
 
 class Positions(Ambient):
-    """Lines that count positions by the length of what they are given count those of the seat."""
+    """Lines that count positions by the length of what they are given count those of the seat.
 
-    def __init__(self, places: Collection[Place]) -> None:
+    `follow`: and what is made of positions, and of integers of the batch, is made for the whole
+    sequence.
+    """
+
+    def __init__(self, places: Collection[Place], follow: bool = False) -> None:
         super().__init__()
-        self.places = frozenset(places)
+        self.places, self.follow = frozenset(places), follow
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -112,43 +121,59 @@ class Positions(Ambient):
         kwargs = dict(kwargs or {})
         seat = seated()
         if seat is not None and func in _COUNTED and caller() in self.places:
-            found = _COUNTED[func](seat, args, kwargs)
+            found = _COUNTED[func](seat, args, kwargs, self.follow)
             if found is not None:
                 return found
+        if seat is not None and self.follow:
+            made = followed(seat, func, args, kwargs)
+            if made is not None:
+                return made
+            _refuse_sums(seat, func, args)
         return self.run(func, types, args, kwargs)
 
 
-def _arange(seat: Seat, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
+def _refuse_sums(seat: Seat, func: Any, args: Any) -> None:
+    """Sums along the tokens of a rank alone, where the model makes positions by such."""
+    if func not in (torch.cumsum, Tensor.cumsum) or args[0].is_floating_point():
+        return
+    if seat.length in args[0].shape[1:] and not args[0].is_meta:
+        raise unknown("it sums over tokens of which only this rank's are known")
+
+
+def _arange(seat: Seat, args: Any, kwargs: dict[str, Any], follow: bool) -> Tensor | None:
     """torch.arange(length) and torch.arange(0, length)."""
-    upto = args if args else tuple(kwargs[n] for n in ("start", "end") if n in kwargs)
-    if upto not in ((seat.length,), (0, seat.length)):
+    if not upto(args, kwargs, seat.length):
         return None
-    made = seat.positions(kwargs.get("device") or torch.get_default_device())
+    device = kwargs.get("device") or torch.get_default_device()
+    if follow:
+        whole = torch.arange(seat.layout.total, device=device, dtype=kwargs.get("dtype"))
+        return known(seat, whole, 0)
+    made = seat.positions(device)
     return made.to(kwargs["dtype"]) if kwargs.get("dtype") else made
 
 
-def _getitem(seat: Seat, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
-    """table[:length] of a parameter or buffer; of two such dims the first counts queries."""
+def _getitem(seat: Seat, args: Any, kwargs: dict[str, Any], follow: bool) -> Tensor | None:
+    """table[:length] of a parameter or buffer; of two such dims the first counts queries.
+
+    Or the last ones of a table that a model has made, where what is made of it is followed.
+    """
     tensor, index = args
-    items = list(index) if isinstance(index, tuple) else [index]
-    runs = [k for k, item in enumerate(items) if type(item) is slice and _upto(item) == seat.length]
+    items, ends = list(items_of(index)), lasts(tensor, index, seat.length)
+    first = firsts(index, seat.length)
+    runs = [k for k in range(len(items)) if first[k] or (follow and ends[k])]
     if not runs or Ellipsis in items or any(isinstance(item, Tensor) for item in items):
         return None
-    keys = runs[1] if len(runs) == 2 else -1
-    whole = slice(0, seat.layout.total)
-    out: Tensor = tensor[tuple(whole if k in runs else item for k, item in enumerate(items))]
-    for k in runs:
-        if k != keys:
-            dim = sum(not isinstance(item, int) for item in items[:k])
-            out = out.index_select(dim, seat.positions(out.device))
-    return out
+    total = seat.layout.total
+    whole = [slice(-total, None) if k in runs and not first[k] else slice(0, total)
+             if k in runs else item for k, item in enumerate(items)]  # fmt: skip
+    out: Tensor = tensor[tuple(whole)]
+    dims = [sum(not isinstance(item, int) for item in items[:k]) for k in runs]
+    for dim in dims[:-1] if len(dims) == 2 else () if follow else dims:
+        out = out.index_select(dim, seat.positions(out.device))
+    return known(seat, out, dims[-1], len(dims) == 2) if follow else out
 
 
-def _upto(item: slice) -> Any:
-    return item.stop if item.start in (None, 0) and item.step in (None, 1) else None
-
-
-_COUNTED: dict[Any, Callable[[Seat, Any, dict[str, Any]], Tensor | None]] = {
+_COUNTED: dict[Any, Callable[[Seat, Any, dict[str, Any], bool], Tensor | None]] = {
     torch.arange: _arange,
     Tensor.__getitem__: _getitem,
 }

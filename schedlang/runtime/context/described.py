@@ -11,12 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.attend import Mask
 from schedlang.runtime.attention import implementation, switch
-from schedlang.runtime.context.seat import Call, How, seated
+from schedlang.runtime.context.known import by_keys, plain
+from schedlang.runtime.context.seat import Call, How, Seat, seated
 from schedlang.runtime.scope import site
 
 NAME = "schedlang_context"
@@ -33,6 +35,14 @@ class Described:
     """What a model hands to its attentions in place of a mask; for `seat` alone."""
 
     mask: Mask
+
+    def to(self, *_: Any, **__: Any) -> Described:
+        """As of a mask: of whatever type, it says the same."""
+        return self
+
+    def __getitem__(self, _: Any) -> Described:
+        """As of a mask that is longer than the keys there are: of ours nothing is too much."""
+        return self
 
 
 def use(model: nn.Module) -> bool:
@@ -86,7 +96,7 @@ def _mask(
     if q_length != seat.length or kv_length != seat.length or q_offset or kv_offset:
         raise unknown("its masks are for more keys than queries")
     found = described(mask_function)
-    return Described(replace(found, documents=seat.documents, present=attention_mask))
+    return Described(replace(found, documents=seat.documents, present=plain(attention_mask)))
 
 
 def described(function: Any) -> Mask:
@@ -153,6 +163,7 @@ def _attend(
     if how is None:
         raise unnamed(type(module).__name__)
     sinks = more.pop("s_aux", None)  # scores of GPT-OSS that take part and have no value
+    bias = more.pop("position_bias", None)  # numbers that T5 adds to scores
     other = [n for n, given in more.items() if isinstance(given, Tensor) and n not in KNOWN]
     if other:
         raise unknown(f"its attention is given `{other[0]}`, which is not split here")
@@ -163,6 +174,10 @@ def _attend(
         rule = replace(rule, cap=float(more["softcap"]))
     if sinks is not None:
         rule = replace(rule, sinks=sinks)
+    if bias is not None:
+        rule = replace(rule, rows=by_keys(seat, bias))
+        if rule.rows is None:
+            raise unknown("it adds numbers to its scores, which are for its own tokens only")
     blind: Any = "mean" if vars(module).get(_EAGER) else "zero"
     call = Call(query, key, value, rule, scaling, dropout, blind)
     return seat.attend(how, call).transpose(1, 2).contiguous(), None
@@ -175,6 +190,15 @@ def _rule(module: nn.Module, mask: Any, is_causal: bool | None) -> Mask:
         raise unknown("it makes its masks itself, as tensors of queries and keys")
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     return Mask(causal=bool(causal))
+
+
+def is_causal(seat: Seat, seen: Tensor) -> bool:
+    """Whether booleans, of the queries here and all keys, say that none sees a later one."""
+    if seen.is_meta or seen.shape[-2] != seat.length:
+        return False
+    at = seat.positions(seen.device)[:, None]
+    keys = torch.arange(seat.layout.total, device=seen.device)
+    return bool((seen == (keys <= at)).all())
 
 
 def unnamed(what: str) -> Refusal:

@@ -11,14 +11,14 @@ from torch import nn
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime import scope
-from schedlang.runtime.attend.call import attend_lse
+from schedlang.runtime.attend.call import Way, attend_lse
 from schedlang.runtime.attend.dropout import Dropout
 from schedlang.runtime.collective import enter, reduce
 from schedlang.runtime.context import calls, described
 from schedlang.runtime.context.seat import Call, How, Seat, seated
 from schedlang.runtime.context.tokens import Tokens
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.random import LogicalDropout, Slices, Window
+from schedlang.runtime.random import LogicalDropout, Slices, Window, within
 
 
 def install(model: nn.Module, tokens: Tokens, hows: Mapping[str, How]) -> list[Any]:
@@ -27,7 +27,7 @@ def install(model: nn.Module, tokens: Tokens, hows: Mapping[str, How]) -> list[A
     for fqn, how in hows.items():
         module = model.get_submodule(fqn)
         described.mark(module, how)
-        calls.around(module, how)
+        calls.around(module, how, tokens.products)
     if tokens.shift != "head" or not tokens.head:
         return []
     return [model.get_submodule(tokens.head).register_forward_hook(_one_more)]
@@ -49,19 +49,21 @@ class Exchanging:
 
     def __call__(self, seat: Seat, how: How, call: Call) -> torch.Tensor:
         """See Seat.attend."""
-        rows, heads, total = call.query.shape[0], call.query.shape[1], seat.layout.total
-        drop = None
+        rows, heads = call.query.shape[:2]
+        drop = call.drawn
         if call.dropout:
-            assert self.draw is not None, "several ranks draw logically"
-            drop = Dropout.logical(call.dropout, self.draw, rows, heads, total)
-        out, lse = attend_lse(
-            call.query, call.key, call.value, call.mask, method=how.method, groups=how.groups,
-            layout=seat.layout, scale=call.scale, dropout=drop,
-        )  # fmt: skip
-        if call.blind == "zero" or call.mask.present is None:
+            drop = self.drawn(seat, call.dropout, rows, heads)
+        way = Way(how.method, how.groups, seat.layout, call.scale, drop)
+        out, lse = attend_lse(call.query, call.key, call.value, call.mask, way)
+        if call.blind == "zero" or (call.mask.present is None and call.mask.rows is None):
             return out
         blind = lse.detach().isneginf().unsqueeze(-1)
-        return torch.where(blind, _mean(call.value, heads, how, total), out)
+        return torch.where(blind, _mean(call.value, heads, how, seat.layout.total), out)
+
+    def drawn(self, seat: Seat, p: float, rows: int, heads: int) -> Dropout:
+        """See Exchange."""
+        assert self.draw is not None, "several ranks draw logically"
+        return Dropout.logical(p, self.draw, rows, heads, seat.layout.total)
 
 
 def _mean(value: torch.Tensor, heads: int, how: How, total: int) -> torch.Tensor:
@@ -76,7 +78,8 @@ class At:
     """Enters the seats of a step's microbatches, with what counts positions in them."""
 
     def __init__(self, tokens: Tokens | None) -> None:
-        self._mode = calls.Positions(tokens.places) if tokens and tokens.places else None
+        counts = tokens is not None and (tokens.places or tokens.follow)
+        self._mode = calls.Positions(tokens.places, tokens.follow) if tokens and counts else None
 
     @contextmanager
     def sitting(self, seat: Seat, around: AbstractContextManager[Any]) -> Iterator[None]:
@@ -101,13 +104,8 @@ def windows(tokens: Tokens, inner: Slices | None) -> Slices:
             raise _unknown_draw(site)
         if all(size == total for size, what in zip(shape, dims) if what):
             return held  # an attention asks for the whole, and takes its part by itself
-        whole = list(held.shape if held else shape)
-        index = list(held.index if held else [None] * len(shape))
-        for dim, what in enumerate(dims):
-            if what:
-                whole[dim] = total
-                index[dim] = seat.positions() if what == "rows" else range(total)
-        return Window(tuple(whole), tuple(index))
+        runs: dict[str, Any] = {"rows": seat.positions(), "keys": range(total)}
+        return within(held, shape, total, [runs.get(what) for what in dims])
 
     return window
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from schedlang.runtime.context.faults import fault
+from schedlang.runtime.context.products import Lines
 from schedlang.runtime.context.tokens import Tokens
 from schedlang.runtime.context.trial import parted
 from schedlang.runtime.parts import dotted
@@ -22,6 +23,7 @@ from schedlang.runtime.slice_probe import (
     compare,
     dims_of,
     head_of,
+    lines_of,
     places_of,
     shift_of,
     spread,
@@ -63,7 +65,8 @@ def candidates(trial: Trial, kind: str, ranks: int) -> Iterator[Tokens]:
     style = shift_of(trial)
     source = trial.rule.source if trial.rule else ""
     ignore = trial.rule.ignore_index if trial.rule else -100
-    base = Tokens(kind, ranks, source, "none", ignore, along=trial.along)
+    products = lines_of(trial, Lines)
+    base = Tokens(kind, ranks, source, "none", ignore, along=trial.along, products=products)
     head = replace(base, shift="head", head=head_of(trial)) if style != "none" else base
     ways = [replace(base, shift="given")] if style == "padded" and _given(trial) else []
     takes = _takes(trial, "position_ids")
@@ -74,6 +77,9 @@ def candidates(trial: Trial, kind: str, ranks: int) -> Iterator[Tokens]:
                 yield replace(way, positions=True, documents=True)
             yield replace(way, positions=True)
         yield replace(way, places=places)
+        if takes:
+            yield replace(way, positions=True, places=places, follow=True)
+        yield replace(way, places=places, follow=True)
 
 
 def _given(trial: Trial) -> bool:

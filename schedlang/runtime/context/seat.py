@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ class How:
 class Call:
     """One call of an attention: [rows, heads, own tokens, size] each, and what else it is given.
 
+    drawn  what `Seat.draw` gave, where the model's own dropout of weights was asked first
     blind  what a query that sees no key gives: nothing, or the mean of all values (`eager`
            attention of transformers, which masks by very low numbers)
     """
@@ -37,6 +37,7 @@ class Call:
     scale: float | None = None
     dropout: float = 0.0
     blind: Literal["zero", "mean"] = "zero"
+    drawn: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -44,7 +45,14 @@ class Call:
         return (*self.query.shape[:-1], self.value.shape[-1])
 
 
-Exchange = Callable[["Seat", How, Call], Tensor]
+class Exchange(Protocol):
+    """How queries meet the keys of other ranks."""
+
+    def __call__(self, seat: Seat, how: How, call: Call) -> Tensor:
+        """The attention of the tokens of a seat to those of the whole sequence."""
+
+    def drawn(self, seat: Seat, p: float, rows: int, heads: int) -> Any:
+        """Which weights are dropped by what the module that runs now would draw."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +93,10 @@ class Seat:
         if self.exchange is None:
             return call.query.new_empty(call.shape)
         return self.exchange(self, how, call)
+
+    def draw(self, p: float, rows: int, heads: int) -> Any:
+        """Which weights a call of attention will drop, for `Call.drawn`."""
+        return None if self.exchange is None else self.exchange.drawn(self, p, rows, heads)
 
 
 def seated() -> Seat | None:

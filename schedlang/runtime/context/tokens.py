@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.attend import Layout
+from schedlang.runtime.context.known import known
 from schedlang.runtime.context.seat import Exchange, Seat
 from schedlang.runtime.parts import Batch, Part, dotted, rows_of
 from schedlang.runtime.slices import Place, length_of, runs_along, sections
@@ -29,6 +30,9 @@ class Tokens:
     positions  whether the model is given `position_ids`
     documents  whether positions that start anew within a row tell documents apart
     places     lines of the model that count positions by the length of what they are given
+    products   lines of the model that multiply queries and keys
+    follow     whether what the model makes of the batch's integers and of positions alone is made
+               for the whole sequence
     draws      (module, turn) of a random draw -> per dim of one sample "", "rows" or "keys"
     outputs    leaf of the output (by path) -> its dim of tokens
     """
@@ -43,6 +47,8 @@ class Tokens:
     positions: bool = False
     documents: bool = False
     places: frozenset[Place] = frozenset()
+    products: frozenset[Place] = frozenset()
+    follow: bool = False
     draws: Mapping[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
     outputs: Mapping[str, int] = field(default_factory=dict)
 
@@ -94,6 +100,9 @@ class Tokens:
                 return value
             if not runs or value.dim() == 4:
                 raise _unfit(name, value, total)
+            if self.follow and value.dim() == 2 and name != self.labels and not (
+                value.is_floating_point()):  # fmt: skip
+                return known(seat, value, 1)
             return seat.layout.take(value, 1, seat.place)
 
         made: dict[str, Any] = pytree.tree_map_with_path(cut, dict(batch))

@@ -116,7 +116,13 @@ class _Meeting:
             sinks = call.mask.sinks[None, :, None, None].expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, sinks], -1)
         weights = torch.softmax(scores, -1).nan_to_num()[..., : keys.shape[2]]
+        if call.drawn is not None:
+            weights = weights * call.drawn
         return F.dropout(weights, call.dropout) @ values
+
+    def drawn(self, seat: Seat, p: float, rows: int, heads: int) -> Tensor:
+        """See Exchange: what weights are multiplied by."""
+        return F.dropout(torch.ones(rows, heads, seat.length, seat.layout.total), p)
 
 
 def _joined(layout: Layout, parts: Sequence[Tensor | None]) -> Tensor | None:

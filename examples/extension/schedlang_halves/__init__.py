@@ -1,0 +1,1 @@
+"""Primitives of one's own for schedlang."""

@@ -1,0 +1,42 @@
+"""halve: compute a module on one part of the batch after the other."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import TYPE_CHECKING, Any
+
+from schedlang.plan import Plan
+from schedlang.primitive import Primitive, refuse
+
+if TYPE_CHECKING:
+    from schedlang.model import Site
+
+
+class halve(Primitive):  # noqa: N801
+    """Compute a module on parts of the batch, one after the other.
+
+    before   y = f(x)
+    after    y = cat(f(x[:n/2]), f(x[n/2:]))
+
+    The module takes one tensor, gives one tensor, and treats every sample by itself.
+    """
+
+    parts: int = field(default=2, kw_only=True)
+
+    example = "layers.*.mlp  halve()"
+    reads = frozenset({"structure"})
+    writes = frozenset({"structure"})
+    gives_up = frozenset({"rounding"})
+
+    def check(self, site: Site, plan: Plan) -> None:
+        """Refuse a number of parts that changes nothing."""
+        if self.parts < 2:
+            refuse("S304", f"{self.parts} parts of a batch", helps=("use 2 or more",))
+
+    def apply(self, site: Site, build: Any) -> None:
+        """Wrap the forward of the copy that is being built."""
+        import torch
+
+        module = build.at(site.fqn)
+        whole = module.forward
+        module.forward = lambda x: torch.cat([whole(part) for part in x.chunk(self.parts)])

@@ -1,0 +1,82 @@
+"""replace: a module of the user's own takes the place of one of the model's."""
+
+from __future__ import annotations
+
+from dataclasses import replace as changed
+from typing import TYPE_CHECKING, Any
+
+from schedlang.plan import Plan
+from schedlang.primitive import Primitive, refuse
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from schedlang.model import Site
+
+
+class replace(Primitive):  # noqa: N801
+    """Compute with a module of your own, which takes over the parameters and their names.
+
+    before   y = f(x; w)
+    after    y = g(x; w)        g is yours; w keeps its names, its values and its gradient
+
+    A schedule runs no code: `replacements` of the model file (or of the model's class) says what a
+    name stands for, `replacements = {"my_mlp": MyMLP}`.  That is a function of the module that is
+    replaced, which gives the new one; it may take over children, `self.up = old.up`, and rows below
+    act on what it holds.  In Python the function or a module itself is given.
+
+    Parameters and buffers of the state dict have the same names and shapes in both, and `forward`
+    takes the same arguments.  Where names differ the function gives a pair: `return module,
+    {"qkv.weight": ["q.weight", "k.weight", "v.weight"]}`, several being joined along their first
+    dim.  The state keeps the model's names either way, and `verify` compares with the model as it
+    was.
+
+    Slapo (Chen et al. 2024): `.replace`.
+    """
+
+    module: str
+
+    example = "layers.*.mlp  replace(my_mlp)"
+    takes = "selection"
+    anew = True
+    reads = frozenset()
+    writes = frozenset({"structure"})
+    gives_up = frozenset({"rounding"})
+
+    def check(self, site: tuple[Site, ...], plan: Plan) -> None:
+        """Refuse a name that stands for nothing, the model itself, and rows above, inside."""
+        known = plan.model.replacements
+        if self.module not in known:
+            there = ", ".join(f"`{name}`" for name in known)
+            notes = (f"there are {there}",) if known else ("no replacements are known",)
+            help_ = f'say what it is, in the model file: `replacements = {{"{self.module}": ...}}`'
+            refuse("S880", f"nothing is called `{self.module}` that could replace a module",
+                   notes=notes, helps=(help_,))  # fmt: skip
+        for one in site:
+            if not one.fqn:
+                refuse("S408", "the model itself cannot be replaced: give another model",
+                       helps=("name a module: `layers.*.mlp  replace(my_mlp)`",))  # fmt: skip
+            self._above(one, plan)
+
+    def _above(self, site: Site, plan: Plan) -> None:
+        """Rows inside a module that is replaced come after it: they act on what is there then."""
+        for action in plan.actions:
+            inside = any(s == site.fqn or s.startswith(f"{site.fqn}.") for s in action.sites)
+            if inside and action.primitive.writes - {"trained"}:
+                refuse(
+                    "S503",
+                    f"`replace` must stand above `{action.name}`, which acts on what it changes",
+                    helps=(f"move `replace` above this `{action.name}`",),
+                )
+
+    def effect(self, site: tuple[Site, ...], plan: Plan) -> Plan:
+        """Go on with a copy of the model in which the modules are replaced."""
+        from schedlang.runtime.replaced import Replace
+
+        known: Mapping[str, Any] = plan.model.replacements
+        sites = tuple(one.fqn for one in site)
+        change = Replace(sites, self.module, known[self.module])
+        return changed(plan, model=plan.model.changed(change))
+
+    def apply(self, site: tuple[Site, ...], build: Any) -> None:
+        """Nothing of its own: the model that is built from has it."""

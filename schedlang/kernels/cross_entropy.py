@@ -1,0 +1,188 @@
+"""Cross-entropy of rows of logits, and its gradient in the place of the logits.
+
+Of each row three numbers are enough for every loss that sums over tokens: the logarithm of the sum
+of exponentials, the target's logit, and the sum of all logits (for smoothed labels).  A Triton
+kernel reads each logit once for them (Milakov and Gimelshein, "Online normalizer calculation for
+softmax", 2018); another one writes the gradient over the logits.  `scale` and `cap` are what models
+do to logits before the loss: cap * tanh(scale * z), or scale * z where cap is 0.
+
+These are steps of other operators (kernels/linear_cross_entropy.py), not differentiable.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from schedlang.kernels.device import runs_kernel, tl, triton, wide
+
+_BLOCK = 4096  # logits that a program holds at a time
+
+
+def statistics(
+    z: Tensor, target: Tensor, scale: float, cap: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-sum-exp, the target's logit, the sum) of each row; no target where it is negative."""
+    if not _fits(z):
+        return _statistics(z, target, scale, cap)
+    found = torch.empty((3, z.shape[0]), dtype=torch.float32, device=z.device)
+    lse, picked, total = found.unbind()
+    block, warps = _tile(z)
+    statistics_kernel[(z.shape[0],)](
+        z,
+        target.contiguous(),
+        lse,
+        picked,
+        total,
+        z.shape[1],
+        z.stride(0),
+        scale,
+        cap,
+        CAPPED=cap != 0,
+        BLOCK=block,
+        num_warps=warps,
+        enable_fp_fusion=True,
+    )
+    return lse, picked, total
+
+
+def gradient_(
+    z: Tensor, target: Tensor, lse: Tensor, by: tuple[Tensor, Tensor, Tensor], scale: float,
+    cap: float,
+) -> Tensor:  # fmt: skip
+    """The gradient of rows, written over `z`; `by` are the gradients of the three statistics."""
+    if not _fits(z):
+        return z.copy_(_gradient(z, target, lse, by, scale, cap))
+    block, warps = _tile(z)
+    gradient_kernel[(z.shape[0],)](
+        z,
+        target.contiguous(),
+        lse.contiguous(),
+        by[0].contiguous(),
+        by[1].contiguous(),
+        by[2].contiguous(),
+        z.shape[1],
+        z.stride(0),
+        scale,
+        cap,
+        CAPPED=cap != 0,
+        BLOCK=block,
+        num_warps=warps,
+        enable_fp_fusion=True,
+    )
+    return z
+
+
+def _fits(z: Tensor) -> bool:
+    return runs_kernel(z, longest=None) and z.stride(1) == 1
+
+
+def _tile(z: Tensor) -> tuple[int, int]:
+    block = min(_BLOCK, 1 << max(z.shape[1] - 1, 0).bit_length())
+    return block, max(4, min(8, block // 512))
+
+
+def _statistics(
+    z: Tensor, target: Tensor, scale: float, cap: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    value = z.to(wide(z)) * scale if scale != 1 else z.to(wide(z))
+    value = torch.tanh(value) * cap if cap else value
+    mine = target >= 0
+    picked = value.gather(1, target.clamp_min(0)[:, None])[:, 0] * mine
+    return value.logsumexp(1), picked, value.sum(1)
+
+
+def _gradient(
+    z: Tensor, target: Tensor, lse: Tensor, by: tuple[Tensor, Tensor, Tensor], scale: float,
+    cap: float,
+) -> Tensor:  # fmt: skip
+    value = z.to(wide(z)) * scale
+    slope: Tensor | float = scale
+    if cap:
+        curve = torch.tanh(value)
+        value, slope = curve * cap, (1 - curve.square()).mul_(cap * scale)
+    grad = value.sub_(lse[:, None]).exp_().mul_(by[0][:, None]).add_(by[2][:, None])
+    mine = (by[1] * (target >= 0)).to(grad.dtype)
+    return grad.scatter_add_(1, target.clamp_min(0)[:, None], mine[:, None]).mul_(slope)
+
+
+if triton is not None:
+
+    @triton.jit
+    def _curve(value):  # type: ignore[no-untyped-def]
+        """tanh, by the exponential: exact at both ends."""
+        return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * value))
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def statistics_kernel(  # type: ignore[no-untyped-def]
+        z,
+        target,
+        lse,
+        picked,
+        total,
+        size,
+        stride,
+        scale,
+        cap,
+        CAPPED: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        """Read one row, block by block, and write its three numbers."""
+        row = tl.program_id(0).to(tl.int64)
+        wanted = tl.load(target + row)
+        column = tl.arange(0, BLOCK)
+        largest = -float("inf")
+        norm = 0.0
+        chosen = 0.0
+        added = 0.0
+        for start in range(0, size, BLOCK):
+            inside = start + column < size
+            value = tl.load(z + row * stride + start + column, mask=inside, other=0.0)
+            value = value.to(tl.float32) * scale
+            if CAPPED:
+                value = _curve(value) * cap
+            added += tl.sum(tl.where(inside, value, 0.0), 0)
+            chosen += tl.sum(tl.where(start + column == wanted, value, 0.0), 0)
+            value = tl.where(inside, value, -float("inf"))
+            top = tl.maximum(largest, tl.max(value, 0))
+            norm = norm * tl.exp(largest - top) + tl.sum(tl.exp(value - top), 0)
+            largest = top
+        tl.store(lse + row, tl.log(norm) + largest)
+        tl.store(picked + row, chosen)
+        tl.store(total + row, added)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def gradient_kernel(  # type: ignore[no-untyped-def]
+        z,
+        target,
+        lse,
+        by_lse,
+        by_picked,
+        by_total,
+        size,
+        stride,
+        scale,
+        cap,
+        CAPPED: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        """Write the gradient of one row over it."""
+        row = tl.program_id(0).to(tl.int64)
+        wanted = tl.load(target + row)
+        level = tl.load(lse + row)
+        first = tl.load(by_lse + row).to(tl.float32)
+        second = tl.load(by_picked + row).to(tl.float32)
+        third = tl.load(by_total + row).to(tl.float32)
+        column = tl.arange(0, BLOCK)
+        for start in range(0, size, BLOCK):
+            inside = start + column < size
+            place = z + row * stride + start + column
+            value = tl.load(place, mask=inside, other=0.0).to(tl.float32) * scale
+            slope = scale
+            if CAPPED:
+                curve = _curve(value)
+                value = curve * cap
+                slope = (1.0 - curve * curve) * (cap * scale)
+            grad = tl.exp(value - level) * first + third
+            grad += tl.where(start + column == wanted, second, 0.0)
+            tl.store(place, (grad * slope).to(z.dtype.element_ty), mask=inside)

@@ -1,0 +1,313 @@
+"""The middle of a gated MLP, act(gate) * up: one Triton kernel forward and one backward.
+
+Shazeer, "GLU variants improve Transformer" (2020): SwiGLU with SiLU, GeGLU with GELU, by its error
+function or by tanh.  Only gate and up are kept for backward; the activation is computed again.  The
+two may lie side by side in one tensor, as a packed projection gives them: its gradient is then one
+tensor too.  The activation is rounded to the type of its input, and so is the product, as eager
+does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from schedlang.kernels.device import count, matrix, runs_kernel, tl, triton, wide
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "sigmoid": torch.sigmoid,
+}
+_aten = torch.ops.aten
+_BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu": _aten.silu_backward.default,
+    "gelu": _aten.gelu_backward.default,
+    "gelu_tanh": lambda grad, x: _aten.gelu_backward.default(grad, x, approximate="tanh"),
+    "relu": lambda grad, x: grad * (x > 0),
+    "sigmoid": lambda grad, x: _aten.sigmoid_backward.default(grad, torch.sigmoid(x)),
+}
+_BLOCK = 1024
+
+
+def gated(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    """act(gate) * up, of two tensors of one shape and type; `act` is one of ACTIVATIONS.
+
+    Differentiable once, in both.
+    """
+    y: Tensor = gated_forward(gate, up, act)
+    return y
+
+
+def packed(both: Tensor, act: str, gate_first: bool = True) -> Tensor:
+    """The same of one tensor that holds gate and up side by side in its last dim, or up first."""
+    y: Tensor = packed_forward(both, act, gate_first)
+    return y
+
+
+def reference(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    """The same in plain torch operations."""
+    return ACTIVATIONS[act](gate) * up
+
+
+def _reference_backward(dy: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    kind = wide(gate, up)
+    value, grad = gate.to(kind), dy.to(kind)
+    by_up = grad * ACTIVATIONS[act](value).to(gate.dtype).to(kind)
+    return _BACKWARD[act](grad * up.to(kind), value).to(gate.dtype), by_up.to(up.dtype)
+
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _activation(value, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
+        """The activation and its derivative."""
+        if ACT == "silu":
+            gate = 1.0 / (1.0 + tl.exp(-value))
+            result = value * gate
+            slope = gate * (1.0 + value * (1.0 - gate))
+        elif ACT == "sigmoid":
+            result = 1.0 / (1.0 + tl.exp(-value))
+            slope = result * (1.0 - result)
+        elif ACT == "relu":
+            result = tl.maximum(value, 0.0)
+            slope = tl.where(value > 0.0, 1.0, 0.0)
+        elif ACT == "gelu":
+            normal = 0.5 * (1.0 + tl.erf(value * 0.7071067811865476))
+            result = value * normal
+            slope = normal + value * 0.3989422804014327 * tl.exp(-0.5 * value * value)
+        else:
+            inner = 0.7978845608028654 * (value + 0.044715 * value * value * value)
+            curve = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * inner))
+            result = 0.5 * value * (1.0 + curve)
+            inner = 0.7978845608028654 * (1.0 + 0.134145 * value * value)
+            slope = 0.5 * (1.0 + curve) + 0.5 * value * (1.0 - curve * curve) * inner
+        return result, slope
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def forward_kernel(  # type: ignore[no-untyped-def]
+        gate,
+        up,
+        y,
+        size,
+        gate_stride,
+        up_stride,
+        ACT: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        """Write a block of one row."""
+        row = tl.program_id(0).to(tl.int64)
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < size
+        left = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+        right = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+        value, _ = _activation(left, ACT)
+        value = value.to(gate.dtype.element_ty).to(tl.float32)
+        result = (value * right).to(y.dtype.element_ty)
+        tl.store(y + row * size + column, result, mask=inside)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def backward_kernel(  # type: ignore[no-untyped-def]
+        dy,
+        gate,
+        up,
+        dgate,
+        dup,
+        size,
+        dy_stride,
+        gate_stride,
+        up_stride,
+        dgate_stride,
+        dup_stride,
+        ACT: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        """Write a block of one row of both gradients."""
+        row = tl.program_id(0).to(tl.int64)
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < size
+        grad = tl.load(dy + row * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
+        left = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+        right = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+        value, slope = _activation(left, ACT)
+        value = value.to(gate.dtype.element_ty).to(tl.float32)
+        by_gate = (grad * right * slope).to(dgate.dtype.element_ty)
+        tl.store(dgate + row * dgate_stride + column, by_gate, mask=inside)
+        by_up = (grad * value).to(dup.dtype.element_ty)
+        tl.store(dup + row * dup_stride + column, by_up, mask=inside)
+
+
+def tile(size: int) -> tuple[int, int]:
+    """(elements of a block, warps) for rows of `size` elements."""
+    block = min(_BLOCK, 1 << max(size - 1, 0).bit_length())
+    return block, max(1, min(4, block // 256))
+
+
+def _forward(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    if not runs_kernel(gate, up, longest=None):
+        count(False)
+        return reference(gate, up, act).contiguous()
+    left, right = matrix(gate), matrix(up)
+    y = torch.empty(gate.shape, dtype=_result(gate, up), device=gate.device)
+    block, warps = tile(left.shape[1])
+    forward_kernel[(left.shape[0], triton.cdiv(left.shape[1], block))](
+        left,
+        right,
+        y,
+        left.shape[1],
+        left.stride(0),
+        right.stride(0),
+        ACT=act,
+        BLOCK=block,
+        num_warps=warps,
+        enable_fp_fusion=True,
+    )
+    count(True)
+    return y
+
+
+def _backward(dy: Tensor, gate: Tensor, up: Tensor, act: str, dgate: Tensor, dup: Tensor) -> None:
+    """Write both gradients where they belong."""
+    if not runs_kernel(gate, up, dy, longest=None):
+        count(False)
+        for made, place in zip(_reference_backward(dy, gate, up, act), (dgate, dup)):
+            place.copy_(made)
+        return
+    grad, left, right = matrix(dy), matrix(gate), matrix(up)
+    size = left.shape[1]
+    block, warps = tile(size)
+    flat = dgate.view(-1, size) if dgate.is_contiguous() else dgate.flatten(0, -2)
+    other = dup.view(-1, size) if dup.is_contiguous() else dup.flatten(0, -2)
+    backward_kernel[(left.shape[0], triton.cdiv(size, block))](
+        grad,
+        left,
+        right,
+        flat,
+        other,
+        size,
+        grad.stride(0),
+        left.stride(0),
+        right.stride(0),
+        flat.stride(0),
+        other.stride(0),
+        ACT=act,
+        BLOCK=block,
+        num_warps=warps,
+        enable_fp_fusion=True,
+    )
+    count(True)
+
+
+def _result(gate: Tensor, up: Tensor) -> torch.dtype:
+    return torch.promote_types(gate.dtype, up.dtype)
+
+
+def _halves(both: Tensor, gate_first: bool) -> tuple[Tensor, Tensor]:
+    first, second = both.chunk(2, -1)
+    return (first, second) if gate_first else (second, first)
+
+
+@torch.library.custom_op("schedlang::gated_forward", mutates_args=())
+def gated_forward(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    """act(gate) * up, contiguous."""
+    return _forward(gate, up, act)
+
+
+@torch.library.custom_op("schedlang::gated_backward", mutates_args=())
+def gated_backward(dy: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    """(gradient of gate, gradient of up), contiguous, in their types."""
+    dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    dup = torch.empty(up.shape, dtype=up.dtype, device=up.device)
+    _backward(dy, gate, up, act, dgate, dup)
+    return dgate, dup
+
+
+@torch.library.custom_op("schedlang::packed_forward", mutates_args=())
+def packed_forward(both: Tensor, act: str, gate_first: bool) -> Tensor:
+    """act(gate) * up of the halves of the last dim, contiguous."""
+    return _forward(*_halves(both, gate_first), act)
+
+
+@torch.library.custom_op("schedlang::packed_backward", mutates_args=())
+def packed_backward(dy: Tensor, both: Tensor, act: str, gate_first: bool) -> Tensor:
+    """The gradient of both halves, contiguous."""
+    grad = torch.empty(both.shape, dtype=both.dtype, device=both.device)
+    _backward(dy, *_halves(both, gate_first), act, *_halves(grad, gate_first))
+    return grad
+
+
+@gated_forward.register_fake
+def _(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    return gate.new_empty(gate.shape, dtype=_result(gate, up))
+
+
+@gated_backward.register_fake
+def _(dy: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+@packed_forward.register_fake
+def _(both: Tensor, act: str, gate_first: bool) -> Tensor:
+    return both.new_empty((*both.shape[:-1], both.shape[-1] // 2))
+
+
+@packed_backward.register_fake
+def _(dy: Tensor, both: Tensor, act: str, gate_first: bool) -> Tensor:
+    return both.new_empty(both.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.act = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    return *gated_backward(dy, *ctx.saved_tensors, ctx.act), None
+
+
+def _save_packed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    both, ctx.act, ctx.gate_first = inputs
+    ctx.save_for_backward(both)
+
+
+def _differentiate_packed(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    return packed_backward(dy, *ctx.saved_tensors, ctx.act, ctx.gate_first), None, None
+
+
+gated_forward.register_autograd(_differentiate, setup_context=_save)
+packed_forward.register_autograd(_differentiate_packed, setup_context=_save_packed)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One gated product to run: `shape` is that of gate and of up."""
+
+    kernel: ClassVar[str] = "gated"
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    act: str = "silu"
+    pack: str = ""  # "gate first" or "up first": in one tensor
+    scale: float = 1.0
+    seed: int = 0
+    strided: bool = False
+
+    def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
+        """The tensors that it is differentiated by, in float32."""
+        if self.pack:
+            return {"input": normal(*self.shape[:-1], 2 * self.shape[-1]) * self.scale}
+        return {"gate": normal(*self.shape) * self.scale, "up": normal(*self.shape)}
+
+    def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
+        """What the kernel gives, or its reference."""
+        first = self.pack == "gate first"
+        if self.pack and kernel:
+            return packed(given["input"], self.act, first)
+        pair = _halves(given["input"], first) if self.pack else (given["gate"], given["up"])
+        return (gated if kernel else reference)(*pair, self.act)

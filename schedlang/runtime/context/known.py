@@ -1,0 +1,254 @@
+"""Values that every rank knows of the whole sequence: integers of the batch, and positions.
+
+What a model makes of them alone (positions summed up over a mask, biases by distances) is made for
+the whole sequence, without a message, and a rank has its own tokens of that.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from schedlang.runtime.context.seat import Seat
+from schedlang.runtime.counting import items_of
+
+
+class Known(Tensor):
+    """A rank's tokens of a value; `whole` has those of the whole sequence along dim `at`.
+
+    `at` is counted from behind. A `pair` has tokens along two dims, queries and keys: in `whole`
+    the queries are the rank's own. As an operand it is a plain tensor of the rank's tokens.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    whole: Tensor | None
+    at: int
+    pair: bool
+
+
+def known(seat: Seat, whole: Tensor, dim: int, pair: bool = False) -> Known:
+    """The tokens of a seat, out of those of the whole sequence along a dim."""
+    dim = dim if dim < 0 else dim - whole.dim()
+    made = whole.index_select(dim, seat.positions(whole.device)).as_subclass(Known)
+    made.whole, made.at, made.pair = whole, dim, pair
+    return made
+
+
+def whole_of(value: Any) -> Tensor | None:
+    """What is known of the whole sequence; None for other values."""
+    return value.whole if isinstance(value, Known) else None
+
+
+def plain(value: Any) -> Any:
+    """The same as nothing but the tokens of the rank."""
+    return value.as_subclass(Tensor) if isinstance(value, Known) else value
+
+
+def by_keys(seat: Seat, given: Tensor) -> Tensor | None:
+    """Numbers for scores, [.., queries here or 1, keys of the whole sequence]; None: not known."""
+    value: Tensor = given
+    if isinstance(given, Known) and given.whole is not None and given.at == -1:
+        value = given.whole
+    total = seat.layout.total
+    if value.dim() < 2 or value.shape[-1] not in (1, total) or value.shape[-2] not in (
+        1, seat.length
+    ):  # fmt: skip
+        return None
+    return value.expand(*value.shape[:-1], total)
+
+
+def followed(seat: Seat, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a function makes of the whole sequence; None where it is to be called as it is."""
+    held = [x for x in pytree.tree_leaves((args, dict(kwargs))) if isinstance(x, Tensor)]
+    there = [x for x in held if whole_of(x) is not None]
+    if not there or func not in RULES:
+        return _forgotten(func, args)
+    try:
+        made = RULES[func](_Case(seat, func, args, kwargs, held, there))
+    except (RuntimeError, IndexError):  # the model's sizes do not fit the whole sequence
+        made = None
+    return _forgotten(func, args) if made is None else made
+
+
+def _forgotten(func: Any, args: Sequence[Any]) -> None:
+    """What is written with the rank's tokens alone is no longer known of the others."""
+    name = getattr(func, "__name__", "")
+    writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    if writes and args and isinstance(args[0], Known):
+        args[0].whole = None
+
+
+@dataclass
+class _Case:
+    """A call, with its tensors, and those of them that are known."""
+
+    seat: Seat
+    func: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    held: list[Tensor]
+    there: list[Any]
+
+    @property
+    def pair(self) -> bool:
+        """Whether the result has tokens along two dims."""
+        return any(x.pair for x in self.there) or len({x.at for x in self.there}) > 1
+
+    def on_whole(self, dim: int, args: Any = None) -> Any:
+        """The call on values that are whole along a dim."""
+
+        def taken(value: Any) -> Any:
+            found = whole_of(value)
+            return found if found is not None and value.at == dim else value
+
+        return self.func(*pytree.tree_map(taken, args or tuple(self.args)),
+                         **pytree.tree_map(taken, dict(self.kwargs)))  # fmt: skip
+
+    def placed(self, local: Any, whole: Any) -> Known | None:
+        """The result, by where its shapes differ; None unless that is along one dim of tokens."""
+        if not isinstance(whole, Tensor) or local.dim() != whole.dim():
+            return None
+        found = [d for d, (a, b) in enumerate(zip(local.shape, whole.shape)) if a != b]
+        if len(found) != 1 or whole.shape[found[0]] != self.seat.layout.total:
+            return None
+        if local.shape[found[0]] != self.seat.length:
+            return None
+        return known(self.seat, whole, found[0], self.pair)
+
+
+# -- rules ---------------------------------------------------------------------------------------
+
+
+def _pointwise(case: _Case) -> Known | None:
+    """Keys are whole wherever one operand has them; queries are those of the rank then."""
+    dim = max(x.at for x in case.there)
+    for x in case.held:
+        if whole_of(x) is None and x.dim() >= -dim and x.shape[dim] != 1:
+            return None  # of the rank's tokens only
+    made = case.on_whole(dim)
+    fits = isinstance(made, Tensor) and made.shape[dim] == case.seat.layout.total
+    return known(case.seat, made, dim, case.pair) if fits else None
+
+
+def _moved(case: _Case) -> Known | None:
+    """Dims come, go and move; sums run on from token to token."""
+    dim = case.there[0].at
+    return case.placed(case.func(*case.args, **case.kwargs), case.on_whole(dim))
+
+
+def _reduced(case: _Case) -> Any:
+    """One value of all tokens, which is that of the whole; or each token's of another dim."""
+    if len(case.held) > 1:
+        return _pointwise(case)
+    local, whole = case.func(*case.args, **case.kwargs), case.on_whole(case.there[0].at)
+    if isinstance(whole, Tensor) and whole.shape == local.shape:
+        return whole
+    return case.placed(local, whole) if isinstance(whole, Tensor) else None
+
+
+def _item(case: _Case) -> Any:
+    """New dims and whole runs; of a table that is looked up, all keys."""
+    table, index = case.args
+    if whole_of(table) is None:
+        return _looked_up(case, 1 - table.dim()) if whole_of(index) is not None else None
+    items, length = items_of(index), case.seat.length
+    runs = [item for item in items if isinstance(item, slice)]
+    if any(isinstance(item, Tensor) for item in items) or any(
+        run.start not in (None, 0) or run.stop not in (None, length) or run.step not in (None, 1)
+        for run in runs
+    ):
+        return None
+    full = tuple(slice(None) if isinstance(item, slice) else item for item in items)
+    local = case.func(table, index)
+    return case.placed(local, case.on_whole(table.at, (table, full)))
+
+
+def _looked_up(case: _Case, by: int = -1) -> Known | None:
+    """A table's entries for pairs of tokens; those for tokens are the rank's own matter."""
+    (pair,) = case.there
+    return known(case.seat, case.on_whole(pair.at), pair.at + by, True) if pair.pair else None
+
+
+def _shaped(case: _Case) -> Known | None:
+    """The dim of tokens keeps its size and what stands behind it, or nothing is known after."""
+    (x,), length, total = case.there, case.seat.length, case.seat.layout.total
+    if x is not case.args[0]:
+        return None
+    local = case.func(*case.args, **case.kwargs)
+    behind = x.shape[x.at :].numel() // length if length else 0
+    found = [d for d in range(local.dim())
+             if local.shape[d] == length and local.shape[d + 1 :].numel() == behind]  # fmt: skip
+    if len(found) != 1:
+        return None  # of a single token it may be any
+    sizes = [*local.shape]
+    sizes[found[0]] = total
+    assert x.whole is not None
+    return known(case.seat, x.whole.reshape(sizes), found[0], x.pair)
+
+
+def _spread(case: _Case) -> Known | None:
+    (x,), local = case.there, case.func(*case.args, **case.kwargs)
+    assert x.whole is not None
+    sizes = [*local.shape]
+    sizes[x.at] = case.seat.layout.total
+    return known(case.seat, x.whole.expand(sizes), x.at, x.pair)
+
+
+def _cast(case: _Case) -> Known | None:
+    """Another type, or copy, of the first operand, whatever the others are."""
+    x, *rest = case.args
+    if not isinstance(x, Known) or x.whole is None:
+        return None
+    return known(case.seat, case.func(x.whole, *rest, **case.kwargs), x.at, x.pair)
+
+
+def _written(case: _Case) -> Known | None:
+    """`a += b`: what is whole is made anew, as it may be the batch's own."""
+    into, case.func = case.args[0], _IN_PLACE[case.func]
+    made = _pointwise(case)
+    if made is None or not isinstance(into, Known) or made.shape != into.shape:
+        return None
+    into.copy_(made)
+    into.whole, into.at, into.pair = made.whole, made.at, made.pair
+    return into
+
+
+Rule = Callable[[_Case], Any]
+_METHODS = """abs add bitwise_and bitwise_not bitwise_or clamp clamp_max clamp_min cos div eq exp
+floor floor_divide ge gt le log logical_and logical_not logical_or lt masked_fill maximum minimum
+mul ne neg pow remainder round sigmoid sin sqrt square sub tanh true_divide where"""
+_OPERATORS = """abs add and eq floordiv ge gt invert le lt mod mul ne neg or pow radd rand rmul ror
+rsub rtruediv sub truediv"""
+_CASTS = """bfloat16 bool clone contiguous detach double float full_like half int long ones_like to
+type type_as zeros_like"""
+_MOVES = "cumsum movedim permute repeat squeeze swapaxes t transpose unsqueeze"
+_REDUCES = "all amax amin any max min sum"
+_IN_PLACE = {
+    getattr(Tensor, f"{name}_"): getattr(Tensor, name)
+    for name in _METHODS.split() if hasattr(Tensor, f"{name}_")
+}  # fmt: skip
+
+
+def _rules() -> dict[Any, Rule]:
+    found: dict[Any, Rule] = {}
+    tables = ((_METHODS, _pointwise), (_CASTS, _cast), (_MOVES, _moved), (_REDUCES, _reduced))
+    for names, rule in tables:
+        for name, home in itertools.product(names.split(), (torch, Tensor)):
+            if callable(getattr(home, name, None)):
+                found[getattr(home, name)] = rule
+    found |= {getattr(Tensor, f"__{name}__"): _pointwise for name in _OPERATORS.split()}
+    found |= dict.fromkeys(_IN_PLACE, _written)
+    found |= {Tensor.__getitem__: _item, F.embedding: _looked_up, torch.embedding: _looked_up}
+    found |= dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _shaped)
+    found |= dict.fromkeys((Tensor.expand, Tensor.broadcast_to, torch.broadcast_to), _spread)
+    return found
+
+
+RULES = _rules()

@@ -1,0 +1,190 @@
+"""What storages a rank holds while a step runs: when each came, when it went, and what it was for.
+
+Every tensor that an operator returns is looked at, so that a byte counts as long as anything holds
+it, however many views of it there are.  It works alike with values and on the meta device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from schedlang.memory import CLASSES
+
+Levels = NDArray[np.int64]  # bytes, by class
+HOST = "host"  # what was moved there, and is not on the device
+KINDS = (*CLASSES, HOST)
+
+
+@dataclass
+class Block:
+    """One storage: its bytes now, in which stretch it came, and what is known of its use."""
+
+    now: int
+    born: int
+    said: str = ""  # a class that was told
+    resized: bool = False  # as what is gathered is, and freed again
+    sent: bool = False  # a collective wrote it, or read it
+
+
+@dataclass
+class Stretch:
+    """What ran between two marks: its first event, and the blocks alive at its end."""
+
+    what: Any
+    start: int
+    kept: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A stretch by class: at most (where their sum is greatest) and at its end."""
+
+    what: Any
+    most: Levels
+    end: Levels
+
+
+class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes storages on one kind of device as they come and go."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self.blocks: list[Block] = []
+        self.events: list[tuple[int, int]] = []  # block, bytes more or fewer
+        self.stretches = [Stretch(None, 0)]
+        self._alive: dict[int, tuple[Any, int]] = {}  # id of a storage -> what keeps watch, block
+        self._plain_resize: Any = None
+        self.host = 0  # bytes in host memory at most, once `ran` has counted
+
+    # -- what is told ------------------------------------------------------------------------------
+
+    def hold(self, said: str, tensors: Iterable[Any]) -> None:
+        """Say what tensors are for; those not known yet are taken up."""
+        for tensor in tensors:
+            block = self._block(tensor)
+            if block is not None:
+                block.said = block.said or said
+
+    def track(self, tier: str, tensor: Tensor) -> None:
+        """A store of offloaded tensors tells what it put where."""
+        if tier == "cpu":
+            self.hold(HOST, [tensor])
+
+    def touched(self, tensor: Any) -> None:
+        """A collective reads or writes a tensor."""
+        block = self._block(tensor)
+        if block is not None:
+            block.sent = True
+
+    def mark(self, what: Any) -> None:
+        """Something else begins to run."""
+        self.stretches[-1].kept = frozenset(number for _, number in self._alive.values())
+        self.stretches.append(Stretch(what, len(self.events)))
+
+    # -- what was seen -----------------------------------------------------------------------------
+
+    def ran(self, forwards: Iterable[Any]) -> list[Ran]:
+        """All stretches by class; what is alive after one of `forwards` is kept for a backward."""
+        kept: frozenset[int] = frozenset()
+        passes = set(map(id, forwards))
+        for stretch in self.stretches:
+            kept |= stretch.kept if id(stretch.what) in passes else frozenset()
+        kinds = [KINDS.index(self._kind(k, kept)) for k in range(len(self.blocks))]
+        changes = np.zeros((len(self.events) + 1, len(KINDS)), dtype=np.int64)
+        for place, (number, size) in enumerate(self.events, 1):
+            changes[place, kinds[number]] = size
+        everywhere = changes.cumsum(0)
+        self.host = int(everywhere[:, -1].max())
+        levels = everywhere[:, :-1]
+        totals = levels.sum(1)
+        ends = [*(s.start for s in self.stretches[1:]), len(self.events)]
+        found = []
+        for stretch, end in zip(self.stretches, ends):
+            top = stretch.start + int(totals[stretch.start : end + 1].argmax())
+            found.append(Ran(stretch.what, levels[top], levels[end]))
+        return found
+
+    def _kind(self, number: int, kept: frozenset[int]) -> str:
+        block = self.blocks[number]
+        if block.said or block.resized:
+            return block.said or "communication"
+        if number in kept:
+            return "activations"
+        lasts = number in self.stretches[block.born].kept
+        return "communication" if block.sent or lasts else "temporary"
+
+    # -- watching ----------------------------------------------------------------------------------
+
+    def __enter__(self) -> Any:
+        self._plain_resize = plain = torch.UntypedStorage.resize_
+        footprint = self
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            out = plain(storage, size)
+            footprint._resized(storage, size)
+            return out
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._plain_resize  # type: ignore[method-assign]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operator, and look at what it returns."""
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self._block(out)
+        elif out is not None:
+            for one in pytree.tree_leaves(out):
+                self._block(one)
+        return out
+
+    def _block(self, value: Any) -> Block | None:
+        """The block of a tensor on the device; None for anything else."""
+        local = getattr(value, "_local_tensor", value)
+        if type(local) not in _KINDS or local.device.type != self.device:
+            return None
+        storage = local.untyped_storage()
+        key = id(storage)
+        found = self._alive.get(key)
+        if found is not None:
+            return self.blocks[found[1]]
+        number, block = len(self.blocks), Block(storage.nbytes(), len(self.stretches) - 1)
+
+        def gone(_: Any) -> None:
+            self._alive.pop(key, None)
+            self._change(number, 0)
+
+        self._alive[key] = (weakref.ref(storage, gone), number)
+        self.blocks.append(block)
+        self.events.append((number, block.now))
+        return block
+
+    def _resized(self, storage: torch.UntypedStorage, size: int) -> None:
+        found = self._alive.get(id(storage))
+        if found is not None:
+            self.blocks[found[1]].resized = True
+            self._change(found[1], size)
+
+    def _change(self, number: int, size: int) -> None:
+        block = self.blocks[number]
+        self.events.append((number, size - block.now))
+        block.now = size
+
+
+_KINDS = (Tensor, torch.nn.Parameter, torch.nn.Buffer)

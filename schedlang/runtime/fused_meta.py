@@ -1,0 +1,39 @@
+"""Attention on the meta device by the fused operator that real devices take.
+
+There torch would spell it out, and a forward would seem to keep every attention score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+def attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The result of `scaled_dot_product_attention`; None where no fused operator takes these.
+
+    As torch decides on a CPU: four dims, no dropout, and a mask that wants no gradient.
+    """
+    given = {**dict(zip(NAMES, args)), **kwargs}
+    query, key, value = (given[name] for name in NAMES[:3])
+    mask, causal = given.get("attn_mask"), bool(given.get("is_causal", False))
+    same = query.shape[-1] == value.shape[-1] == key.shape[-1]
+    wanted = query.requires_grad or key.requires_grad or value.requires_grad
+    if not query.is_meta or query.dim() != 4 or not same or given.get("dropout_p", 0.0):
+        return None
+    if mask is not None:
+        if mask.requires_grad or (causal and wanted):
+            return None
+        if mask.dtype == torch.bool:
+            mask = torch.where(mask, 0.0, float("-inf")).to(query.dtype)
+        if mask.dim() not in (2, 4):
+            return None
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, attn_mask=mask, scale=given.get("scale")
+    )[0]
+    return out

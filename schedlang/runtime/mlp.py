@@ -1,0 +1,164 @@
+"""A gated MLP whose middle is one kernel: its projections stay modules and are called as ever.
+
+Which child is what, and which activation stands between them, is found by running a bare float64
+copy; so it works for modules of any class, and sharded or quantised projections stay theirs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.kernels.gated import ACTIVATIONS, Case, gated, packed, reference
+from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy, relative
+from schedlang.runtime.float64 import Float64
+from schedlang.runtime.forward import the_input
+from schedlang.runtime.modes import ambient
+
+
+@dataclass(frozen=True)
+class Gated:
+    """down(act(gate(x)) * up(x)); one projection for both is `gate`, and `up` then None.
+
+    `size` is the width of the middle; `gate_first` the order in a packed one.
+    """
+
+    gate: str
+    up: str | None
+    down: str
+    act: str
+    size: int
+    gate_first: bool = True
+
+    def cases(self) -> list[Case]:
+        """Runs of the kernel in the form that was found."""
+        pack = "" if self.up else "gate first" if self.gate_first else "up first"
+        size = min(self.size, 4096)
+        return [
+            Case((rows, size), dtype, self.act, pack)
+            for dtype, rows in (("float32", 5), ("bfloat16", 5), ("float32", 1))
+        ]
+
+
+def probe_gated(module: nn.Module) -> Gated | Mismatch:
+    """The gated MLP that a module is, or the measured reason why it is none."""
+    linear = {n: m for n, m in module.named_children() if _shape(m) is not None}
+    refused = _structure(module, linear)
+    if refused:
+        return Mismatch(refused)
+    copied = bare_copy(module, torch.float64)
+    for parameter in copied.parameters():  # around zero: activations must show
+        parameter.data.sub_(1.0).mul_(3.0 / parameter.shape[-1] ** 0.5)
+    with torch.random.fork_rng(devices=[]), ambient(Float64):
+        try:
+            return _nearest(copied, list(_forms(copied, list(linear))))
+        except Exception as raised:  # the module's own code: whatever it raises is a mismatch
+            said = f"{type(raised).__name__}: {raised}".splitlines()[0]
+            return Mismatch(f"does not run on rows alone: {said}")
+
+
+def _shape(module: nn.Module) -> tuple[int, int] | None:
+    """(in, out) of a projection; None for anything else."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    weight = module._parameters.get("weight")
+    if type(module).__name__ == "Conv1D" and weight is not None and weight.ndim == 2:
+        return weight.shape[0], weight.shape[1]
+    return None
+
+
+def _structure(module: nn.Module, linear: dict[str, nn.Module]) -> str | None:
+    held = {name for name, _ in module.named_parameters()}
+    own = {f"{n}.{p}" for n, m in linear.items() for p, _ in m.named_parameters(recurse=False)}
+    if len(linear) not in (2, 3):
+        return f"has {len(linear)} projections, and a gated MLP has three, or two with one packed"
+    if held - own:
+        return f"has other parameters than those of its projections: {min(held - own)}"
+    if next(module.buffers(), None) is not None:
+        return "keeps buffers, and a gated MLP keeps none"
+    if "forward" in vars(module):
+        return "had its forward replaced already"
+    return None
+
+
+def _forms(module: nn.Module, names: list[str]) -> Iterator[Gated]:
+    """Every gated MLP that the shapes of these projections allow."""
+    shapes = {name: _shape(module.get_submodule(name)) or (0, 0) for name in names}
+    for gate, *rest, down in itertools.permutations(names):
+        middle = shapes[down][0]
+        for act in ACTIVATIONS:
+            if rest and shapes[gate] == shapes[rest[0]] == (shapes[gate][0], middle):
+                yield Gated(gate, rest[0], down, act, middle)
+            if not rest and shapes[gate][1] == 2 * middle:
+                yield Gated(gate, None, down, act, middle)
+                yield Gated(gate, None, down, act, middle, gate_first=False)
+
+
+def _nearest(module: nn.Module, forms: list[Gated]) -> Gated | Mismatch:
+    if not forms:
+        return Mismatch("has projections whose shapes are not those of a gated MLP")
+    width = _shape(module.get_submodule(forms[0].gate)) or (0, 0)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 4, width[0], generator=generator, dtype=torch.float64, device="cpu")
+    with torch.no_grad():
+        results = [module.train(training)(x) for training in (True, False)]
+        if not all(isinstance(y, Tensor) for y in results):
+            return Mismatch(f"gives {type(results[0]).__name__}, not a tensor")
+        errors = {
+            form: max(relative(y, _computed(module, form, x)) for y in results) for form in forms
+        }
+    best = min(forms, key=lambda form: errors[form])
+    if not errors[best] <= TOLERANCE:
+        return Mismatch(f"differs from a gated MLP (nearest: {best.act})", errors[best])
+    error = _gradient_distance(module, best, x)
+    if not error <= TOLERANCE:
+        return Mismatch(f"equals a gated MLP by {best.act}, but its gradients differ", error)
+    return best
+
+
+def _computed(module: nn.Module, form: Gated, x: Tensor, kernel: bool = False) -> Tensor:
+    """down(act(gate) * up) by the module's own projections."""
+    first = module.get_submodule(form.gate)(x)
+    if form.up is not None:
+        second = module.get_submodule(form.up)(x)
+        middle = (gated if kernel else reference)(first, second, form.act)
+    elif kernel:
+        middle = packed(first, form.act, form.gate_first)
+    else:
+        left, right = first.chunk(2, -1)
+        gate, up = (left, right) if form.gate_first else (right, left)
+        middle = reference(gate, up, form.act)
+    made: Tensor = module.get_submodule(form.down)(middle)
+    return made
+
+
+def _gradient_distance(module: nn.Module, form: Gated, x: Tensor) -> float:
+    leaf = x.clone().requires_grad_()
+    leaves = [leaf, *module.parameters()]
+    both = [module(leaf), _computed(module, form, leaf)]
+    if not both[0].requires_grad:
+        return float("inf")
+    grad = torch.linspace(-1, 1, both[0].numel(), dtype=x.dtype).view(both[0].shape)
+    found, exact = (torch.autograd.grad(y, leaves, grad, allow_unused=True) for y in both)
+    return max(
+        float("inf") if a is None or b is None else relative(a, b)
+        for a, b in zip(found, exact, strict=True)
+    )
+
+
+class GatedMlp:
+    """The layer that computes a gated MLP from the module's own projections and one kernel."""
+
+    kernel = "gated"
+
+    def __init__(self, module: nn.Module, form: Gated) -> None:
+        self.module, self.form = module, form
+
+    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+        """Compute for the one input; `inner` is not called."""
+        return _computed(self.module, self.form, the_input(self.module, args, kwargs), kernel=True)

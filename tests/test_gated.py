@@ -1,0 +1,177 @@
+"""Gated MLPs by one kernel: against float64, in unmodified models, and what only resembles one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schedlang.kernels.check import run_kernel_check
+from schedlang.kernels.gated import (
+    ACTIVATIONS,
+    Case,
+    gated,
+    gated_backward,
+    gated_forward,
+    packed,
+    packed_forward,
+    reference,
+)
+from schedlang.runtime.mlp import Gated, probe_gated
+from tests import models
+from tests.proofs import planned, proven, refused
+
+CASES = [
+    Case(shape, dtype, act, pack, scale)
+    for dtype in ("float32", "bfloat16", "float16")
+    for act in ACTIVATIONS
+    for shape, pack, scale in [((2, 257), "", 1.0), ((1, 2, 40), "gate first", 4.0)]
+]
+CASES += [Case((3, 5, 9), strided=True), Case((2, 1500), pack="up first")]
+
+
+def test_kernel_is_as_right_as_eager():
+    """The kernel itself runs, interpreted; output and gradients keep the rule of their type."""
+    for each in run_kernel_check(CASES, device="cpu"):
+        assert each.backend == "interpreter"
+        assert each.ok, each
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_operators_equal_autograd_of_the_reference(act):
+    """In float64, split and packed in both orders: forward and gradients are torch's."""
+    both = torch.randn(3, 4, 10, dtype=torch.float64, requires_grad=True)
+    left, right = both.chunk(2, -1)
+    grad = torch.randn(3, 4, 5, dtype=torch.float64)
+    for ours, plain in [
+        (gated(left, right, act), reference(left, right, act)),
+        (packed(both, act), reference(left, right, act)),
+        (packed(both, act, gate_first=False), reference(right, left, act)),
+    ]:
+        assert torch.equal(ours, plain)
+        pair = [torch.autograd.grad(y, both, grad, retain_graph=True)[0] for y in (ours, plain)]
+        assert (pair[0] - pair[1]).norm() <= 1e-14 * pair[1].norm()
+
+
+def test_opcheck_and_one_graph():
+    """The operators are sound, and compile without a break."""
+    both = torch.randn(3, 10, requires_grad=True)
+    left, right = (t.detach().clone().requires_grad_() for t in both.chunk(2, -1))
+    torch.library.opcheck(gated_forward, (left, right, "silu"))
+    torch.library.opcheck(gated_backward, (left.detach(), left.detach(), right.detach(), "gelu"))
+    torch.library.opcheck(packed_forward, (both, "silu", True))
+    loss = lambda x: packed(x * 2, "gelu_tanh").square().sum()  # noqa: E731
+    whole = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    pair = [torch.autograd.grad(f(both), both)[0] for f in (loss, whole)]
+    torch.testing.assert_close(*pair)
+
+
+class Mlp(nn.Module):
+    """A gated MLP with invented names, and what a test lets it compute."""
+
+    def __init__(self, form, width=6, middle=8, out=None):
+        super().__init__()
+        self.one, self.two = nn.Linear(width, middle), nn.Linear(width, middle)
+        self.three = nn.Linear(middle, width)
+        self.form = form
+
+    def forward(self, x):
+        return self.form(self, x)
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        (lambda m, x: m.three(F.silu(m.one(x)) * m.two(x)), ("one", "two", "silu")),
+        (lambda m, x: m.three(F.gelu(m.two(x)) * m.one(x)), ("two", "one", "gelu")),
+        (lambda m, x: m.three(m.one(x) * F.relu(m.two(x))), ("two", "one", "relu")),
+    ],
+)
+def test_names_every_part(form, expected):
+    """Gate, up and activation are found by what the module computes, on meta as well."""
+    with torch.device("meta"):
+        module = Mlp(form)
+    assert probe_gated(module) == Gated(expected[0], expected[1], "three", expected[2], 8)
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        (lambda m, x: m.three(F.silu(m.one(x)) + m.two(x)), "differs"),
+        (lambda m, x: m.three(F.silu(m.one(x) * 1.001) * m.two(x)), "differs"),
+        (lambda m, x: m.three(F.silu(m.one(x)) * m.two(x).detach()), "gradients differ"),
+        (lambda m, x: m.three(F.silu(m.one(x)) * m.two(x)).clamp(max=0.3), "differs"),
+        (lambda m, x: (m.three(F.silu(m.one(x)) * m.two(x)), None), "gives tuple"),
+        (lambda m, x: F.dropout(m.three(F.silu(m.one(x)) * m.two(x)), 0.5, m.training), "differs"),
+        (lambda m, x, y: m.three(x), "does not run"),
+    ],
+)
+def test_refuses_what_only_resembles(form, said):
+    """A sum, another activation, a cut gradient, dropout, other results: each is a mismatch."""
+    found = probe_gated(Mlp(form))
+    assert said in found.reason
+    if "differ" in said:
+        assert found.error > 1e-5
+
+
+ROWS = {
+    "llama": (
+        models.llama,
+        """model.layers.*.mlp replace_kernel(gated)
+        model.layers.*.mlp.{gate_proj,up_proj} shard(col, over=tp)
+        model.layers.*.mlp.down_proj shard(row, over=tp)
+        model.layers.* checkpoint()
+        zero(stage=3, over=dp)""",
+        "dp=2, tp=2",
+    ),
+    "phi3": (
+        models.phi3,
+        """model.layers.*.mlp replace_kernel(gated)
+        model.layers.*.mlp.gate_up_proj shard(col, blocks=2, over=tp)
+        model.layers.*.mlp.down_proj shard(row, over=tp)
+        model.layers pipeline_split(over=pp)
+        pipeline(order="1F1B", micro=2)""",
+        "pp=2, tp=2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_models_over_ranks(name, pool):
+    """SwiGLU, split and packed, beside split projections, stages, recomputation, sliced state."""
+    make, rows, mesh = ROWS[name]
+    plan = planned(make(layers=2), rows, mesh)
+    proven(pool, plan, [models.tokens(rows=6, seed=seed) for seed in (1, 2, 3)])
+
+
+def test_a_region_compiles_around_it():
+    """An unmodified MLP with the kernel in it is one graph."""
+    from schedlang.runtime.kernel import match, replace
+
+    mlp = models.llama(1).model.layers[0].mlp
+    found = match(mlp, "gated")
+    assert found == Gated("gate_proj", "up_proj", "down_proj", "silu", 24)
+    x = torch.randn(2, 3, 16, dtype=torch.float64)
+    expected = mlp(x)
+    replace(mlp, found)
+    whole = torch.compile(mlp, fullgraph=True, backend="aot_eager")
+    for y in (mlp(x), whole(x)):
+        assert (y - expected).norm() <= 1e-14 * expected.norm()
+
+
+def test_what_is_no_gated_mlp_is_told():
+    """A plain MLP, and a module without projections, are refused with what they have."""
+    said = refused(models.gpt2(1), "transformer.h.0.mlp replace_kernel(gated)")
+    assert "S410" in said and "shapes are not those of a gated MLP" in said
+    assert "0 projections" in refused(models.llama(1), "model.norm replace_kernel(gated)")
+
+
+def test_reference_is_what_models_write() -> None:
+    """The activations by their names in transformers."""
+    from transformers.activations import ACT2FN
+
+    x: Tensor = torch.linspace(-5, 5, 21, dtype=torch.float64)
+    names = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
+    for ours, theirs in names.items():
+        assert (ACTIVATIONS[ours](x) - ACT2FN[theirs](x)).abs().max() <= 1e-15

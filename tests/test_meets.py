@@ -1,0 +1,89 @@
+"""Parts that meet in a call as their wholes do, and those that do not, which are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedlang.passes.propagate import propagate
+from tests.proofs import planned, refused
+
+BATCH = {"x": torch.zeros(2, 8, dtype=torch.float64)}
+Way = Callable[[Tensor, Tensor], Tensor]
+
+
+class Meeting(nn.Module):
+    """Two projections, of 16 and of some width, whose results meet in some way."""
+
+    def __init__(self, way: Way, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way = way
+        self.a, self.b, self.last = nn.Linear(8, 16), nn.Linear(8, width), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The mean of what they give together."""
+        out: Tensor = self.last(self.way(self.a(x), self.b(x))).square().mean()
+        return out
+
+
+def heads(x: Tensor) -> Tensor:
+    """Heads of size 4: [rows, heads, 4]."""
+    return x.unflatten(-1, (-1, 4))
+
+
+def tiled(a: Tensor, b: Tensor) -> Tensor:
+    """Head k of four meets head k % 2 of two."""
+    return (heads(a) * heads(b).repeat(1, 2, 1)).flatten(1)
+
+
+def spread(a: Tensor, b: Tensor) -> Tensor:
+    """The same by a view of tiles, in a product of matrices."""
+    two = heads(b)[:, None].expand(-1, 2, -1, -1).flatten(1, 2)
+    return (heads(a)[..., None] @ two[..., None, :])[..., 0].flatten(1)
+
+
+def beside(a: Tensor, b: Tensor) -> Tensor:
+    """Head k of four meets head k // 2 of two."""
+    return (heads(a) * heads(b).repeat_interleave(2, 1)).flatten(1)
+
+
+def masked(a: Tensor, b: Tensor) -> Tensor:
+    """One decides which elements of the other are kept."""
+    return a.masked_fill(b > 0, 0.0)
+
+
+def added(a: Tensor, b: Tensor) -> Tensor:
+    """Element by element."""
+    return a + b
+
+
+def crossed(a: Tensor, b: Tensor) -> Tensor:
+    """A column of as many numbers as ranks meets a matrix, whose columns are split."""
+    column = a[:1, :].unflatten(-1, (-1, 8)).sum(-1).transpose(0, 1)
+    return (column + b[:2]).repeat(1, 8)
+
+
+ROWS = "a shard(col, over=tp)\nb shard(col, over=tp{})\nlast shard(row, over=tp)"
+
+
+@pytest.mark.parametrize("way, width, more, how", [
+    (tiled, 8, "", "in different orders"),
+    (spread, 8, "", "in different orders"),
+    (masked, 16, ", blocks=2", "in different orders"),
+    (added, 16, ", blocks=[4, 12]", "in different orders"),
+    (crossed, 2, "", "along different dims"),
+])  # fmt: skip
+def test_parts_that_meet_others_are_refused(way: Way, width: int, more: str, how: str) -> None:
+    """Local shapes fit, and each rank would compute with the wrong elements."""
+    said = refused(Meeting(way, width).double(), ROWS.format(more), "tp=2", BATCH)
+    assert "S405" in said and f"meets tensors that are split over `tp` {how}" in said
+
+
+@pytest.mark.parametrize("way, width", [(beside, 8), (masked, 16), (added, 16)])
+def test_parts_that_meet_their_own_are_legal(way: Way, width: int) -> None:
+    """Heads repeated next to themselves, and splits alike."""
+    propagate(planned(Meeting(way, width).double(), ROWS.format(""), "tp=2"), BATCH)
