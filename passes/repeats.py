@@ -10,7 +10,7 @@ from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     from schedlang.passes.dryrun import Loss
-    from schedlang.runtime.repeat import Difference
+    from schedlang.runtime.second_run import Difference
 
 _SHOWN = 60
 
@@ -23,7 +23,7 @@ def check_repeats(plan: Plan, sample: Mapping[str, Any], loss: Loss | None = Non
     from schedlang.passes.root import backward_root
     from schedlang.runtime.constants import OnMeta
     from schedlang.runtime.meta import hollow_batch, hollow_model
-    from schedlang.runtime.repeat import Repeats
+    from schedlang.runtime.second_run import Repeats
 
     rows = [action for action in plan.actions if "recompute" in action.primitive.writes]
     kinds = {site: _kind(plan, site) for action in rows for site in action.sites}
