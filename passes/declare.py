@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from schedlang import nodes as n
-from schedlang import spelling
+from schedlang import patterns, spelling
 from schedlang.diagnostic import Diagnostic, Label, Refusal, closest, guess
 from schedlang.evaluate import evaluate
 from schedlang.knob import alternatives, decided, declare, unknown_settings
 from schedlang.mesh import Mesh
 from schedlang.misread import walk
 from schedlang.passes.state import Definition, Settings, State, start
-from schedlang.primitive import registry
+from schedlang.primitive import Primitive, registry
 from schedlang.source import Span
 from schedlang.syntax import parse, read
 from schedlang.value import UNKNOWN, AxisSize, Bytes, Names, shown
@@ -51,6 +51,7 @@ def knob(node: n.Knob, state: State) -> State:
 
 def _fresh(name: str, span: Span, state: State) -> None:
     taken = name in state.knobs or name in state.axes or name in state.defs
+    taken = taken or name in state.patterns
     if taken:
         known = state.knobs.get(name)
         also = (Label(known.span, "first declared here"),) if known else ()
@@ -214,7 +215,7 @@ def define(node: n.Def, state: State) -> State:
     problems = list(_unknown_calls(node, state))
     if problems:
         raise Refusal(*problems)
-    made = Definition(node, state.defs, state.names.knobs)
+    made = Definition(node, state.defs, state.names.knobs, state.patterns)
     return replace(state, defs={**state.defs, node.name: made})
 
 
@@ -255,9 +256,24 @@ def use(node: n.Use, state: State, above: tuple[Path, ...] = ()) -> State:
     unknown_settings(given, inner.knobs, node.span)
     prefix = f"{node.alias}." if node.alias else ""
     made = {prefix + name: d for name, d in inner.defs.items()}
-    for name in made:
+    drawn = {prefix + name: p for name, p in inner.patterns.items()}
+    for name in (*made, *drawn):
         _fresh(name, node.span, state)
-    return replace(state, defs={**state.defs, **made})
+    return replace(state, defs={**state.defs, **made}, patterns={**state.patterns, **drawn})
+
+
+def resolved(primitive: Primitive, state: State, span: Span) -> Primitive:
+    """A row with the pattern that it names (S885)."""
+    try:
+        return primitive.resolved(state.patterns)
+    except Refusal as refusal:
+        raise refusal.at(span) from None
+
+
+def pattern(node: n.Pattern, state: State) -> State:
+    """A subgraph with a name (S885)."""
+    _fresh(node.name, node.span, state)
+    return replace(state, patterns={**state.patterns, node.name: patterns.declared(node)})
 
 
 def _library(
@@ -277,7 +293,7 @@ def _library(
             case n.Use():
                 inner = use(item, inner, above)
             case n.Pattern():
-                refused("S005", f"`pattern` {NOT_YET}", item.span)
+                inner = pattern(item, inner)
             case _:
                 raise AssertionError("a base, whose items are executed one by one")
     return inner

@@ -16,7 +16,7 @@ from schedlang.evaluate import evaluate
 from schedlang.knob import unknown_settings
 from schedlang.passes import bases, declare, legality
 from schedlang.passes.parameters import arguments_of
-from schedlang.passes.state import RELAXABLE, Settings, State, start
+from schedlang.passes.state import RELAXABLE, Settings, State, current, start
 from schedlang.primitive import Primitive, load_all, registry
 from schedlang.selector import Selector
 from schedlang.source import Span
@@ -141,8 +141,8 @@ class Expander:
                 self._use(item)
             case n.Step():
                 self.step(item)
-            case n.Pattern():
-                self._not_yet("pattern", item.span)
+            case n.Pattern(name):
+                self._declare(lambda: declare.pattern(item, state), name)
             case n.Override() | n.Drop():
                 raise AssertionError("bases were not spliced in")
             case _:
@@ -274,10 +274,10 @@ class Expander:
         given = arguments_of(call, made.node, names, replace(names, knobs=made.knobs))
         inner = replace(names, knobs=made.knobs, arguments=given)
         outer, known = self.state, len(self.problems)
-        self.state = replace(outer, defs=made.above)
+        self.state = replace(outer, defs=made.above, patterns=made.patterns)
         for statement in made.node.block.body:
             self.statement(statement, sites, inner)
-        self.state = replace(self.state, defs=outer.defs)
+        self.state = replace(self.state, defs=outer.defs, patterns=outer.patterns)
         said = Label(call.span, f"in this call of `{call.name.text}`")
         self.problems[known:] = [replace(d, also=(*d.also, said)) for d in self.problems[known:]]
 
@@ -289,6 +289,7 @@ class Expander:
             label = Label(call.span, "acts on the whole scope")
             raise Refusal(Diagnostic("S306", title, label, helps=(help_,)))
         primitive = bind(kind, arguments(call, names), call.span, names.axes)
+        primitive = declare.resolved(primitive, self.state, call.span)
         self.add(primitive, sites, call.span)
 
     def add(self, primitive: Primitive, sites: Roots, span: Span) -> None:
@@ -316,14 +317,6 @@ class Expander:
                 return
             raise _beside(refusal.at(span), primitive, self.state) from None
         self.state = replace(self.state, plan=plan)
-
-
-def current(selector: Selector, state: State) -> Selector:
-    """The selector of the modules that are there now: rows may have replaced some."""
-    plan = state.plan
-    if plan is None or selector.tree is plan.model or not plan.model.rewritten:
-        return selector
-    return Selector(plan.model)
 
 
 def _folder(span: Span) -> Path:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from schedlang import nodes as n
 from schedlang.knob import Knob
 from schedlang.mesh import Mesh
+from schedlang.patterns import Pattern
+from schedlang.selector import Selector
 from schedlang.value import Names
 
 if TYPE_CHECKING:
@@ -33,11 +35,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Definition:
-    """A `def` with what its body may use: the definitions above it and the knobs of its file."""
+    """A `def` with what its body may use: definitions and patterns above it, knobs of its file."""
 
     node: n.Def
     above: Mapping[str, Definition] = field(repr=False)
     knobs: Mapping[str, Any]
+    patterns: Mapping[str, Pattern] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class State:
     mesh: Mesh | None = None
     sized: Mapping[str, str] = field(default_factory=dict)  # axis -> the knob that is its size
     defs: Mapping[str, Definition] = field(default_factory=dict)
+    patterns: Mapping[str, Pattern] = field(default_factory=dict)
     broken: frozenset[str] = frozenset()
     steps: tuple[str, ...] = ()
     step: n.Step | None = None
@@ -86,6 +90,14 @@ class State:
     def without(self, *names: str) -> State:
         """The state after the declaration of `names` was refused."""
         return replace(self, broken=self.broken | set(names))
+
+
+def current(selector: Selector, state: State) -> Selector:
+    """The selector of the modules that are there now: rows may have replaced some."""
+    plan = state.plan
+    if plan is None or selector.tree is plan.model or not plan.model.rewritten:
+        return selector
+    return Selector(plan.model)
 
 
 def start(facts: ModelFacts | None, settings: Settings) -> State:

@@ -2,54 +2,152 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
+from schedlang.diagnostic import Refusal, closest
+from schedlang.patterns import read as _read
 from schedlang.plan import Plan
 from schedlang.primitive import Primitive, Trial, refuse
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from schedlang.model import Site
+    from schedlang.patterns import Pattern
+    from schedlang.runtime.regions.layer import Told
 
 
 class fuse(Primitive):  # noqa: N801
-    """Compile the forward and backward of a module by torch's inductor, as one region.
+    """Compile regions of a module by torch's inductor, so that few kernels do the work of many.
 
     before   y = f(x)               one kernel for each operator of f
     after    y = compiled(f)(x)     as few kernels as inductor finds
 
-    A region must compile to one graph: a graph break, or more shapes and numbers than the limit of
-    recompilations, is an error and not a silent return to eager.  Under `verify` in float64 the
-    region runs eagerly, and the compiled one is checked in its working dtype.
+    `fuse()` takes the whole module, forward and backward.  It must be one graph: a graph break, or
+    more shapes and numbers than the limit of recompilations, is an error and not a silent return to
+    eager.
+
+    `fuse(name)` takes what a pattern says, `pattern bias_gelu(x, b) { gelu(x + b) }`, wherever it
+    stands in the data flow of the module's forward; the rest, and children, run as they are, also
+    sharded.  Children are looked into; a linear layer is one call unless `decompose(bias)` of it
+    stands above.  What a pattern leaves out (a rate, a dim) may be anything and stays what it is.
+    Masks of dropout are drawn as the model draws them.  A region is compiled once for all modules
+    where it is the same.
+
+      rounding   `eager`: intermediate results are rounded as the model rounds them; `fp32`: they
+                 stay in float32 until they leave the region
+
+    Under `verify` in float64 regions run uncompiled, and the compiled ones are checked in their
+    working dtype.
+
+    Slapo (Chen et al. 2024): `.find` and `.fuse`.
     """
+
+    pattern: str = ""
+    backend: Literal["auto", "inductor"] = "auto"
+    rounding: Literal["eager", "fp32"] = "fp32"
 
     example = "layers.*.mlp  fuse()"
     reads = frozenset()
     writes = frozenset({"structure"})
     gives_up = frozenset({"rounding"})
 
+    def resolved(self, patterns: Mapping[str, Pattern]) -> fuse:
+        """The call with the text of the pattern's declaration in place of its name."""
+        if not self.pattern:
+            return self
+        if self.pattern in patterns:
+            return replace(self, pattern=patterns[self.pattern].text)
+        if "{" in self.pattern:
+            return replace(self, pattern=_read(self.pattern).text)
+        near = closest(self.pattern, patterns)
+        help_ = f"did you mean `{near}`?" if near else f"declare it: `pattern {self.pattern}(x) " \
+            "{ ... }`, above the step"  # fmt: skip
+        refuse("S885", f"there is no pattern `{self.pattern}`", helps=(help_,))
+
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse the whole model: a region is a part of it."""
+        """Refuse the whole model, what a pattern does not match, and what is one kernel already."""
         if not site.fqn:
             refuse(
                 "S408",
                 "a region is a part of the model",
                 helps=("name a module: `layers.*  fuse()`",),
             )
+        if self.pattern:
+            _matched(site, plan, self)
+        elif _kernels(site, plan) == 1:
+            refuse("S884", f"`{site}` is one kernel already", "nothing is there to fuse it with",
+                   helps=("name a module around it",))  # fmt: skip
 
     def apply(self, site: Site, build: Any) -> None:
         """Compile the module of the copy."""
-        from schedlang.runtime.fuse import fuse as compiled
+        self._compile(build.at(site.fqn), site, build.plan)
 
-        compiled(build.at(site.fqn))
+    def _compile(self, module: Any, site: Site, plan: Plan) -> None:
+        from schedlang.runtime.fuse import fuse as compiled
+        from schedlang.runtime.regions.layer import fuse_pattern
+
+        if self.pattern:
+            fuse_pattern(module, _told(site, plan, self))
+        else:
+            compiled(module, rounding=self.rounding)
 
     def trial(self, site: Site, plan: Plan, call: tuple[Any, Any]) -> list[Trial]:
         """Run the compiled region in the working dtype, on the arguments of a real call."""
         import copy
 
         from schedlang.runtime.fuse import check_fused
-        from schedlang.runtime.fuse import fuse as compiled
 
         module = copy.deepcopy(plan.model.model.get_submodule(site.fqn))
-        compiled(module)
+        self._compile(module, site, plan)
         found = check_fused(module, *call)
         return [Trial(f"{c.name} by inductor", c.error, c.allowed, c.ok) for c in found]
+
+    def __str__(self) -> str:
+        said = [_read(self.pattern).name] if self.pattern else []
+        said += [f"backend={self.backend}"] if self.backend != "auto" else []
+        said += [f"rounding={self.rounding}"] if self.rounding != "fp32" else []
+        return f"fuse({', '.join(said)})"
+
+
+def _told(site: Site, plan: Plan, row: fuse) -> Told:
+    """The pattern, and what rows above have done to children."""
+    from schedlang.runtime.regions.flow import Looked
+    from schedlang.runtime.regions.layer import Told
+
+    found = _read(row.pattern)
+    inside: dict[str, set[str]] = {"decompose": set(), "": set()}
+    for action in plan.actions:
+        if "structure" in action.primitive.writes and not action.primitive.anew:
+            inside[action.name if action.name in inside else ""].update(
+                s.removeprefix(f"{site.fqn}.") for s in action.sites if s.startswith(f"{site.fqn}.")
+            )
+    products = any(f"{name}(" in str(found.body) for name in ("linear", "matmul"))
+    looked = Looked(frozenset(inside[""]), frozenset(inside["decompose"]), products)
+    return Told(found, looked, row.rounding, site.fqn)
+
+
+def _matched(site: Site, plan: Plan, row: fuse) -> None:
+    """Refuse where the pattern is nowhere (S882) or one call (S884); asked once for a kind."""
+    from schedlang.runtime.regions.flow import imagined
+    from schedlang.runtime.regions.layer import found_in
+
+    told = _told(site, plan, row)
+    if told.pattern.body.size == 1:
+        refuse("S884", f"`{told.pattern.name}` is one kernel already",
+               helps=("say what stands before or after it",))  # fmt: skip
+    module = plan.model.model.get_submodule(site.fqn)
+    found_in(module, told, imagined(module))
+
+
+def _kernels(site: Site, plan: Plan) -> int:
+    """How many kernels a module is, if that can be seen; 0 if not."""
+    from schedlang.runtime.regions.flow import Looked, flow, imagined
+    from schedlang.runtime.regions.ops import kernels
+
+    module = plan.model.model.get_submodule(site.fqn)
+    try:
+        return kernels(flow(module, imagined(module), Looked(products=True)), module)
+    except Refusal:
+        return 0

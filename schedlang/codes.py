@@ -258,12 +258,17 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S661": (
         "an attention that cannot be split by tokens",
-        "Its mask must follow from positions, documents and padding, and nothing else is added.",
+        "Its mask must follow from positions, documents and padding, and what is added to its\n"
+        "scores from positions and from integers of the batch.",
     ),
     "S663": (
         "units that not every rank calls",
         "ZeRO gathers a module on all ranks together; where values decide whether it is called,\n"
         "ranks would gather different ones.",
+    ),
+    "S674": (
+        "no tokens in the batch",
+        "Images become tokens inside of the model: split rows, heads, or a dim between modules.",
     ),
     "S662": ("sequences are split twice", "Over ranks, or in slices one after the other."),
     "S428": (
@@ -423,13 +428,17 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S870": ("the kernel takes no such argument", "`chunk` bounds the logits of a head's loss."),
     "S880": (
         "nothing that could replace a module",
-        "`replace(name)` takes what `replacements` of the model file says; schedules run no code.",
+        "`replacements` of the model file says what is.",
     ),
     "S881": (
         "a replacement that does not fit",
-        "It has the same parameters under the same names, or says which names its own are made\n"
-        "of, and its forward takes the same arguments.",
+        "It has the same parameters, or says what its own are made of, and takes the same call.",
     ),
+    "S882": ("a pattern that is nowhere in the module", "The message has the nearest miss."),
+    "S883": ("a data flow that cannot be followed", "It chooses by values; name a smaller module."),
+    "S884": ("nothing to gain", "One kernel is what fusing makes of several."),
+    "S885": ("not a pattern", "Functions of torch, `+ - * / @`, literals and all its parameters."),
+    "S886": ("a bias that cannot stand apart", "Linear layers have one that nothing looks at."),
     "S901": ("the model file has no batch", "Define `batch(seed)`: a dict of tensors."),
     "S902": ("`batch` returns something else", "Return the forward's keyword arguments as a dict."),
     "S903": ("`model` returns something else", "Return a torch.nn.Module."),

@@ -17,6 +17,7 @@ from schedlang.diagnostic import Diagnostic, Label, Refusal
 from schedlang.source import python_span
 
 if TYPE_CHECKING:
+    from schedlang.patterns import Pattern
     from schedlang.plan import Plan
 
 FACETS = frozenset(
@@ -95,6 +96,10 @@ class Primitive:
 
     def located(self, folder: Path) -> Primitive:
         """The same call with what it names in files read; paths start at the schedule's folder."""
+        return self
+
+    def resolved(self, patterns: Mapping[str, Pattern]) -> Primitive:
+        """The same call with the pattern that it names filled in."""
         return self
 
     def taken(self, sites: tuple[str, ...]) -> list[tuple[str, ...]]:

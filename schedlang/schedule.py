@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from schedlang import lift, printer
+from schedlang import lift, patterns, printer
 from schedlang import nodes as n
 from schedlang.cursor import Caller, Cursor
 from schedlang.diagnostic import Diagnostic, Label, Refusal, closest
 from schedlang.passes.diff import Difference, compare
-from schedlang.passes.expand import Expander, current, expand, open_step
-from schedlang.passes.state import Settings, State, start
+from schedlang.passes.expand import Expander, expand, open_step
+from schedlang.passes.state import Settings, State, current, start
 from schedlang.passes.why import why
 from schedlang.primitive import Primitive, load_all, registry
 from schedlang.selector import Selector
@@ -223,6 +223,11 @@ class Schedule(Scope):
             return
         node = parse_expr(test, span) if isinstance(test, str) else lift.lift(test, span)
         self._declare(n.Require(node, span=span))
+
+    def pattern(self, text: str) -> None:
+        """A subgraph with a name: `sch.pattern("bias_gelu(x, b) { gelu(x + b) }")`."""
+        span = python_span()
+        self._declare(n.placed(patterns.node_of(text), span))
 
     def use(self, path: str, as_: str | None = None, **knobs: object) -> None:
         """Bring in a library's definitions or a base's steps, relative to the working directory."""

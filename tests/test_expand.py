@@ -206,7 +206,6 @@ def test_libraries(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text, word",
     [
-        ("pattern f(x, b) { gelu(x + b) }", "pattern"),
         ("expect peak_memory < 70GiB", "expect"),
     ],
 )

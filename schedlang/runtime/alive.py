@@ -25,7 +25,7 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._most = 0  # at least the bytes alive now
         self._mine = {_key(t) for t in (*model.parameters(), *model.buffers())}
         self._hooks = [
-            p.register_post_accumulate_grad_hook(self._leave_out)
+            p.register_post_accumulate_grad_hook(self._leave_out)  # type: ignore[no-untyped-call]
             for p in model.parameters()
             if p.requires_grad
         ]

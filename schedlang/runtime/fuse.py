@@ -50,13 +50,14 @@ def unavailable(device: str = "cpu") -> str | None:
     return None
 
 
-def fuse(module: nn.Module, *, split_backward: bool = False) -> None:
+def fuse(module: nn.Module, *, split_backward: bool = False, rounding: str = "fp32") -> None:
     """Compile the forward of `module`, in place; it compiles when it is first called.
 
     split_backward: the backward will be run in two parts (gradients of inputs, then of weights)
     over one graph.  Donated buffers are then off, in the whole process, and inductor's caches for
     this module: their keys ignore that setting, and they would hand back a graph that overwrites
     what the second part needs.
+    rounding: "eager" rounds intermediate results as the operators do, "fp32" only what leaves.
 
     Raises Refusal without a compiler, for a module whose computation was replaced already, and at
     the call where the forward is not one graph.
@@ -71,7 +72,7 @@ def fuse(module: nn.Module, *, split_backward: bool = False) -> None:
         raise _refusal(
             "S832", f"`{name}` has a kernel of its own already", "fuse what is around it"
         )
-    wrap(module, "fuse", Fuse(type(module).__name__, split_backward))
+    wrap(module, "fuse", Fuse(type(module).__name__, split_backward, rounding))
 
 
 def graphs(module: nn.Module) -> int:
@@ -84,9 +85,10 @@ def graphs(module: nn.Module) -> int:
 class Fuse:
     """The layer that calls the compiled form of a forward."""
 
-    def __init__(self, name: str, split_backward: bool) -> None:
+    def __init__(self, name: str, split_backward: bool, rounding: str = "fp32") -> None:
         self.name = name
         self.split_backward = split_backward
+        self.rounding = rounding
         self.graphs = 0
         self.compiled: Callable[..., Any] | None = None
 
@@ -99,7 +101,7 @@ class Fuse:
         if _under_ambient_mode():
             return inner(*args, **kwargs)
         if self.compiled is None:
-            self.compiled = _compile(inner, self.split_backward)
+            self.compiled = _compile(inner, self.split_backward, self.rounding)
         with _counting(self), _refusing(self.name):
             return self.compiled(*args, **kwargs)
 
@@ -111,9 +113,9 @@ def _under_ambient_mode() -> bool:
     return any(isinstance(mode, Ambient) for mode in stack)
 
 
-def _compile(inner: Callable[..., Any], split_backward: bool) -> Callable[..., Any]:
+def _compile(inner: Callable[..., Any], split_backward: bool, rounding: str) -> Callable[..., Any]:
     # one backend object for all regions: graphs are shared only between equal backends
-    backend = _split_backend if split_backward else _backend
+    backend = _split_backend if split_backward else _rounding if rounding == "eager" else _backend
     if split_backward:
         import torch._functorch.config as functorch
 
@@ -170,6 +172,14 @@ def _backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         _counted[-1].graphs += 1
     with inductor.patch(fallback_random=True):
         return compile_fx(graph, inputs)
+
+
+def _rounding(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    """Intermediate results are rounded to the working type as they are eagerly."""
+    import torch._inductor.config as inductor
+
+    with inductor.patch(emulate_precision_casts=True):
+        return _backend(graph, inputs)
 
 
 def _split_backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:

@@ -105,7 +105,8 @@ def _differ(module: str, first: Sequence[_Made], second: Sequence[_Made]) -> Ite
 
 def _calls(original: Any, given: Any) -> list[_Made]:
     args, kwargs = given
-    with _Listening() as heard:
+    heard = _Listening()
+    with heard:
         original(*args, **kwargs)
     return heard.made
 

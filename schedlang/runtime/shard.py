@@ -74,8 +74,13 @@ COMPUTES: Mapping[str, Compute] = {"Linear": _linear, "Conv1D": _conv1d}
 Forward = Callable[..., Any]
 
 
-def projection(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
-    """A Linear or Conv1D on its parts: enter, multiply, reduce, add the bias once."""
+def projection(
+    module: nn.Module, kind: str, edges: tuple[Edge, ...], biased: bool = True
+) -> Forward:
+    """A Linear or Conv1D on its parts: enter, multiply, reduce, add the bias once.
+
+    Not `biased`: whoever calls it adds the bias.
+    """
     compute = COMPUTES[kind]
     sums = [edge for edge in edges if isinstance(edge.computes, P)]
     others = [edge for edge in edges if edge not in sums]
@@ -86,10 +91,10 @@ def projection(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward
         layer = waiting(module)
         if layer is not None and [edge.head for edge in edges] == [True]:
             return layer.lazy(x, edges[0].group, edges[0].cut or 0)
-        y = compute(module, x, not sums)
+        y = compute(module, x, biased and not sums)
         for edge in sums:
             y = edge.exit()(y)
-        bias = module._parameters.get("bias") if sums else None
+        bias = module._parameters.get("bias") if sums and biased else None
         y = y if bias is None else y + bias  # once, before others' positions are gathered
         for edge in others:
             if edge.head:

@@ -1,0 +1,57 @@
+"""decompose: a projection in two steps, so that others can be joined with the second."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from schedlang.plan import Plan
+from schedlang.primitive import Primitive, refuse
+
+if TYPE_CHECKING:
+    from schedlang.model import Site
+
+
+class decompose(Primitive):  # noqa: N801
+    """Let a linear layer add its bias in a call of its own, which a pattern can take.
+
+    before   y = linear(x, w, b)
+    after    y = linear(x, w) + b     the sum may be fused with what follows
+
+    The layer keeps its parameters and their names.  Alone it only rounds otherwise; with
+    `fuse(name)` of a module around it, and `pattern name(x, b) { gelu(x + b) }`, the sum is read
+    and written with what follows it.
+
+    Slapo (Chen et al. 2024): `.decompose`.
+    """
+
+    what: Literal["bias"]
+
+    example = "layers.*.mlp.up  decompose(bias)"
+    reads = frozenset()
+    writes = frozenset({"structure"})
+    gives_up = frozenset({"rounding"})
+
+    def check(self, site: Site, plan: Plan) -> None:
+        """Refuse what is no linear layer with a bias, and one whose result hooks look at."""
+        if kind_of(site, plan) is None:
+            refuse("S886", f"`{site}` is no linear layer", f"it is a {site.class_name}",
+                   helps=("name one: `layers.*.mlp.up  decompose(bias)`",))  # fmt: skip
+        if "bias" not in site.parameters:
+            refuse("S886", f"`{site}` has no bias", helps=("drop the row",))
+        module: Any = plan.model.model.get_submodule(site.fqn)
+        if module._forward_hooks or module._backward_hooks:
+            refuse("S886", f"a hook looks at the result of `{site}`",
+                   notes=("it would see the product without its bias",),
+                   helps=("drop the row, or remove the hook",))  # fmt: skip
+
+    def apply(self, site: Site, build: Any) -> None:
+        """Change the module of the copy."""
+        from schedlang.runtime.decomposed import decompose as apart
+
+        apart(build.at(site.fqn), kind_of(site, build.plan) or "")
+
+
+def kind_of(site: Site, plan: Plan) -> str | None:
+    """The kind of linear layer that a module is, if it is one."""
+    kinds = ("Linear", "Conv1D")
+    return next((k for k in kinds if plan.model.computes_as(site.fqn, k)), None)

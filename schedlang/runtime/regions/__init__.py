@@ -1,0 +1,1 @@
+"""Regions inside a module: its data flow, what a pattern matches there, and what runs instead."""
