@@ -110,8 +110,7 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     check_build(staged, given.optimizer, given.clip, given.hollow)
     module = _local_copy(plan, holdings, ranks, given.hollow)
     builder = Builder(plan, module, traced, ranks, prepared.chains)
-    exchange(plan, module, prepared.tokens, ranks)
-    _apply(builder)
+    _apply(builder, prepared)
     sliced = slice_state(plan, module, ranks, prepared)
     found = _own(plan, module, ranks, holdings)
     lying = None if given.hollow else away(builder, staged, found, sliced, given.optimizer)
@@ -227,12 +226,13 @@ def _check_state(plan: Plan) -> None:
         )
 
 
-def _apply(builder: Builder) -> None:
+def _apply(builder: Builder, prepared: Prepared) -> None:
     """Run every action's `apply`, facet by facet; sharding comes in before recomputation."""
     from schedlang.runtime.shard import Edge
     from schedlang.runtime.statistics import Statistics
 
     plan, ranks = builder.plan, builder.ranks
+    exchange(plan, builder.module, prepared.tokens, ranks)
 
     def at_home(edge: Edge | Statistics) -> Edge | Statistics:
         axes = edge.group.axes

@@ -21,6 +21,8 @@ def check(plan: Plan, primitive: Primitive, sites: Sequence[str], span: Span) ->
     Rows meet where their sites are equal, one lies in the other, or they share a tied parameter; a
     verb that changes which parameters there are meets all rows.
     """
+    if "recompute" in primitive.writes:
+        _once_each(sites, span)
     for first in plan.actions:
         relation = conflicts(type(first.primitive), type(primitive))
         if relation not in ("clash", "both"):
@@ -34,6 +36,18 @@ def check(plan: Plan, primitive: Primitive, sites: Sequence[str], span: Span) ->
             _clash(first, primitive, meetings, span)
         for facet in sorted(first.primitive.writes & primitive.writes & set(RULES)):
             RULES[facet](plan, first, primitive, meetings, span)
+
+
+def _once_each(sites: Sequence[str], span: Span) -> None:
+    """Refuse a row that recomputes a module, and another one inside of it (S502)."""
+    above = set(sites)
+    for site in sites:
+        outer = next((h for h in _holders(site) if h != site and h in above), None)
+        if outer is not None:
+            label = Label(span, f"selects {_name(site)}, and {_name(outer)} around it")
+            helps = ("select one of the two: a `*` in a path stands for one level",)
+            title = "nested checkpoints recompute the inner module twice"
+            raise Refusal(Diagnostic("S502", title, label, helps=helps))
 
 
 def _meetings(plan: Plan, first: Sequence[str], then: Sequence[str]) -> Iterator[Meeting]:

@@ -153,6 +153,13 @@ def _first(plan: Plan, staged: Staged, axes: tuple[str, ...], place: int, cut: i
     return plan.mesh.rank(here)
 
 
+def _together(plan: Plan) -> int:
+    """How many modules are recomputed as one, at most; of those that a limit groups all may be."""
+    rows = [a for a in plan.actions if "recompute" in a.primitive.writes]
+    sizes = [len(region) for a in rows for region in a.primitive.together(a.sites)]
+    return max([1, *sizes, *(len(a.sites) for a in rows if a.primitive.limit is not None)])
+
+
 def gathered_bytes(plan: Plan, holdings: Mapping[str, Holding], names: tuple[str, ...]) -> int:
     """Bytes of parameters that are gathered whole from slices of equal size."""
     total = 0
@@ -181,7 +188,7 @@ def _working(plan: Plan, staged: Staged, holdings: Mapping[str, Holding], place:
         whole += mine
         if gathers_of(plan, staged, stage, place) is not None:
             held = max(held, 2 * sum(mine) + max(mine, default=0))
-    largest = sum(sorted(whole)[-max(2, 1 + row.prefetch) :])
+    largest = sum(sorted(whole)[-max(2, 1 + row.prefetch, 1 + _together(plan)) :])
     parameters = sum(whole) if row.stage < 3 or not row.reshard else largest
     several = plan.order is not None and plan.order.micro > 1
     gradients = sum(whole) if row.stage == 1 and several else max(whole, default=0)

@@ -11,6 +11,7 @@ from schedlang.passes.chains import Chains, Counting, chains_of
 from schedlang.passes.context import tokens_of
 from schedlang.passes.holdings import holdings_of
 from schedlang.passes.propagate import Traced, propagate
+from schedlang.passes.repeats import check_repeats
 from schedlang.passes.routing import check_routing
 from schedlang.passes.sequence import slicing_of
 from schedlang.passes.staging import Staged, stages_of
@@ -55,6 +56,7 @@ def prepare(
     check_stale(plan, staged)
     slicing = slicing_of(plan, traced, staged, sample, loss, weight)
     tokens = tokens_of(plan, traced, sample, loss, weight)
+    check_repeats(plan, sample, loss)
     chains = chains_of(Counting(plan, traced, staged, sample, loss, tokens))
     return Prepared(traced, staged, holdings_of(plan, staged), slicing, tokens, chains)
 

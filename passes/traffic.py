@@ -180,12 +180,8 @@ def _heard(context: _Context, batch: Mapping[str, Any], loss: Loss | None) -> li
     plan = context.plan
     model = local_skeleton(plan, context.traced)
     model.train()
-    at = _At(plan, model, chains_of(Counting(plan, context.traced, context.staged, batch, loss,
-                                            context.tokens)))  # fmt: skip
-    for action in plan.actions:
-        if "recompute" in action.primitive.writes:
-            for target in plan.targets(action):
-                action.primitive.apply(target, at)
+    counting = Counting(plan, context.traced, context.staged, batch, loss, context.tokens)
+    at_skeleton(plan, model, chains_of(counting))
     heard: list[_Exchange] = []
     backward = False
 
@@ -202,6 +198,15 @@ def _heard(context: _Context, batch: Mapping[str, Any], loss: Loss | None) -> li
             value.backward()
     crossing.forget()
     return heard
+
+
+def at_skeleton(plan: Plan, model: Any, chains: Chains) -> None:
+    """Recompute modules of a local model on meta where rows ask for it."""
+    at = _At(plan, model, chains)
+    for action in plan.actions:
+        if "recompute" in action.primitive.writes:
+            for target in plan.targets(action):
+                action.primitive.apply(target, at)
 
 
 @dataclass(frozen=True)

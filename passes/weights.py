@@ -99,11 +99,17 @@ def _distinct(held: Sequence[set[str]], sizes: Mapping[str, float]) -> list[list
 def _kept(plan: Plan, graph: StageGraph) -> list[int]:
     """Bytes that each unit keeps for the backward of one microbatch."""
     rows = [action for action in plan.actions if "recompute" in action.primitive.writes]
-    sites = {site for action in rows for site in action.sites}
+    first = {  # module -> the first of those that are recomputed with it, whose input is kept
+        site: region[0]
+        for action in rows
+        for region in action.primitive.together(action.sites)
+        for site in region
+    }
     found = []
     for name, saved, given in zip(graph.units, graph.saved, graph.given):
         above = name
-        while above and above not in sites:
+        while above and above not in first:
             above = above.rpartition(".")[0]
-        found.append(given if above in sites else saved)
+        inside = above in first
+        found.append((given if first[above] == above else 0) if inside else saved)
     return found

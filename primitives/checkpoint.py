@@ -69,11 +69,6 @@ class checkpoint(Primitive):  # noqa: N801
             if size != "sqrt" and size < 1:
                 refuse("S840", f"`{word}={size}` is no number of modules", f"`{word}` counts them",
                        helps=(f"use `{word}=1` or more",))  # fmt: skip
-        inner = next((n for n in names for m in names if n != m and _inside(n, m)), None)
-        if inner is not None:
-            refuse("S502", "nested checkpoints recompute the inner module twice",
-                   f"`{inner}` lies inside another module that this row selects",
-                   helps=("select one of the two: a `*` in a path matches one level",))  # fmt: skip
         if self.group != 1 and len(names) > 1 and all(len(run) == 1 for run in runs(names)):
             refuse("S840", f"no two of these {len(names)} modules follow each other in a list",
                    f"`{names[0]}` and `{names[1]}` are not neighbours",
@@ -148,6 +143,3 @@ class checkpoint(Primitive):  # noqa: N801
         size = root(len(run)) if self.group == "sqrt" else self.group
         return groups(len(run), size, self.every)
 
-
-def _inside(name: str, other: str) -> bool:
-    return name.startswith(f"{other}." if other else "")

@@ -406,6 +406,11 @@ CODES: Mapping[str, tuple[str, str]] = {
         "half of a plan, or two",
         "`plan` and `memory` stand together, without `group`, `every` and `save`, on one list.",
     ),
+    "S843": (
+        "recomputed with other numbers",
+        "A module draws from Python, from numpy, or keeps something from call to call.  Only\n"
+        "torch's generators, also those that a module holds itself, are replayed.",
+    ),
     "S850": (
         "what a row puts on disk cannot be written",
         "The step is undone on all ranks.  Files lie in the temporary folder: set TMPDIR, or make\n"

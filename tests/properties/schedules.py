@@ -78,7 +78,20 @@ def checkpoint(config: Config, sizes: dict[str, int], length: int) -> list[Step]
                 f"{at}  checkpoint(save=[linear, attention, collective])"]  # fmt: skip
         rows += [f"{at}.{inner}  checkpoint()"] if inner else []
         found += [step("checkpoint", [row], [f"checkpoint {at}"]) for row in rows]
-    return found
+    return found + _regions(config, sizes)
+
+
+def _regions(config: Config, sizes: dict[str, int]) -> list[Step]:
+    """All blocks in groups, every second of them, or as a plan has it; no cut falls in a group."""
+    count = len(config.blocks)
+    fits = not any(b.kind == "counting" or b.norm == "batch" for b in config.blocks)
+    if count < 2 or not fits:
+        return []
+    claims = [f"{verb} {_at(place)}" for verb in ("checkpoint", "unroll") for place in range(count)]
+    ways = ["every=2", "plan=rotor, memory=1MiB"]
+    if sizes.get("pp", 1) == 1:
+        ways += ["group=2", "group=sqrt", "group=2, every=2, save=[linear]"]
+    return [step("checkpoint", [f"blocks.*  checkpoint({way})"], claims) for way in ways]
 
 
 @generator
