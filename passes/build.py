@@ -101,10 +101,9 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     loss = given.loss
     plan = completed(plan, batch, loss)
     ranks = check_job(plan)
-    micro, count = plan.micro, plan.shares
     prepared = given.prepared
     if prepared is None:
-        sample = parts.split(batch, 1 if given.local else count, micro)[0][0].inputs
+        sample = parts.split(batch, 1 if given.local else plan.shares, plan.micro)[0][0].inputs
         prepared = prepare(plan, sample, loss, given.weight)
     traced, staged, holdings = prepared.traced, prepared.staged, prepared.holdings
     check_build(staged, given.optimizer, given.clip, given.hollow)
@@ -118,11 +117,11 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     dropout = _dropout(plan, prepared, ranks, given.seed, module)
     pipeline = pipeline_of(plan, module, ranks, prepared, loss, given.weight, sliced)
     assembly = Assembly(
-        module=module, pipeline=pipeline, ranks=ranks, replicas=plan.data_axes, micro=micro,
+        module=module, pipeline=pipeline, ranks=ranks, replicas=plan.data_axes, micro=plan.micro,
         parameters=found, holdings=holdings, buffer_stages=buffer_stages(staged),
         ties=(*plan.model.ties, *plan.model.shared_buffers), sums=tuple(sums), sliced=sliced,
         keys=tuple(plan.model.model.state_dict()), loss_dtype=_loss_dtype(plan),
-        weight=given.weight or _weight(prepared, count * micro),
+        weight=given.weight or _weight(prepared, plan.shares * plan.micro),
         compressor=compressor_of(plan, traced, holdings, found, ranks),
         early=early_sums(plan, staged, found, sums), last_rank=_last_rank(plan, staged),
         stage_axis=staged.axis, dropout=dropout, inputs=frozenset(batch),

@@ -101,7 +101,7 @@ def together(named: Any) -> torch.optim.Optimizer:
     return Together([p for _, p in named], lr=0.01, momentum=0.5)
 
 
-@pytest.mark.parametrize("optimizer", [sgd, adamw, together], ids=["sgd", "adamw", "together"])
+@pytest.mark.parametrize("optimizer", [adamw, together], ids=["adamw", "together"])
 @pytest.mark.parametrize(
     "rows",
     [
@@ -419,7 +419,7 @@ def everything(program: Program) -> dict[str, Any]:
     return {**{n: v.clone() for n, v in program.state_dict().items()}, **moments}
 
 
-@pytest.mark.parametrize("room", [0, 1 << 12, 1 << 15])
+@pytest.mark.parametrize("room", [0, 1 << 15])
 @pytest.mark.parametrize(
     "rows", [ALL.format("disk"), "offload(optimizer, to=disk)", "offload(gradients, to=disk)"]
 )
