@@ -73,7 +73,8 @@ class Tap:
         self._lanes: dict[Any, Lane] = {}
         self._count = {tuple(range(world)): 1}  # over these ranks so many groups are there
         self.told = ""  # for whose sake the next collective is
-        self.touch: Callable[[Tensor], None] = lambda tensor: None  # told of all that is sent
+        # told of every tensor that is sent, and between which ranks
+        self.touch: Callable[[Tensor, Lane], None] = lambda tensor, lane: None
 
     def listen(self, kind: str, group: Group, size: int) -> None:
         """The runtime tells of a collective before it asks for it."""
@@ -115,9 +116,6 @@ def _functions(tap: Tap) -> dict[str, Callable[..., Any]]:
 
     def collective(name: str, whole: int) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Done:
-            for one in (*args, *kwargs.values()):
-                if isinstance(one, Tensor):
-                    tap.touch(one)
             op = kwargs.get("op", next((a for a in args if isinstance(a, dist.ReduceOp)), None))
             group = kwargs.get("group", next((a for a in args if _is_group(a)), None))
             root = f"from {kwargs['src']}" if "src" in kwargs else ""
@@ -126,19 +124,36 @@ def _functions(tap: Tap) -> dict[str, Callable[..., Any]]:
             how = root or (str(op if op is not None else dist.ReduceOp.SUM) if reduces else "")
             tensor = args[whole] if len(args) > whole else None
             held = tensor if isinstance(tensor, Tensor) else None
+            for one in (*args, *kwargs.values()):
+                if isinstance(one, Tensor):
+                    tap.touch(one, tap.lane(group))
             return tap.note(_sent(name, tap.lane(group), held, how), held)
 
         return run
 
+    def at_once(run: Callable[..., Done]) -> Callable[..., Done | None]:
+        """As torch: a handle only where one is asked for."""
+
+        def asked(*args: Any, **kwargs: Any) -> Done | None:
+            done = run(*args, **kwargs)
+            return done if kwargs.get("async_op") else None
+
+        return asked
+
     def message(name: str, sends: bool) -> Callable[..., Any]:
         def run(tensor: Tensor, peer: int, group: Any = None, tag: int = 0) -> Done:
             ends = (tap.rank, peer) if sends else (peer, tap.rank)
-            tap.touch(tensor)
+            tap.touch(tensor, tap.lane(group))
             return tap.note(_sent(name, tap.lane(group), tensor, "", ends), tensor)
 
         return run
 
+    newer = {  # what fully_shard calls from torch 2.13 on
+        "all_gather_single": at_once(collective("all_gather", 0)),
+        "reduce_scatter_single": at_once(collective("reduce_scatter", 1)),
+    }
     return {
+        **{name: function for name, function in newer.items() if hasattr(dist, name)},
         "new_group": new_group,
         "all_reduce": collective("all_reduce", 0),
         "all_gather_into_tensor": collective("all_gather", 0),
