@@ -101,7 +101,7 @@ def _play(
     few = repeated(sample, plan.shares * short.micro)
     footprint = Footprint("meta")
     with playing(of.first, plan.mesh.world) as tap, watched(footprint):
-        state = _state_ranks(plan, of.first)
+        state, tap.holds = _state_ranks(plan, of.first), False
         tap.touch = lambda tensor, lane: footprint.touched(tensor, lane.ranks == state)
         program = build(short, few, loss=loss, optimizer=_adamw, prepared=ready, hollow=True)
         _start(program, footprint)

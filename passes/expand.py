@@ -13,7 +13,7 @@ from schedlang.binding import Argument, bind
 from schedlang.diagnostic import Diagnostic, Label, Refusal, guess
 from schedlang.evaluate import evaluate
 from schedlang.knob import unknown_settings
-from schedlang.passes import declare, legality
+from schedlang.passes import declare, expect, legality
 from schedlang.passes.parameters import arguments_of
 from schedlang.passes.state import RELAXABLE, Settings, State, start
 from schedlang.primitive import Primitive, load_all, registry
@@ -212,7 +212,14 @@ class Expander:
             case n.When(test, block, orelse):
                 self._when(test, block, orelse, roots, names)
             case n.Expect():
-                self._not_yet("expect", node.span)
+                self._expect(node, names)
+
+    def _expect(self, node: n.Expect, names: Names) -> None:
+        """Note a bound on the plan; it is held against it once its costs are counted."""
+        found, plan = expect.read(node, names), self.state.plan
+        if found is not None and plan is not None:
+            plan = replace(plan, expected=(*plan.expected, found))
+            self.state = replace(self.state, plan=plan)
 
     def _select(self, paths: Sequence[n.Path], roots: Roots, names: Names) -> Roots:
         if self.selector is None or roots is None:

@@ -255,7 +255,9 @@ class _Copy:
         self.ready: Any = None
         source = _bytes(tensor.untyped_storage(), tensor.device)
         self.host: Tensor | None = torch.empty(
-            source.shape, dtype=torch.uint8, device="meta" if source.is_meta else "cpu",
+            source.shape,
+            dtype=torch.uint8,
+            device="meta" if source.is_meta else "cpu",
             pin_memory=source.is_cuda,
         )
         if source.is_cuda:

@@ -138,9 +138,7 @@ class Played(Program):
             self.footprint.mark(what)
 
 
-def play(
-    program: Program, cut: Cut, batch: Batch, footprint: Footprint | None = None
-) -> Played:
+def play(program: Program, cut: Cut, batch: Batch, footprint: Footprint | None = None) -> Played:
     """One training step, with nothing in it; `batch` is whole, and its values are real.
 
     With a footprint also the step of the program's optimizer.

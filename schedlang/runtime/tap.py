@@ -73,6 +73,7 @@ class Tap:
         self._lanes: dict[Any, Lane] = {}
         self._count = {tuple(range(world)): 1}  # over these ranks so many groups are there
         self.told = ""  # for whose sake the next collective is
+        self.holds = True  # what was summed is kept, for who asks which gradients it was
         # told of every tensor that is sent, and between which ranks
         self.touch: Callable[[Tensor, Lane], None] = lambda tensor, lane: None
 
@@ -84,7 +85,8 @@ class Tap:
         """Write one operation down."""
         sent, self.told = replace(sent, fqn=self.told), ""
         self.log.append(sent)
-        if tensor is not None and sent.op == "all_reduce" and sent.lane is not None:
+        summed = self.holds and sent.op == "all_reduce"
+        if tensor is not None and summed and sent.lane is not None:
             self.summed.append((sent.lane, tensor))
         return Done()
 
