@@ -112,8 +112,8 @@ def _problems(plan: Plan, account: Account, one: Expectation) -> Iterator[Diagno
     found = _found(plan, account, one)
     if found is None:
         title = f"`{one.said}` cannot be told"
-        helps = ("let the model file have a batch: `batch(seed)`",)
-        yield Diagnostic("S862", title, label, notes=account.notes, helps=helps)
+        batch = ("let the model file have a batch: `batch(seed)`",)
+        yield Diagnostic("S862", title, label, notes=account.notes, helps=batch)
     elif not ORDER[one.op](found, one.bound):
         notes, helps = _why(plan, account, one)
         title = f"`{one.said}` does not hold: it is {_text(one, found)}"

@@ -276,19 +276,9 @@ class Schedule(Scope):
         self._declare(n.Use(path, as_, args or None, span=NOWHERE))
 
     def expect(self, test: str, on: str | None = None) -> None:
-        """A bound on what the plan costs, held against it by `plan` and `unmet`."""
+        """A bound on what the plan costs, held against it by the verb `plan`."""
         span = python_span()
         self._declare(n.Expect(parse_expr(test, span), on, span=span))
-
-    def unmet(self, batch: Mapping[str, Any] | None = None, loss: Any = None) -> tuple[Any, ...]:
-        """What was expected of the plan and does not hold, as diagnostics; empty if all does.
-
-        `batch` is the keyword arguments of a whole step, without which little can be counted.
-        """
-        from schedlang.passes.account import account
-        from schedlang.passes.expect import unmet
-
-        return unmet(self.plan(), account(self.plan(), batch, loss, memory=True))
 
     def set(self, **knobs: object) -> None:
         """Set knobs and plan everything again; refused settings change nothing."""

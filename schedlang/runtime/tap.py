@@ -133,15 +133,6 @@ def _functions(tap: Tap) -> dict[str, Callable[..., Any]]:
 
         return run
 
-    def at_once(run: Callable[..., Done]) -> Callable[..., Done | None]:
-        """As torch: a handle only where one is asked for."""
-
-        def asked(*args: Any, **kwargs: Any) -> Done | None:
-            done = run(*args, **kwargs)
-            return done if kwargs.get("async_op") else None
-
-        return asked
-
     def message(name: str, sends: bool) -> Callable[..., Any]:
         def run(tensor: Tensor, peer: int, group: Any = None, tag: int = 0) -> Done:
             ends = (tap.rank, peer) if sends else (peer, tap.rank)
@@ -150,12 +141,8 @@ def _functions(tap: Tap) -> dict[str, Callable[..., Any]]:
 
         return run
 
-    newer = {  # what fully_shard calls from torch 2.13 on
-        "all_gather_single": at_once(collective("all_gather", 0)),
-        "reduce_scatter_single": at_once(collective("reduce_scatter", 1)),
-    }
     return {
-        **{name: function for name, function in newer.items() if hasattr(dist, name)},
+        **_newer(collective),
         "new_group": new_group,
         "all_reduce": collective("all_reduce", 0),
         "all_gather_into_tensor": collective("all_gather", 0),
@@ -169,6 +156,23 @@ def _functions(tap: Tap) -> dict[str, Callable[..., Any]]:
         "send": message("send", True),
         "recv": message("recv", False),
     }
+
+
+def _newer(collective: Callable[[str, int], Callable[..., Done]]) -> dict[str, Any]:
+    """What fully_shard calls from torch 2.13 on; it gets a handle only where it asks for one."""
+
+    def at_once(run: Callable[..., Done]) -> Callable[..., Done | None]:
+        def asked(*args: Any, **kwargs: Any) -> Done | None:
+            done = run(*args, **kwargs)
+            return done if kwargs.get("async_op") else None
+
+        return asked
+
+    found = {
+        "all_gather_single": at_once(collective("all_gather", 0)),
+        "reduce_scatter_single": at_once(collective("reduce_scatter", 1)),
+    }
+    return {name: function for name, function in found.items() if hasattr(dist, name)}
 
 
 def _is_group(value: object) -> bool:
