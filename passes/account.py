@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from schedlang.diagnostic import Refusal
 from schedlang.passes.memory import RankClass, rank_classes
 from schedlang.passes.statistics import with_statistics
 from schedlang.passes.traffic import Collective, collectives
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
+    from schedlang.memory import RankMemory
     from schedlang.passes.dryrun import Loss
+    from schedlang.passes.prepare import Prepared
     from schedlang.passes.staging import Staged
     from schedlang.timeline import Timeline
 
@@ -28,6 +31,7 @@ class Account:
     timeline     at unit cost: forward 1, backward 2; None without a pipeline
     stages       unit -> stage; empty without a pipeline
     notes        what is assumed or left out, in words
+    memory       bytes over the step by class; None where it was not asked for, or cannot be told
     """
 
     classes: tuple[RankClass, ...] | None
@@ -36,6 +40,7 @@ class Account:
     stages: Mapping[str, int]
     places: tuple[int, ...]
     notes: tuple[str, ...]
+    memory: tuple[RankMemory, ...] | None = None
 
     @property
     def bubble(self) -> float | None:
@@ -55,8 +60,10 @@ class Account:
     def to_json(self) -> dict[str, Any]:
         """As plain values; bytes throughout."""
         classes, found = self.classes, self.collectives
+        memory = self.memory
         return {
-            "activations": ACTIVATIONS,
+            "activations": ACTIVATIONS if memory is None else max(m.activations for m in memory),
+            "memory": None if memory is None else [one.to_json() for one in memory],
             "ranks": None if classes is None else [one.to_json() for one in classes],
             "collectives": None if found is None else [one.to_json() for one in found],
             "stages": dict(self.stages),
@@ -67,9 +74,10 @@ class Account:
 
 
 def account(
-    plan: Plan, batch: Mapping[str, Any] | None = None, loss: Loss | None = None
-) -> Account:
-    """Count what a plan costs.
+    plan: Plan, batch: Mapping[str, Any] | None = None, loss: Loss | None = None, *,
+    memory: bool = False,
+) -> Account:  # fmt: skip
+    """Count what a plan costs; with `memory` also the bytes that ranks hold while a step runs.
 
     `batch` is the keyword arguments of one whole step; without it what depends on it is left out.
     Raises Refusal where the plan cannot be built for this batch.
@@ -79,8 +87,10 @@ def account(
     from schedlang.passes.complete import completed
     from schedlang.passes.context import tokens_of
     from schedlang.passes.holdings import holdings_of
+    from schedlang.passes.prepare import Prepared
     from schedlang.passes.propagate import propagate
     from schedlang.passes.routing import check_routing
+    from schedlang.passes.sequence import slicing_of
     from schedlang.passes.staging import stages_of
     from schedlang.passes.staleness import check_stale
     from schedlang.runtime import parts
@@ -101,13 +111,38 @@ def account(
     sent = collectives(plan, traced, staged, holdings, sample, loss, tokens)
     if any(one.what == "tokens" for one in sent):
         notes.append("tokens are counted as if all experts were chosen equally often")
+    held = None
+    if memory:
+        slicing = slicing_of(plan, traced, staged, sample, loss, None)
+        prepared = Prepared(traced, staged, holdings, slicing, tokens)
+        held, why = _memory(plan, batch, loss, prepared)
+        notes += [why] if why else []
     return Account(
         rank_classes(plan, staged, holdings),
         sent,
-        _timeline(staged), _stages(staged), staged.ranks, tuple(notes),
+        _timeline(staged), _stages(staged), staged.ranks, tuple(notes), held,
     )  # fmt: skip
 
 
+def _memory(
+    plan: Plan, batch: Mapping[str, Any], loss: Loss | None, prepared: Prepared
+) -> tuple[tuple[RankMemory, ...] | None, str]:
+    """Bytes over a step by class; or None and why they cannot be told."""
+    from schedlang.passes.estimate import estimate
+    from schedlang.runtime.tap import free
+
+    if not free():
+        return None, f"{_UNTOLD}: this process is a rank of a job, and cannot play others"
+    try:
+        return estimate(plan, batch, loss, prepared), ""
+    except Refusal as refusal:
+        return None, f"{_UNTOLD}: {refusal.diagnostics[0].title}"
+    except Exception as error:  # a model may ask for what only values tell, a kernel for a device
+        first = str(error).split("\n")[0]
+        return None, f"{_UNTOLD}: {type(error).__name__}: {first}"
+
+
+_UNTOLD = "memory over the step is not estimated"
 _MOMENTS = "optimizer state: two moments of AdamW in the parameter's dtype"
 _NO_BATCH = "collectives are not counted: there is no batch to count them with"
 _NO_STAGES = "what each stage holds is not known: there is no batch to cut the model with"

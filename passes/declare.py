@@ -23,7 +23,6 @@ from schedlang.syntax import parse, read
 from schedlang.value import UNKNOWN, AxisSize, Bytes, Names, shown
 
 MOST = 2**20  # ranks along one axis
-NOT_YET = "is not interpreted yet"
 
 
 def refused(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from schedlang.memory import CLASSES, Moment, RankMemory
+from schedlang.passes.holdings import slicing
 from schedlang.passes.memory import MOMENTS, RankClass, rank_classes
 from schedlang.passes.prepare import Prepared
 from schedlang.passes.roles import fewer, places, repeated
@@ -100,13 +101,20 @@ def _play(
     few = repeated(sample, plan.shares * short.micro)
     footprint = Footprint("meta")
     with playing(of.first, plan.mesh.world) as tap, watched(footprint):
-        tap.touch = footprint.touched
+        state, tap.holds = _state_ranks(plan, of.first), False
+        tap.touch = lambda tensor, lane: footprint.touched(tensor, lane.ranks == state)
         program = build(short, few, loss=loss, optimizer=_adamw, prepared=ready, hollow=True)
         _start(program, footprint)
         units = [unit for one in program.assembly.sliced.values() for unit in one.units]
         with without_values(units):
             play(program, staged.cut, few, footprint)
     return _table(footprint, of, ready.staged)
+
+
+def _state_ranks(plan: Plan, rank: int) -> tuple[int, ...]:
+    """The ranks between which slices of parameters and gradients are sent."""
+    row, _ = slicing(plan)
+    return () if row is None else tuple(plan.mesh.group(rank, plan.mesh.fold(row.axes)))
 
 
 def _adamw(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:

@@ -14,7 +14,7 @@ from schedlang.binding import Argument, bind
 from schedlang.diagnostic import Diagnostic, Label, Refusal, guess
 from schedlang.evaluate import evaluate
 from schedlang.knob import unknown_settings
-from schedlang.passes import bases, declare, legality
+from schedlang.passes import bases, declare, expect, legality
 from schedlang.passes.parameters import arguments_of
 from schedlang.passes.state import RELAXABLE, Settings, State, current, start
 from schedlang.primitive import Primitive, load_all, registry
@@ -181,10 +181,6 @@ class Expander:
             f"`{name}" in said if name[-1] == "." else f"`{name}`" in said for name in broken
         )
 
-    def _not_yet(self, word: str, span: Span) -> None:
-        title = f"`{word}` {declare.NOT_YET}"
-        self.problems.append(Diagnostic("S005", title, Label(span, "parsed, and refused here")))
-
     def step(self, node: n.Step) -> None:
         """A phase with a name."""
         with self.inside(node):
@@ -228,7 +224,14 @@ class Expander:
             case n.When(test, block, orelse):
                 self._when(test, block, orelse, roots, names)
             case n.Expect():
-                self._not_yet("expect", node.span)
+                self._expect(node, names)
+
+    def _expect(self, node: n.Expect, names: Names) -> None:
+        """Note a bound on the plan; it is held against it once its costs are counted."""
+        found, plan = expect.read(node, names), self.state.plan
+        if found is not None and plan is not None:
+            plan = replace(plan, expected=(*plan.expected, found))
+            self.state = replace(self.state, plan=plan)
 
     def _select(self, paths: Sequence[n.Path], roots: Roots, names: Names) -> Roots:
         if self.selector is None or roots is None:

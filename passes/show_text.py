@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from schedlang.memory import CLASSES
 from schedlang.passes.account import ACTIVATIONS
 from schedlang.value import shown
 
@@ -116,6 +117,20 @@ def _ranks(view: View, each: bool) -> Iterator[str]:
         blank = ("",) * (len(head) - 2)
         rows.append((f"and {more} more", *blank, "(--each)"))
     yield from _table(rows)
+    yield from _peaks(view, each)
+
+
+def _peaks(view: View, each: bool) -> Iterator[str]:
+    """Where each kind of rank holds most, and what for."""
+    memory = view.account.memory
+    if memory is None:
+        return
+    rows: list[Row] = [("peak", "", "at", "sum", *CLASSES)]
+    for one in memory if each else memory[:MOST_CLASSES]:
+        where = _where(view, one.place) or f"rank {one.first}"
+        cells = (size(count) if count else "-" for count in one.classes.values())
+        rows.append((where, _count(one.ranks, "rank"), one.top.what, size(one.peak), *cells))
+    yield from _table(rows)
 
 
 def _rank(view: View, one: RankClass, away: Sequence[str]) -> Row:
@@ -127,8 +142,14 @@ def _rank(view: View, one: RankClass, away: Sequence[str]) -> Row:
         where.strip(), _count(one.ranks, "rank"),
         f"{number(one.elements)}, {size(one.parameters)}", size(one.gradients),
         size(one.optimizer), f"+ {size(one.working)}" if one.working else "-",
-        *(size(getattr(one, tier)) for tier in away), ACTIVATIONS,
+        *(size(getattr(one, tier)) for tier in away), _activations(view, one),
     )  # fmt: skip
+
+
+def _activations(view: View, one: RankClass) -> str:
+    """What forwards leave for backwards on these ranks, at most."""
+    found = [m for m in view.account.memory or () if m.first == one.first]
+    return size(found[0].activations) if found else ACTIVATIONS
 
 
 def _where(view: View, place: int | None) -> str:

@@ -142,4 +142,3 @@ class checkpoint(Primitive):  # noqa: N801
     def _tree(self, run: tuple[str, ...]) -> Tree:
         size = root(len(run)) if self.group == "sqrt" else self.group
         return groups(len(run), size, self.every)
-

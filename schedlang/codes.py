@@ -38,10 +38,6 @@ CODES: Mapping[str, tuple[str, str]] = {
         "Most often a colon or nothing at all stands between a selector and its primitive:\n"
         "write `h.*  checkpoint()`, not `h.*: checkpoint()`.  A colon asks for modules of a type.",
     ),
-    "S005": (
-        "parsed, but not interpreted yet",
-        "The grammar has this statement and `fmt` formats it; executing it is still to come.",
-    ),
     "S006": ("another version of the language", "This schedlang reads `schedule 1`."),
     "S007": (
         "a word of the language cannot be a name",
@@ -315,6 +311,20 @@ CODES: Mapping[str, tuple[str, str]] = {
         "Nothing was changed; the message lists names and shapes.",
     ),
     "S637": ("state that no checkpoint can hold", "Tensors, and plain numbers alike on all ranks."),
+    "S860": (
+        "the plan costs more than is expected",
+        "`expect` is held against what `plan` counts: bytes at the peak of a step, bytes sent,\n"
+        "the pipeline's bubble.  `plan` shows where they come from.",
+    ),
+    "S861": (
+        "nothing that can be expected of a plan",
+        "A measure is compared with a bound: `expect peak_memory < 70GiB on h100x64`,\n"
+        "`expect comm_bytes(tp) < 2GiB`, `expect bubble < 0.2`.",
+    ),
+    "S862": (
+        "an expectation that cannot be told",
+        "Bytes are counted with a batch, and memory where a step can be played without values.",
+    ),
     "S702": (
         "too many ranks for one machine",
         "`verify` and `run` start local processes.  A smaller mesh, `--mesh ...`, keeps the rows.",

@@ -156,6 +156,22 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class Expectation:
+    """A bound on what the plan costs: `said` as written, `bound` in bytes or as a share.
+
+    `axes` are those over which bytes are counted (none: all); `on` the machine that it is about.
+    """
+
+    measure: str
+    axes: tuple[str, ...]
+    op: str
+    bound: float
+    said: str
+    on: str | None = None
+    span: Span | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
 class Plan:
     """Mesh, decisions, actions, and what follows from the actions.  Every change makes a new plan.
 
@@ -188,6 +204,7 @@ class Plan:
     contexts: Mapping[str, tuple[Context, ...]] = field(default_factory=dict)  # by module
     compression: Compression | None = None  # of the sums of gradients over some data axes
     stores: tuple[Stored, ...] = ()  # what does not lie on the device
+    expected: tuple[Expectation, ...] = ()  # bounds on what it costs
 
     @staticmethod
     def empty(model: ModelFacts, mesh: Mesh | None = None) -> Plan:

@@ -236,7 +236,7 @@ class Schedule(Scope):
         self._declare(n.Use(path, as_, args or None, span=NOWHERE))
 
     def expect(self, test: str, on: str | None = None) -> None:
-        """An assertion about the plan (refused: not interpreted yet)."""
+        """A bound on what the plan costs, held against it by the verb `plan`."""
         span = python_span()
         self._declare(n.Expect(parse_expr(test, span), on, span=span))
 

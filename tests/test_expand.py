@@ -204,19 +204,6 @@ def test_libraries(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text, word",
-    [
-        ("expect peak_memory < 70GiB", "expect"),
-    ],
-)
-def test_not_interpreted_yet(text: str, word: str) -> None:
-    """What is parsed and not interpreted is refused by name."""
-    refusal = refused(f"schedule 1\n{text}\n")
-    assert refusal.diagnostic.code == "S005"
-    assert f"`{word}` is not interpreted yet" in refusal.render()
-
-
-@pytest.mark.parametrize(
     "text, code, said",
     [
         (body("lm_head  shrad(col, over=tp)"), "S301", "did you mean `shard`?"),

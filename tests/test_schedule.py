@@ -136,7 +136,7 @@ def test_a_refusal_changes_nothing(sch: Schedule) -> None:
         (lambda s: s.undo(to="nix"), "there is no step `nix`"),
         (lambda s: s.why("lm_hed"), "did you mean `lm_head`?"),
         (lambda s: s.use("nix.sched"), "no such file"),
-        (lambda s: s.expect("time < 3ms"), "not interpreted yet"),
+        (lambda s: s.expect("time < 3ms"), "`time` is no measure of a plan"),
     ],
 )
 def test_mistakes(sch: Schedule, call: Any, said: str) -> None:

@@ -51,7 +51,7 @@ def test_plan(folder: Path) -> None:
     found = run("plan", folder / "a.sched", "--svg", files["svg"], "--html", files["html"],
                 "--out", files["json"])  # fmt: skip
     assert found.exit_code == 0, found.output
-    assert "f32[8@tp, 6]" in found.stdout and "not estimated" in found.stdout
+    assert "f32[8@tp, 6]" in found.stdout and "activations" in found.stdout
     assert files["svg"].read_text().startswith("<svg") and "</svg>" in files["html"].read_text()
     saved = json.loads(files["json"].read_text())
     assert saved["mesh"] == {"tp": 2} and len(saved["actions"]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +25,7 @@ class Constants:
 
     def __init__(self) -> None:
         self.values: dict[int, torch.Tensor] = {}  # meta storage to a flat real tensor
-        self.alive: list[Any] = []
+        self._alive: dict[int, Any] = {}  # as long as a meta storage lives its value is known
 
     def know(self, real: Any, meta: Any) -> None:
         """Remember the values of integer and boolean tensors given as arguments."""
@@ -113,8 +114,14 @@ class Constants:
             return
         flat = torch.zeros(size, dtype=value.dtype, device="cpu")
         flat.as_strided(bare.shape, bare.stride(), bare.storage_offset()).copy_(value)
-        self.values[_storage(bare)] = flat
-        self.alive.append(bare.untyped_storage())
+        key = _storage(bare)
+
+        def gone(_: Any) -> None:  # another storage may come to lie at its place
+            self.values.pop(key, None)
+            self._alive.pop(key, None)
+
+        self.values[key] = flat
+        self._alive[key] = weakref.ref(bare.untyped_storage(), gone)
 
     def _forget(self, written: Iterable[torch.Tensor]) -> None:
         for bare in written:

@@ -7,7 +7,7 @@ it, however many views of it there are.  It works alike with values and on the m
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ class Block:
     said: str = ""  # a class that was told
     resized: bool = False  # as what is gathered is, and freed again
     sent: bool = False  # a collective wrote it, or read it
+    state: bool = False  # one of parameters or gradients
 
 
 @dataclass
@@ -65,6 +66,7 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.stretches = [Stretch(None, 0)]
         self._alive: dict[int, tuple[Any, int]] = {}  # id of a storage -> what keeps watch, block
         self._plain_resize: Any = None
+        self._looks = True
         self.host = 0  # bytes in host memory at most, once `ran` has counted
 
     # -- what is told ------------------------------------------------------------------------------
@@ -81,16 +83,28 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tier == "cpu":
             self.hold(HOST, [tensor])
 
-    def touched(self, tensor: Any) -> None:
-        """A collective reads or writes a tensor."""
+    def touched(self, tensor: Any, state: bool) -> None:
+        """A collective reads or writes a tensor; `state`: of parameters or gradients."""
         block = self._block(tensor)
         if block is not None:
-            block.sent = True
+            block.sent, block.state = True, block.state or state
 
     def mark(self, what: Any) -> None:
         """Something else begins to run."""
         self.stretches[-1].kept = frozenset(number for _, number in self._alive.values())
         self.stretches.append(Stretch(what, len(self.events)))
+
+    def unseen(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A function whose storages do not count: it looks for shapes on the meta device anyway."""
+
+        def unwatched(*args: Any, **kwargs: Any) -> Any:
+            before, self._looks = self._looks, False
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self._looks = before
+
+        return unwatched
 
     # -- what was seen -----------------------------------------------------------------------------
 
@@ -117,7 +131,7 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _kind(self, number: int, kept: frozenset[int]) -> str:
         block = self.blocks[number]
-        if block.said or block.resized:
+        if block.said or block.resized or block.state:
             return block.said or "communication"
         if number in kept:
             return "activations"
@@ -135,7 +149,7 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
             footprint._resized(storage, size)
             return out
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
@@ -147,6 +161,8 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run the operator, and look at what it returns."""
         out = func(*args, **(kwargs or {}))
+        if not self._looks:
+            return out
         if isinstance(out, Tensor):
             self._block(out)
         elif out is not None:

@@ -5,11 +5,14 @@ There torch would spell it out, and a forward would seem to keep every attention
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from schedlang.runtime.modes import Ambient
 
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
@@ -37,3 +40,22 @@ def attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
         query, key, value, 0.0, causal, attn_mask=mask, scale=given.get("scale")
     )[0]
     return out
+
+
+class Fused(Ambient):
+    """Takes the fused operator wherever attention is computed, in recomputations too."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the call, fused where it is attention that can be."""
+        kwargs = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            found = attention(args, kwargs)
+            if found is not None:
+                return found
+        return self.run(func, types, args, kwargs)

@@ -82,13 +82,13 @@ def without_values(units: Iterable[FSDPModule]) -> Iterator[None]:
         for group in groups_of(unit):
             group._validate_no_meta_params = lambda: None
             group.device = torch.device("meta")
-    before = _fsdp_collectives._get_device_handle
-    handle = partial(_handle, before)
-    _fsdp_collectives._get_device_handle = handle
+    names = vars(_fsdp_collectives)
+    before = names["_get_device_handle"]
+    names["_get_device_handle"] = partial(_handle, before)
     try:
         yield
     finally:
-        _fsdp_collectives._get_device_handle = before
+        names["_get_device_handle"] = before
 
 
 def _handle(plain: Callable[[str], Any], device: str) -> Any:

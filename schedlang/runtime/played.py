@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from schedlang.runtime.carry import Span
 from schedlang.runtime.constants import OnMeta
 from schedlang.runtime.flight import Message
 from schedlang.runtime.footprint import Footprint
-from schedlang.runtime.fused_meta import attention
+from schedlang.runtime.fused_meta import Fused
 from schedlang.runtime.graph import Cut
 from schedlang.runtime.mail import Mail
 from schedlang.runtime.meta import hollow_batch
+from schedlang.runtime.modes import ambient
 from schedlang.runtime.parts import Batch, Part
 from schedlang.runtime.pipeline import Event, Pipeline
 from schedlang.runtime.program import Program
@@ -66,9 +66,7 @@ class Answers(TorchFunctionMode):
             at, factor = storage(args[0]), float(args[1])
             times = factor if SCALES[func] else 1 / factor
             self.scaled[at] = self.scaled.get(at, 1.0) * times
-        fused = func is F.scaled_dot_product_attention and not self.remember
-        out = attention(args, kwargs) if fused else None
-        out = func(*args, **kwargs) if out is None else out
+        out = func(*args, **kwargs)
         if self.remember and func is torch.cat and out.is_meta:
             parts = list(tensors_in(args[0]))
             self.together[id(out)] = ([out, *parts], tuple(map(storage, parts)))
@@ -166,7 +164,14 @@ def play(program: Program, cut: Cut, batch: Batch, footprint: Footprint | None =
             for index, resized in enumerate(_sizes(pipeline, part, whole)):
                 layout = tuple((getattr(torch, leaf.dtype), resized(leaf.shape)) for leaf in leaves)
                 pipeline.sizes.learn(shape, Message(False, *edge, replica, 0, index), layout)
-    with torch.device("meta"), played.answers, footprint or nullcontext():
+    watched: tuple[Any, ...] = ()
+    if footprint is not None:
+        watched = ambient(Fused()), footprint
+        for stub in {stage.stub for stage in pipeline.stages.values() if not stage.whole}:
+            vars(stub)["_shapes"] = footprint.unseen(stub._shapes)
+    with ExitStack() as stack:
+        for mode in (torch.device("meta"), played.answers, *watched):
+            stack.enter_context(mode)
         played.train_step(batch)
         played._mark(None)
     return played

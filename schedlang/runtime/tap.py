@@ -73,7 +73,9 @@ class Tap:
         self._lanes: dict[Any, Lane] = {}
         self._count = {tuple(range(world)): 1}  # over these ranks so many groups are there
         self.told = ""  # for whose sake the next collective is
-        self.touch: Callable[[Tensor], None] = lambda tensor: None  # told of all that is sent
+        self.holds = True  # what was summed is kept, for who asks which gradients it was
+        # told of every tensor that is sent, and between which ranks
+        self.touch: Callable[[Tensor, Lane], None] = lambda tensor, lane: None
 
     def listen(self, kind: str, group: Group, size: int) -> None:
         """The runtime tells of a collective before it asks for it."""
@@ -83,7 +85,8 @@ class Tap:
         """Write one operation down."""
         sent, self.told = replace(sent, fqn=self.told), ""
         self.log.append(sent)
-        if tensor is not None and sent.op == "all_reduce" and sent.lane is not None:
+        summed = self.holds and sent.op == "all_reduce"
+        if tensor is not None and summed and sent.lane is not None:
             self.summed.append((sent.lane, tensor))
         return Done()
 
@@ -115,9 +118,6 @@ def _functions(tap: Tap) -> dict[str, Callable[..., Any]]:
 
     def collective(name: str, whole: int) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Done:
-            for one in (*args, *kwargs.values()):
-                if isinstance(one, Tensor):
-                    tap.touch(one)
             op = kwargs.get("op", next((a for a in args if isinstance(a, dist.ReduceOp)), None))
             group = kwargs.get("group", next((a for a in args if _is_group(a)), None))
             root = f"from {kwargs['src']}" if "src" in kwargs else ""
@@ -126,6 +126,9 @@ def _functions(tap: Tap) -> dict[str, Callable[..., Any]]:
             how = root or (str(op if op is not None else dist.ReduceOp.SUM) if reduces else "")
             tensor = args[whole] if len(args) > whole else None
             held = tensor if isinstance(tensor, Tensor) else None
+            for one in (*args, *kwargs.values()):
+                if isinstance(one, Tensor):
+                    tap.touch(one, tap.lane(group))
             return tap.note(_sent(name, tap.lane(group), held, how), held)
 
         return run
@@ -133,12 +136,13 @@ def _functions(tap: Tap) -> dict[str, Callable[..., Any]]:
     def message(name: str, sends: bool) -> Callable[..., Any]:
         def run(tensor: Tensor, peer: int, group: Any = None, tag: int = 0) -> Done:
             ends = (tap.rank, peer) if sends else (peer, tap.rank)
-            tap.touch(tensor)
+            tap.touch(tensor, tap.lane(group))
             return tap.note(_sent(name, tap.lane(group), tensor, "", ends), tensor)
 
         return run
 
     return {
+        **_newer(collective),
         "new_group": new_group,
         "all_reduce": collective("all_reduce", 0),
         "all_gather_into_tensor": collective("all_gather", 0),
@@ -152,6 +156,23 @@ def _functions(tap: Tap) -> dict[str, Callable[..., Any]]:
         "send": message("send", True),
         "recv": message("recv", False),
     }
+
+
+def _newer(collective: Callable[[str, int], Callable[..., Done]]) -> dict[str, Any]:
+    """What fully_shard calls from torch 2.13 on; it gets a handle only where it asks for one."""
+
+    def at_once(run: Callable[..., Done]) -> Callable[..., Done | None]:
+        def asked(*args: Any, **kwargs: Any) -> Done | None:
+            done = run(*args, **kwargs)
+            return done if kwargs.get("async_op") else None
+
+        return asked
+
+    found = {
+        "all_gather_single": at_once(collective("all_gather", 0)),
+        "reduce_scatter_single": at_once(collective("reduce_scatter", 1)),
+    }
+    return {name: function for name, function in found.items() if hasattr(dist, name)}
 
 
 def _is_group(value: object) -> bool:

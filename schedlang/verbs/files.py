@@ -52,12 +52,12 @@ def planned(
     return Planned(file, tree, made, found, imports)
 
 
-def accounted(one: Planned) -> Account:
+def accounted(one: Planned, *, memory: bool = False) -> Account:
     """What the plan costs, with the model file's batch if it has one."""
     from schedlang.passes.account import account
 
     batch = one.model.batch(0) if one.model.has_batch else None
-    return account(one.plan, batch, one.model.loss)
+    return account(one.plan, batch, one.model.loss, memory=memory)
 
 
 def write_text(path: Path, text: str) -> None:

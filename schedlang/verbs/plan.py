@@ -12,7 +12,9 @@ import typer
 from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, show_json, verb
 
 if TYPE_CHECKING:
+    from schedlang.passes.account import Account
     from schedlang.passes.show import View
+    from schedlang.plan import Plan
 
 Out = Annotated[Path | None, typer.Option("--out", help="Save the plan, for `run --plan`.")]
 
@@ -41,8 +43,8 @@ def plan(
 ) -> None:
     """Show what a schedule does to its model and what that costs, without running anything.
 
-    Bytes of parameters, gradients and optimizer state per rank, collectives of one step, and the
-    timeline at unit cost.  Activations are not estimated.
+    Bytes per rank by class at the peak of a step, collectives of one step, and the timeline at
+    unit cost.  Exit 1 where an `expect` does not hold.
     """
     from schedlang.passes.show import view
     from schedlang.passes.show_text import text
@@ -60,7 +62,7 @@ def plan(
         said = why_of(found.plan, found.tree, why)
         show_json({"why": said.split("\n")}) if as_json else print(said)
         return
-    shown = view(found.plan, accounted(found), file.name, each=each)
+    shown = view(found.plan, accounted(found, memory=True), file.name, each=each)
     _write(shown, svg, html, trace)
     value = shown.to_json()
     if out is not None:
@@ -73,6 +75,18 @@ def plan(
         print(text(shown, each=each))
         spent = time.perf_counter() - start - found.imports
         print(f"planned in {spent:.1f} s, imports {found.imports:.1f} s", file=sys.stderr)
+    _demand(found.plan, shown.account)
+
+
+def _demand(plan: Plan, account: Account) -> None:
+    """Tell what an `expect` wants and the plan does not give; exit 1."""
+    from schedlang.passes.expect import unmet
+
+    problems = unmet(plan, account)
+    for problem in problems:
+        print(problem.render(), file=sys.stderr)
+    if problems:
+        raise typer.Exit(1)
 
 
 def _check_lock_alone(knob: object, mesh: object, lock: bool) -> None:
