@@ -96,7 +96,8 @@ def _gradient(
     z: Tensor, target: Tensor, lse: Tensor, by: tuple[Tensor, Tensor, Tensor], scale: float,
     cap: float,
 ) -> Tensor:  # fmt: skip
-    value = z.to(wide(z)) * scale
+    value = z.to(wide(z))  # `z` itself if it is wide enough: its place is to be written over
+    value = value.mul_(scale) if scale != 1 else value
     slope: Tensor | float = scale
     if cap:
         curve = torch.tanh(value)

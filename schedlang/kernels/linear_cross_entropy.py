@@ -24,7 +24,7 @@ from schedlang.kernels.cross_entropy import statistics as row_statistics
 from schedlang.kernels.device import count, runs_kernel, wide
 
 LARGEST = 256 * 2**20  # bytes of a chunk of logits, where nothing else is said
-PARTS = 8  # and no more than so many parts of them
+PARTS = 16  # and of how many chunks the logits are then
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Form:
     budget: int = 0
 
     def rows(self, tokens: int, classes: int, dtype: torch.dtype) -> int:
-        """Tokens of a chunk: an eighth of all, at most 256 MiB, if no budget is given."""
+        """Tokens of a chunk: a sixteenth of all, at most 256 MiB, if no budget is given."""
         size = max(classes, 1) * dtype.itemsize
         budget = self.budget or min(LARGEST, size * -(-tokens // PARTS))
         return max(1, min(tokens, budget // size))

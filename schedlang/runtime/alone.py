@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from schedlang.runtime.lazy_logits import LazyLogits
 from schedlang.runtime.stage import enter
 from schedlang.runtime.vocab import ShardedLogits
 
@@ -165,6 +166,8 @@ def parts_of(tree: Any) -> tuple[list[Tensor], Starts, tuple[list[Any], Any]]:
     Split logits count as their own part without the padding.
     """
     leaves, spec = pytree.tree_flatten(tree, is_leaf=lambda v: isinstance(v, ShardedLogits))
+    # what a head hands on alone is its logits
+    leaves = [leaf.computed() if isinstance(leaf, LazyLogits) else leaf for leaf in leaves]
     tensors: list[Tensor] = []
     starts: list[int | None] = []
     for leaf in leaves:
