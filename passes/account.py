@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from schedlang.passes.memory import RankClass, rank_classes
+from schedlang.passes.statistics import with_statistics
 from schedlang.passes.traffic import Collective, collectives
 from schedlang.plan import Plan
 
@@ -88,7 +89,7 @@ def account(
     micro = plan.micro
     everyone = parts.split(batch, plan.shares, micro)
     sample = everyone[0][0].inputs
-    traced = propagate(plan, sample, loss)
+    traced = with_statistics(plan, propagate(plan, sample, loss), sample, loss)
     staged = stages_of(plan, traced, sample, loss)
     check_stale(plan, staged)
     check_routing(plan)

@@ -61,58 +61,69 @@ class Builder:
         return self.module.get_submodule(fqn)
 
 
-def build(
-    plan: Plan,
-    batch: Mapping[str, Any],
-    *,
-    loss: Loss | None = None,
-    optimizer: Callable[..., torch.optim.Optimizer] | None = None,
-    clip: float | None = None,
-    weight: Weight | None = None,
-    seed: int | None = None,
-    prepared: Prepared | None = None,
-    local: bool = False,
-    hollow: bool = False,
-) -> Program:
-    """This rank's program.
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a program is built with, beside its plan and a batch.
 
-    batch      the keyword arguments of a whole step (`local`: this rank's rows), for shapes only
     loss       loss(output, batch), where the model returns none
     optimizer  a function from (name, parameter) pairs to an optimizer; `clip` bounds the norm
     weight     weight(part) of a part of the batch in the mean; default: the labels that count
     seed       draw dropout logically from this seed; on several ranks it always is (0)
     prepared   what `prepare` found for this plan and a microbatch of this batch, if it ran before
+    local      the batch is this rank's rows
     hollow     everything lies on the meta device: for a step that only shows what would be sent
+    """
+
+    loss: Loss | None = None
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None
+    clip: float | None = None
+    weight: Weight | None = None
+    seed: int | None = None
+    prepared: Prepared | None = None
+    local: bool = False
+    hollow: bool = False
+
+
+PLAIN = Options()
+
+
+def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more: Any) -> Program:
+    """This rank's program.
+
+    `batch` is the keyword arguments of a whole step, for shapes only; `more` are options by name.
     Raises Refusal before any collective where the plan cannot be built.
     """
     from schedlang.runtime import parts
     from schedlang.runtime.assembly import Assembly
     from schedlang.runtime.program import Program
 
+    given = replace(options, **more)
+    loss = given.loss
     plan = completed(plan, batch, loss)
     ranks = check_job(plan)
     micro, count = plan.micro, plan.shares
+    prepared = given.prepared
     if prepared is None:
-        sample = parts.split(batch, 1 if local else count, micro)[0][0].inputs
-        prepared = prepare(plan, sample, loss, weight)
+        sample = parts.split(batch, 1 if given.local else count, micro)[0][0].inputs
+        prepared = prepare(plan, sample, loss, given.weight)
     traced, staged, holdings = prepared.traced, prepared.staged, prepared.holdings
-    check_build(staged, optimizer, clip, hollow)
-    module = _local_copy(plan, holdings, ranks, hollow)
+    check_build(staged, given.optimizer, given.clip, given.hollow)
+    module = _local_copy(plan, holdings, ranks, given.hollow)
     builder = Builder(plan, module, traced, ranks, prepared.chains)
     exchange(plan, module, prepared.tokens, ranks)
     _apply(builder)
     sliced = slice_state(plan, module, ranks, prepared)
     found = _own(plan, module, ranks, holdings)
-    lying = None if hollow else away(builder, staged, found, sliced, optimizer)
+    lying = None if given.hollow else away(builder, staged, found, sliced, given.optimizer)
     sums = sums_of(plan, traced, holdings, found, ranks)
-    dropout = _dropout(plan, prepared, ranks, seed, module)
-    pipeline = pipeline_of(plan, module, ranks, prepared, loss, weight, sliced)
+    dropout = _dropout(plan, prepared, ranks, given.seed, module)
+    pipeline = pipeline_of(plan, module, ranks, prepared, loss, given.weight, sliced)
     assembly = Assembly(
         module=module, pipeline=pipeline, ranks=ranks, replicas=plan.data_axes, micro=micro,
         parameters=found, holdings=holdings, buffer_stages=buffer_stages(staged),
         ties=(*plan.model.ties, *plan.model.shared_buffers), sums=tuple(sums), sliced=sliced,
         keys=tuple(plan.model.model.state_dict()), loss_dtype=_loss_dtype(plan),
-        weight=weight or _weight(prepared, count * micro),
+        weight=given.weight or _weight(prepared, count * micro),
         compressor=compressor_of(plan, traced, holdings, found, ranks),
         early=early_sums(plan, staged, found, sums), last_rank=_last_rank(plan, staged),
         stage_axis=staged.axis, dropout=dropout, inputs=frozenset(batch),
@@ -120,8 +131,9 @@ def build(
         outputs_missing=staged.cut.missing if staged.axis is not None else (),
         tokens=prepared.tokens, context=plan.context_axes,
     )  # fmt: skip
-    whole = whole_step(assembly, staged, optimizer)
-    return Program(assembly, _optimizer(assembly, optimizer), clip, whole=whole, away=lying)
+    whole = whole_step(assembly, staged, given.optimizer)
+    optimizer = _optimizer(assembly, given.optimizer)
+    return Program(assembly, optimizer, given.clip, whole=whole, away=lying)
 
 
 def _own(

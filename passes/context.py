@@ -87,15 +87,21 @@ def _check(plan: Plan) -> None:
 
 
 def _found(subject: Subject) -> Tokens:
-    from schedlang.runtime.context.faults import refusal
+    from schedlang.runtime.context.faults import no_tokens, unrunnable
     from schedlang.runtime.context.probe import guess, probe
 
+    without = no_tokens(subject.sample)
+    if without is not None:
+        raise without
     plan = subject.plan
     ranks, kind = plan.mesh.size(plan.context_axes), kind_of(plan)
 
     def tried(one: Trial) -> Tokens:
         held = {name for name, _ in one.model.named_modules()}
         return probe(one, kind, ranks, [site for site in plan.contexts if site in held])
+
+    def refusal(title: str, said: str) -> Refusal:
+        return unrunnable(subject.model, title, said)
 
     return answer(subject, ranks, Question(lambda one: guess(one, kind, ranks), tried, refusal))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
@@ -15,7 +15,7 @@ from schedlang.passes.routing import check_routing
 from schedlang.passes.sequence import slicing_of
 from schedlang.passes.staging import Staged, stages_of
 from schedlang.passes.staleness import check_stale
-from schedlang.passes.statistics import statistics_of
+from schedlang.passes.statistics import with_statistics
 from schedlang.passes.weigh import Weight
 from schedlang.plan import Plan
 
@@ -50,7 +50,7 @@ def prepare(
     check_axes(plan)
     check_routing(plan)
     traced = propagate(plan, sample, loss)
-    traced = replace(traced, statistics=statistics_of(plan, sample, loss, weight is not None))
+    traced = with_statistics(plan, traced, sample, loss, weight is not None)
     staged = stages_of(plan, traced, sample, loss)
     check_stale(plan, staged)
     slicing = slicing_of(plan, traced, staged, sample, loss, weight)

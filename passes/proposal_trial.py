@@ -41,7 +41,9 @@ class Trial:
         try:
             short = self._short(1)
             return short, self._uses(short)
-        except Exception:  # a model may count its layers by itself
+        except Exception:
+            # a model may count its layers by itself, and no longer run with fewer: then it is
+            # followed whole, and what fails there too is told below
             pass
         try:
             return self.all, self._uses(self.all)

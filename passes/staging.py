@@ -94,9 +94,7 @@ def shape_up(model: nn.Module, traced: Traced, at_home: Callable[[Any], Any]) ->
 def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss | None) -> Staged:
     """Cut the model as the plan asks; without cuts everything is one stage."""
     from schedlang.runtime.graph import cut
-    from schedlang.runtime.record import record
     from schedlang.runtime.training import Training
-    from schedlang.runtime.units import units_of
 
     axis = plan.cuts[0].axis if plan.cuts else None
     timeline = timeline_of(plan)
@@ -108,15 +106,33 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
     skeleton = local_skeleton(plan, traced)
     Training(skeleton).on()
     try:
-        at = [fqn for c in plan.cuts for fqn in c.before]
-        trunks = [fqn for c in plan.cuts for fqn in c.trunks]
-        names = units_of(skeleton, batch, at, trunks=trunks, unrolled=dict(plan.unrolled))
-        graph = record(skeleton, names, batch, loss=loss)
+        graph = _graph(plan, traced, skeleton, batch, loss)
         made = cut(graph, _stage_numbers(plan, graph, timeline))
     except Refusal as refusal:
         raise placed(refusal, plan, "stage") from refusal
     homes = tuple(tuple(row) for row in timeline.homes.tolist())
     return Staged(made, timeline, homes, axis, _trunk(plan))
+
+
+def _graph(
+    plan: Plan, traced: Traced, skeleton: nn.Module, batch: Mapping[str, Any], loss: Loss | None
+) -> StageGraph:
+    """What units read of each other; calls are asked for once more where the trace does not say."""
+    from schedlang.runtime.calls import once
+    from schedlang.runtime.record import record
+    from schedlang.runtime.units import units_of
+
+    at = [fqn for c in plan.cuts for fqn in c.before]
+    trunks, unrolled = [fqn for c in plan.cuts for fqn in c.trunks], dict(plan.unrolled)
+    seen = once(plan.model.model, {fqn: traced.entries[fqn] for fqn in traced.order})
+    if seen is not None:
+        try:
+            names = units_of(skeleton, batch, at, trunks=trunks, unrolled=unrolled, calls=seen)
+            return record(skeleton, names, batch, loss=loss)
+        except Refusal:
+            pass  # a forward that is called by its name is no unit; what is refused is told below
+    names = units_of(skeleton, batch, at, trunks=trunks, unrolled=unrolled)
+    return record(skeleton, names, batch, loss=loss)
 
 
 def _as_often(plan: Plan, traced: Traced) -> None:

@@ -7,9 +7,11 @@ made of means over all tokens.  Where a rank sees a part of them its means are t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.propagate import Traced
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
@@ -22,6 +24,13 @@ if TYPE_CHECKING:
 
 Loss = Callable[..., Any]
 ALLOW = 'or allow those of parts: `step "..." relax(batch_stats) {`'
+
+
+def with_statistics(
+    plan: Plan, traced: Traced, sample: Mapping[str, Any], loss: Loss | None, weighed: bool = False
+) -> Traced:
+    """What a forward showed, and the sums over rows that ranks have to share."""
+    return replace(traced, statistics=statistics_of(plan, sample, loss, weighed))
 
 
 def statistics_of(

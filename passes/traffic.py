@@ -257,7 +257,11 @@ def _what(context: _Context, one: _Exchange) -> str:
 
 
 def _ends(edge: Edge) -> tuple[tuple[str, str], tuple[str, str]]:
+    from schedlang.runtime.crossing import switches
+
     def kinds(table: Mapping[Any, Any], a: Placement, b: Placement) -> tuple[str, str]:
+        if switches(a, b):
+            return "all-to-all", "all-to-all"
         found: tuple[str, str] = table.get((type(a), type(b)), ("", ""))
         return found
 

@@ -258,12 +258,17 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S661": (
         "an attention that cannot be split by tokens",
-        "Its mask must follow from positions, documents and padding, and nothing else is added.",
+        "Its mask must follow from positions, documents and padding, and what is added to its\n"
+        "scores from positions and from integers of the batch.",
     ),
     "S663": (
         "units that not every rank calls",
         "ZeRO gathers a module on all ranks together; where values decide whether it is called,\n"
         "ranks would gather different ones.",
+    ),
+    "S674": (
+        "no tokens in the batch",
+        "Images become tokens inside of the model: split rows, heads, or a dim between modules.",
     ),
     "S662": ("sequences are split twice", "Over ranks, or in slices one after the other."),
     "S428": (

@@ -73,6 +73,69 @@ def tiny(count: int = EXPERTS, layers: int = 2) -> nn.Module:
     return Tiny(count, layers).double()
 
 
+class Told(Mixture):
+    """A mixture that tells the logits of its router."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Tokens through their best experts, and what the router says of them."""
+        return super().forward(x), self.router(x)
+
+
+class Balanced(Tiny):
+    """A model whose loss has the two router losses in words of its own."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(EXPERTS, layers)
+        self.layers = nn.ModuleList(Told(EXPERTS) for _ in range(layers))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """The loss and the logits."""
+        x, routed = self.embed(ids), []
+        for layer in self.layers:
+            y, logits = layer(x)
+            x = x + y
+            routed.append(logits)
+        logits = self.head(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        for one in routed:
+            loss = loss + 0.5 * self.balance(one.flatten(0, 1))
+            loss = loss + 0.1 * one.logsumexp(-1).pow(2).mean()
+        return {"loss": loss, "logits": logits}
+
+    def balance(self, logits: Tensor) -> Tensor:
+        """How unevenly experts are chosen, by the tokens and by the router."""
+        probabilities = logits.softmax(-1)
+        chosen = F.one_hot(probabilities.argmax(-1), logits.shape[-1])
+        return (chosen.sum(0) / len(logits) * probabilities.mean(0)).sum() * logits.shape[-1]
+
+
+def balanced(kind: type[Balanced] = Balanced, layers: int = 1) -> nn.Module:
+    """Such a model in float64."""
+    torch.manual_seed(0)
+    return kind(layers).double()
+
+
+class Biased(Experts):
+    """Experts with a bias behind their last product, as those of gpt-oss."""
+
+    def __init__(self, count: int = EXPERTS) -> None:
+        super().__init__(count)
+        self.down_bias = nn.Parameter(torch.randn(count, WIDTH) / 2)
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """The sum over each token's experts, by weight."""
+        biases = (self.down_bias[index] * weights[..., None]).sum(1)
+        return super().forward(x, index, weights) + biases
+
+
+def biased() -> nn.Module:
+    """The model of one layer of these, in float64."""
+    torch.manual_seed(0)
+    model = Tiny(layers=1)
+    model.layers[0].experts = Biased()  # type: ignore[union-attr]
+    return model.double()
+
+
 def batch(seed: int, rows: int = 5) -> dict[str, Tensor]:
     """Rows of words, unevenly labelled."""
     generator = torch.Generator().manual_seed(seed)

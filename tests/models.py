@@ -89,6 +89,18 @@ def bert() -> nn.Module:
     return transformers.BertForMaskedLM(config).double()
 
 
+def bloom(layers: int = 2, dropout: float = 0.0) -> nn.Module:
+    """Bloom: scores get a bias by keys, which counts the tokens that are not padding."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.BloomConfig(
+        vocab_size=VOCAB, hidden_size=16, n_layer=layers, n_head=4,
+        hidden_dropout=dropout, attention_dropout=dropout,
+    )  # fmt: skip
+    return transformers.BloomForCausalLM(config).double()
+
+
 def bart() -> nn.Module:
     """An encoder and a decoder: every decoder layer reads the encoder's last output."""
     import transformers

@@ -6,12 +6,17 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+
+from schedlang.kernels import cross_entropy, gated, layer_norm, rms_norm
+from schedlang.kernels.device import LONGEST, tile
 
 
 class Sm90Driver:
@@ -57,38 +62,95 @@ def resources(kernel: Any) -> dict[str, int]:
     }
 
 
-def main() -> None:
-    """Both kernels of RMSNorm, in bfloat16 and float32, from short rows to the longest."""
-    triton.runtime.driver.set_active(Sm90Driver())
-    from schedlang.kernels.rms_norm import LONGEST, backward_kernel, forward_kernel, tile
+Made = Iterator[tuple[dict[str, Any], Any]]
+SIZES = [
+    (128, torch.bfloat16),
+    (4096, torch.bfloat16),
+    (4096, torch.float32),
+    (LONGEST, torch.bfloat16),
+    (LONGEST, torch.float32),
+]
 
-    results = []
-    for size, dtype in [
-        (128, torch.bfloat16),
-        (4096, torch.bfloat16),
-        (4096, torch.float32),
-        (LONGEST, torch.bfloat16),
-        (LONGEST, torch.float32),
-    ]:
+
+def _options(size: int) -> dict[str, Any]:
+    rows, block, warps = tile(size)
+    return {"ROWS": rows, "BLOCK": block, "num_warps": warps, "grid": (1,)}
+
+
+def rms_norm_kernels() -> Made:
+    """Both kernels, from short rows to the longest."""
+    for size, dtype in SIZES:
         x, weight = torch.zeros(16, size, dtype=dtype), torch.zeros(size, dtype=dtype)
         rstd, partial = torch.zeros(16), torch.zeros(16, size)
-        rows, block, warps = tile(size)
-        options: dict[str, Any] = {"ROWS": rows, "BLOCK": block, "num_warps": warps, "grid": (1,)}
         for early in (False, True):
-            kernels = {
-                "forward": forward_kernel.warmup(
-                    x, weight, x, rstd, 16, size, size, 1e-6, 0.0, EARLY=early, **options
-                ),
-                "backward": backward_kernel.warmup(
-                    *(x, x, weight, rstd, x, partial, 16, size, size, size, 1, 0.0),
-                    EARLY=early,
-                    **options,
-                ),
-            }
-            for name, kernel in kernels.items():
-                row = {"kernel": name, "size": size, "dtype": str(dtype), "early": early}
-                results.append(row | resources(kernel))
-    print(json.dumps(results))
+            options = {"EARLY": early, **_options(size)}
+            named = {"size": size, "dtype": str(dtype), "early": early}
+            forward = (x, weight, x, rstd, 16, size, size, 1e-6, 0.0)
+            yield {"kernel": "forward"} | named, rms_norm.forward_kernel.warmup(*forward, **options)
+            back = (x, x, weight, rstd, x, partial, 16, size, size, size, 1, 0.0)
+            yield {"kernel": "backward"} | named, rms_norm.backward_kernel.warmup(*back, **options)
+
+
+def layer_norm_kernels() -> Made:
+    """Both kernels, with a bias, from short rows to the longest."""
+    for size, dtype in ((min(size, layer_norm.LONGEST), dtype) for size, dtype in SIZES):
+        x, weight = torch.zeros(16, size, dtype=dtype), torch.zeros(size, dtype=dtype)
+        row, partial = torch.zeros(16), torch.zeros(16, 2, size)
+        options = {"EARLY": False, **_options(size)}
+        named = {"size": size, "dtype": str(dtype)}
+        forward = (x, weight, weight, x, row, row, 16, size, size, 1e-6, 0.0)
+        made = layer_norm.forward_kernel.warmup(*forward, BIAS=True, **options)
+        yield {"kernel": "forward"} | named, made
+        back = (x, x, weight, row, row, x, partial, 16, size, size, size, 1, 0.0)
+        yield {"kernel": "backward"} | named, layer_norm.backward_kernel.warmup(*back, **options)
+
+
+def gated_kernels() -> Made:
+    """Both kernels for each activation, split and packed."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for act in gated.ACTIVATIONS:
+            x, size = torch.zeros(16, 2 * 14336, dtype=dtype), 14336
+            block, warps = gated.tile(size)
+            options: dict[str, Any] = {
+                "ACT": act, "BLOCK": block, "num_warps": warps, "grid": (1, 1),
+            }  # fmt: skip
+            named = {"size": size, "dtype": str(dtype), "act": act}
+            forward = (x, x, x, size, 2 * size, 2 * size)
+            yield {"kernel": "forward"} | named, gated.forward_kernel.warmup(*forward, **options)
+            back = (x, x, x, x, x, size, size, *[2 * size] * 4)
+            yield {"kernel": "backward"} | named, gated.backward_kernel.warmup(*back, **options)
+
+
+def cross_entropy_kernels() -> Made:
+    """Both row kernels for a large vocabulary, with and without a soft cap."""
+    for dtype in (torch.bfloat16, torch.float32):
+        z, row = torch.zeros(16, 32000, dtype=dtype), torch.zeros(16)
+        target = torch.zeros(16, dtype=torch.int64)
+        block, warps = cross_entropy._tile(z)
+        for capped in (False, True):
+            options: dict[str, Any] = {
+                "CAPPED": capped, "BLOCK": block, "num_warps": warps, "grid": (1,),
+            }  # fmt: skip
+            named = {"size": 32000, "dtype": str(dtype), "capped": capped}
+            forward = (z, target, row, row, row, 32000, 32000, 0.5, 3.0)
+            made = cross_entropy.statistics_kernel.warmup(*forward, **options)
+            yield {"kernel": "statistics"} | named, made
+            back = (z, target, row, row, row, row, 32000, 32000, 0.5, 3.0)
+            made = cross_entropy.gradient_kernel.warmup(*back, **options)
+            yield {"kernel": "gradient"} | named, made
+
+
+KERNELS = {
+    "rms_norm": rms_norm_kernels, "layer_norm": layer_norm_kernels, "gated": gated_kernels,
+    "cross_entropy": cross_entropy_kernels,
+}  # fmt: skip
+
+
+def main() -> None:
+    """The kernels of the files that are named, in bfloat16 and float32."""
+    triton.runtime.driver.set_active(Sm90Driver())
+    made = (pair for name in sys.argv[1:] or KERNELS for pair in KERNELS[name]())
+    print(json.dumps([named | resources(kernel) for named, kernel in made]))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from schedlang.plan import Plan
 from schedlang.runtime.context import probe
 from schedlang.runtime.context.tokens import Tokens
 from tests import models
-from tests.causal import Causal
+from tests.causal import Causal, Mixer
 from tests.engine.threads import Threads
 from tests.proofs import adamw, assert_near, planned, refused, sequential, steps
 from tests.properties.engine import check
@@ -231,6 +231,50 @@ def test_what_mixes_tokens_elsewhere_is_named(name: str) -> None:
         tokens_of(make(), OWN.format("ring, over=cp, layout=zigzag"), models.tokens(3, 9, False))
     said = error.value.render()
     assert code in said and wanted in said and "rows.sched" in said, said
+
+
+class Pictures(nn.Module):
+    """Patches of images, and a class token before them, as in a vision transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 4, 4)
+        self.first = nn.Parameter(torch.zeros(1, 1, 16))
+        self.blocks = nn.ModuleList([Mixer("full", 0.0)])
+        self.head = nn.Linear(16, 5)
+        self.double()
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> Tensor:
+        x = self.patches(pixel_values).flatten(2).mT
+        x = self.blocks[0](torch.cat([self.first.expand(len(x), -1, -1), x], 1), None)
+        return F.cross_entropy(self.head(x[:, 0]), labels)
+
+
+class Sounds(Pictures):
+    """Frames of sounds: a convolution first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv1d(4, 16, 3, padding=1).double()
+
+
+def test_tokens_that_arise_inside() -> None:
+    """Images have none to split: the refusal says what else may be split, as rows."""
+    batch = {"pixel_values": torch.randn(4, 3, 8, 8).double(), "labels": torch.arange(4)}
+    with pytest.raises(Refusal) as error:
+        tokens_of(Pictures(), OWN.format("ring, over=cp"), batch)
+    said = error.value.render()
+    for words in ("S674", "`pixel_values` is [4, 3, 8, 8]", "zero(stage=0, over=cp)", "rows.sched"):
+        assert words in said, said
+
+
+def test_a_convolution_in_front() -> None:
+    """The refusal names the convolution behind which tokens are others, not a count of channels."""
+    batch = {"pixel_values": torch.randn(4, 4, 12).double(), "labels": torch.arange(4)}
+    with pytest.raises(Refusal) as error:
+        tokens_of(Sounds(), OWN.format("ring, over=cp"), batch)
+    said = error.value.render()
+    assert "S659" in said and "`patches` is a `Conv1d`: it mixes neighbours" in said, said
 
 
 def test_an_attention_without_a_row() -> None:

@@ -8,8 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from schedlang.passes.prepare import prepare
+from schedlang.passes.static import static
+from schedlang.passes.traffic import collectives
 from tests.causal import Causal
 from tests.engine.threads import Threads
+from tests.models import bloom
 from tests.proofs import planned
 from tests.test_context import batches, same
 
@@ -20,18 +24,6 @@ ROBERTA = "roberta.encoder.layer.*.attention  context_parallel({})"
 T5 = "transformer.encoder.block.*.layer.0.SelfAttention  context_parallel({})"
 OWN = "blocks.*  context_parallel({})"
 RING = "ring, over=cp, layout=zigzag"
-
-
-def bloom(dropout: float = 0.0) -> nn.Module:
-    """Bloom: scores get a bias by keys, which counts the tokens that are not padding."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.BloomConfig(
-        vocab_size=61, hidden_size=16, n_layer=2, n_head=4,
-        hidden_dropout=dropout, attention_dropout=dropout,
-    )  # fmt: skip
-    return transformers.BloomForCausalLM(config).double()
 
 
 def mpt() -> nn.Module:
@@ -84,7 +76,7 @@ def t5() -> nn.Module:
 
 CASES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "bloom, gather": (bloom, BLOOM.format("gather, over=cp"), "cp=2"),
-    "bloom with dropout, zigzag ring": (lambda: bloom(0.2), BLOOM.format(RING), "cp=2"),
+    "bloom with dropout, zigzag ring": (lambda: bloom(dropout=0.2), BLOOM.format(RING), "cp=2"),
     "bloom, ulysses": (bloom, BLOOM.format("ulysses, over=cp, layout=striped"), "cp=2"),
     "mpt, gather": (mpt, MPT.format("gather, over=cp"), "cp=2"),
     "mpt, zigzag ring": (mpt, MPT.format(RING), "cp=2"),
@@ -129,3 +121,37 @@ def test_without_a_mask(threads: Threads) -> None:
     """Bloom counts its keys by shapes where it is given no mask."""
     model = bloom()
     same(threads, planned(model, BLOOM.format(RING), "cp=2"), model, batches(mask=False))
+
+
+@pytest.mark.parametrize("make, row", [(bloom, BLOOM), (mpt, MPT)])
+def test_biases_send_nothing(make: Callable[[], nn.Module], row: str) -> None:
+    """Without ranks: a layer gathers keys and values, and reduces their gradients; no bias moves.
+
+    2 · rows · tokens · width numbers each way (Llama 3, 2024).
+    """
+    model, given = make(), batches(mask=False)[0]
+    plan = planned(model, row.format("gather, over=cp"), "cp=2")
+    ready = prepare(plan, given)
+    found = collectives(
+        plan, ready.traced, ready.staged, ready.holdings, given, tokens=ready.tokens
+    )
+    sent = [one for one in found if one.what.startswith("keys and values")]
+    rows, length = given["input_ids"].shape
+    width = model.config.hidden_size
+    padded = 2 * (length - length // 2)  # parts are as large as the largest one
+    assert {one.kind for one in sent} == {"all-gather", "reduce-scatter"}
+    assert {one.bytes for one in sent} == {2 * rows * padded * width * 8}
+
+
+def test_the_static_proofs_hold() -> None:
+    """Sums, types, weights and messages of Bloom's ring are proven without running a rank."""
+    claims = static(planned(bloom(), BLOOM.format(RING), "cp=2"), batches()[0]).claims
+    assert all(claim.holds for claim in claims), [c.problems for c in claims if not c.holds]
+
+
+def test_a_model_without_values() -> None:
+    """A model on the meta device is shown as it would run, its attention by products too."""
+    with torch.device("meta"):
+        model = bloom()
+    ready = prepare(planned(model, BLOOM.format(RING), "cp=2"), batches()[0])
+    assert ready.tokens is not None and ready.tokens.products and ready.tokens.follow

@@ -59,6 +59,28 @@ def test_every_way_equals_the_original(name: str, threads: Any) -> None:
     assert all(claim.checked for claim in found.claims)
 
 
+class _Dropping(models.Mixture):
+    """Dropout before the router, before the experts and behind them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens through their best experts."""
+        drop = nn.functional.dropout
+        flat = drop(x, 0.2, self.training).reshape(-1, models.WIDTH)
+        weights, index = self.router(flat).softmax(-1).topk(models.CHOICES, -1)
+        out = self.experts(drop(flat, 0.3, self.training), index, weights)
+        return drop((out + self.common(flat)).reshape(x.shape), 0.4, self.training)
+
+
+@pytest.mark.parametrize("over", ["dp", pytest.param("ep", marks=pytest.mark.deep)])
+def test_dropout_around_experts(over: str, threads: Any) -> None:
+    """Masks are those of the original, whichever rank draws them and wherever tokens go."""
+    model = models.tiny(layers=1)
+    model.layers[0].__class__ = _Dropping  # type: ignore[union-attr, index, assignment]
+    mesh = "dp=2" if over == "dp" else BOTH
+    report = proven(threads, planned(model, ROW.format(over) + DP.format(0), mesh), BATCHES)
+    assert any(row.kind == "dropout draws" for row in report.rows)
+
+
 KINDS = {
     "Mixtral": {"num_local_experts": 4},
     "GptOss": {"num_local_experts": 4, "head_dim": 8, "layer_types": ["full_attention"] * 2},

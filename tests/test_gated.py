@@ -18,6 +18,7 @@ from schedlang.kernels.gated import (
     packed_forward,
     reference,
 )
+from schedlang.runtime.kernel import match, replace
 from schedlang.runtime.mlp import Gated, probe_gated
 from tests import models
 from tests.proofs import planned, proven, refused
@@ -104,7 +105,7 @@ def test_names_every_part(form, expected):
         (lambda m, x: m.three(F.silu(m.one(x)) * m.two(x)).clamp(max=0.3), "differs"),
         (lambda m, x: (m.three(F.silu(m.one(x)) * m.two(x)), None), "gives tuple"),
         (lambda m, x: F.dropout(m.three(F.silu(m.one(x)) * m.two(x)), 0.5, m.training), "differs"),
-        (lambda m, x, y: m.three(x), "does not run"),
+        (lambda m, x: m.three(F.silu(m.one(x)) * m.nothing), "does not run"),
     ],
 )
 def test_refuses_what_only_resembles(form, said):
@@ -113,6 +114,21 @@ def test_refuses_what_only_resembles(form, said):
     assert said in found.reason
     if "differ" in said:
         assert found.error > 1e-5
+
+
+def test_a_second_argument_is_refused():
+    """What may be given more than its input could compute something else then: it is left alone."""
+
+    class Gate(nn.LayerNorm):
+        def forward(self, x, gate=None):
+            return super().forward(x if gate is None else x * gate)
+
+    class Masked(Mlp):
+        def forward(self, x, mask=None):
+            return self.three(F.silu(self.one(x)) * self.two(x))
+
+    for module, name, kernel in [(Gate(4), "gate", "layer_norm"), (Masked(None), "mask", "gated")]:
+        assert f"may be given `{name}`" in match(module, kernel).reason
 
 
 ROWS = {
@@ -147,8 +163,6 @@ def test_models_over_ranks(name, pool):
 
 def test_a_region_compiles_around_it():
     """An unmodified MLP with the kernel in it is one graph."""
-    from schedlang.runtime.kernel import match, replace
-
     mlp = models.llama(1).model.layers[0].mlp
     found = match(mlp, "gated")
     assert found == Gated("gate_proj", "up_proj", "down_proj", "silu", 24)

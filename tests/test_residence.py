@@ -6,6 +6,7 @@ import contextlib
 import errno
 import gc
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -522,3 +523,15 @@ def test_refused_when_built(threads: Threads, rows: str, mesh: str, said: tuple[
     relax = "staleness" if "PipeDream" in rows else ""
     for told in threads.run(built, 2, planned(words(tied=False), rows, mesh, relax)):
         assert all(word in told for word in said), told
+
+
+def test_the_page_is_executed(capsys: pytest.CaptureFixture[str]) -> None:
+    """The program of the page prints what the page says, give or take a tenth."""
+    page = (Path(__file__).parent.parent / "docs" / "offload.md").read_text()
+    source, told = re.findall(r"^```(?:python)?\n((?:import|\d).*?)^```$", page, re.S | re.M)
+    exec(compile(source, "offload.md", "exec"), {"__name__": "page"})
+    said = capsys.readouterr().out
+    counts = [[int(word) for word in re.findall(r"(\d+) KiB", text)] for text in (said, told)]
+    assert len(counts[0]) == 4
+    assert all(abs(a - b) < b / 10 for a, b in zip(*counts)), said
+    assert re.sub(r"\d+ KiB", "", said) == re.sub(r"\d+ KiB", "", told)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -175,28 +170,3 @@ def test_ledger_names_the_backend():
     x, weight = leaves(torch.float64, 2, 4)
     rms_norm(x, weight, 1e-6).sum().backward()
     assert runs()["reference"] == before + 2
-
-
-@pytest.mark.deep
-def test_compiles_for_hopper():
-    """On sm_90: no stack, no spills, registers and shared memory that fit, 128-bit loads."""
-    pytest.importorskip("triton")
-    root = Path(__file__).parents[1]
-    script = [sys.executable, str(root / "tests" / "sm90.py")]
-    done = subprocess.run(script, capture_output=True, text=True, cwd=root, env=_plain(root))
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)
-    assert len(rows) == 20
-    for row in rows:
-        assert row["stack"] == row["spills"] == 0, row
-        assert row["registers"] * 32 * row["warps"] <= 65536, row
-        assert row["shared"] <= 232448, row
-        assert row["wide_loads"] >= row["loads"] - 2, row
-
-
-def _plain(root: Path) -> dict[str, str]:
-    import os
-
-    environment = dict(os.environ, PYTHONPATH=str(root))
-    environment.pop("TRITON_INTERPRET", None)
-    return environment

@@ -219,3 +219,14 @@ def test_spelt_numbers_are_known_without_data() -> None:
         batch = {**BATCH, "ids": torch.tensor([[first, 1, 2], [3, 4, 5], [3, 4, 5]])}
         made = cut_evenly(model, batch, 2, ["layers"])
         assert compared(model, made, batch).ok
+
+
+def test_calls_that_were_seen_are_not_asked_for_again() -> None:
+    """Where every module is called once their order is known; a second call hides it."""
+    from schedlang.runtime.calls import once
+
+    model = Way("b0 b1")
+    seen = once(model, {"b": 1, "b.0": 1, "b.1": 1})
+    assert seen is not None and seen.order == ("b", "b.0", "b.1")
+    assert units_of(model, BATCH, trunks=["b"], calls=seen) == units_of(model, BATCH, trunks=["b"])
+    assert once(model, {"b.0": 2}) is None and once(model, {}) is None

@@ -17,6 +17,7 @@ class Block(nn.Module):
         self.down = nn.Conv2d(2 * width, width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
+        """What came in, [rows, channels, height, width], with what the branch adds to it."""
         h = F.relu(self.first(self.up(x)))
         return F.relu(x + self.down(F.relu(self.second(self.deep(h)))))
 
@@ -32,6 +33,7 @@ class ResNet(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """The loss of pictures against their classes, and the scores of each."""
         h = self.pool(F.relu(self.stem(x)))
         for block in self.blocks:
             h = block(h)

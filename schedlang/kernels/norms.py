@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from schedlang.kernels import layer_norm, rms_norm
 from schedlang.kernels.check import Case
-from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy, relative, rows_of
+from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy, one_input, relative, rows_of
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 
@@ -120,7 +120,7 @@ def _structure(module: nn.Module) -> Mismatch | None:
         return Mismatch("has two vectors of different sizes")
     if next(module.buffers(), None) is not None:
         return Mismatch("keeps buffers, and a norm keeps none")
-    return None
+    return one_input(module)
 
 
 def _run(module: nn.Module, x: Tensor) -> Tensor:

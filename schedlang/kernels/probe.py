@@ -8,6 +8,7 @@ Hooks are left behind.
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,15 @@ def bare_copy(module: nn.Module, dtype: torch.dtype, seed: int = 0) -> nn.Module
         return twin_
 
     return copied(module)
+
+
+def one_input(module: nn.Module) -> Mismatch | None:
+    """Why not, if the module's forward may be given more than its input: that could change it."""
+    every = inspect.signature(type(module).forward).parameters.values()
+    named = [p.name for p in every if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)][2:]
+    if named:
+        return Mismatch(f"may be given `{named[0]}` beside its input, which a kernel does not take")
+    return None
 
 
 def rows_of(size: int, seed: int = 1, rows: int = 16) -> Tensor:

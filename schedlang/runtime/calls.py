@@ -49,6 +49,18 @@ class Calls:
         return f"called {way} {Path(file).name}:{at}, `{said}`"
 
 
+def once(model: nn.Module, entries: Mapping[str, int]) -> Calls | None:
+    """The calls of a forward that was seen to call modules so often; None where it must be asked.
+
+    `entries` stand in the order of first calls, which is that of all calls where each is one.
+    """
+    for name, times in entries.items():
+        bare = next(model.get_submodule(name).parameters(), None) is None
+        if times > 1 and not (bare and not name.rpartition(".")[2].isdigit()):
+            return None
+    return Calls(tuple(entries)) if entries else None
+
+
 def calls_of(model: nn.Module, kwargs: Mapping[str, Any], meta: bool) -> Calls:
     """Run one forward and write down every call; with `meta` on a copy on the meta device."""
     given = dict(hollow_batch(dict(kwargs)) if meta else kwargs)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.placement import EVEN, P, Placement, Replicate, S, holds
-from schedlang.runtime import collective
+from schedlang.runtime import collective, moving
 from schedlang.runtime.collective import Group
 
 # the dims of an activation (batch, seq, hidden) by name
@@ -46,6 +46,21 @@ class Crossing:
         """Equal for crossings that do the same to the same tensor."""
         place = (self.source, self.target, self.group.axes, self.differ)
         return (*place, torch.is_grad_enabled())
+
+
+def switches(source: Placement, target: Placement) -> bool:
+    """Whether parts along one dim become parts along another, all equally large."""
+    both = [p for p in (source, target) if isinstance(p, S) and p.blocks == 1 and p.uneven == EVEN]
+    return len(both) == 2 and dim_of(both[0]) != dim_of(both[1])
+
+
+def _switch(crossing: Crossing, x: Tensor) -> Tensor:
+    source, target, group = crossing.source, crossing.target, crossing.group
+    assert isinstance(source, S) and isinstance(target, S)
+    if not switches(source, target):
+        return _same(crossing, x)
+    held, wanted = dim_of(source) % x.ndim, dim_of(target) % x.ndim
+    return moving.switch(_laid(x, target, group), held, wanted, group)
 
 
 def _same(crossing: Crossing, x: Tensor) -> Tensor:
@@ -128,7 +143,7 @@ def _ragged(placement: S, size: int, group: Group) -> Diagnostic:
 
 _CHANGES: dict[tuple[type, type], Callable[[Crossing, Tensor], Tensor]] = {
     (Replicate, Replicate): _same,
-    (S, S): _same,
+    (S, S): _switch,
     (P, P): _same,
     (Replicate, S): _split,
     (S, Replicate): _gather,

@@ -18,9 +18,8 @@ from torch.nn import functional as F
 
 from schedlang.placement import S
 from schedlang.runtime.collective import Group, all_gather, reduce_scatter
-from schedlang.runtime.crossing import shared
-from schedlang.runtime.grid import ALONE, InParts, own_words, turned
-from schedlang.runtime.shard import Edge, Forward, Sharded, head_of
+from schedlang.runtime.grid import ALONE, InParts, own_words, product, turned
+from schedlang.runtime.shard import Edge, Forward, Sharded
 
 
 @dataclass(frozen=True)
@@ -131,20 +130,13 @@ def _lines(sharded: Sharded) -> tuple[Cube, dict[str, Edge]]:
 
 def projection(sharded: Sharded) -> Forward:
     """A Linear or Conv1D on a cube."""
-    module, (cube, edges) = sharded.module, _lines(sharded)
-    entry, leave = edges.get("in"), edges.get("out")
+    cube, edges = _lines(sharded)
     inner = 1 if sharded.kind == "cube Linear" else 0
 
-    def forward(x: Tensor) -> Any:
-        x = shared(entry.entry(), x) if entry is not None else x
-        weight, bias = module._parameters["weight"], module._parameters.get("bias")
-        y = cast(Tensor, CubeProduct.apply(x, weight, cube, inner))  # type: ignore[no-untyped-call]
-        y = y if bias is None else y + bias
-        if leave is None:
-            return y
-        return head_of(y, leave) if leave.head else leave.exit()(y)
+    def multiply(x: Tensor, weight: Tensor) -> Tensor:
+        return cast(Tensor, CubeProduct.apply(x, weight, cube, inner))  # type: ignore[no-untyped-call]
 
-    return forward
+    return product(sharded.module, multiply, edges.get("in"), edges.get("out"))
 
 
 def embedding(sharded: Sharded) -> Forward:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from schedlang.placement import EVEN, P, Placement, R, Replicate, S, Uneven
 from schedlang.runtime.collective import Group
 from schedlang.runtime.convolution import CHANNELS, CONVOLUTIONS
-from schedlang.runtime.crossing import block_sizes, dim_of, shared
+from schedlang.runtime.crossing import block_sizes, dim_of, shared, switches
 from schedlang.runtime.follow import GATHER, Follower
 from schedlang.runtime.notes import Hoist, Mismatch, Note, Tag
 from schedlang.runtime.shard import Edge, Sharded, is_main, on_first, on_result
@@ -143,7 +143,7 @@ def _left(edge: Edge, wanted: Wanted, out: Any, follower: Follower) -> Edge:
     leaves = computes if wanted.output is None else wanted.output
     if isinstance(leaves, S) and main is not None:
         leaves = replace(leaves, dim=dim_of(leaves) % main.ndim)
-        if isinstance(computes, S) and computes != leaves:
+        if isinstance(computes, S) and computes != leaves and not switches(computes, leaves):
             reason = f"it computes {computes} and cannot hand on {leaves}"
             raise _refuse(reason, wanted.axis, edge.group.label)
     return replace(edge, computes=computes, leaves=leaves)
@@ -190,7 +190,8 @@ def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) ->
     wants = arrives if wanted.input is None else wanted.input
     if isinstance(wants, S):
         wants = replace(wants, dim=dim_of(wants) % main.ndim)
-        if isinstance(arrives, S) and arrives != wants:
+        switched = not leaf.kind and switches(arrives, wants)
+        if isinstance(arrives, S) and arrives != wants and not switched:
             reason = f"`{leaf.fqn}` wants its input as {wanted.input}, but it arrives as {arrives}"
             raise _refuse(reason, wanted.axis, leaf.fqn)
     computes = wants if wanted.computes is None else wanted.computes

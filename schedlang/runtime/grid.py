@@ -11,7 +11,7 @@ panel besides its own parts (Optimus: Xu et al. 2021).  With replicas of the gri
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,6 +23,8 @@ from schedlang.runtime import collective
 from schedlang.runtime.collective import Group
 from schedlang.runtime.crossing import shared
 from schedlang.runtime.shard import Edge, Forward, Sharded, head_of
+
+Multiply = Callable[[Tensor, Tensor], Tensor]  # an input, a weight
 
 ALONE = Group((), (0,), 0)
 
@@ -196,21 +198,33 @@ def _grid(edges: tuple[Edge, ...]) -> tuple[Grid, Edge | None]:
     return Grid(*groups), along
 
 
-def projection(sharded: Sharded) -> Forward:
-    """A Linear or Conv1D on a grid."""
-    module, (grid, edge) = sharded.module, _grid(sharded.edges)
-    inner = 1 if sharded.kind == "summa Linear" else 0
+def product(
+    module: nn.Module, multiply: Multiply, entry: Edge | None, leave: Edge | None
+) -> Forward:
+    """A Linear or Conv1D whose product is taken in parts: enter, multiply, add the bias, leave."""
 
     def forward(x: Tensor) -> Any:
-        x = shared(edge.entry(), x) if edge is not None else x
+        x = shared(entry.entry(), x) if entry is not None else x
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
-        y = cast(Tensor, Product.apply(x, weight, grid, inner))  # type: ignore[no-untyped-call]
+        assert weight is not None
+        y = multiply(x, weight)
         y = y if bias is None else y + bias
-        if edge is None:
+        if leave is None:
             return y
-        return head_of(y, edge) if edge.head else edge.exit()(y)
+        return head_of(y, leave) if leave.head else leave.exit()(y)
 
     return forward
+
+
+def projection(sharded: Sharded) -> Forward:
+    """A Linear or Conv1D on a grid."""
+    grid, edge = _grid(sharded.edges)
+    inner = 1 if sharded.kind == "summa Linear" else 0
+
+    def multiply(x: Tensor, weight: Tensor) -> Tensor:
+        return cast(Tensor, Product.apply(x, weight, grid, inner))  # type: ignore[no-untyped-call]
+
+    return product(sharded.module, multiply, edge, edge)
 
 
 def embedding(sharded: Sharded) -> Forward:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.kernels.gated import ACTIVATIONS, Case, gated, packed, reference
-from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy, relative
+from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy, one_input, relative
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.forward import the_input
 from schedlang.runtime.modes import ambient
@@ -51,6 +51,9 @@ def probe_gated(module: nn.Module) -> Gated | Mismatch:
     refused = _structure(module, linear)
     if refused:
         return Mismatch(refused)
+    more = one_input(module)
+    if more:
+        return more
     copied = bare_copy(module, torch.float64)
     for parameter in copied.parameters():  # around zero: activations must show
         parameter.data.sub_(1.0).mul_(3.0 / parameter.shape[-1] ** 0.5)

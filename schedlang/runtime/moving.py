@@ -46,3 +46,16 @@ class _Exchange(torch.autograd.Function):
 def exchange(x: Tensor, group: Group, give: Sequence[int] = (), take: Sequence[int] = ()) -> Tensor:
     """The same, and gradients go back the way that their rows came."""
     return cast(Tensor, _Exchange.apply(x, group, give, take))  # type: ignore[no-untyped-call]
+
+
+def switch(x: Tensor, held: int, wanted: int, group: Group) -> Tensor:
+    """A part along dim `held`, with all of dim `wanted`, for a part of `wanted` with all of `held`.
+
+    One all-to-all of what a rank holds, and one back (Zhao et al.: DSP, Dynamic Sequence
+    Parallelism, 2024); gradients go back the way that their numbers came.
+    """
+    parts = torch.cat([part.flatten() for part in x.chunk(group.size, wanted)])
+    came = exchange(parts.view(group.size, -1), group)
+    shape = [*x.shape]
+    shape[wanted] //= group.size
+    return torch.cat([part.view(shape) for part in came.unbind(0)], held)

@@ -96,15 +96,21 @@ class _Met(torch.autograd.Function):
 def gather_statistics(model: nn.Module, sums: Sequence[BatchSum], total: Total) -> None:
     """Let the forward of a model sum over all parts where these sums are made."""
     scope.named_sites(model)
-    places = {(one.fqn, one.name, one.turn): one for one in sums}
-    known = {id(model.get_submodule(one.fqn)): one.fqn for one in sums}
-    inner = model.forward
+    model.forward = _Sharing(model, sums, total)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with _Global(places, known, total):
-            return inner(*args, **kwargs)
 
-    model.forward = forward
+class _Sharing:
+    """The forward of such a model; a copy of the model has one of its own."""
+
+    def __init__(self, model: nn.Module, sums: Sequence[BatchSum], total: Total) -> None:
+        self.inner, self.total = model.forward, total
+        self.places = {(one.fqn, one.name, one.turn): one for one in sums}
+        self.modules = {one.fqn: model.get_submodule(one.fqn) for one in sums}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        known = {id(module): fqn for fqn, module in self.modules.items()}
+        with _Global(self.places, known, self.total):
+            return self.inner(*args, **kwargs)
 
 
 class _Global(TorchFunctionMode):
@@ -137,12 +143,16 @@ class _Global(TorchFunctionMode):
     def _whole(self, own: Tensor, given: Tensor, one: BatchSum) -> Tensor:
         """This part's share of the sum over all parts; of a mean the mean over all."""
         count = given.numel()
-        wide = own if own.dtype in (torch.float32, torch.float64) else own.float()
-        told = torch.cat([(wide * count if one.mean else wide).flatten(), wide.new_tensor([count])])
+        counts = not own.is_floating_point()
+        narrow = own.dtype in (torch.float16, torch.bfloat16)
+        wide = own.double() if counts else own.float() if narrow else own
+        told = torch.cat(
+            [(wide * count if one.mean else wide).flatten(), wide.new_full((1,), count)]
+        )
         total = self.total(told)
         found = (total[:-1] / total[-1]).view(own.shape)
         found = found if one.mean else found * count
-        found = found.to(own.dtype) if own.is_floating_point() else found
+        found = found.to(torch.get_default_dtype() if counts else own.dtype)
         return own.copy_(found) if one.name.endswith("_") else found
 
 

@@ -75,6 +75,7 @@ def units_of(
     trunks: Sequence[str] = (),
     unrolled: Mapping[str, int] | None = None,
     meta: bool = True,
+    calls: Calls | None = None,
 ) -> tuple[str, ...]:
     """The modules between which the model may be cut, in call order, from one forward.
 
@@ -86,11 +87,11 @@ def units_of(
     it must be called as often as said) or where calls lie in different gaps of the trunk, one in
     each. Any other outside the trunk is left to the code between units; in the trunk it is refused
     (S601). `kwargs` are the model's arguments; with `meta` the forward runs on a copy on the meta
-    device, else on the model itself.
+    device, else on the model itself; it does not run where its `calls` are known.
     """
     at = [_first(model, name) for name in at]
     unrolled = {_first(model, name): times for name, times in (unrolled or {}).items()}
-    calls = calls_of(model, kwargs, meta)
+    calls = calls or calls_of(model, kwargs, meta)
     named = dict(model.named_modules())
     trunk = elements_of(model, calls.counts, trunks, unrolled)
     check_calls(unrolled, calls.counts)

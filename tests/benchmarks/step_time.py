@@ -14,14 +14,12 @@ alike on both sides, see `counting`.
 from __future__ import annotations
 
 import argparse
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -38,9 +36,7 @@ from schedlang.runtime.launch import Pool, progress
 from schedlang.schedule import create_schedule
 from tests.benchmarks.counting import Counted
 from tests.benchmarks.pairs import Ratio, interleaved
-
-VOCAB = 1024
-CLIP = 1.0
+from tests.benchmarks.ways import CLIP, VOCAB, adamw, clip, llama
 
 
 @dataclass(frozen=True)
@@ -56,19 +52,6 @@ class Sizes:
     pairs: int = 40
 
 
-def model(sizes: Sizes) -> nn.Module:
-    """The same on every rank; no dropout, so that both sides compute the same."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=sizes.hidden, intermediate_size=sizes.hidden * 11 // 4,
-        num_hidden_layers=sizes.layers, num_attention_heads=8, num_key_value_heads=4,
-        max_position_embeddings=sizes.seq, use_cache=False, attn_implementation="sdpa",
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
 def batch(sizes: Sizes) -> dict[str, Tensor]:
     """Full rows: every token counts, so that both sides weigh alike."""
     generator = torch.Generator().manual_seed(1)
@@ -80,17 +63,12 @@ def loss_of(output: Any, batch: Any) -> Tensor:
     return F.cross_entropy(output.logits.view(-1, VOCAB), batch["input_ids"].view(-1))
 
 
-def adamw(named: Any) -> torch.optim.Optimizer:
-    """Of both sides."""
-    return torch.optim.AdamW(named, lr=1e-3)
-
-
 # -- ours ------------------------------------------------------------------------------------------
 
 
 def ours(sizes: Sizes, parallel: bool) -> Callable[[], Any]:
     """A step under a schedule; an empty one where nothing is parallel."""
-    sch = create_schedule(model(sizes))
+    sch = create_schedule(llama(sizes))
     if parallel:
         sch.mesh(dp=sizes.dp, tp=sizes.tp)
         sch["model.embed_tokens"].shard("vocab", over="tp")
@@ -120,7 +98,7 @@ LAYER = {
 
 def by_hand(sizes: Sizes) -> Callable[[], Any]:
     """The same with torch's own parts, as its documentation puts them together."""
-    made: Any = model(sizes)
+    made: Any = llama(sizes)
     mesh = init_device_mesh("cpu", (sizes.dp, sizes.tp), mesh_dim_names=("dp", "tp"))
     tp, dp = mesh["tp"], mesh["dp"]
     head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
@@ -143,29 +121,14 @@ def by_hand(sizes: Sizes) -> Callable[[], Any]:
             loss.backward()
         value = loss.detach()
         value = value.to_local() if isinstance(value, DTensor) else value
-        whole = _clipped(parameters, value / sizes.dp, tp.get_local_rank() == 0)
+        speaks = tp.get_local_rank() == 0
+        share = value / sizes.dp if speaks else torch.zeros_like(value)
+        # those over tp are parts of their own, those alike over tp have one mesh alone
+        whole = clip(parameters, share, speaks, lambda grad: grad.device_mesh.ndim == 2)
         optimizer.step()
         return whole
 
     return step
-
-
-def _clipped(parameters: list[Any], loss: Tensor, speaks: bool) -> Tensor:
-    """Clip by the global norm; one reduction for it and for the loss of the whole batch.
-
-    `clip_grad_norm_` refuses tensors of two meshes, so norms of local parts are added by hand:
-    those over tp on every rank, those alike over tp on the one that speaks for them.
-    """
-    grads = [p.grad for p in parameters if p.grad is not None]
-    local = [grad.to_local() for grad in grads]
-    counted = [part for part, grad in zip(local, grads) if speaks or grad.device_mesh.ndim == 2]
-    squares = torch.stack(torch._foreach_norm(counted)).square().sum()
-    both = torch.stack([squares, loss if speaks else torch.zeros_like(loss)])
-    dist.all_reduce(both)
-    norm = float(both[0].sqrt())
-    if norm > CLIP:
-        torch._foreach_mul_(local, CLIP / (norm + 1e-6))
-    return both[1]
 
 
 def _recomputed(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,7 +137,7 @@ def _recomputed(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 def plain(sizes: Sizes) -> Callable[[], Any]:
     """The module alone."""
-    made = copy.deepcopy(model(sizes))
+    made = llama(sizes)
     made.train()
     optimizer = adamw(list(made.named_parameters()))
     data = batch(sizes)

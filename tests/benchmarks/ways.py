@@ -53,8 +53,8 @@ Ways = Mapping[str, Callable[[Sizes], Way]]
 # -- what is trained -------------------------------------------------------------------------------
 
 
-def shapes(sizes: Sizes) -> dict[str, Any]:
-    """Of a decoder of transformers, as its configuration calls them."""
+def shapes(sizes: Any) -> dict[str, Any]:
+    """Of a decoder of transformers, as its configuration calls them; of any benchmark's sizes."""
     return {
         "vocab_size": VOCAB, "hidden_size": sizes.hidden, "num_hidden_layers": sizes.layers,
         "intermediate_size": sizes.hidden * 11 // 4, "num_attention_heads": 8,
@@ -63,7 +63,7 @@ def shapes(sizes: Sizes) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def llama(sizes: Sizes) -> Any:
+def llama(sizes: Any) -> Any:
     """The same on every rank and for every way; no dropout."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -117,15 +117,20 @@ def by_loop(made: nn.Module, data: dict[str, Tensor], share: float, parallel: bo
     return Way(step, gradients)
 
 
-def clip(parameters: list[Any], loss: Tensor) -> Tensor:
+def clip(
+    parameters: list[Any], loss: Tensor, speaks: bool | None = None,
+    parts: Callable[[Any], bool] | None = None,
+) -> Tensor:  # fmt: skip
     """Clip by the global norm; one reduction for it and the loss, which is given back.
 
-    By hand, as `clip_grad_norm_` refuses plain tensors beside DTensors.
+    By hand, as `clip_grad_norm_` refuses plain tensors beside DTensors, and tensors of two meshes:
+    norms of parts (`parts(grad)`, else what is split) are added on every rank, others on the one
+    that speaks for them (else rank 0).
     """
-    grads = [p.grad for p in parameters]
+    speaks, parts = dist.get_rank() == 0 if speaks is None else speaks, parts or is_split
+    grads = [p.grad for p in parameters if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
-    speaks = dist.get_rank() == 0
-    counted = [part for part, grad in zip(local, grads) if speaks or is_split(grad)]
+    counted = [part for part, grad in zip(local, grads) if speaks or parts(grad)]
     squares = torch.stack(torch._foreach_norm(counted)).square().sum()
     both = torch.stack([squares, loss])
     dist.all_reduce(both)

@@ -36,7 +36,7 @@ def wrong(drawn: Drawn) -> dict[str, str]:
             found["an order twice"] = s.rows[0]
         if s.verb == "checkpoint":
             found["a checkpoint twice"] = s.rows[0]
-        if s.verb in ("checkpoint", "offload") and "`" not in s.rows[0]:
+        if s.verb in ("checkpoint", "offload") and s.rows[0].startswith("blocks"):
             found["too late"] = f"{s.rows[0].split()[0]}  fuse()"
     return {name: row for name, row in found.items() if row}
 

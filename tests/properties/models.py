@@ -197,6 +197,7 @@ class Drawn(nn.Module):
 
 KINDS = (
     *("chain", "mlp", "attention", "experts", "routed", "conv", "twice", "counting", "custom"),
+    *("mlp", "attention"),  # most rows are about these
 )
 
 
@@ -204,11 +205,13 @@ KINDS = (
 def _block(draw: st.DrawFn, tp: int) -> Block:
     kind = draw(st.sampled_from(KINDS))
     of = lambda *values: draw(st.sampled_from(values))  # noqa: E731
-    hidden = of(2 * tp, tp, 3 * tp, 5)
+    hidden = of(2 * tp, tp, 3 * tp, 5, 7)
     if kind == "mlp":
         return Block(kind, hidden, norm=of("layer", "rms"), pre=of(True, False))
     if kind == "attention":
-        heads, share = of((tp, 1), (2 * tp, 2), (2 * tp, 1), (3 * tp, 3), (3, 1), (2, 2))
+        heads, share = of(
+            (tp, 1), (2 * tp, 2), (2 * tp, 1), (3 * tp, 3), (3, 1), (2, 2), (2 * tp, 2 * tp)
+        )
         return Block(
             kind, heads=heads, groups=heads // share, size=of(2, 1, 3), norm=of("layer", "rms"),
             pre=of(True, False), fused=of(False, True), causal=of(False, True), window=of(0, 2),

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from schedlang.runtime import moving
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.attend import rounds
 from schedlang.runtime.attend.local import Forward
-from schedlang.runtime.context import calls
+from schedlang.runtime.context import calls, known, scores
 from schedlang.runtime.context.described import Mask
 from schedlang.runtime.context.seat import Seat
 from schedlang.runtime.context.tokens import Tokens
@@ -93,6 +94,44 @@ def positions_in_another_order(patch: Patch, site: Site) -> None:
 def positions_begin_anew(patch: Patch, site: Site) -> None:
     """Positions are counted from zero on every rank."""
     patch.setattr(Seat, "positions", lambda self, device="cpu": torch.arange(self.length))
+
+
+@bug("X12", CP, Operator.SLICE, "cp, bias", row=ROW)
+def biases_of_own_keys(patch: Patch, site: Site) -> None:
+    """Biases of a rank's own keys stand at the keys of all ranks."""
+    plain = scores.by_keys
+
+    def own(seat: Any, given: Tensor) -> Tensor | None:
+        found = plain(seat, given)
+        assert found is not None
+        return found[..., torch.arange(seat.layout.total) % seat.length]
+
+    patch.setattr(scores, "by_keys", own)
+
+
+@bug("X13", CP, Operator.FREEZE, "cp, bias", row=ROW)
+def sums_begin_anew(patch: Patch, site: Site) -> None:
+    """Positions that are summed up begin anew on every rank, biases with them."""
+    plain = known._moved
+
+    def moved(case: Any) -> Any:
+        made = plain(case)
+        begun = made.whole.clone()
+        begun[..., case.seat.length :] -= begun[..., case.seat.length - 1, None]
+        return known.known(case.seat, begun, made.at)
+
+    patch.setitem(known.RULES, Tensor.cumsum, moved)
+
+
+@bug("X14", "shard", Operator.SLICE, "switch", row="shard")
+def parts_in_another_order(patch: Patch, site: Site) -> None:
+    """Where parts change their dim, those of the ranks are put together in another order."""
+    plain = moving.exchange
+
+    def exchange(x: Tensor, group: Any, *rest: Any) -> Tensor:
+        return plain(x, group, *rest).flip(0)
+
+    patch.setattr(moving, "exchange", exchange)
 
 
 @bug("X10", CP, Operator.ARGUMENT, "cp, rotary", row=ROW)

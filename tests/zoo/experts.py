@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schedlang.runtime import dispatch, experts
+from schedlang.runtime import dispatch, experts, statistics
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.place import sharded_module
 
@@ -81,3 +81,26 @@ def tokens_come_back_disordered(patch: Patch, site: Site) -> None:
         return back.flip(0) if site.covers(here()) else back
 
     patch.setattr(dispatch.Way, "home", home)
+
+
+@bug("E14", EP, Operator.REDUCTION, "routed, cut")
+def parts_of_experts_stay_apart(patch: Patch, site: Site) -> None:
+    """Each rank adds all of a bias that stands behind the sum over parts of an expert."""
+    here, plain = sharded_module(patch), experts.Spread._shared_out
+
+    def shared_out(self: Any, parameters: Any) -> Any:
+        return parameters if site.covers(here()) else plain(self, parameters)
+
+    patch.setattr(experts.Spread, "_shared_out", shared_out)
+
+
+@bug("E15", "zero", Operator.ADJOINT, "balanced", row="none")
+def statistics_keep_their_gradients(patch: Patch, site: Site) -> None:
+    """A statistic of the batch passes back what this rank's loss gives, not what all give."""
+    patch.setattr(statistics._Whole, "backward", staticmethod(lambda ctx, grad: (grad, None)))
+
+
+@bug("E16", "zero", Operator.REDUCTION, "balanced", row="none")
+def statistics_of_a_rank(patch: Patch, site: Site) -> None:
+    """A router loss is made of the statistics of this rank's rows."""
+    patch.setattr(statistics, "all_reduce", lambda x, group: x * group.size)

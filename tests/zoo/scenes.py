@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from schedlang.passes.prove import Case
-from tests import expert_models, models
+from tests import expert_models, models, spacetime
 from tests.proofs import planned
 from tests.zoo import networks
 from tests.zoo.networks import points, words
@@ -164,6 +164,9 @@ SCENES: dict[str, Scene] = {
         'blocks.* offload(activations, to=cpu)\npipeline(order="GPipe", micro=2)', "",
         lambda seed: points(seed, 8, (40, 64)),  # tensors below 64 KiB stay where they are
     ),
+    "streamed": _gpt2(
+        'offload(parameters)\noffload(optimizer, to=disk)\npipeline(order="GPipe", micro=2)', ""
+    ),
     "fused": _gpt2("transformer.h.*.mlp fuse()", ""),
     "fused, recomputed": _gpt2("transformer.h.*.mlp fuse()\ntransformer.h.* checkpoint()", ""),
     "writing": _alone(networks.Writing, "blocks.*.inner fuse()"),
@@ -195,6 +198,13 @@ SCENES: dict[str, Scene] = {
     ),
     "routed": _routed("over=dp", "dp=2"),
     "routed alike": _routed("over=tp", "tp=2"),
+    "routed, cut": Scene(
+        expert_models.biased, "layers.*.experts expert_parallel(over=ep, inner=tp)", "ep=1, tp=2",
+        expert_models.batch,
+    ),
+    "balanced": Scene(
+        expert_models.balanced, "zero(stage=0, over=dp)", "dp=2", expert_models.batch
+    ),
     "routed, dropped": _routed("over=dp, capacity=0.75", "dp=2", "routing"),
     "whole updates": replace(
         _block(networks.Residual, BLOCK), optimizer=networks.adafactor
@@ -262,6 +272,13 @@ SCENES: dict[str, Scene] = {
                 "layout=zigzag)", "cp=2", _tokens()),
     "cp, rotary": Scene(lambda: models.llama(2), "model.layers.*.self_attn "
                         "context_parallel(gather, over=cp)", "cp=2", _tokens()),
+    "cp, bias": Scene(lambda: models.bloom(1), "transformer.h.*.self_attention "
+                      "context_parallel(gather, over=cp)", "cp=2", _tokens()),
+    "switch": Scene(
+        spacetime.Video, "blocks.*.space shard(input=S(1), output=S(1), over=sp)\nblocks.0.time "
+        "shard(input=S(2), output=S(2), over=sp)\nblocks.1.time shard(input=S(2), output=R, "
+        "over=sp)", "sp=2", spacetime.batch,
+    ),
     "cp, sections": Scene(
         networks.made(networks.Sections), "attn context_parallel(ring, over=cp, layout=zigzag)",
         "cp=2", networks.sectioned,

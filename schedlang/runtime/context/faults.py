@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.context.seat import seated
 from schedlang.runtime.context.tokens import Tokens
 from schedlang.runtime.context.trial import layout_of, parted
+from schedlang.runtime.parts import dotted
 from schedlang.runtime.slice_trial import Trial, forward
 
+MIXED = ("positions that it counts by shapes, or tokens that it mixes by other means than the"
+         " attentions that rows name, are those of one rank only")  # fmt: skip
 Outputs = dict[str, dict[int, Tensor]]
 
 
@@ -33,7 +38,9 @@ def fault(trial: Trial, tokens: Tokens, error: Exception, sites: Sequence[str]) 
         return refused
     except Exception as raised:  # the model's own code, on a part: whatever it raises
         said = f"{type(raised).__name__}: {raised}".splitlines()[0]
-        return refusal(f"`{kind}` does not run on some tokens of a sequence", said)
+        window = _window(trial.model, list(whole.found))
+        notes = (said, window) if window else (said,)
+        return refusal(f"`{kind}` does not run on some tokens of a sequence", *notes)
     layout = layout_of(tokens.kind, trial.lengths)
     for name, outputs in whole.found.items():
         want, parts = outputs[-1], found.found.get(name, {})
@@ -45,10 +52,54 @@ def fault(trial: Trial, tokens: Tokens, error: Exception, sites: Sequence[str]) 
             return refusal(
                 f"`{kind}` cannot be split by tokens",
                 f"`{name}` gives a token something else than it gives within the sequence",
-                "positions that it counts by shapes, or tokens that it mixes by other means than "
-                "the attentions that rows name, are those of one rank only",
+                _window(trial.model, upto(whole.found, name)) or MIXED,
             )
     return refusal(f"`{kind}` cannot be split by tokens", str(error))
+
+
+def unrunnable(model: nn.Module, title: str, said: str) -> Refusal:
+    """The refusal of a model that no trial can run, with what it said."""
+    window = _window(model, [name for name, _ in model.named_modules() if name])
+    if not window:
+        return refusal(title, said)
+    return refusal(f"`{type(model).__name__}` cannot be split by tokens", window, f"tried: {said}")
+
+
+def upto(names: Iterable[str], last: str) -> list[str]:
+    """The names up to one of them."""
+    return list(itertools.takewhile(lambda name: name != last, names)) + [last]
+
+
+def _window(model: nn.Module, names: Sequence[str]) -> str:
+    """What the first of some modules that mixes neighbours does, if one does."""
+    for name in names:
+        module = model.get_submodule(name)
+        wide = getattr(module, "kernel_size", 1)
+        if any(n != 1 for n in (wide if isinstance(wide, tuple) else (wide,))):
+            kind = type(module).__name__
+            return (f"`{name}` is a `{kind}`: it mixes neighbours, and what comes behind it is no"
+                    " token of the batch alone")  # fmt: skip
+    return ""
+
+
+def no_tokens(batch: Mapping[str, Any]) -> Refusal | None:
+    """The refusal of a batch whose tokens arise inside of the model: images; None for others."""
+    leaves, _ = pytree.tree_flatten_with_path(dict(batch))
+    tensors = [(dotted(path), x) for path, x in leaves if isinstance(x, Tensor) and x.dim() > 1]
+    if not tensors or any(x.dim() < 4 for _, x in tensors):
+        return None
+    name, value = tensors[0]
+    return Refusal(
+        Diagnostic(
+            "S674", f"the batch has no tokens that `context_parallel` could split: `{name}` is"
+            f" {list(value.shape)}",
+            notes=("patches of images become tokens inside of the model, and a class token joins"
+                   " them there",),
+            helps=("split its rows: `zero(stage=0, over=cp)`",
+                   "or its heads: `layers.*.{q,k,v}_proj  shard(col, over=cp)`, and `row` behind",
+                   "or a dim between modules: `shard(input=S(1), output=S(1), over=cp)`"),
+        )
+    )  # fmt: skip
 
 
 def _near(a: Tensor, b: Tensor) -> bool:

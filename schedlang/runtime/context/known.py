@@ -57,6 +57,10 @@ def by_keys(seat: Seat, given: Tensor) -> Tensor | None:
     if isinstance(given, Known) and given.whole is not None and given.at == -1:
         value = given.whole
     total = seat.layout.total
+    if value.is_meta and value.dim() > 1 and value.shape[-1] == seat.length > 1:
+        # a batch without values says no more than its sizes, of which nothing is made
+        others = value.new_empty((*value.shape[:-1], total - seat.length))
+        value = torch.cat([value, others], -1)
     if value.dim() < 2 or value.shape[-1] not in (1, total) or value.shape[-2] not in (
         1, seat.length
     ):  # fmt: skip

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -18,6 +19,7 @@ from schedlang.runtime.context.faults import fault
 from schedlang.runtime.context.products import Lines
 from schedlang.runtime.context.tokens import Tokens
 from schedlang.runtime.context.trial import parted
+from schedlang.runtime.meta import hollow_batch
 from schedlang.runtime.parts import dotted
 from schedlang.runtime.slice_probe import (
     compare,
@@ -29,6 +31,7 @@ from schedlang.runtime.slice_probe import (
     spread,
 )
 from schedlang.runtime.slice_trial import Seen, Trial, forward, watched
+from schedlang.runtime.slices import Place
 
 
 def probe(trial: Trial, kind: str, ranks: int, sites: Sequence[str]) -> Tokens:
@@ -54,10 +57,22 @@ def guess(trial: Trial, kind: str, ranks: int) -> Tokens:
     style = shift_of(trial)
     given = style == "padded" and _given(trial)
     source = trial.rule.source if trial.rule else ""
+    products, places = _lines(trial)
     return Tokens(
         kind, ranks, source, "given" if given else "none" if style == "none" else "head",
-        along=trial.along, positions=_takes(trial, "position_ids"),
+        along=trial.along, positions=_takes(trial, "position_ids") and not products,
+        products=products, places=places if products else frozenset(), follow=bool(products),
     )  # fmt: skip
+
+
+def _lines(trial: Trial) -> tuple[frozenset[Place], frozenset[Place]]:
+    """Lines of a model without values that multiply queries and keys, and that count positions."""
+    bare = replace(trial, batch=hollow_batch(trial.batch), random=False)
+    try:
+        with torch.device("meta"):
+            return lines_of(bare, Lines), places_of(bare)
+    except Exception:  # the model asks for values: what can be shown of it is shown without
+        return frozenset(), frozenset()
 
 
 def candidates(trial: Trial, kind: str, ranks: int) -> Iterator[Tokens]:

@@ -1,0 +1,126 @@
+"""A drawn model and schedule as a value, and the registry of generators, one for each primitive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tests.properties.models import Config, Short
+
+# verbs in the order in which their rows may stand
+PHASES = (
+    *("tie", "untie", "freeze"),
+    *("replace", "replace_kernel", "decompose", "fuse", "pad", "shard", "grid", "complete"),
+    *("context_parallel", "expert_parallel"),
+    *("checkpoint", "offload", "unroll"),
+    *("pipeline_split", "split_backward", "zero", "compress", "overlap", "pipeline", "verify"),
+)
+# what the step of a verb must allow
+RELAX = {"freeze": "updates", "tie": "model", "untie": "model", "compress": "lossy"}
+Axes = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, order=True)
+class Step:
+    """Some rows that belong together.  Two steps with a claim in common exclude each other."""
+
+    verb: str
+    rows: tuple[str, ...]
+    claims: frozenset[str] = field(compare=False)
+    axes: frozenset[str] = field(default=frozenset(), compare=False)
+
+    def __str__(self) -> str:
+        return "\n".join(self.rows)
+
+
+def step(verb: str, rows: Sequence[str], claims: Sequence[str], axes: Sequence[str] = ()) -> Step:
+    """A step in few words."""
+    return Step(verb, tuple(rows), frozenset(claims), frozenset(axes))
+
+
+@dataclass(frozen=True, repr=False)
+class Drawn(Short):
+    """A model and a schedule for it.
+
+    `rows` and `length` are of the first batch; the second, equal-sized, has one row more.
+    """
+
+    config: Config
+    axes: Axes
+    steps: tuple[Step, ...] = ()
+    spare: int = 0  # rows above one for each part
+    length: int = 3
+    illegal: str = ""  # a row that must be refused
+
+    @property
+    def micro(self) -> int:
+        """Microbatches of a step."""
+        said = [s.rows[0] for s in self.steps if s.verb == "pipeline"]
+        return int(said[0].split("micro=")[1].split(",")[0].rstrip(")")) if said else 1
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts a batch is split."""
+        verbs = ("zero", "compress")  # the second brings a row of the first with it
+        used = {axis for s in self.completed if s.verb in verbs for axis in s.axes}
+        count = self.micro
+        for axis, size in self.axes:
+            count *= size if axis in used else 1
+        return count
+
+    @property
+    def refused(self) -> str:
+        """The code of the refusal that this must end in, or "": statistics over the batch need
+        one part, averages over forwards one microbatch."""
+        kinds = [(b.kind, b.norm == "batch", b.average) for b in self.config.blocks]
+        whole = any(kind == "conv" and batch for kind, batch, _ in kinds) and self.parts > 1
+        once = any(kind == "counting" and average for kind, _, average in kinds) and self.micro > 1
+        return "S703" if whole else "S708" if once else ""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the first batch: enough for every part, mostly not divisible by their number."""
+        return self.parts + self.spare
+
+    @property
+    def completed(self) -> tuple[Step, ...]:
+        """The steps, and a row for each axis that they leave idle."""
+        used = {axis for s in self.steps for axis in s.axes}
+        idle = [axis for axis, size in self.axes if size > 1 and axis not in used]
+        more = [step("zero", [f"zero(stage=0, over={a})"], [f"zero {a}"], [a]) for a in idle]
+        return tuple(sorted((*self.steps, *more), key=lambda s: PHASES.index(s.verb)))
+
+    @property
+    def text(self) -> str:
+        """The schedule file."""
+        mesh = ", ".join(f"{axis}={size}" for axis, size in self.axes)
+        rows = [row for s in self.completed for row in s.rows]
+        if self.illegal:
+            rows.append(self.illegal)
+        body = "\n".join(f"  {row}" for row in rows)
+        names = sorted({RELAX[s.verb] for s in self.completed if s.verb in RELAX})
+        relax = f"relax({', '.join(names)}) " if names else ""
+        return f'schedule 1 for Drawn\n\nmesh({mesh})\n\nstep "all" {relax}{{\n{body}\n}}\n'
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        out = 1
+        for _, size in self.axes:
+            out *= size
+        return out
+
+
+Generator = Callable[[Config, dict[str, int], int], list[Step]]
+GENERATORS: dict[str, Generator] = {}
+
+
+def generator(make: Generator) -> Generator:
+    """Register the steps of the primitive of this name."""
+    GENERATORS[make.__name__.rstrip("_")] = make
+    return make
+
+
+def block_path(place: int) -> str:
+    """The path of a block."""
+    return f"blocks.{place}"

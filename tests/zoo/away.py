@@ -1,0 +1,43 @@
+"""Bugs of what lies off the device: parameters, gradients, the optimizer's state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from schedlang.runtime import leaving
+from schedlang.runtime.away import Away
+from schedlang.runtime.streamed import Held
+from tests.zoo.bug import Operator, Patch, Site, bug
+
+
+@bug("C13", "offload", Operator.FREEZE, "streamed", row="offload(parameters")
+def brought_once(patch: Patch, site: Site) -> None:
+    """Parameters are brought to the device in the first step, and used in all that follow."""
+    patch.setattr(Held, "leave", lambda self: None)
+
+
+@bug("C14", "offload", Operator.REDUCTION, "streamed", row="offload(parameters")
+def last_microbatch_alone(patch: Patch, site: Site) -> None:
+    """A gradient that leaves takes the place of the earlier microbatches'."""
+    plain = leaving._leave
+
+    def leave(scratch: Any, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            vars(parameter).pop(leaving._SLOT, None)
+        plain(scratch, parameter)
+
+    patch.setattr(leaving, "_leave", leave)
+
+
+@bug("C15", "offload", Operator.SKIP, "streamed", row="offload(optimizer")
+def state_left_on_disk(patch: Patch, site: Site) -> None:
+    """The step starts from no state: what lies on disk is not brought back."""
+    plain = Away._master
+
+    def master(self: Any, optimizer: Any, name: str, grad: Tensor) -> Any:
+        optimizer.state.pop(self.parameters[name], None)
+        return plain(self, optimizer, name, grad)
+
+    patch.setattr(Away, "_master", master)
