@@ -34,7 +34,9 @@ class Whole:
         """The same text planned for another model on another mesh."""
         from schedlang.model import ModelFacts
 
-        made = expand(self._tree(requires), ModelFacts(model), self._set(mesh)).plan
+        facts = ModelFacts(model)
+        facts.given.update(self.plan.model.replacements)  # the class made it, not the model file
+        made = expand(self._tree(requires), facts, self._set(mesh)).plan
         assert made is not None
         return made
 

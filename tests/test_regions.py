@@ -130,6 +130,10 @@ def test_compiled_once_for_equal_layers() -> None:
                for region in regions_of(part)]  # fmt: skip
     assert len(regions) == 6 and len(set(regions)) == 2
     assert [region.graphs for region in set(regions)] == [1, 1]
+    bare = Schedule(model, parse(Source("bare.sched", "schedule 1\n")), Settings()).plan()
+    drawn = [build(one, BATCHES[0], seed=3).train_step(BATCHES[0]) for one in (plan, bare)]
+    torch.testing.assert_close(*drawn)  # logical masks, as on several ranks
+    assert [region.graphs for region in set(regions)] == [1, 1]
     module = model.layers[0].out
     fuse_pattern(module, Told(read(ADD_NORM), Looked()))
     for one in check_fused(module, (torch.randn(3, 16), torch.randn(3, 8))):

@@ -12,7 +12,11 @@ from torch.nn import functional as F
 from schedlang.diagnostic import Refusal
 from schedlang.passes.build import build
 from schedlang.passes.prove import Case, prove
+from schedlang.passes.state import Settings
+from schedlang.passes.whole import whole
 from schedlang.schedule import create_schedule
+from schedlang.source import Source
+from schedlang.syntax import parse
 from tests import models
 from tests.engine import Threads
 from tests.proofs import planned, proven, refused, sgd
@@ -148,6 +152,13 @@ def test_several_names_are_joined(threads: Threads) -> None:
         BATCHES[0],
     )
     assert "gate_proj" in said
+
+
+def test_a_reduced_model_knows_them_too() -> None:
+    """What `--shrink` makes of the class is planned with what the model file told of the whole."""
+    tree = parse(Source("rows.sched", f'schedule 1\nstep "all" {{\n{MLP}}}\n'))
+    full = whole(tree, Settings(), gpt2(Mine))
+    assert full.at(models.gpt2(1), {}).actions[0].sites == ("transformer.h.0.mlp",)
 
 
 class Less(nn.Module):
