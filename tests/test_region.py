@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedlang.regions import groups, paths, root, runs
 from schedlang.runtime.forward import layers_of
-from schedlang.runtime.offload import Ledger, Store, offload
+from schedlang.runtime.offload import Store, offload
 from schedlang.runtime.recompute import checkpoint
 from schedlang.runtime.region import regions
+from schedlang.runtime.tiers import Ledger
 from tests.test_recompute import Block, Products
 
 
