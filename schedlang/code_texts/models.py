@@ -1,0 +1,106 @@
+"""Codes of the pipeline, the batch and the structure of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+CODES: Mapping[str, tuple[str, str]] = {
+    "S601": (
+        "a cut inside a loop",
+        "A cut falls between two calls that the model makes once; this module is called often.",
+    ),
+    "S602": ("a cut separates tied names", "`tied=replicate` keeps a copy on each side."),
+    "S603": (
+        "a cut inside a region",
+        "What is recomputed, fused or replaced as one runs on one stage: cut before or after it.",
+    ),
+    "S604": ("the model rejects the batch", "The model itself raised; its message is shown."),
+    "S605": ("the batch has no rows", "Tensors of a batch have rows along their first dim."),
+    "S606": ("too few rows", "Every part of the batch needs a row: fewer parts or a larger batch."),
+    "S607": ("the mesh and the job differ", "The mesh needs as many ranks as the job has."),
+    "S608": ("no such order of the pipeline", "The message says what the order needs."),
+    "S609": ("cuts and stages differ", "Cuts must make as many stages as the order needs."),
+    "S610": ("a hidden value crosses the cut", "A stage hands over what its modules return."),
+    "S611": ("the forward reads values", "It cannot be recorded without data."),
+    "S612": ("the model fails while it is recorded", "The model's own message is shown."),
+    "S613": ("not a place to cut", "Cuts stand before modules of the trunk."),
+    "S614": ("a stage is never reached", "The model did not call what follows the cut."),
+    "S615": ("no loss", "The model returns none: give `loss(output, batch)`."),
+    "S616": ("not built yet", "Without `batch=` a program is built at its first step."),
+    "S617": ("a pipeline has no module", "Each rank holds a stage: use `train_step`, `eval_step`."),
+    "S618": ("`build` takes something else", "`sch.build(batch=, loss=, optimizer=, clip=, ...)`."),
+    "S619": ("another batch than it was built for", "Build from a batch as it will be trained on."),
+    "S621": ("parts of the batch do not add up", "Say what a part weighs: `weight(batch)`."),
+    "S622": ("an optimizer that looks at all tensors", "One tensor at a time can be put together."),
+    "S623": (
+        "a model without values",
+        "It lies on the meta device: `plan` and `diff` work, runs need values.",
+    ),
+    "S624": (
+        "state that cannot be kept",
+        "Parameters and buffers are; extra state of modules is not.",
+    ),
+    "S625": (
+        "weights are updated inside the step",
+        "Orders with stale weights (PipeDream and its kin) update each stage by itself, several\n"
+        "times a step: no norm over all stages exists to clip by, and no stage shares a weight.",
+    ),
+    "S631": ("a checkpoint cannot be written", "Nothing was changed; the message gives the cause."),
+    "S632": ("not a place for a checkpoint", "Only a checkpoint or an empty folder is replaced."),
+    "S633": ("no readable checkpoint", "Nothing was changed; the message gives the cause."),
+    "S634": ("names are missing or unknown", "A checkpoint fits the model that it was saved from."),
+    "S635": ("another shape or dtype", "Layouts may differ, whole tensors may not."),
+    "S636": ("another optimizer", "It must be of the same class and train the same parameters."),
+    "S637": ("state that no checkpoint can hold", "Tensors, and plain numbers alike on all ranks."),
+    "S641": (
+        "a state dict of another model",
+        "Nothing was changed; the message lists names and shapes.",
+    ),
+    "S655": (
+        "sequences that cannot be cut",
+        "Slices need a causal model whose tokens meet in attention only: by a cache of\n"
+        "transformers or in `scaled_dot_product_attention(.., is_causal=True)`.",
+    ),
+    "S656": ("no sequences", "Slices cut dim 1 of the batch's tensors."),
+    "S657": ("padding before a slice", "Pad on the right, or leave sequences whole."),
+    "S658": ("packed rows in slices", "One document per row, or sequences that stay whole."),
+    "S659": (
+        "a model that cannot be split by tokens",
+        "Only the attentions that rows name meet the tokens of other ranks; the message names the\n"
+        "first module that gives a token something else than it gives within the whole sequence.",
+    ),
+    "S660": (
+        "an attention that no row names",
+        "Where sequences are split, all attentions of a model meet the keys of the same ranks.",
+    ),
+    "S661": (
+        "an attention that cannot be split by tokens",
+        "Its mask must follow from positions, documents and padding, and what is added to its\n"
+        "scores from positions and from integers of the batch.",
+    ),
+    "S662": ("sequences are split twice", "Over ranks, or in slices one after the other."),
+    "S663": (
+        "units that not every rank calls",
+        "ZeRO gathers a module on all ranks together; where values decide whether it is called,\n"
+        "ranks would gather different ones.",
+    ),
+    "S668": (
+        "statistics of a batch in microbatches",
+        "A loss made of means over the whole batch (router losses) needs all of its rows; the\n"
+        "backward of a microbatch begins before later ones are there.",
+    ),
+    "S669": (
+        "statistics that were not found again",
+        "Sums over rows are shared by ranks where the model was seen to make them: the k-th call\n"
+        "of that name in the forward of that module.",
+    ),
+    "S674": (
+        "no tokens in the batch",
+        "Images become tokens inside of the model: split rows, heads, or a dim between modules.",
+    ),
+    "S680": ("too few tokens", "Every rank that shares a sequence needs one of its tokens."),
+    "S681": (
+        "heads that cannot be divided",
+        "Ulysses gives every rank the same number of heads; a ring leaves heads whole.",
+    ),
+}

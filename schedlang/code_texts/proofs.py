@@ -1,0 +1,79 @@
+"""Codes of verification and expectations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+CODES: Mapping[str, tuple[str, str]] = {
+    "S702": (
+        "too many ranks for one machine",
+        "`verify` and `run` start local processes.  A smaller mesh, `--mesh ...`, keeps the rows.",
+    ),
+    "S703": (
+        "the loss of the whole is not the mean of the parts",
+        "Checked on the original, before anything else: the parts of a batch, weighed, must give\n"
+        "its loss.  Say what a part weighs, `weight(batch)`, or `relax(batch_stats)`.",
+    ),
+    "S704": ("no working dtype", "Float64 is always checked; this names the dtype checked beside."),
+    "S705": ("no row on these lines", "`--only 11,14-17` names lines of the schedule file."),
+    "S706": (
+        "the model returns no loss",
+        "Define `loss(output, batch)`, or give labels in the batch.",
+    ),
+    "S708": (
+        "a buffer depends on how the batch is split",
+        "A forward writes it, once for each microbatch and on each rank for its own rows.\n"
+        "Measured on the original, like S703.",
+    ),
+    "S709": (
+        "equal bits of rows that round",
+        "`verify(exact)` is about the rows of its step.  Sums over ranks come in another order.",
+    ),
+    "S711": (
+        "a gradient is not summed",
+        "`check --model` follows on every axis whether a gradient is whole or a part of a sum.\n"
+        "This one is still a part when it is used: ranks would train on different gradients.",
+    ),
+    "S712": (
+        "a gradient is summed too often",
+        "It was whole already, or was summed before: it is too large by the size of the axis.",
+    ),
+    "S713": (
+        "what is summed is no pending sum",
+        "Ranks hold parts that add up to the whole only after a product over a split dim.  From\n"
+        "there to the sum only linear calls may stand, and nothing that every rank adds alike.",
+    ),
+    "S714": (
+        "ranks do not agree",
+        "`check --model` plays a step of several ranks without values and writes down what each\n"
+        "sends.  Members of a group must ask for the same collectives in the same order, and the\n"
+        "two ends of a channel for the same messages; these would wait for ever, or mix values up.",
+    ),
+    "S715": (
+        "state without an owner",
+        "Every parameter and buffer belongs to a stage that uses it.",
+    ),
+    "S716": (
+        "parts do not weigh one together",
+        "The loss of each part of the batch is weighed so that all together are the mean of the\n"
+        "whole.  These weights are not: gradients would be too large or too small.",
+    ),
+    "S721": (
+        "no readable lock",
+        "`schedlang plan FILE --lock` writes `FILE.lock`, and `--locked` compares it.",
+    ),
+    "S751": (
+        "a model that cannot be made smaller",
+        "`--shrink` makes the class from smaller numbers: those of its `config`, or those that\n"
+        "`model()` has as defaults.  Else `small()` of the model file makes the reduced model.",
+    ),
+    "S752": (
+        "no smaller model shows all that the schedule does",
+        "Divisibility, order of sizes, kinds of layers and cut points must stay as they are.",
+    ),
+    "S753": (
+        "the batch does not fit the reduced model",
+        "It was derived from the batch of the whole: ids, lengths and sizes.  Define `small()`\n"
+        "and `small_batch(seed)` in the model file.",
+    ),
+}

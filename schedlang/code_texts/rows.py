@@ -1,0 +1,91 @@
+"""Codes of one row, and of two rows that meet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+CODES: Mapping[str, tuple[str, str]] = {
+    "S401": ("the primitive does not fit the module", "The message names the module's class."),
+    "S402": (
+        "a size does not divide",
+        "Every rank gets an equal part.  Choose another size of the axis, or `pad` first.",
+    ),
+    "S403": (
+        "heads do not divide",
+        "Attention splits by whole heads, and by whole key-value heads; the message names the\n"
+        "sizes that fit.",
+    ),
+    "S404": ("a module with a forward of its own", "Shard the modules inside of it."),
+    "S405": (
+        "the model cannot compute with the parts",
+        "Following the shapes through the model on the meta device, some call met a part where it\n"
+        "needs the whole.  The message names the module and the call.",
+    ),
+    "S406": ("blocks do not make up the dim", "`blocks=` lists sizes that add up."),
+    "S407": (
+        "weight and bias do not fit together",
+        "A bias lies as the outputs of its weight: split along `out` if the weight is.",
+    ),
+    "S408": ("not for this scope", "Some rows are about the whole model, some never are."),
+    "S409": (
+        "nothing is left to balance",
+        "Single modules are where stages start; a list is shared out.",
+    ),
+    "S410": ("the kernel computes something else", "The module is not what the kernel replaces."),
+    "S411": ("no weight gradient", "`split_backward` is for modules with trained weights."),
+    "S412": ("nothing is sent", "Transfers overlap where a model is cut into stages."),
+    "S413": (
+        "nothing is frozen, or everything",
+        "Something is frozen, and something still trained.",
+    ),
+    "S416": ("nothing to tie or untie", "Parameters of one shape become one; a shared one, two."),
+    "S417": ("nothing whole to compress", "Compress over the axes of a `zero(stage=0)` row."),
+    "S419": (
+        "windows do not fit the parts",
+        "Where positions are split, each rank's part is a multiple of the stride, reaches as far\n"
+        "as a window does, and the whole gives one output for each stride.",
+    ),
+    "S420": (
+        "a length that the ranks do not divide",
+        "A tensor is split along a dim whose size in this batch is no multiple of the ranks.",
+    ),
+    "S421": (
+        "no module of experts",
+        "It is called with tokens, the experts of each token and their weights, gives their\n"
+        "sum of weight times output, and holds parameters whose first dim are the experts.\n"
+        "A small copy was tried; the message says what it does otherwise, and by how much.",
+    ),
+    "S422": (
+        "experts that do not work together so",
+        "The message says which arguments of `expert_parallel` exclude each other, or do not fit\n"
+        "the rest of the schedule.",
+    ),
+    "S425": ("nothing to complete", "`complete` adds to rows that stand beside it."),
+    "S426": ("two ways to complete", "Write the rows of one of them, or gather."),
+    "S427": ("no way to complete", "What was begun cannot be followed; the message says where."),
+    "S428": (
+        "experts that cannot be cut inside",
+        "`inner=` cuts every expert along its own hidden dim, in equal parts that add up to it.",
+    ),
+    "S501": ("done twice", "Two rows do the same at one module; drop one."),
+    "S502": ("one region inside another", "The inner module would be recomputed twice."),
+    "S503": (
+        "rows in the wrong order",
+        "The order follows from what each verb reads and writes: `schedlang explain --conflicts` shows\n"
+        "it for all of them.",
+    ),
+    "S504": ("an axis splits a tensor once", "Name another axis, or drop one of the rows."),
+    "S505": (
+        "more is given up than the step allows",
+        'Rounding is always allowed; anything else is named: `step "..." relax(rng) {`.',
+    ),
+    "S506": ("a tied weight is split on one side", "Both modules that share a weight name it."),
+    "S507": ("padding after splitting", "Pad first."),
+    "S508": ("an axis cannot slice the state", "It is used otherwise, or sliced already."),
+    "S509": ("the pipeline is arranged twice", "One axis cuts the model, one row orders it."),
+    "S510": (
+        "a grid whose rows do not split the batch",
+        "The first axis of a grid or a cube holds different rows of the batch: `zero` names it.\n"
+        "The others hold parts of the hidden dim, and see the same rows.",
+    ),
+}

@@ -1,0 +1,82 @@
+"""Codes of running, precision, kernels, memory and the model file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+CODES: Mapping[str, tuple[str, str]] = {
+    "S811": ("no float64 for this operation", "It reads the bits of a float."),
+    "S812": ("randomness of its own", "It cannot be drawn logically, alike under every layout."),
+    "S813": ("a checkpointed module changes its buffers", "Recomputation would change them twice."),
+    "S821": ("the kernel does not fit the call", "Leave this module as it is."),
+    "S831": ("inductor cannot compile here", "It needs a compiler; the message says which."),
+    "S832": ("a kernel of its own already", "Fuse or replace, not both."),
+    "S833": ("not one graph", "The region cannot be compiled whole; choose a smaller one."),
+    "S834": ("compiled too often", "Something that it reads differs from call to call."),
+    "S840": (
+        "no regions of these modules",
+        "A group is of modules that follow each other in a list, and has one at least.",
+    ),
+    "S841": (
+        "too little memory for any plan",
+        "A module that is recomputed keeps all that it saves while its backward runs.",
+    ),
+    "S842": (
+        "half of a plan, or two",
+        "`plan` and `memory` stand together, without `group`, `every` and `save`, on one list.",
+    ),
+    "S843": (
+        "recomputed with other numbers",
+        "A module draws from Python, from numpy, or keeps something from call to call.  Only\n"
+        "torch's generators, also those that a module holds itself, are replayed.",
+    ),
+    "S850": (
+        "what a row puts on disk cannot be written",
+        "The step is undone on all ranks.  Files lie in the temporary folder: set TMPDIR, or make\n"
+        "room; a step needs room for the new beside the old.",
+    ),
+    "S854": (
+        "parameters that are gathered together lie apart",
+        "`zero` gathers a layer as one, so all of it lies on one tier: select whole layers.",
+    ),
+    "S855": (
+        "a step on whole tensors cannot be undone",
+        "Parameters in parts are put together for an optimizer that looks at whole tensors; with\n"
+        "anything on disk such a step might fail half done.",
+    ),
+    "S860": (
+        "the plan costs more than is expected",
+        "`expect` is held against what `plan` counts: bytes at the peak of a step, bytes sent,\n"
+        "the pipeline's bubble.  `plan` shows where they come from.",
+    ),
+    "S861": (
+        "nothing that can be expected of a plan",
+        "A measure is compared with a bound: `expect peak_memory < 70GiB on h100x64`,\n"
+        "`expect comm_bytes(tp) < 2GiB`, `expect bubble < 0.2`.",
+    ),
+    "S862": (
+        "an expectation that cannot be told",
+        "Bytes are counted with a batch, and memory where a step can be played without values.",
+    ),
+    "S870": ("the kernel takes no such argument", "`chunk` bounds the logits of a head's loss."),
+    "S880": (
+        "nothing that could replace a module",
+        "`replacements` of the model file says what is.",
+    ),
+    "S881": (
+        "a replacement that does not fit",
+        "It has the same parameters, or says what its own are made of, and takes the same call.",
+    ),
+    "S882": ("a pattern that is nowhere in the module", "The message has the nearest miss."),
+    "S883": ("a data flow that cannot be followed", "It chooses by values; name a smaller module."),
+    "S884": ("nothing to gain", "One kernel is what fusing makes of several."),
+    "S885": ("not a pattern", "Functions of torch, `+ - * / @`, literals and all its parameters."),
+    "S886": ("a bias that cannot stand apart", "Linear layers have one that nothing looks at."),
+    "S901": ("the model file has no batch", "Define `batch(seed)`: a dict of tensors."),
+    "S902": ("`batch` returns something else", "Return the forward's keyword arguments as a dict."),
+    "S903": ("`model` returns something else", "Return a torch.nn.Module."),
+    "S904": ("no model file", "Put a `model.py` beside the schedule, or name one: `--model`."),
+    "S905": ("the model file fails to import", "Its own error is shown, with the line."),
+    "S906": ("the model file has no `model()`", "Define it; it may build on the meta device."),
+    "S907": ("no plan to be read", "It must be one that `schedlang plan --out` wrote."),
+}
