@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 from schedlang import nodes as n
 from schedlang.binding import Argument, bind
-from schedlang.diagnostic import Diagnostic, Label, Refusal, guess
+from schedlang.diagnostic import Diagnostic, Label, Refusal
 from schedlang.evaluate import evaluate
 from schedlang.knob import unknown_settings
 from schedlang.passes import bases, declare, expect, legality
 from schedlang.passes.parameters import arguments_of
-from schedlang.passes.state import RELAXABLE, Settings, State, current, start
+from schedlang.passes.state import Settings, State, current, start
+from schedlang.passes.steps import allowed, open_step
 from schedlang.primitive import Primitive, load_all, registry
 from schedlang.selector import Selector
 from schedlang.source import Span
@@ -352,51 +353,3 @@ def arguments(call: n.Call, names: Names) -> list[Argument]:
         word = inner.text if isinstance(inner, n.Name) else ""
         found.append(Argument(name, evaluate(inner, names), arg.span, inner.span, word))
     return found
-
-
-def open_step(node: n.Step, state: State) -> State:
-    """The state in which a step's name and what it may give up are known."""
-    if node.name in state.steps:
-        label = Label(node.span and step_head(node), "the second of this name")
-        raise Refusal(Diagnostic("S101", f"there are two steps `{node.name}`", label))
-    for name in node.relax:
-        if name not in RELAXABLE:
-            title = f"a step cannot relax `{name}`"
-            help_ = guess(name, RELAXABLE, "choose among")
-            raise Refusal(Diagnostic("S303", title, Label(step_head(node)), helps=(help_,)))
-    plan = state.plan
-    if plan is not None:
-        plan = replace(plan, relaxed=(*plan.relaxed, (node.name, node.relax)))
-    return replace(state, steps=(*state.steps, node.name), plan=plan)
-
-
-def step_head(node: n.Step) -> Span:
-    """The words `step "name"`."""
-    if not node.span or not node.span.source.name.endswith(".sched"):
-        return node.span
-    start_ = node.span
-    end = start_.col + len(f'step "{node.name}"')
-    return Span(start_.source, start_.line, start_.col, start_.line, end)
-
-
-def allowed(primitive: Primitive, state: State, span: Span) -> None:
-    """Refuse a row that gives up what its step has not allowed (S505)."""
-    step = state.step
-    relaxed = {"rounding", *(step.relax if step else ())}
-    beyond = sorted(primitive.gives_up - relaxed)
-    if not beyond:
-        return
-    name = beyond[0]
-    title = f"this action gives up `{name}`, which its step has not allowed"
-    also = (Label(step_head(step), "allows nothing beyond " + _allows(step)),) if step else ()
-    if step:
-        names = ", ".join((*step.relax, *beyond))
-        help_ = f'allow it: `step "{step.name}" relax({names}) {{`'
-    else:
-        help_ = f'put it into a step that allows it: `step "..." relax({name}) {{`'
-    label = Label(span, f"results may differ in {', '.join(beyond)}")
-    raise Refusal(Diagnostic("S505", title, label, also, (), (help_,)))
-
-
-def _allows(step: n.Step) -> str:
-    return " and ".join(("rounding", *step.relax))

@@ -14,8 +14,9 @@ from schedlang import nodes as n
 from schedlang.cursor import Caller, Cursor
 from schedlang.diagnostic import Diagnostic, Label, Refusal, closest
 from schedlang.passes.diff import Difference, compare
-from schedlang.passes.expand import Expander, expand, open_step
+from schedlang.passes.expand import Expander, expand
 from schedlang.passes.state import Settings, State, current, start
+from schedlang.passes.steps import open_step
 from schedlang.passes.why import why
 from schedlang.primitive import Primitive, load_all, registry
 from schedlang.selector import Selector

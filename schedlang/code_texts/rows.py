@@ -71,8 +71,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S502": ("one region inside another", "The inner module would be recomputed twice."),
     "S503": (
         "rows in the wrong order",
-        "The order follows from what each verb reads and writes: `schedlang explain --conflicts` shows\n"
-        "it for all of them.",
+        "The order follows from what each verb reads and writes: `schedlang explain --conflicts`\n"
+        "shows it for all of them.",
     ),
     "S504": ("an axis splits a tensor once", "Name another axis, or drop one of the rows."),
     "S505": (
