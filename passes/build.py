@@ -127,11 +127,18 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
         stage_axis=staged.axis, dropout=dropout, inputs=frozenset(batch),
         without_labels=traced.labels[0].filled if len(traced.labels) == 1 else None,
         outputs_missing=staged.cut.missing if staged.axis is not None else (),
+        ends_early=_ends_early(plan, staged),
         tokens=prepared.tokens, context=plan.context_axes,
     )  # fmt: skip
     whole = whole_step(assembly, staged, given.optimizer)
     optimizer = _optimizer(assembly, given.optimizer)
     return Program(assembly, optimizer, given.clip, whole=whole, away=lying)
+
+
+def _ends_early(plan: Plan, staged: Staged) -> bool:
+    """Do stages send on what is frozen, so that no gradient comes back to what it was made of?"""
+    frozen = any(not fact.requires_grad for fact in plan.model.parameters.values())
+    return frozen and staged.axis is not None and staged.cut.constant
 
 
 def _own(

@@ -58,7 +58,7 @@ def _rows(
         r, s, x = (_value(seen, key) for seen in (exact, original, program))
         if r is None or not r.is_floating_point() or (r.dim() == 0 and key.kind not in _SCALARS):
             continue
-        if is_left_out(key, program.left_out):
+        if key.kind in program.missing or is_left_out(key, program.left_out):
             continue
         kind, gate = key.kind + IN_DTYPE, rtol.get(key.kind, 1.0)
         if x is None or s is None or x.shape != r.shape:

@@ -234,7 +234,7 @@ class Distributed:
         found = self.program.gradients()
         return {name: found.get(name) for name in self.program.trained()}
 
-    def input_gradients(self) -> Mapping[str, Tensor | None]:
+    def input_gradients(self) -> Mapping[str, Tensor | None] | None:
         """Of the batch's float tensors."""
         return self.program.input_gradients()
 

@@ -339,8 +339,8 @@ def test_a_kernel_that_forgets_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not _found(static(plan, TOKENS), "S715")
     plain = kernel.replace
 
-    def replaced(module: nn.Module, found: Any) -> None:
-        plain(module, found)
+    def replaced(module: nn.Module, *given: Any) -> None:
+        plain(module, *given)
         for parameter in module.parameters():
             parameter.requires_grad_(False)
 

@@ -53,6 +53,7 @@ class Assembly:
     compressor: Compressor | None = None  # does the sums that follow, in fewer bytes
     dropout: LogicalDropout | None = None
     outputs_missing: tuple[str, ...] = ()
+    ends_early: bool = False  # no gradient is sent to stages that are frozen from the start
     loss_dtype: torch.dtype = torch.float32  # the same on every rank
     without_labels: Callable[[Batch], dict[str, Any]] | None = None
     tokens: Tokens | None = None  # how sequences are split over ranks, where they are

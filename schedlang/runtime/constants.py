@@ -114,11 +114,12 @@ class Constants:
             return
         flat = torch.zeros(size, dtype=value.dtype, device="cpu")
         flat.as_strided(bare.shape, bare.stride(), bare.storage_offset()).copy_(value)
-        key = _storage(bare)
+        key, me = _storage(bare), weakref.ref(self)  # no cycle: values go when nobody asks more
 
         def gone(_: Any) -> None:  # another storage may come to lie at its place
-            self.values.pop(key, None)
-            self._alive.pop(key, None)
+            if (known := me()) is not None:
+                known.values.pop(key, None)
+                known._alive.pop(key, None)
 
         self.values[key] = flat
         self._alive[key] = weakref.ref(bare.untyped_storage(), gone)

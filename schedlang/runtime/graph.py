@@ -120,6 +120,12 @@ class Cut:
         return {edge: tuple(sorted(tokens)) for edge, tokens in sorted(found.items())}
 
     @property
+    def constant(self) -> bool:
+        """Whether a float is sent to another stage that gets no gradient."""
+        sent = (self.graph.leaves[token] for tokens in self.routes.values() for token in tokens)
+        return any("float" in leaf.dtype and not leaf.differentiable for leaf in sent)
+
+    @property
     def edges(self) -> tuple[tuple[int, int], ...]:
         """The transfers between stages, for a timeline."""
         return tuple(self.routes)

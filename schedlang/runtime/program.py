@@ -323,8 +323,13 @@ class Program:
         """The whole gradients of the last step, clipped if it clipped, by original name."""
         return whole.gradients(self.assembly)
 
-    def input_gradients(self) -> dict[str, Tensor | None]:
-        """Gradients of the float tensors of the last batch, whole; needs `follow_inputs`."""
+    def input_gradients(self) -> dict[str, Tensor | None] | None:
+        """Gradients of the float tensors of the last batch, whole; needs `follow_inputs`.
+
+        None where backward ends before the first stage, which is frozen.
+        """
+        if self.assembly.ends_early:
+            return None
         return whole.input_gradients(self.assembly, self._inputs)
 
     def trained(self) -> list[str]:

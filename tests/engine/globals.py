@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from schedlang.runtime import attention, collective, crossing, fuse
+from schedlang.runtime import attention, collective, crossing, fuse, offload
 
 # containers of the runtime that hold what one rank is doing
 OWN: tuple[tuple[ModuleType, str], ...] = (
@@ -17,6 +17,7 @@ OWN: tuple[tuple[ModuleType, str], ...] = (
     (collective, "_listeners"),
     (crossing, "_last"),
     (fuse, "_counted"),
+    (offload, "_watching"),
 )
 _PLACES = ("RANK", "LOCAL_RANK")
 

@@ -131,12 +131,16 @@ def fuse(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
 
 @generator
 def decompose(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """At linear layers with a bias, whatever is done to them."""
-    return [
-        step("decompose", [f"{_at(place)}.{name}  decompose(bias)"], [f"decompose {_at(place)}"])
-        for place, block in enumerate(config.blocks)
-        for name in {"mlp": ("up",), "chain": ("lin",)}.get(block.kind, ())
-    ]
+    """At linear layers with a bias, whatever is done to them; a chain that is replaced has none."""
+    found = []
+    for place, block in enumerate(config.blocks):
+        at = _at(place)
+        if block.kind == "mlp":
+            found.append(step("decompose", [f"{at}.up  decompose(bias)"], [f"decompose {at}"]))
+        if block.kind == "chain":
+            claims = [f"decompose {at}", f"replace {at}"]
+            found.append(step("decompose", [f"{at}.lin  decompose(bias)"], claims))
+    return found
 
 
 @generator

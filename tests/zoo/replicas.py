@@ -43,8 +43,8 @@ def averaged_by_fully_shard(patch: Patch, site: Site) -> None:
     """The mean that FSDP takes unless told otherwise, on parts that are already weighed."""
     plain = replicas.Sliced.add
 
-    def add(self: Any, module: Any, **options: Any) -> None:
-        plain(self, module, **options)
+    def add(self: Any, module: Any, *given: Any) -> None:
+        plain(self, module, *given)
         module.set_force_sum_reduction_for_comms(False)
         module.set_gradient_divide_factor(2.0)
 
