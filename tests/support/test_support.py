@@ -57,8 +57,8 @@ def test_a_wrong_gradient_is_a_failed_cell(
 
     plain = replicas.Sliced.add
 
-    def averaged(self: Any, module: Any, *, root: bool = False) -> None:
-        plain(self, module, root=root)
+    def averaged(self: Any, module: Any, *given: Any) -> None:
+        plain(self, module, *given)
         module.set_gradient_divide_factor(2.0)
 
     monkeypatch.setattr(replicas.Sliced, "add", averaged)

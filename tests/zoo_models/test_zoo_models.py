@@ -46,8 +46,8 @@ def test_a_wrong_number_is_a_failed_cell(threads: Threads, monkeypatch: pytest.M
 
     plain = replicas.Sliced.add
 
-    def averaged(self: Any, module: Any, *, root: bool = False) -> None:
-        plain(self, module, root=root)
+    def averaged(self: Any, module: Any, *given: Any) -> None:
+        plain(self, module, *given)
         module.set_gradient_divide_factor(2.0)
 
     monkeypatch.setattr(replicas.Sliced, "add", averaged)
