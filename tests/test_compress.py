@@ -17,6 +17,7 @@ from schedlang.runtime.collective import listening
 from tests import models
 from tests.engine import Threads
 from tests.proofs import assert_near, planned, proven, sequential, sgd, steps
+from tests.tiers import thinned
 
 HOW = {"powersgd": "powersgd, rank=2", "int8": "int8", "onebit": "onebit, block=64"}
 
@@ -59,7 +60,7 @@ def test_equal_to_one_process_that_does_the_same(threads: Threads, how: str) -> 
     assert report.equivalence == "relaxed (lossy)"
 
 
-@pytest.mark.parametrize("how, more, mesh", [
+@pytest.mark.parametrize("how, more, mesh", thinned([
     ("powersgd, rank=2", "transformer.h.*.mlp.c_fc shard(col, over=tp)\n"
      "transformer.h.*.mlp.c_proj shard(row, over=tp)\n", "dp=2, tp=2"),
     ("int8", "zero(stage=2, over=a)\n", "dp=2, a=2"),
@@ -67,7 +68,7 @@ def test_equal_to_one_process_that_does_the_same(threads: Threads, how: str) -> 
      'pipeline(order="1F1B", micro=2)\n', "dp=2, pp=2"),
     ("onebit, block=8", "transformer.h.*.mlp.c_fc shard(col, over=tp, uneven=pad)\n"
      "transformer.h.*.mlp.c_proj shard(row, over=tp, uneven=pad)\n", "dp=2, tp=3"),
-])  # fmt: skip
+]))  # fmt: skip
 def test_beside_other_rows(threads: Threads, how: str, more: str, mesh: str) -> None:
     """Each part of a split matrix is coded by itself, slices too, and copies of a tie alike."""
     batches = [models.tokens(rows=8, seed=seed) for seed in range(2)]

@@ -167,6 +167,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (ROOT / target).exists(), target
 
 
+@pytest.mark.deep
 def test_a_primitive_in_one_file(tmp_path: Path) -> None:
     """The file of CONTRIBUTING.md, put into primitives/, is explained, checked and proven."""
     for folder in ("schedlang", "primitives", "passes"):

@@ -21,6 +21,7 @@ from tests import models
 from tests.engine import Threads
 from tests.models import tokens
 from tests.proofs import adamw, assert_near, planned, sequential, trained
+from tests.tiers import thinned
 
 ROWS = """
   {more}
@@ -102,14 +103,20 @@ def test_the_others_stay_as_they_are(plain: Timeline) -> None:
 
 @pytest.mark.parametrize(
     ("name", "more", "frozen"),
-    [
-        ("BFS", "", ()),
-        ("BFS", "transformer.h.* checkpoint()", ()),
-        ("BFS", "transformer.h.0 offload(activations, to=cpu)", ()),
-        ("BFS", "", ("transformer.wte", "transformer.wpe", "transformer.h.0", "transformer.h.1")),
-        ("1F1B", "", ()),
-        ("Interleaved1F1B", "", ()),
-    ],
+    thinned(
+        [
+            ("BFS", "", ()),
+            ("BFS", "transformer.h.* checkpoint()", ()),
+            ("BFS", "transformer.h.0 offload(activations, to=cpu)", ()),
+            (
+                "BFS",
+                "",
+                ("transformer.wte", "transformer.wpe", "transformer.h.0", "transformer.h.1"),
+            ),
+            ("1F1B", "", ()),
+            ("Interleaved1F1B", "", ()),
+        ]
+    ),
     ids=["plain", "checkpoint", "offload", "frozen", "1F1B", "interleaved"],
 )
 def test_trained(threads: Threads, name: str, more: str, frozen: tuple[str, ...]) -> None:

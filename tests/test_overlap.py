@@ -16,6 +16,7 @@ from schedlang.timeline import Kind, check, halved, with_transfers
 from tests import models
 from tests.engine.threads import Threads
 from tests.proofs import adamw, assert_near, planned, refused, sequential, trained
+from tests.tiers import thinned
 
 CUT = "transformer.h  pipeline_split(over=pp)\n"
 BATCHES = [models.tokens(rows=9, seed=seed) for seed in range(3)]
@@ -27,7 +28,7 @@ def _model() -> Any:
 
 @pytest.mark.parametrize(
     ("rows", "mesh"),
-    [
+    thinned([
         ("at **.c_fc, **.c_attn { split_backward() }\n" + CUT + 'pipeline(order="1F1B", micro=3)',
          "pp=2"),
         (CUT + 'overlap(transfers, ahead=0)\npipeline(order="1F1B", micro=3)', "pp=2"),
@@ -35,7 +36,7 @@ def _model() -> Any:
          'pipeline(order="Interleaved1F1B", micro=2)', "dp=2, pp=2"),
         ("transformer.h.0 split_backward()\n" + CUT + "zero(stage=2, over=dp)\n"
          'overlap(gradients)\npipeline(order="1F1B", micro=2)', "dp=2, pp=2"),
-    ],
+    ]),
     ids=["late", "ahead", "early", "sliced"],
 )  # fmt: skip
 def test_trained(threads: Threads, rows: str, mesh: str) -> None:

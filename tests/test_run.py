@@ -176,6 +176,7 @@ def test_under_torchrun(sched: Path) -> None:
     assert found["losses"] == json.loads(call(*args).stdout)["losses"]
 
 
+@pytest.mark.deep
 def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     """The script of the README: it trains, saves, and goes on from there."""
     pytest.importorskip("transformers")

@@ -229,7 +229,8 @@ def test_11_gradients_are_linear_in_the_loss(threads: Threads, drawn: Drawn) -> 
     config = replace(_splittable(drawn.config), returns="tuple", entry="floats", tied=False)
     sizes = dict(drawn.axes)
     offers = [s for m in schedules.GENERATORS.values() for s in m(config, sizes, drawn.length)]
-    steps = tuple(s for s in drawn.steps if s in offers)
+    # what is fused is compiled anew for every shape: tests of `fuse` evaluate it
+    steps = tuple(s for s in drawn.steps if s in offers and s.verb != "fuse")
     drawn = replace(drawn, config=config, steps=allowed(steps, config, drawn.axes))
     once = _grads(engine.seen(drawn, threads))
     twice = _grads(engine.seen(drawn, threads, loss=Scaled(config.loss, 2.0)))
@@ -268,8 +269,7 @@ def test_13_evaluation_remembers_nothing(threads: Threads, drawn: Drawn) -> None
     steps = tuple(s for s in drawn.steps if s in offers)
     drawn = replace(drawn, config=config, steps=allowed(steps, config, drawn.axes))
     batches = engine.batches_of(drawn, 2)
-    # what is fused is compiled at its first call, by a rank that tells nothing meanwhile
-    for found in threads.run(_round_trip, drawn.world, drawn, batches, hang_after=120.0):
+    for found in threads.run(_round_trip, drawn.world, drawn, batches):
         first, second, third = found
         assert len(first) == len(second) == len(third) > 0
         assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*found))
