@@ -120,9 +120,10 @@ class _Splicer:
             label = Label(item.span, "this file has it itself")
             help_ = "change the step where it is written"
         else:
-            label = Label(item.span, f"nothing above brings in a step to {word}")
+            known = bool(self._steps)
+            label = Label(item.span, "" if known else f"nothing above brings in a step to {word}")
             near = guess(name, self._steps, "the bases' steps are")
-            help_ = near if self._steps else 'bring a base in above: `use "base.sched"`'
+            help_ = near if known else 'bring a base in above: `use "base.sched"`'
         title = f"no base has a step `{name}`"
         raise Refusal(Diagnostic("S114", title, label, helps=(help_,)))
 
