@@ -127,7 +127,10 @@ def test_bases_of_bases(folder: Path) -> None:
     ("body", "words"),
     [
         ('drop step "memory"\n', ("S114", "bring a base in above")),
-        ('use "base.sched"\ndrop step "memry"\n', ("S114", "has a step `memry`", "did you mean `memory`?")),
+        (
+            'use "base.sched"\ndrop step "memry"\n',
+            ("S114", "has a step `memry`", "did you mean `memory`?"),
+        ),
         ('use "base.sched"\nstep "a" {\n}\ndrop step "a"\n', ("S114", "where it is written")),
         (
             'use "base.sched"\ndrop step "memory"\noverride step "memory" {\n}\n',
