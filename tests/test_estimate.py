@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from schedlang.diagnostic import Refusal
 from schedlang.memory import CLASSES, RankMemory, heaviest
+from schedlang.passes.account import account
 from schedlang.passes.estimate import estimate
 from schedlang.passes.prepare import prepare
 from schedlang.plan import Plan
@@ -107,3 +109,14 @@ def test_a_peak_at_another_operation() -> None:
         for order in ("GPipe", "1F1B")
     }
     assert 3.5 < peaks["GPipe"] / peaks["1F1B"] < 4.5
+
+
+def test_rows_that_fit_a_limit_are_played_as_chosen() -> None:
+    """`plan` estimates what recomputes to fit a limit, and refuses what never fits."""
+    row = "zero(stage=0, over=dp)\nmodel.layers.*  checkpoint(plan=rotor, memory={})"
+    plain = account(planned(llama(), "zero(stage=0, over=dp)", "dp=2"), batch(), memory=True)
+    fitted = account(planned(llama(), row.format("3MiB"), "dp=2"), batch(), memory=True)
+    assert plain.memory is not None and fitted.memory is not None, fitted.notes
+    assert fitted.memory[0].peak < plain.memory[0].peak
+    with pytest.raises(Refusal, match="hold no plan"):
+        account(planned(llama(), row.format("1KiB"), "dp=2"), batch(), memory=True)
