@@ -29,6 +29,7 @@ class _Marks:
         self.limit = _ENOUGH
 
     def put(self, reference: StorageWeakRef, tier: str) -> None:
+        """Note on which tier a storage lies; forgets those that are gone, once there are many."""
         self.tiers[reference.cdata] = (reference, tier)
         if len(self.tiers) > self.limit:
             self.tiers = {k: m for k, m in list(self.tiers.items()) if not gone(m[0])}
