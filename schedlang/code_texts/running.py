@@ -79,4 +79,5 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S905": ("the model file fails to import", "Its own error is shown, with the line."),
     "S906": ("the model file has no `model()`", "Define it; it may build on the meta device."),
     "S907": ("no plan to be read", "It must be one that `schedlang plan --out` wrote."),
+    "S909": ("no language server", "It needs pygls: `pip install 'schedlang[editors]'`."),
 }
