@@ -58,6 +58,13 @@ CODES: Mapping[str, tuple[str, str]] = {
         "an expectation that cannot be told",
         "Bytes are counted with a batch, and memory where a step can be played without values.",
     ),
+    "S863": ("`model()` raises", "The message has the line of the model file, and the error."),
+    "S864": ("`batch()` raises", "The message has the line of the model file, and the error."),
+    "S865": (
+        "`loss` or `weight` raises",
+        "They are tried on the meta device first: they see the output, and the batch's tensors,\n"
+        "without values.",
+    ),
     "S870": ("the kernel takes no such argument", "`chunk` bounds the logits of a head's loss."),
     "S880": (
         "nothing that could replace a module",
