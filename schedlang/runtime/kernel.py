@@ -94,7 +94,10 @@ class Normed:
         """Normalise the one input; `inner` is not called."""
         x = the_input(self.module, args, kwargs)
         norm = self.norm
-        weight: Tensor = getattr(self.module, norm.weight)
+        if norm.weight is None:
+            weight = x.new_ones(x.shape[-1])  # its gradient is made as well, and left
+        else:
+            weight = getattr(self.module, norm.weight)
         if norm.kind == "rms_norm":
             return rms_norm(x, weight, norm.eps, norm.offset, norm.rounding)
         bias = getattr(self.module, norm.bias) if norm.bias is not None else None
