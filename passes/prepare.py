@@ -14,6 +14,7 @@ from schedlang.passes.propagate import Traced, propagate
 from schedlang.passes.repeats import check_repeats
 from schedlang.passes.routing import check_routing
 from schedlang.passes.sequence import slicing_of
+from schedlang.passes.settled import check_settled
 from schedlang.passes.staging import Staged, stages_of
 from schedlang.passes.staleness import check_stale
 from schedlang.passes.statistics import with_statistics
@@ -51,6 +52,7 @@ def prepare(
     check_axes(plan)
     check_routing(plan)
     traced = propagate(plan, sample, loss)
+    check_settled(plan, traced)
     traced = with_statistics(plan, traced, sample, loss, weight is not None)
     staged = stages_of(plan, traced, sample, loss)
     check_stale(plan, staged)

@@ -26,7 +26,8 @@ class Norm:
     """What a norm module computes: (x / sqrt(mean(x^2) + eps)) * (weight + offset) [+ bias].
 
     `kind` is "rms_norm", or "layer_norm" where x is centred first.  `weight` and `bias` are names
-    of the module's parameters, None where it has none (a weight is then one); `eps` None follows the type computed in, as torch.nn.RMSNorm does.
+    of the module's parameters, None where it has none (a weight is then one); `eps` None follows
+    the type computed in, as torch.nn.RMSNorm does.
     `rounding` is "early" or "late" (see kernels/rms_norm.py and kernels/layer_norm.py).
     """
 
@@ -174,9 +175,7 @@ def _normal(x: Tensor, center: bool, eps: float) -> Tensor:
     )
 
 
-def _formula(
-    x: Tensor, fit: _Fit, params: dict[str, Tensor], rounding: str = "late"
-) -> Tensor:
+def _formula(x: Tensor, fit: _Fit, params: dict[str, Tensor], rounding: str = "late") -> Tensor:
     weight = next(p for name, p in params.items() if name != fit.bias or len(params) == 1)
     bias = params[fit.bias] if fit.bias is not None else None
     if fit.center:
@@ -199,9 +198,7 @@ def _distance(module: nn.Module, fit: _Fit, params: dict[str, Tensor], size: int
     return worst
 
 
-def _gradient_distance(
-    module: nn.Module, fit: _Fit, params: dict[str, Tensor], size: int
-) -> float:
+def _gradient_distance(module: nn.Module, fit: _Fit, params: dict[str, Tensor], size: int) -> float:
     x = rows_of(size, seed=20).requires_grad_()
     grad = rows_of(size, seed=21)
     leaves = [x, *(p for p in params.values() if p.requires_grad)]
