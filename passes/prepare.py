@@ -15,6 +15,7 @@ from schedlang.passes.propagate import Traced, propagate
 from schedlang.passes.repeats import check_repeats
 from schedlang.passes.routing import check_routing
 from schedlang.passes.sequence import slicing_of
+from schedlang.passes.settled import check_settled
 from schedlang.passes.staging import Staged, stages_of
 from schedlang.passes.staleness import check_stale
 from schedlang.passes.statistics import with_statistics
@@ -54,6 +55,7 @@ def prepare(
     if weight is not None:
         _check_weight(weight, sample)
     traced = propagate(plan, sample, loss)
+    check_settled(plan, traced)
     traced = with_statistics(plan, traced, sample, loss, weight is not None)
     staged = stages_of(plan, traced, sample, loss)
     check_stale(plan, staged)

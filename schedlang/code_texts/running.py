@@ -66,6 +66,11 @@ CODES: Mapping[str, tuple[str, str]] = {
         "without values.",
     ),
     "S870": ("the kernel takes no such argument", "`chunk` bounds the logits of a head's loss."),
+    "S875": (
+        "a head whose logits could not wait for the loss",
+        "`linear_cross_entropy` works on a head that is whole, or split over its words along one\n"
+        "axis.  Sharded in another way the logits would be computed as without the kernel.",
+    ),
     "S880": (
         "nothing that could replace a module",
         "`replacements` of the model file says what is.",
