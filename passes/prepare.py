@@ -11,6 +11,7 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.chains import Chains, Counting, chains_of
 from schedlang.passes.context import tokens_of
 from schedlang.passes.holdings import holdings_of
+from schedlang.passes.kept_bits import check_kept
 from schedlang.passes.propagate import Traced, propagate
 from schedlang.passes.repeats import check_repeats
 from schedlang.passes.routing import check_routing
@@ -60,6 +61,7 @@ def prepare(
     staged = stages_of(plan, traced, sample, loss)
     check_stale(plan, staged)
     slicing = slicing_of(plan, traced, staged, sample, loss, weight)
+    check_kept(plan, staged, slicing)
     tokens = tokens_of(plan, traced, sample, loss, weight)
     check_repeats(plan, sample, loss)
     chains = chains_of(Counting(plan, traced, staged, sample, loss, tokens))

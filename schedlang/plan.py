@@ -141,6 +141,15 @@ class Compression:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What a module saves for backward is kept in numbers of `bits` bits, in blocks of `block`."""
+
+    fqn: str
+    bits: int
+    block: int
+
+
+@dataclass(frozen=True)
 class Stored:
     """What a row keeps off the device of a module, and of all that it holds.
 
@@ -204,6 +213,7 @@ class Plan:
     contexts: Mapping[str, tuple[Context, ...]] = field(default_factory=dict)  # by module
     compression: Compression | None = None  # of the sums of gradients over some data axes
     stores: tuple[Stored, ...] = ()  # what does not lie on the device
+    kept: tuple[Kept, ...] = ()  # what is saved for backward in fewer bits
     expected: tuple[Expectation, ...] = ()  # bounds on what it costs
 
     @staticmethod

@@ -44,6 +44,23 @@ CODES: Mapping[str, tuple[str, str]] = {
         "Parameters in parts are put together for an optimizer that looks at whole tensors; with\n"
         "anything on disk such a step might fail half done.",
     ),
+    "S856": (
+        "half of a compression",
+        "Sums of gradients: `compress(gradients, powersgd | int8 | onebit, over=dp)`.\n"
+        "What modules save: `layers.*  compress(activations, int8 | int4 | int2)`.",
+    ),
+    "S857": (
+        "two rows about what a module saves",
+        "It is rounded, or recomputed, or moved, or saved by something else: one of them.",
+    ),
+    "S858": (
+        "parts of activations in fewer bits",
+        "Whole numbers stand for blocks of a tensor; those of a part are others.",
+    ),
+    "S859": (
+        "activations in fewer bits, in an order that saves several of them",
+        "Stale weights and cut sequences: one process would not save the same tensors.",
+    ),
     "S860": (
         "the plan costs more than is expected",
         "`expect` is held against what `plan` counts: bytes at the peak of a step, bytes sent,\n"
