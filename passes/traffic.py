@@ -133,6 +133,7 @@ def collectives(
         everyone = tuple(axis for axis, size in plan.mesh.axes if size > 1)
         both = "loss and gradient norm"
         flags = sum(bool(holding.sliced) for holding in holdings.values())  # was each one used?
+        flags += plan.scaled is not None  # did any rank's gradients overflow?
         found.append(Collective("all-reduce", everyone, "step", both, "", 1, 8 * (2 + flags)))
     return tuple(found)
 
