@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from schedlang.plan import Cast, Plan
@@ -36,6 +36,24 @@ def cast_loss(plan: Plan, loss: Loss | None) -> Loss | None:
 def root_cast(plan: Plan) -> Cast | None:
     """The row for the model as a whole."""
     return next((one for one in plan.casts if not one.fqn), None)
+
+
+def gathered_in(plan: Plan, names: Iterable[str]) -> str | None:
+    """The dtype in which slices of these parameters can be gathered; None: as they are stored.
+
+    Only where everything that holds one of them casts it: an island needs the stored values.
+    """
+    ties = {name: tie for tie in plan.model.ties for name in tie}
+    found = {_used_in(plan, name) for first in names for name in ties.get(first, (first,))}
+    return found.pop() if len(found) == 1 else None
+
+
+def _used_in(plan: Plan, name: str) -> str | None:
+    """What the innermost row around a parameter casts it to."""
+    rows = [one for one in plan.casts if not one.fqn or name.startswith(f"{one.fqn}.")]
+    row = max(rows, key=lambda one: len(one.fqn), default=None)
+    stored = plan.model.parameters[name].dtype
+    return row.dtype if row is not None and row.params and stored == "float32" else None
 
 
 def lowest(plan: Plan) -> float:

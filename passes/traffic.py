@@ -342,7 +342,7 @@ def _slices(context: _Context) -> Iterator[Collective]:
         for fqn, names in sliced_names(plan, staged, context.holdings, stage).items():
             trained = tuple(n for n in names if plan.model.unique[n].requires_grad)
             axes = sliced_over(context.holdings, names)
-            size = gathered_bytes(plan, context.holdings, names)
+            size = gathered_bytes(plan, context.holdings, names, cast=True)
             grads = gathered_bytes(plan, context.holdings, trained)
             times = backwards if row.stage > 1 else 1
             gather = Collective(
