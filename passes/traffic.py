@@ -139,7 +139,10 @@ def collectives(
     if plan.mesh.world > 1:
         everyone = tuple(axis for axis, size in plan.mesh.axes if size > 1)
         both = "loss and gradient norm"
-        flags = sum(bool(holding.sliced) for holding in prepared.holdings.values())  # was each one used?
+        flags = sum(
+            bool(holding.sliced) for holding in prepared.holdings.values()
+        )  # was each one used?
+        flags += plan.scaled is not None  # did any rank's gradients overflow?
         found.append(Collective("all-reduce", everyone, "step", both, "", 1, 8 * (2 + flags)))
     return tuple(found)
 
@@ -347,7 +350,7 @@ def _slices(context: _Context) -> Iterator[Collective]:
         for fqn, names in sliced_names(plan, staged, context.holdings, stage).items():
             trained = tuple(n for n in names if plan.model.unique[n].requires_grad)
             axes = sliced_over(context.holdings, names)
-            size = gathered_bytes(plan, context.holdings, names)
+            size = gathered_bytes(plan, context.holdings, names, cast=True)
             grads = gathered_bytes(plan, context.holdings, trained)
             times = backwards if row.stage > 1 else 1
             gather = Collective(

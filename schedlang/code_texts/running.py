@@ -101,6 +101,23 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S884": ("nothing to gain", "One kernel is what fusing makes of several."),
     "S885": ("not a pattern", "Functions of torch, `+ - * / @`, literals and all its parameters."),
     "S886": ("a bias that cannot stand apart", "Linear layers have one that nothing looks at."),
+    "S890": (
+        "a cast that means nothing",
+        "`fp32` is an island inside of a lower dtype; `scale` and `growth` are of `fp16`.",
+    ),
+    "S891": (
+        "no master weights",
+        "A parameter that is stored in few bits loses steps that are smaller than its rounding.",
+    ),
+    "S892": (
+        "casts within casts",
+        "A module computes in one dtype; only `cast(fp32)` may stand inside of a lower one.",
+    ),
+    "S893": ("two loss scales", "There is one loss, and all its gradients have one scale."),
+    "S894": (
+        "a scaled loss, and sums in fewer bytes",
+        "What a code leaves out is kept for the next step, which may have another scale.",
+    ),
     "S901": ("the model file has no batch", "Define `batch(seed)`: a dict of tensors."),
     "S902": ("`batch` returns something else", "Return the forward's keyword arguments as a dict."),
     "S903": ("`model` returns something else", "Return a torch.nn.Module."),

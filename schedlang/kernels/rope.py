@@ -82,9 +82,7 @@ def _angles(table: Tensor, width: int, form: Form) -> tuple[Tensor, Tensor]:
     return table[..., : width // 2], table[..., : width // 2]
 
 
-def _turned(
-    x: Tensor, cos: Tensor, sin: Tensor, width: int, form: Form, back: bool
-) -> Tensor:
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, width: int, form: Form, back: bool) -> Tensor:
     kind = _result(x, cos, form)
     if not form.early:
         inner = wide(x, cos)
