@@ -17,7 +17,7 @@ def _title(node: ast.FunctionDef) -> str:
 
 
 def page() -> str:
-    """The text of docs/slapo.md: what a person wrote, and below the mark what follows from tests."""
+    """The text of docs/slapo.md: what a person wrote, and below the mark what tests tell."""
     every = behaviours()
     same = sum(not one.differs for one in every)
     text = PAGE.read_text().partition(MARK)[0] + MARK + "\n## Its tests, restated\n\n"
