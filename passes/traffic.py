@@ -139,7 +139,9 @@ def collectives(
     if plan.mesh.world > 1:
         everyone = tuple(axis for axis, size in plan.mesh.axes if size > 1)
         both = "loss and gradient norm"
-        flags = sum(bool(holding.sliced) for holding in prepared.holdings.values())  # was each one used?
+        flags = sum(
+            bool(holding.sliced) for holding in prepared.holdings.values()
+        )  # was each one used?
         found.append(Collective("all-reduce", everyone, "step", both, "", 1, 8 * (2 + flags)))
     return tuple(found)
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from schedlang.cli import app
 
-MODEL = '''
+MODEL = """
 import torch
 from torch import nn
 def model():
@@ -24,7 +24,7 @@ def loss(output, batch):
 def weight(batch):
     {weight}
     return 4.0
-'''
+"""
 SCHEDULE = 'schedule 1 for Sequential\nmesh(dp=2)\nstep "a" {\n  zero(stage=1, over=dp)\n}\n'
 BROKEN = {
     "model": ("S863", "nn.Linear('a', 4)", 5, "raised at "),
