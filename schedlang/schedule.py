@@ -245,7 +245,7 @@ class Schedule(Scope):
         self._declare(n.Use(path, as_, args or None, span=NOWHERE))
 
     def expect(self, test: str, on: str | None = None) -> None:
-        """A bound on what the plan costs, held against it by `plan`, `verify`, `run` and `build`."""
+        """A bound on what the plan costs; `plan`, `verify`, `run` and `build` hold it to that."""
         span = python_span()
         self._declare(n.Expect(parse_expr(test, span), on, span=span))
 
