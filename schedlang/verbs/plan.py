@@ -25,9 +25,6 @@ def plan(
     knob: Knobs = None,
     mesh: MeshSizes = None,
     each: Annotated[bool, typer.Option("--each", help="One line for each module.")] = False,
-    why: Annotated[
-        str | None, typer.Option("--why", metavar="PATH", help="Only the rows at this module.")
-    ] = None,
     svg: Annotated[Path | None, typer.Option("--svg", help="Draw it into this file.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="The same as a page.")] = None,
     trace: Annotated[
@@ -47,7 +44,6 @@ def plan(
     """
     from schedlang.passes.show import view
     from schedlang.passes.show_text import text
-    from schedlang.passes.why import why as why_of
     from schedlang.verbs.files import accounted, demand_expected, planned
     from schedlang.verbs.lockfile import demand_lock, write_lock
 
@@ -57,10 +53,6 @@ def plan(
         demand_lock(file, model, as_json, show=True)
         return
     found = planned(file, model, knob, mesh)
-    if why is not None:
-        said = why_of(found.plan, found.tree, why)
-        show_json({"why": said.split("\n")}) if as_json else print(said)
-        return
     shown = view(found.plan, accounted(found, memory=True), file.name, each=each)
     _write(shown, svg, html, trace)
     value = shown.to_json()
