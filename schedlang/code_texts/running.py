@@ -82,6 +82,7 @@ CODES: Mapping[str, tuple[str, str]] = {
         "They are tried on the meta device first: they see the output, and the batch's tensors,\n"
         "without values.",
     ),
+    "S866": ("no collective of this number", "`why FILE --collectives` lists them."),
     "S870": ("the kernel takes no such argument", "`chunk` bounds the logits of a head's loss."),
     "S875": (
         "a head whose logits could not wait for the loss",
