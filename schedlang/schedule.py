@@ -15,6 +15,7 @@ from schedlang.cursor import Caller, Cursor
 from schedlang.diagnostic import Diagnostic, Label, Refusal, at_the_callers_line, closest
 from schedlang.passes.diff import Difference, compare
 from schedlang.passes.expand import Expander, expand
+from schedlang.passes.lint import lint
 from schedlang.passes.state import Settings, State, current, start
 from schedlang.passes.steps import open_step
 from schedlang.passes.why import why
@@ -138,6 +139,10 @@ class Schedule(Scope):
         from schedlang.passes.record import record
 
         return record(self.plan())
+
+    def warnings(self) -> list[Diagnostic]:
+        """What has no effect, and what is not verified as usual; none of it is an error."""
+        return lint(self.tree, self._state)
 
     @at_the_callers_line()
     def why(self, fqn: str) -> str:
