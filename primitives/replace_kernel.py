@@ -21,6 +21,7 @@ class replace_kernel(Primitive):  # noqa: N801
       rms_norm, layer_norm   our Triton kernels, forward and backward; offset, epsilon and rounding
                              order are found by probing
       gated                  SwiGLU and its kin between the projections of an MLP, split or packed
+      rope                   rotary embeddings of queries and keys in an attention, both in one launch
       linear_cross_entropy   a head and the loss after it, `chunk` bytes of logits at a time; the
                              model's own code finds the loss, its casts, scale and soft cap
       sdpa                   attention by torch's scaled_dot_product_attention, for transformers'
@@ -30,7 +31,7 @@ class replace_kernel(Primitive):  # noqa: N801
     computes; otherwise the refusal gives the measured difference.
     """
 
-    kernel: Literal["rms_norm", "layer_norm", "gated", "linear_cross_entropy", "sdpa"]
+    kernel: Literal["rms_norm", "layer_norm", "gated", "rope", "linear_cross_entropy", "sdpa"]
     chunk: Bytes | None = None
 
     example = "layers.*.norm  replace_kernel(rms_norm)"

@@ -59,6 +59,10 @@ CODES: Mapping[str, tuple[str, str]] = {
         "Bytes are counted with a batch, and memory where a step can be played without values.",
     ),
     "S870": ("the kernel takes no such argument", "`chunk` bounds the logits of a head's loss."),
+    "S871": (
+        "angles that are learned",
+        "The kernel `rope` turns queries and keys by constant angles: these need no gradient.",
+    ),
     "S880": (
         "nothing that could replace a module",
         "`replacements` of the model file says what is.",

@@ -29,8 +29,9 @@ from schedlang.runtime.forward import Layer, layers_of, the_input, wrap
 from schedlang.runtime.head import Head, Waiting, probe_head
 from schedlang.runtime.mlp import Gated, GatedMlp, probe_gated
 from schedlang.runtime.modes import outside
+from schedlang.runtime.rope import Rotary, Turning, probe_rope
 
-Found = Norm | Attention | Head | Gated
+Found = Norm | Attention | Head | Gated | Rotary
 
 
 def _norm(kind: str) -> Callable[[nn.Module, Call | None], Norm | Mismatch]:
@@ -47,6 +48,7 @@ KERNELS: Mapping[str, Callable[[nn.Module, Call | None], Found | Mismatch]] = {
     "rms_norm": _norm("rms_norm"),
     "layer_norm": _norm("layer_norm"),
     "gated": lambda module, call: probe_gated(module),
+    "rope": lambda module, call: probe_rope(module),
     "linear_cross_entropy": lambda module, call: probe_head(module),
     "sdpa": match_attention,
 }
@@ -102,7 +104,11 @@ class Normed:
         return layer_norm(x, weight, bias, eps, norm.offset, norm.rounding)
 
 
-LAYERS: Mapping[type, Callable[[nn.Module, Any], Layer]] = {Norm: Normed, Gated: GatedMlp}
+LAYERS: Mapping[type, Callable[[nn.Module, Any], Layer]] = {
+    Norm: Normed,
+    Gated: GatedMlp,
+    Rotary: Turning,
+}
 
 
 def kernel_of(module: nn.Module) -> str | None:
