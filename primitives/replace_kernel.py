@@ -21,7 +21,8 @@ class replace_kernel(Primitive):  # noqa: N801
       rms_norm, layer_norm   our Triton kernels, forward and backward; offset, epsilon and rounding
                              order are found by probing
       gated                  SwiGLU and its kin between the projections of an MLP, split or packed
-      rope                   rotary embeddings of queries and keys in an attention, both in one launch
+      add_norm               residual sums and the norms after them, in a module that has both
+      rope                   rotary embeddings of an attention's queries and keys, in one launch
       linear_cross_entropy   a head and the loss after it, `chunk` bytes of logits at a time; the
                              model's own code finds the loss, its casts, scale and soft cap
       sdpa                   attention by torch's scaled_dot_product_attention, for transformers'
@@ -31,7 +32,7 @@ class replace_kernel(Primitive):  # noqa: N801
     computes; otherwise the refusal gives the measured difference.
     """
 
-    kernel: Literal["rms_norm", "layer_norm", "gated", "rope", "linear_cross_entropy", "sdpa"]
+    kernel: Literal["rms_norm", "layer_norm", "add_norm", "gated", "rope", "linear_cross_entropy", "sdpa"]
     chunk: Bytes | None = None
 
     example = "layers.*.norm  replace_kernel(rms_norm)"

@@ -18,6 +18,7 @@ from schedlang.kernels.layer_norm import layer_norm
 from schedlang.kernels.norms import Norm, probe_norm
 from schedlang.kernels.probe import Mismatch
 from schedlang.kernels.rms_norm import rms_norm
+from schedlang.runtime.add_norm import Summing, Sums, probe_sums
 from schedlang.runtime.attention import (
     Attention,
     Call,
@@ -31,7 +32,7 @@ from schedlang.runtime.mlp import Gated, GatedMlp, probe_gated
 from schedlang.runtime.modes import outside
 from schedlang.runtime.rope import Rotary, Turning, probe_rope
 
-Found = Norm | Attention | Head | Gated | Rotary
+Found = Norm | Attention | Head | Gated | Rotary | Sums
 
 
 def _norm(kind: str) -> Callable[[nn.Module, Call | None], Norm | Mismatch]:
@@ -48,6 +49,7 @@ KERNELS: Mapping[str, Callable[[nn.Module, Call | None], Found | Mismatch]] = {
     "rms_norm": _norm("rms_norm"),
     "layer_norm": _norm("layer_norm"),
     "gated": lambda module, call: probe_gated(module),
+    "add_norm": lambda module, call: probe_sums(module),
     "rope": lambda module, call: probe_rope(module),
     "linear_cross_entropy": lambda module, call: probe_head(module),
     "sdpa": match_attention,
@@ -108,6 +110,7 @@ LAYERS: Mapping[type, Callable[[nn.Module, Any], Layer]] = {
     Norm: Normed,
     Gated: GatedMlp,
     Rotary: Turning,
+    Sums: Summing,
 }
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import CellType, CodeType, FunctionType
+from functools import partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from schedlang.kernels.probe import TOLERANCE, Mismatch, relative
 from schedlang.kernels.rope import Case, Form, reference, rope
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.rebound import decorated, other_names
 
 _SIZE, _TOKENS, _HEADS = 8, 5, (4, 3)
 _ORDERS = {4: (("q", "k", "cos", "sin"),), 3: (("q", "cos", "sin"), ("q", "sin", "cos"))}
@@ -83,13 +85,9 @@ def probe_rope(module: nn.Module) -> Rotary | Mismatch:
     )
 
 
-def _innermost(function: Any) -> Any:
-    return inspect.unwrap(function)
-
-
 def _functions(forward: Any) -> Iterator[tuple[str, Any]]:
     """Functions of the file that a forward names."""
-    inner = _innermost(forward)
+    inner = inspect.unwrap(forward)
     for name in dict.fromkeys(_named(inner.__code__)):
         value = inner.__globals__.get(name)
         if callable(value) and not isinstance(value, type | nn.Module):
@@ -289,46 +287,13 @@ class Turning:
     def __init__(self, module: nn.Module, found: Rotary) -> None:
         self.module, self.found = module, found
         forward: Any = type(module).forward
-        space = _innermost(forward).__globals__
+        space = inspect.unwrap(forward).__globals__
         turning = {each.name: _turning(space[each.name], each) for each in found.rotations}
-        self.forward = _rebound(forward, turning)
+        self.forward = decorated(forward, partial(other_names, named=turning))
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The module's class's forward; `inner`, which is the same, is not called."""
         return self.forward(self.module, *args, **kwargs)
-
-
-def _rebound(function: Any, named: Mapping[str, Any]) -> Any:
-    """A copy of a function that finds other values under some of its file's names.
-
-    Decorators around it are copied with it.
-    """
-    inner = getattr(function, "__wrapped__", None)
-    if inner is None:
-        # torch.compile would look the names up in the file, if it knew which file that is
-        space = {n: v for n, v in function.__globals__.items() if n != "__name__"} | dict(named)
-        return _copied(function, space, function.__closure__)
-    made = _rebound(inner, named)
-    cells = tuple(CellType(made) if _holds(cell, inner) else cell for cell in function.__closure__)
-    copied = _copied(function, function.__globals__, cells)
-    copied.__wrapped__ = made
-    return copied
-
-
-def _copied(function: FunctionType, space: dict[str, Any], cells: Any) -> Any:
-    made: Any = FunctionType(
-        function.__code__, space, function.__name__, function.__defaults__, cells
-    )
-    made.__kwdefaults__ = function.__kwdefaults__
-    made.__dict__.update(function.__dict__)
-    return made
-
-
-def _holds(cell: CellType, value: Any) -> bool:
-    try:
-        return cell.cell_contents is value
-    except ValueError:  # empty
-        return False
 
 
 def _turning(original: Any, found: Rotation) -> Callable[..., Any]:
