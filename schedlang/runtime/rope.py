@@ -165,7 +165,7 @@ def _runs(function: Any, order: tuple[str, ...], heads: int, **more: Any) -> lis
         given = _drawn(heads, angles)
         try:
             found.append(_Run(given, _called(function, order, given, **more)))
-        except Exception:  # not a function of tensors like these: the others will tell  # noqa: S112
+        except Exception:  # it does not take tensors like these: other runs will tell
             continue
     return found
 
