@@ -28,7 +28,7 @@ from schedlang.runtime.attention import (
 )
 from schedlang.runtime.expert_kernel import GroupedExperts, GroupedForm, probe_grouped
 from schedlang.runtime.forward import Layer, layers_of, the_input, wrap
-from schedlang.runtime.head import Head, Waiting, probe_head
+from schedlang.runtime.head import Head, Waiting, probe_head, probe_held
 from schedlang.runtime.mlp import Gated, GatedMlp, probe_gated
 from schedlang.runtime.modes import outside
 from schedlang.runtime.rope import Rotary, Turning, probe_rope
@@ -52,6 +52,7 @@ KERNELS: Mapping[str, Callable[[nn.Module, Call | None], Found | Mismatch]] = {
     "gated": lambda module, call: probe_gated(module),
     "add_norm": lambda module, call: probe_sums(module),
     "rope": lambda module, call: probe_rope(module),
+    "cross_entropy": lambda module, call: probe_held(module),
     "linear_cross_entropy": lambda module, call: probe_head(module),
     "sdpa": match_attention,
     "grouped": lambda module, call: probe_grouped(module),
