@@ -84,6 +84,10 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S866": ("no collective of this number", "`why FILE --collectives` lists them."),
     "S870": ("the kernel takes no such argument", "`chunk` bounds the logits of a head's loss."),
+    "S871": (
+        "angles that are learned",
+        "The kernel `rope` turns queries and keys by constant angles: these need no gradient.",
+    ),
     "S875": (
         "a head whose logits could not wait for the loss",
         "`linear_cross_entropy` works on a head that is whole, or split over its words along one\n"
