@@ -13,6 +13,16 @@ if TYPE_CHECKING:
     from schedlang.model import Site
 
 
+# kernel -> its package, how to install it, what does without
+PACKAGES = {
+    "flash_attention": (
+        "flash_attn",
+        "pip install flash-attn --no-build-isolation",
+        "replace_kernel(flex_attention)",
+    )
+}
+
+
 class replace_kernel(Primitive):  # noqa: N801
     """Swap the computation between a module's parameters; its parameters, children and names stay.
 
@@ -26,6 +36,9 @@ class replace_kernel(Primitive):  # noqa: N801
                              model's own code finds the loss, its casts, scale and soft cap
       sdpa                   attention by torch's scaled_dot_product_attention, for transformers'
                              modules
+      flex_attention         attention by torch's FlexAttention, with its soft cap, sinks and masks;
+      flash_attention        by the package flash_attn, where it is installed: in transformers'
+                             modules, and in others that call scaled_dot_product_attention
       grouped                experts by grouped matrix products: tokens sorted by expert, one
                              product for all of them, nothing padded and no token left out
 
@@ -33,7 +46,8 @@ class replace_kernel(Primitive):  # noqa: N801
     computes; otherwise the refusal gives the measured difference.
     """
 
-    kernel: Literal["rms_norm", "layer_norm", "gated", "linear_cross_entropy", "sdpa", "grouped"]
+    kernel: Literal["rms_norm", "layer_norm", "gated", "linear_cross_entropy", "sdpa",
+                    "flex_attention", "flash_attention", "grouped"]  # fmt: skip
     chunk: Bytes | None = None
 
     example = "layers.*.norm  replace_kernel(rms_norm)"
@@ -54,6 +68,7 @@ class replace_kernel(Primitive):  # noqa: N801
                 f"`{self.kernel}` holds no logits, and takes no `chunk`",
                 helps=(f"replace_kernel({self.kernel})",),
             )
+        self._check_package()
         found = self._found(site, plan)
         if type(found).__name__ == "Mismatch":
             refuse(
@@ -61,6 +76,18 @@ class replace_kernel(Primitive):  # noqa: N801
                 f"`{site}` does not compute what `{self.kernel}` does",
                 str(found.reason),
                 helps=("leave this module as it is",),
+            )
+
+    def _check_package(self) -> None:
+        """Refuse a kernel of a package that is not installed (S876)."""
+        from importlib.util import find_spec
+
+        wanted = PACKAGES.get(self.kernel)
+        if wanted is not None and find_spec(wanted[0]) is None:
+            refuse(
+                "S876",
+                f"`{self.kernel}` is a kernel of the package `{wanted[0]}`, not installed here",
+                helps=(f"install it: `{wanted[1]}`", f"or another kernel: `{wanted[2]}`"),
             )
 
     def settled(self, site: Site, plan: Plan, traced: Any) -> None:

@@ -18,6 +18,7 @@ from schedlang.kernels.layer_norm import layer_norm
 from schedlang.kernels.norms import Norm, probe_norm
 from schedlang.kernels.probe import Mismatch
 from schedlang.kernels.rms_norm import rms_norm
+from schedlang.runtime.adapters import ATTENTIONS, Adapted, kernel_in, match_adapter, put_in
 from schedlang.runtime.attention import (
     Attention,
     Call,
@@ -31,7 +32,7 @@ from schedlang.runtime.head import Head, Waiting, probe_head
 from schedlang.runtime.mlp import Gated, GatedMlp, probe_gated
 from schedlang.runtime.modes import outside
 
-Found = Norm | Attention | Head | Gated | GroupedForm
+Found = Norm | Attention | Adapted | Head | Gated | GroupedForm
 
 
 def _norm(kind: str) -> Callable[[nn.Module, Call | None], Norm | Mismatch]:
@@ -44,12 +45,17 @@ def _norm(kind: str) -> Callable[[nn.Module, Call | None], Norm | Mismatch]:
     return probe
 
 
+def _adapter(kernel: str) -> Callable[[nn.Module, Call | None], Adapted | Mismatch]:
+    return lambda module, call: match_adapter(module, kernel, call)
+
+
 KERNELS: Mapping[str, Callable[[nn.Module, Call | None], Found | Mismatch]] = {
     "rms_norm": _norm("rms_norm"),
     "layer_norm": _norm("layer_norm"),
     "gated": lambda module, call: probe_gated(module),
     "linear_cross_entropy": lambda module, call: probe_head(module),
     "sdpa": match_attention,
+    **{name: _adapter(name) for name in ATTENTIONS},
     "grouped": lambda module, call: probe_grouped(module),
 }
 
@@ -72,6 +78,8 @@ def replace(module: nn.Module, found: Found, chunk: int = 0) -> None:
     """
     if isinstance(found, Attention):
         replace_attention(module, found)
+    elif isinstance(found, Adapted):
+        put_in(module, found.kernel, found.modules)
     elif isinstance(found, Head):
         wrap(module, "kernel", Waiting(module, found, chunk))
     else:
@@ -118,4 +126,4 @@ def kernel_of(module: nn.Module) -> str | None:
     if layers is not None and "kernel" in layers.kinds:
         found: str = getattr(layers.kinds["kernel"], "kernel")  # noqa: B009
         return found
-    return "sdpa" if is_fused(module) else None
+    return "sdpa" if is_fused(module) else kernel_in(module)
