@@ -19,7 +19,9 @@ PACKAGES = {
         "flash_attn",
         "pip install flash-attn --no-build-isolation",
         "replace_kernel(flex_attention)",
-    )
+    ),
+    "liger.rms_norm": ("liger_kernel", "pip install liger-kernel", "replace_kernel(rms_norm)"),
+    "liger.layer_norm": ("liger_kernel", "pip install liger-kernel", "replace_kernel(layer_norm)"),
 }
 
 
@@ -41,13 +43,15 @@ class replace_kernel(Primitive):  # noqa: N801
                              modules, and in others that call scaled_dot_product_attention
       grouped                experts by grouped matrix products: tokens sorted by expert, one
                              product for all of them, nothing padded and no token left out
+      liger.rms_norm, liger.layer_norm     those of the package liger_kernel, where it is installed
 
     A module is replaced only if a copy of it, in float64 on random input, computes what the kernel
     computes; otherwise the refusal gives the measured difference.
     """
 
     kernel: Literal["rms_norm", "layer_norm", "gated", "linear_cross_entropy", "sdpa",
-                    "flex_attention", "flash_attention", "grouped"]  # fmt: skip
+                    "flex_attention", "flash_attention", "grouped", "liger.rms_norm",
+                    "liger.layer_norm"]  # fmt: skip
     chunk: Bytes | None = None
 
     example = "layers.*.norm  replace_kernel(rms_norm)"

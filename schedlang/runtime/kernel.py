@@ -31,8 +31,9 @@ from schedlang.runtime.forward import Layer, layers_of, the_input, wrap
 from schedlang.runtime.head import Head, Waiting, probe_head
 from schedlang.runtime.mlp import Gated, GatedMlp, probe_gated
 from schedlang.runtime.modes import outside
+from schedlang.runtime.named import NAMED, Named, NamedNorm, probe_named
 
-Found = Norm | Attention | Adapted | Head | Gated | GroupedForm
+Found = Norm | Attention | Adapted | Head | Gated | GroupedForm | Named
 
 
 def _norm(kind: str) -> Callable[[nn.Module, Call | None], Norm | Mismatch]:
@@ -49,6 +50,10 @@ def _adapter(kernel: str) -> Callable[[nn.Module, Call | None], Adapted | Mismat
     return lambda module, call: match_adapter(module, kernel, call)
 
 
+def _library(kernel: str) -> Callable[[nn.Module, Call | None], Named | Mismatch]:
+    return lambda module, call: probe_named(module, kernel)
+
+
 KERNELS: Mapping[str, Callable[[nn.Module, Call | None], Found | Mismatch]] = {
     "rms_norm": _norm("rms_norm"),
     "layer_norm": _norm("layer_norm"),
@@ -56,6 +61,7 @@ KERNELS: Mapping[str, Callable[[nn.Module, Call | None], Found | Mismatch]] = {
     "linear_cross_entropy": lambda module, call: probe_head(module),
     "sdpa": match_attention,
     **{name: _adapter(name) for name in ATTENTIONS},
+    **{name: _library(name) for name in NAMED},
     "grouped": lambda module, call: probe_grouped(module),
 }
 
@@ -116,7 +122,7 @@ class Normed:
 
 
 LAYERS: Mapping[type, Callable[[nn.Module, Any], Layer]] = {
-    Norm: Normed, Gated: GatedMlp, GroupedForm: GroupedExperts,
+    Norm: Normed, Gated: GatedMlp, GroupedForm: GroupedExperts, Named: NamedNorm,
 }  # fmt: skip
 
 
