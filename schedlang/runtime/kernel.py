@@ -18,6 +18,7 @@ from schedlang.kernels.layer_norm import layer_norm
 from schedlang.kernels.norms import Norm, probe_norm
 from schedlang.kernels.probe import Mismatch
 from schedlang.kernels.rms_norm import rms_norm
+from schedlang.kernels.sharding import install
 from schedlang.runtime.adapters import ATTENTIONS, Adapted, kernel_in, match_adapter, put_in
 from schedlang.runtime.attention import (
     Attention,
@@ -82,6 +83,7 @@ def replace(module: nn.Module, found: Found, chunk: int = 0) -> None:
 
     `chunk` are the bytes of logits that a head may hold at a time.
     """
+    install()  # of our operators on DTensors, for whoever splits what lies around
     if isinstance(found, Attention):
         replace_attention(module, found)
     elif isinstance(found, Adapted):
