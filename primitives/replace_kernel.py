@@ -95,7 +95,14 @@ class replace_kernel(Primitive):  # noqa: N801
             )
 
     def settled(self, site: Site, plan: Plan, traced: Any) -> None:
-        """Refuse a head that is sharded so that its logits would be computed all the same."""
+        """Refuse a kernel that would not be run: another row computes in its place."""
+        if plan.context_axes and self.kernel in ("flex_attention", "flash_attention"):
+            refuse(
+                "S878",
+                f"`{self.kernel}` and `context_parallel` both compute the attention of `{site}`",
+                notes=("attention over split sequences has its own kernels",),
+                helps=(f"drop the row `{site} {self}`",),
+            )
         edges = traced.edges.get(site.fqn, ())
         if not self.waits or not edges or [edge.head for edge in edges] == [True]:
             return

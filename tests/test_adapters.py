@@ -14,6 +14,7 @@ from schedlang.diagnostic import Refusal
 from schedlang.kernels import flash_attention as flash
 from schedlang.kernels.device import runs
 from schedlang.kernels.flex_attention import Case, Rule, flex_attention, reference
+from schedlang.passes.prepare import prepare
 from schedlang.runtime.adapters import Adapted, asked_by_name
 from schedlang.runtime.kernel import kernel_of, match, replace
 from tests import models
@@ -89,6 +90,16 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(Refusal, match="S877|`page_table`"):
         lines = tuple(torch.zeros(1, 2, 3, 4) for _ in range(3))
         asked_by_name("flex_attention", lines, None, True, {"page_table": torch.ones(1)})  # type: ignore[arg-type]
+
+
+def test_split_sequences_have_their_own_kernel() -> None:
+    """Where attention goes over ranks no other kernel would be run: refused, not left out."""
+    rows = """model.layers.*.self_attn replace_kernel(flex_attention)
+        model.layers.*.self_attn context_parallel(gather, over=cp)"""
+    with pytest.raises(Refusal) as found:
+        prepare(planned(models.llama(1), rows, "cp=2"), models.tokens())
+    said = found.value.render()
+    assert "S878" in said and "drop the row `model.layers.0.self_attn replace_kernel(" in said
 
 
 def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

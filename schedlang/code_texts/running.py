@@ -69,6 +69,10 @@ CODES: Mapping[str, tuple[str, str]] = {
         "an attention that the kernel does not know",
         "It is asked for with an argument that the kernel has not; leave the module as it is.",
     ),
+    "S878": (
+        "two rows for one attention",
+        "`context_parallel` computes attention over ranks itself; no other kernel would be run.",
+    ),
     "S880": (
         "nothing that could replace a module",
         "`replacements` of the model file says what is.",

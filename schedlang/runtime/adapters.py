@@ -189,12 +189,14 @@ def _registered(kernel: str, eager: bool) -> str:
     if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
 
         def attend(
-            module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any
-        ) -> tuple[Tensor, None]:
+            module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+            attention_mask: Any = None, **more: Any,
+        ) -> tuple[Tensor, None]:  # fmt: skip
             causal = more.pop("is_causal", None)
             causal = getattr(module, "is_causal", True) if causal is None else causal
-            causal = bool(causal) and not eager and mask is None and q.shape[2] > 1
-            return asked_by_name(kernel, (q, k, v), mask, causal, more), None
+            causal = bool(causal) and not eager and attention_mask is None and query.shape[2] > 1
+            lines = (query, key, value)
+            return asked_by_name(kernel, lines, attention_mask, causal, more), None
 
         ALL_ATTENTION_FUNCTIONS.register(name, attend)
     return name
