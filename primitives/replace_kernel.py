@@ -70,7 +70,7 @@ class replace_kernel(Primitive):  # noqa: N801
             refuse(
                 "S870",
                 f"`{self.kernel}` holds no logits, and takes no `chunk`",
-                helps=(f"replace_kernel({self.kernel})",),
+                helps=(f"leave it out: `replace_kernel({self.kernel})`",),
             )
         self._check_package()
         found = self._found(site, plan)

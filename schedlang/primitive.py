@@ -223,8 +223,8 @@ def _load(point: metadata.EntryPoint) -> None:
         ) from error  # fmt: skip
 
 
-def conflicts(first: type[Primitive], then: type[Primitive]) -> Relation:
-    """How `then` stands below `first` where both touch one module.
+def conflicts(first: Primitive | type[Primitive], then: Primitive | type[Primitive]) -> Relation:
+    """How `then` stands below `first` where both touch one module; of classes: as their examples.
 
     "commute": nothing shared.  "order": `then` relies on what `first` changed, so this order only.
     "clash": `then` changes what `first` relied on.  "both": both change one facet, whose own rule
