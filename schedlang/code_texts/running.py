@@ -93,6 +93,15 @@ CODES: Mapping[str, tuple[str, str]] = {
         "`linear_cross_entropy` works on a head that is whole, or split over its words along one\n"
         "axis.  Sharded in another way the logits would be computed as without the kernel.",
     ),
+    "S876": ("a package that is not installed", "Its kernel is called where the package is."),
+    "S877": (
+        "an attention that the kernel does not know",
+        "It is asked for with an argument that the kernel has not; leave the module as it is.",
+    ),
+    "S878": (
+        "two rows for one attention",
+        "`context_parallel` computes attention over ranks itself; no other kernel would be run.",
+    ),
     "S880": (
         "nothing that could replace a module",
         "`replacements` of the model file says what is.",
