@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import flop_counter
 from torch.utils._pytree import tree_leaves
 
 from schedlang.regions.operators import Key, Operator
-from schedlang.runtime.burden import Burden, key_of
+from schedlang.runtime.burden import Burden, key_of, operations
 from schedlang.runtime.chosen import ATTENTION, Turns, fresh
 
 
@@ -89,12 +88,10 @@ class Menu(Burden):
 
     def ran(self, unit: int, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Note one operator of a unit."""
-        before = self.flops[unit]
         super().ran(unit, func, args, kwargs, output)
         made = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
         new = fresh(func)
-        counts = func._overloadpacket in flop_counter.flop_registry
-        work = float(self.flops[unit] - before if counts else sum(t.numel() for t in made) * new)
+        work = operations(func, args, kwargs, output) if new else 0.0
         call = self._calls[unit]
         if self._inside:
             self._inside[0].work += work
