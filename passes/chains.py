@@ -28,7 +28,7 @@ class Counting:
 
     plan: Plan
     traced: Traced
-    staged: Staged
+    staged: Staged | None  # None: before it is cut
     sample: Mapping[str, Any]
     loss: Loss | None = None
     tokens: Tokens | None = None
@@ -57,7 +57,7 @@ def _chosen(
 
     found = []
     limit = action.primitive.limit
-    assert limit is not None
+    assert limit is not None and counting.staged is not None
     for names, share in _by_stage(counting.staged, action.sites):
         try:
             chain = [costs[name] for name in names]
@@ -156,7 +156,9 @@ def costs_of(counting: Counting, names: Sequence[str]) -> list[Cost]:
     with _running(counting, lambda model: None, watch):
         pass
     known = sum(menu.flops)  # without a formula for any operator all count the same
+    own = zip(menu.flops, menu.saved, menu.given)
     return [
-        Cost(float(flops) if known else 1.0, saved, given, menu.operators(unit), menu.fixed[unit])
-        for unit, (flops, saved, given) in enumerate(zip(menu.flops, menu.saved, menu.given))
-    ]
+        Cost(float(flops) if known else 1.0, saved, given,
+             menu.operators(unit), menu.fixed[unit], menu.forward[unit])
+        for unit, (flops, saved, given) in enumerate(own)
+    ]  # fmt: skip

@@ -42,7 +42,7 @@ class checkpoint(Primitive):  # noqa: N801
     save: tuple[Literal["linear", "attention", "collective"], ...] = field(default=(), kw_only=True)
     group: int | Literal["sqrt"] = field(default=1, kw_only=True)
     every: int = field(default=1, kw_only=True)
-    plan: Literal["rotor", "pareto", "dtr"] | None = field(default=None, kw_only=True)
+    plan: Literal["rotor", "pareto", "adapipe", "dtr"] | None = field(default=None, kw_only=True)
     memory: Bytes | None = field(default=None, kw_only=True)
 
     example = "layers.*  checkpoint()"
@@ -106,6 +106,16 @@ class checkpoint(Primitive):  # noqa: N801
     def limit(self) -> int | None:
         """The memory that a plan fits its modules into."""
         return self.memory if self.plan is not None else None
+
+    @property
+    def cuts(self) -> bool:
+        """Whether the stages of a pipeline are cut by what the plan repeats on each."""
+        return self.plan == "adapipe"
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the plan drops and makes again while it runs."""
+        return self.plan == "dtr"
 
     def fit(self, chain: Sequence[Cost], memory: int, play: Callable[[Any], Any]) -> Any:
         """What a plan does with modules of these costs; refuses memory that is too little."""

@@ -116,6 +116,16 @@ class Primitive:
         None: as many as they do."""
         return None
 
+    @property
+    def cuts(self) -> bool:
+        """Whether stages begin where what a row with a limit repeats leaves them in balance."""
+        return False
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a row keeps by itself what a backward needs, so that nothing else can move it."""
+        return False
+
     def fit(self, chain: Sequence[Any], memory: int, play: Callable[[Any], Any]) -> Any:
         """What is done with modules of these costs, in `memory` bytes; `apply` finds it again.
 

@@ -47,6 +47,7 @@ class Menu(Burden):
     def __init__(self, units: int) -> None:
         super().__init__(units)
         self.fixed = [0.0] * units  # the work of what runs again in any case
+        self.forward = [0.0] * units  # of all that runs once
         self._found: list[dict[Key, Operator]] = [{} for _ in range(units)]
         self._calls: dict[int, _Call] = {}
         self._inside: list[_Ran] = []  # attention that is computed by several operators here
@@ -92,6 +93,7 @@ class Menu(Burden):
         made = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
         new = fresh(func)
         work = operations(func, args, kwargs, output) if new else 0.0
+        self.forward[unit] += work
         call = self._calls[unit]
         if self._inside:
             self._inside[0].work += work
