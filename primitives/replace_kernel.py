@@ -53,8 +53,9 @@ class replace_kernel(Primitive):  # noqa: N801
     """
 
     kernel: Literal[
-        "rms_norm", "layer_norm", "add_norm", "gated", "rope", "cross_entropy", "linear_cross_entropy",
-        "sdpa", "flex_attention", "flash_attention", "grouped", "liger.rms_norm", "liger.layer_norm",
+        "rms_norm", "layer_norm", "add_norm", "gated", "rope", "cross_entropy",
+        "linear_cross_entropy", "sdpa", "flex_attention", "flash_attention", "grouped",
+        "liger.rms_norm", "liger.layer_norm",
     ]  # fmt: skip
     chunk: Bytes | None = None
 

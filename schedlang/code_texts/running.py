@@ -30,6 +30,14 @@ CODES: Mapping[str, tuple[str, str]] = {
         "A module draws from Python, from numpy, or keeps something from call to call.  Only\n"
         "torch's generators, also those that a module holds itself, are replayed.",
     ),
+    "S844": (
+        "nothing is left to move",
+        "Modules within a budget drop and make again what they save; no store sees it.",
+    ),
+    "S845": (
+        "two rows say where stages begin",
+        "`plan=adapipe` cuts the list of a `pipeline_split` row; named cuts or `balance` do, too.",
+    ),
     "S850": (
         "what a row puts on disk cannot be written",
         "The step is undone on all ranks.  Files lie in the temporary folder: set TMPDIR, or make\n"
