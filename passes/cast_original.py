@@ -118,7 +118,7 @@ def _whole(
         named = module.named_parameters(remove_duplicate=False)
         cast = {
             n: p.to(dtype) for n, p in named
-            if p.dtype == torch.float32 and not any(n == i or n.startswith(f"{i}.") for i in islands)
+            if p.dtype == torch.float32 and not any(n.startswith(f"{i}.") for i in islands)
         } if dtype != torch.float32 else {}  # fmt: skip
         came = _first(args, kwargs)
         with torch.autocast("cpu", enabled=False), _reparametrize_module(module, cast):
@@ -158,5 +158,3 @@ def _to(value: Any, dtype: Any) -> Any:
         return torch.where(leaf.isfinite() & made.isinf(), made.sign() * top, made)
 
     return tree_map(one, value)
-
-

@@ -85,7 +85,7 @@ class cast(Primitive):  # noqa: N801
             scales = (other.scale, other.growth), (self.scale, self.growth)
             if other.dtype == self.dtype == "fp16" and scales[0] != scales[1]:
                 refuse("S893", "two loss scales", f"{other.scale} and {self.scale}",
-                       helps=("give all rows of `fp16` the same `scale` and `growth`",))  # fmt: skip
+                       helps=("give all `fp16` rows the same `scale` and `growth`",))  # fmt: skip
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Note it."""

@@ -16,8 +16,13 @@ PHASES = (
     *("pipeline_split", "split_backward", "zero", "compress", "overlap", "pipeline", "verify"),
 )
 # what the step of a verb must allow
-RELAX = {"freeze": "updates", "tie": "model", "untie": "model", "compress": "lossy",
-         "cast": "dtype"}
+RELAX = {
+    "freeze": "updates",
+    "tie": "model",
+    "untie": "model",
+    "compress": "lossy",
+    "cast": "dtype",
+}
 Axes = tuple[tuple[str, int], ...]
 
 
