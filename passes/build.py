@@ -129,6 +129,7 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
         compressor=compressor_of(plan, traced, holdings, found, ranks),
         early=early_sums(plan, staged, found, sums), last_rank=_last_rank(plan, staged),
         stage_axis=staged.axis, dropout=dropout, inputs=frozenset(batch),
+        lossless=traced.lossless,
         without_labels=traced.labels[0].filled if len(traced.labels) == 1 else None,
         outputs_missing=staged.cut.missing if staged.axis is not None else (),
         ends_early=_ends_early(plan, staged),
@@ -159,10 +160,14 @@ def _optimizer(
     a: Assembly, make: Callable[..., torch.optim.Optimizer] | None
 ) -> torch.optim.Optimizer | None:
     """The optimizer of what this rank trains; None where there is nothing."""
+    from schedlang.runtime.elementwise import check_closure
+
     trained = [(name, p) for name, p in a.parameters.items() if p.requires_grad]
     if make is None or not trained:
         return None
-    return make(trained)
+    made = make(trained)
+    check_closure(made)
+    return made
 
 
 def _last_rank(plan: Plan, staged: Staged) -> int:

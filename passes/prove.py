@@ -15,7 +15,7 @@ from schedlang.passes.curves import curve_rows
 from schedlang.passes.exact import IN_ORACLE, baseline, exact_rows, given_up
 from schedlang.passes.flips import undecided
 from schedlang.passes.observe import Condition, Observation, observe
-from schedlang.passes.reductions import compressed_over
+from schedlang.passes.reductions import is_lossy
 from schedlang.passes.routing import routings
 from schedlang.passes.runs import Runs, check_parts, runs
 from schedlang.passes.saved import (
@@ -107,7 +107,7 @@ def _lengthened(case: Case, steps: int) -> Case:
 def _class(case: Case) -> str:
     """The equivalence class of a schedule, in a word."""
     names = ["batch_stats"] * case.parted + ["staleness"] * (case.table is not None)
-    names += ["routing"] * any(routings(case.plan)) + ["lossy"] * bool(compressed_over(case.plan))
+    names += ["routing"] * any(routings(case.plan)) + ["lossy"] * is_lossy(case.plan)
     names += ["dtype"] * bool(case.plan.casts)
     names += sorted(case.plan.gives_up & IN_ORACLE)
     if names:

@@ -171,6 +171,7 @@ def sequential(
     """
     from schedlang.passes.cast_original import ScaledParted, ScaledSteps, cast_twin
     from schedlang.passes.compressed import Compressed
+    from schedlang.passes.fewer_bits import with_kept
     from schedlang.passes.original import Sequential
     from schedlang.passes.parted import Parted
     from schedlang.passes.reductions import compressed_over
@@ -182,14 +183,14 @@ def sequential(
         "loss": case.loss, "clip": condition.clip, "scale": condition.scale,
         "evaluate": condition.evaluate, "dropout": dropout,
     }  # fmt: skip
-    table = case.table
+    table, module = case.table, with_kept(case.plan, twin(case))
     few = bool(compressed_over(case.plan))
-    module, row = twin(case), case.plan.scaled if cast else None
+    row = case.plan.scaled if cast else None
     if cast:
         cast_twin(case.plan, module, options)
-    if row is not None and not case.parted:  # other loops are refused beside a scaled loss
+    if row is not None and not case.parted and not case.plan.kept:
         return ScaledSteps(module, condition.optimizer, **options, row=row)
-    if not case.parted and table is None and not few:
+    if not case.parted and table is None and not few and not case.plan.kept:
         return Sequential(module, condition.optimizer, **options)
     assert case.prepared is not None
     replicas, micro = case.cuts

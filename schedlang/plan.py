@@ -141,6 +141,15 @@ class Compression:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What a module saves for backward is kept in numbers of `bits` bits, in blocks of `block`."""
+
+    fqn: str
+    bits: int
+    block: int
+
+
+@dataclass(frozen=True)
 class Cast:
     """What a module computes in.
 
@@ -221,6 +230,7 @@ class Plan:
     compression: Compression | None = None  # of the sums of gradients over some data axes
     casts: tuple[Cast, ...] = ()  # modules that compute in another dtype than they are stored in
     stores: tuple[Stored, ...] = ()  # what does not lie on the device
+    kept: tuple[Kept, ...] = ()  # what is saved for backward in fewer bits
     expected: tuple[Expectation, ...] = ()  # bounds on what it costs
 
     @staticmethod

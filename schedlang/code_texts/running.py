@@ -44,6 +44,23 @@ CODES: Mapping[str, tuple[str, str]] = {
         "Parameters in parts are put together for an optimizer that looks at whole tensors; with\n"
         "anything on disk such a step might fail half done.",
     ),
+    "S856": (
+        "half of a compression",
+        "Sums of gradients: `compress(gradients, powersgd | int8 | onebit, over=dp)`.\n"
+        "What modules save: `layers.*  compress(activations, int8 | int4 | int2)`.",
+    ),
+    "S857": (
+        "two rows about what a module saves",
+        "It is rounded, or recomputed, or moved, or saved by something else: one of them.",
+    ),
+    "S858": (
+        "parts of activations in fewer bits",
+        "Whole numbers stand for blocks of a tensor; those of a part are others.",
+    ),
+    "S859": (
+        "activations in fewer bits, in an order that saves several of them",
+        "Stale weights and cut sequences: one process would not save the same tensors.",
+    ),
     "S860": (
         "the plan costs more than is expected",
         "`expect` is held against what `plan` counts: bytes at the peak of a step, bytes sent,\n"
@@ -58,7 +75,19 @@ CODES: Mapping[str, tuple[str, str]] = {
         "an expectation that cannot be told",
         "Bytes are counted with a batch, and memory where a step can be played without values.",
     ),
+    "S863": ("`model()` raises", "The message has the line of the model file, and the error."),
+    "S864": ("`batch()` raises", "The message has the line of the model file, and the error."),
+    "S865": (
+        "`loss` or `weight` raises",
+        "They are tried on the meta device first: they see the output, and the batch's tensors,\n"
+        "without values.",
+    ),
     "S870": ("the kernel takes no such argument", "`chunk` bounds the logits of a head's loss."),
+    "S875": (
+        "a head whose logits could not wait for the loss",
+        "`linear_cross_entropy` works on a head that is whole, or split over its words along one\n"
+        "axis.  Sharded in another way the logits would be computed as without the kernel.",
+    ),
     "S880": (
         "nothing that could replace a module",
         "`replacements` of the model file says what is.",
@@ -96,4 +125,5 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S905": ("the model file fails to import", "Its own error is shown, with the line."),
     "S906": ("the model file has no `model()`", "Define it; it may build on the meta device."),
     "S907": ("no plan to be read", "It must be one that `schedlang plan --out` wrote."),
+    "S909": ("no language server", "It needs pygls: `pip install 'schedlang[editors]'`."),
 }

@@ -23,6 +23,7 @@ from schedlang.runtime.gradient import (
     square_sum,
     sum_gradients,
 )
+from schedlang.runtime.graph import GIVE_LOSS, refusal
 from schedlang.runtime.leaving import drop_gradient
 from schedlang.runtime.loss_scale import LossScale
 from schedlang.runtime.modes import ambient
@@ -107,6 +108,8 @@ class Program:
         own microbatches; the loss is that of all of them, each under the weights that it met.
         """
         self._check_names(batch)
+        if self.assembly.lossless:  # on all ranks: those without the last stage would wait for it
+            raise refusal("S615", "", "the model gives no loss", GIVE_LOSS)
         self._training.off() if self.evaluate else self._training.on()
         self._zero()
         if self.away is not None:
