@@ -1,4 +1,4 @@
-"""Generated kernels: what they compute is what the chain computes, and a chain is what they take."""
+"""Generated kernels: they compute what the chain computes, and take nothing but chains."""
 
 from __future__ import annotations
 
