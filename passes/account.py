@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Refusal
+from schedlang.passes.gains import Gained, gains
 from schedlang.passes.memory import RankClass, rank_classes
 from schedlang.passes.statistics import with_statistics
 from schedlang.passes.traffic import Collective, collectives
@@ -32,6 +33,7 @@ class Account:
     stages       unit -> stage; empty without a pipeline
     notes        what is assumed or left out, in words
     memory       bytes over the step by class; None where it was not asked for, or cannot be told
+    gains        kernels and bytes of fused modules, where memory was asked for
     """
 
     classes: tuple[RankClass, ...] | None
@@ -41,6 +43,7 @@ class Account:
     places: tuple[int, ...]
     notes: tuple[str, ...]
     memory: tuple[RankMemory, ...] | None = None
+    gains: tuple[Gained, ...] = ()
 
     @property
     def bubble(self) -> float | None:
@@ -70,6 +73,7 @@ class Account:
             "bubble": self.bubble,
             "timeline": None if self.timeline is None else self.timeline.text().split("\n"),
             "notes": list(self.notes),
+            "fused": [one.to_json() for one in self.gains],
         }
 
 
@@ -112,8 +116,10 @@ def account(
     sent = collectives(plan, traced, staged, holdings, sample, loss, tokens)
     if any(one.what == "tokens" for one in sent):
         notes.append("tokens are counted as if all experts were chosen equally often")
-    held = None
+    held: tuple[RankMemory, ...] | None = None
+    gained: tuple[Gained, ...] = ()
     if memory:
+        gained = gains(plan, sample)
         slicing = slicing_of(plan, traced, staged, sample, loss, None)
         chains = chains_of(Counting(plan, traced, staged, sample, loss, tokens))
         prepared = Prepared(traced, staged, holdings, slicing, tokens, chains)
@@ -122,7 +128,7 @@ def account(
     return Account(
         rank_classes(plan, staged, holdings),
         sent,
-        _timeline(staged), _stages(staged), staged.ranks, tuple(notes), held,
+        _timeline(staged), _stages(staged), staged.ranks, tuple(notes), held, gained,
     )  # fmt: skip
 
 

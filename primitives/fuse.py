@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from schedlang.diagnostic import Refusal, closest
 from schedlang.patterns import read as _read
 from schedlang.plan import Plan
-from schedlang.primitive import Primitive, Trial, refuse
+from schedlang.primitive import Gain, Primitive, Trial, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -116,6 +116,16 @@ class fuse(Primitive):  # noqa: N801
         return [
             Trial(f"{c.name} by {by}", c.error, c.allowed, c.ok, by != "reference") for c in found
         ]
+
+    def gain(self, site: Site, plan: Plan, call: tuple[Any, Any]) -> Gain:
+        """Of the regions of one module, or of all of it."""
+        from schedlang.runtime.gained import of_module, of_regions
+        from schedlang.runtime.meta import hollow_model
+
+        module = hollow_model(plan.model.model.get_submodule(site.fqn), {})
+        if self.pattern or self.backend == "rowwise":
+            return of_regions(module, _told(site, plan, self), *call)
+        return of_module(module, *call)
 
     def __str__(self) -> str:
         said = [_read(self.pattern).name] if self.pattern else []

@@ -8,7 +8,8 @@ very calls that drew them, of ones: so they are the same, whoever draws them.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +49,8 @@ class Region:
 
     def __call__(self, *given: Any) -> Any:
         """Compiled; as it stands where a mode changes arithmetic."""
+        if _watchers:
+            _watchers[-1].append((self, given))
         if _widened() or not all(t.device.type != "meta" for t in given if isinstance(t, Tensor)):
             return self.plain(*given)
         if self.fast is None:
@@ -63,6 +66,19 @@ class Region:
 
     def _counted(self) -> None:
         self.graphs += 1
+
+
+_watchers: list[list[tuple[Region, tuple[Any, ...]]]] = []
+
+
+@contextmanager
+def watched() -> Iterator[list[tuple[Region, tuple[Any, ...]]]]:
+    """The regions that are called inside, and what they are given."""
+    _watchers.append([])
+    try:
+        yield _watchers[-1]
+    finally:
+        _watchers.pop()
 
 
 def _widened() -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.rowwise import operator
+from schedlang.runtime.rowwise.graphs import Sort, sorts_of
 from schedlang.runtime.rowwise.roles import NotRowwise
 
 
@@ -65,3 +66,29 @@ def refusal(why: str) -> Refusal:
         Diagnostic("S887", "this is no chain of pointwise operators and row reductions",
                    notes=(why,), helps=("leave it to inductor: drop `backend=rowwise`",))
     )  # fmt: skip
+
+
+def as_function(
+    plain: Callable[..., Any], given: Sequence[Any]
+) -> tuple[Callable[..., Any], tuple[Sort, ...]]:
+    """A function of the tensors among what is given, and what these are; the rest is constant.
+
+    Tensors of the meta device are taken for those of a CPU.
+    """
+    tensors = [t for t in given if isinstance(t, Tensor)]
+
+    def function(*values: Tensor) -> Any:
+        rest = iter(values)
+        return plain(*(next(rest) if isinstance(t, Tensor) else t for t in given))
+
+    sorts = sorts_of(tensors, [t.requires_grad for t in tensors])
+    return function, tuple(replace(s, device="cpu") if s.device == "meta" else s for s in sorts)
+
+
+def pair_for(plain: Callable[..., Any], given: Sequence[Any], rounding: str) -> operator.Pair:
+    """The kernels of a function for what it is given, tensors and constants; S887."""
+    function, sorts = as_function(plain, given)
+    try:
+        return operator.pair_of(function, sorts, rounding)
+    except NotRowwise as error:
+        raise refusal(str(error)) from error

@@ -26,6 +26,12 @@ def source(chain: Chain, rounding: str, *, looped: bool) -> str:
     return _Writer(chain, rounding).text(looped)
 
 
+def passes(chain: Chain) -> int:
+    """How often a row of several blocks is read."""
+    ends = [s.value for s in chain.stored] + [s.value.operands[0] for s in chain.sums]
+    return 1 + max((_level(value) for value in ends), default=0)
+
+
 class _Writer:
     def __init__(self, chain: Chain, rounding: str) -> None:
         self.chain, self.rounding = chain, rounding
