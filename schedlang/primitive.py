@@ -156,6 +156,9 @@ class Primitive:
         """The plan with what follows from this action: layouts, boundaries, cuts."""
         return plan
 
+    def settled(self, site: Any, plan: Plan, traced: Any) -> None:
+        """Refuse what shows only when all rows stand and the model is traced.  Default: nothing."""
+
     def apply(self, site: Any, build: Any) -> None:
         """Change the module that is being built."""
         raise NotImplementedError
@@ -257,8 +260,8 @@ def _load(point: metadata.EntryPoint) -> None:
         ) from error  # fmt: skip
 
 
-def conflicts(first: type[Primitive], then: type[Primitive]) -> Relation:
-    """How `then` stands below `first` where both touch one module.
+def conflicts(first: Primitive | type[Primitive], then: Primitive | type[Primitive]) -> Relation:
+    """How `then` stands below `first` where both touch one module; of classes: as their examples.
 
     "commute": nothing shared.  "order": `then` relies on what `first` changed, so this order only.
     "clash": `then` changes what `first` relied on.  "both": both change one facet, whose own rule
