@@ -123,6 +123,15 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S884": ("nothing to gain", "One kernel is what fusing makes of several."),
     "S885": ("not a pattern", "Functions of torch, `+ - * / @`, literals and all its parameters."),
     "S886": ("a bias that cannot stand apart", "Linear layers have one that nothing looks at."),
+    "S887": (
+        "no chain of rows",
+        "A generated kernel takes pointwise operators, and sums and extremes along the last dim.\n"
+        "The message names the operator that is none of them; inductor may take it.",
+    ),
+    "S888": (
+        "nothing is gained by fusing",
+        "`plan` counts the kernels and the bytes of a fused region beside those of the model.",
+    ),
     "S890": (
         "a cast that means nothing",
         "`fp32` is an island inside of a lower dtype; `scale` and `growth` are of `fp16`.",
