@@ -46,7 +46,9 @@ def test_where_warnings_are_shown(file: Path, verb: str, codes: list[str]) -> No
     as_json = run(verb, file, "--json")
     found = json.loads(as_json.stdout)
     shown = found["diagnostics"] if verb == "check" else found["warnings"]
-    assert [one["code"] for one in shown] == codes and {one["level"] for one in shown} == {"warning"}
+    assert [one["code"] for one in shown] == codes and {one["level"] for one in shown} == {
+        "warning"
+    }
     assert "warning[" not in as_json.stderr
 
 
@@ -87,6 +89,8 @@ def test_empty_rows_of_a_scope(file: Path) -> None:
     rows = "at layers.*.gate? {\n  checkpoint()\n}\n"
     file.write_text(f"schedule 1 for Net\n\n{rows}")
     assert "warning[W201]" in run("plan", file).stderr
-    meant = "knob n: int = 0 in 0..4\nlayers[:n]  checkpoint()\nwhen n > 2 {\n  x?  checkpoint()\n}\n"
+    meant = (
+        "knob n: int = 0 in 0..4\nlayers[:n]  checkpoint()\nwhen n > 2 {\n  x?  checkpoint()\n}\n"
+    )
     file.write_text(f"schedule 1 for Net\n\n{meant}")
     assert "warning" not in run("plan", file).stderr
