@@ -42,7 +42,8 @@ class LossScale:
         with torch._C.DisableTorchFunction():  # a power of two: nothing is rounded here
             if grads:
                 torch._foreach_mul_(grads, 1.0 / self.scale)
-            self.overflow = not all(bool(norm.isfinite()) for norm in _largest(grads))
+            real = [g for g in grads if not g.is_meta]  # a step that is only played has no values
+            self.overflow = not all(bool(norm.isfinite()) for norm in _largest(real))
 
     def told(self, like: Tensor) -> Tensor:
         """What this rank has noted, to be added up over all ranks; nothing without a scale."""
@@ -50,7 +51,7 @@ class LossScale:
 
     def hear(self, total: Tensor) -> None:
         """Take over what all ranks together have noted."""
-        self.overflow = bool(total.any())
+        self.overflow = not total.is_meta and bool(total.any())
 
     def next(self) -> bool:
         """Change the scale for the next step; whether this step's update is to be made."""
