@@ -151,6 +151,7 @@ def test_the_picture_is_drawn_by_the_program(tmp_path: Path) -> None:
         app, ["plan", str(ROOT / "examples/gpt2/3d.sched"), "--svg", str(made)]
     )
     assert result.exit_code == 0, result.output
+    assert "not estimated" not in result.output
     same = made.read_text() == (ROOT / "docs" / "gpt2_3d.svg").read_text()
     assert same, "`schedlang plan examples/gpt2/3d.sched --svg docs/gpt2_3d.svg` draws it again"
     assert "](docs/gpt2_3d.svg)" in README.read_text()
