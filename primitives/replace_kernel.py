@@ -34,6 +34,9 @@ class replace_kernel(Primitive):  # noqa: N801
       rms_norm, layer_norm   our Triton kernels, forward and backward; offset, epsilon and rounding
                              order are found by probing
       gated                  SwiGLU and its kin between the projections of an MLP, split or packed
+      add_norm               residual sums and the norms after them, in a module that has both
+      rope                   rotary embeddings of an attention's queries and keys, in one launch
+      cross_entropy          a head and the loss after it: logits once, their gradient over them
       linear_cross_entropy   a head and the loss after it, `chunk` bytes of logits at a time; the
                              model's own code finds the loss, its casts, scale and soft cap
       sdpa                   attention by torch's scaled_dot_product_attention, for transformers'
@@ -49,9 +52,11 @@ class replace_kernel(Primitive):  # noqa: N801
     computes; otherwise the refusal gives the measured difference.
     """
 
-    kernel: Literal["rms_norm", "layer_norm", "gated", "linear_cross_entropy", "sdpa",
-                    "flex_attention", "flash_attention", "grouped", "liger.rms_norm",
-                    "liger.layer_norm"]  # fmt: skip
+    kernel: Literal[
+        "rms_norm", "layer_norm", "add_norm", "gated", "rope", "cross_entropy",
+        "linear_cross_entropy", "sdpa", "flex_attention", "flash_attention", "grouped",
+        "liger.rms_norm", "liger.layer_norm",
+    ]  # fmt: skip
     chunk: Bytes | None = None
 
     example = "layers.*.norm  replace_kernel(rms_norm)"
@@ -62,14 +67,14 @@ class replace_kernel(Primitive):  # noqa: N801
     @property
     def waits(self) -> bool:
         """Whether the module's parameters are needed after its forward."""
-        return self.kernel == "linear_cross_entropy"
+        return self.kernel in ("cross_entropy", "linear_cross_entropy")
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse a module that computes something else, with the measured mismatch."""
         if self.chunk is not None and self.kernel != "linear_cross_entropy":
             refuse(
                 "S870",
-                f"`{self.kernel}` holds no logits, and takes no `chunk`",
+                f"`{self.kernel}` holds no logits in parts, and takes no `chunk`",
                 helps=(f"leave it out: `replace_kernel({self.kernel})`",),
             )
         self._check_package()

@@ -20,6 +20,7 @@ from schedlang.kernels.probe import Mismatch
 from schedlang.kernels.rms_norm import rms_norm
 from schedlang.kernels.sharding import install
 from schedlang.runtime.adapters import Adapted, match_adapter
+from schedlang.runtime.add_norm import Summing, Sums, probe_sums
 from schedlang.runtime.attended import ATTENTIONS, kernel_in, put_in
 from schedlang.runtime.attention import (
     Attention,
@@ -30,12 +31,13 @@ from schedlang.runtime.attention import (
 )
 from schedlang.runtime.expert_kernel import GroupedExperts, GroupedForm, probe_grouped
 from schedlang.runtime.forward import Layer, layers_of, the_input, wrap
-from schedlang.runtime.head import Head, Waiting, probe_head
+from schedlang.runtime.head import Head, Waiting, probe_head, probe_held
 from schedlang.runtime.mlp import Gated, GatedMlp, probe_gated
 from schedlang.runtime.modes import outside
 from schedlang.runtime.named import NAMED, Named, NamedNorm, probe_named
+from schedlang.runtime.rope import Rotary, Turning, probe_rope
 
-Found = Norm | Attention | Adapted | Head | Gated | GroupedForm | Named
+Found = Norm | Attention | Adapted | Head | Gated | GroupedForm | Named | Rotary | Sums
 
 
 def _norm(kind: str) -> Callable[[nn.Module, Call | None], Norm | Mismatch]:
@@ -60,6 +62,9 @@ KERNELS: Mapping[str, Callable[[nn.Module, Call | None], Found | Mismatch]] = {
     "rms_norm": _norm("rms_norm"),
     "layer_norm": _norm("layer_norm"),
     "gated": lambda module, call: probe_gated(module),
+    "add_norm": lambda module, call: probe_sums(module),
+    "rope": lambda module, call: probe_rope(module),
+    "cross_entropy": lambda module, call: probe_held(module),
     "linear_cross_entropy": lambda module, call: probe_head(module),
     "sdpa": match_attention,
     **{name: _adapter(name) for name in ATTENTIONS},
@@ -126,6 +131,7 @@ class Normed:
 
 LAYERS: Mapping[type, Callable[[nn.Module, Any], Layer]] = {
     Norm: Normed, Gated: GatedMlp, GroupedForm: GroupedExperts, Named: NamedNorm,
+    Rotary: Turning, Sums: Summing,
 }  # fmt: skip
 
 
