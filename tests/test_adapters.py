@@ -15,7 +15,8 @@ from schedlang.kernels import flash_attention as flash
 from schedlang.kernels.device import runs
 from schedlang.kernels.flex_attention import Case, Rule, flex_attention, reference
 from schedlang.passes.prepare import prepare
-from schedlang.runtime.adapters import Adapted, asked_by_name
+from schedlang.runtime.adapters import Adapted
+from schedlang.runtime.attended import by_name
 from schedlang.runtime.kernel import kernel_of, match, replace
 from tests import models
 from tests.proofs import planned, proven, refused
@@ -61,7 +62,8 @@ class Own(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Causal, two heads."""
-        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        lines = (t.view(*x.shape[:2], 2, 4) for t in self.qkv(x).chunk(3, -1))
+        q, k, v = (t.transpose(1, 2) for t in lines)
         drop = self.drop if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
@@ -81,6 +83,25 @@ def test_a_module_that_calls_torch() -> None:
     assert runs()["reference"] == before + 1
 
 
+@pytest.mark.deep
+def test_compiles_as_one_graph() -> None:
+    """What is heard, and what is looked up by a name, for torch.compile(fullgraph=True)."""
+    own, x = Own(), torch.randn(2, 5, 8)
+    layer = build("Llama", "sdpa").float().model.layers[0].self_attn
+    tables = (torch.randn(1, 5, 4), torch.randn(1, 5, 4))
+    for module, given in [
+        (own, {"x": x}),
+        (layer, {"hidden_states": torch.randn(2, 5, 16), "position_embeddings": tables,
+                 "attention_mask": None}),
+    ]:  # fmt: skip
+        replace(module, match(module, "flex_attention"))
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        found, expected = compiled(**given), module(**given)
+        pair = (found, expected) if module is own else (found[0], expected[0])
+        torch.testing.assert_close(*pair)
+        pair[0].sum().backward()
+
+
 def test_what_does_not_fit_is_refused() -> None:
     """Dropout, no attention at all, sinks for a kernel that has none: each says why."""
     assert "drops weights in training" in match(Own(0.1), "flex_attention").reason
@@ -89,7 +110,7 @@ def test_what_does_not_fit_is_refused() -> None:
     assert "adds sinks" in match(sinking, "flash_attention").reason
     with pytest.raises(Refusal, match="S877|`page_table`"):
         lines = tuple(torch.zeros(1, 2, 3, 4) for _ in range(3))
-        asked_by_name("flex_attention", lines, None, True, {"page_table": torch.ones(1)})  # type: ignore[arg-type]
+        by_name("flex_attention", lines, None, True, {"page_table": torch.ones(1)})  # type: ignore[arg-type]
 
 
 def test_split_sequences_have_their_own_kernel() -> None:

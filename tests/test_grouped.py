@@ -75,6 +75,23 @@ def test_the_operator_is_whole() -> None:
     assert torch.autograd.gradcheck(lambda *two: grouped(*two, ends, True), (x, weight))
 
 
+@pytest.mark.deep
+def test_compiles_as_one_graph() -> None:
+    """How many tokens an expert has is not asked for: nothing breaks the graph."""
+    module = models.Experts()
+    replace(module, match(module, "grouped"))
+    x, index = torch.randn(12, 6), torch.arange(24).view(12, 2) % 4
+    weights = torch.rand(12, 2)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    leaves = [x.requires_grad_(), *module.parameters()]
+    pairs = [
+        torch.autograd.grad(call(x, index, weights).square().sum(), leaves)
+        for call in (module, compiled)
+    ]
+    for a, b in zip(*pairs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 class Form(nn.Module):
     """Experts whose parameters lie, and whose middle is, as a test wants."""
 

@@ -11,11 +11,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from schedlang.kernels import sharding
+from schedlang.kernels.add_norm import Form as Sum
+from schedlang.kernels.add_norm import add_norm
 from schedlang.kernels.gated import gated, packed
 from schedlang.kernels.grouped import grouped
 from schedlang.kernels.layer_norm import layer_norm
 from schedlang.kernels.linear_cross_entropy import Form, statistics, weighed
 from schedlang.kernels.rms_norm import rms_norm
+from schedlang.kernels.rope import Form as Turn
+from schedlang.kernels.rope import rope
 
 ROWS, WIDTH, WORDS = (4, 6), 8, 10
 S, R = Shard, Replicate()
@@ -49,6 +53,13 @@ CASES: dict[str, Any] = {
             ("layer_norm without bias", lambda x, w: layer_norm(x, w, None, 1e-6), [W]),
             ("packed", lambda x: packed(x, "silu", False), []),
         ]
+    },
+    **{
+        f"add_norm by {split}": (
+            lambda a, b, *w, form=form: sum(add_norm(a, b, *w, *[None] * (2 - len(w)), form)),
+            [X, X + 1, *more], [split, split, *[R] * len(more)], split,
+            [split, split, *[Partial()] * len(more)])
+        for split, form, more in [(S(0), Sum(True), [W, W + 1]), (S(1), Sum(False), [W])]
     },
     "whole": (lambda x, w: rms_norm(x, w, 1e-6), [X, W], [R, R], R, [R, R]),
     "columns of a gate": (lambda a, b: gated(a, b, "gelu"), [X, X + 1], [S(2), S(2)], S(2),
@@ -84,6 +95,29 @@ def _on_ranks(names: list[str]) -> list[str]:
     return wrong
 
 
+def _turning(_: None) -> list[str]:
+    """Queries and keys turned: by rows, by tokens with their angles, by heads."""
+    sharding.install()
+    mesh = init_device_mesh("cpu", (2,))
+    wrong = []
+    lines = drawn(2, 4, 6, 8), drawn(2, 2, 6, 8)
+    angles = drawn(2, 6, 8), drawn(2, 6, 8, seed=1)
+    whole = [t.clone().requires_grad_() for t in lines]
+    expected = rope(*whole, *angles, 8, Turn())
+    pulled = torch.autograd.grad(expected, whole, lines)
+    for split, told in ((S(0), S(0)), (S(2), S(1)), (S(1), R)):
+        parts = [distribute_tensor(t, mesh, [split]).requires_grad_() for t in lines]
+        tables = [distribute_tensor(t, mesh, [told]) for t in angles]
+        found = rope(*parts, *tables, 8, Turn())
+        back = torch.autograd.grad(
+            found, parts, [distribute_tensor(t, mesh, [split]) for t in lines]
+        )
+        for a, b in zip((*expected, *pulled), (*found, *back), strict=True):
+            if b.placements != (split,) or not torch.equal(a, b.full_tensor()):
+                wrong.append(f"by {split}")
+    return wrong
+
+
 def _heads(_: None) -> list[str]:
     """The same of the loss over rows: its sum, and three numbers of each row."""
     sharding.install()
@@ -116,6 +150,11 @@ def test_every_way_gives_what_the_whole_gives(pool: Any) -> None:
     assert pool.run(_on_ranks, 2, list(CASES)) == [[], []]
 
 
+def test_turns_of_split_rows(pool: Any) -> None:
+    """RoPE of rows, tokens and heads that lie apart gathers nothing."""
+    assert pool.run(_turning, 2, None) == [[], []]
+
+
 def test_losses_of_split_rows(pool: Any) -> None:
     """The head's operators, with rows split: loss and gradients of hidden states and weights."""
     assert pool.run(_heads, 2, None) == [[], []]
@@ -137,6 +176,6 @@ def test_every_operator_has_a_rule() -> None:
 def test_a_rule_names_every_argument(name: str) -> None:
     """As many placements as the operator has arguments and results."""
     schema = getattr(torch.ops.schedlang, name).default._schema
-    given = [torch.zeros(2, 3, 4) if "Tensor" in str(a.type) else 0.0 for a in schema.arguments]
+    given = [torch.zeros(2, 3, 4) if "Tensor" in str(a.type) else 1 for a in schema.arguments]
     for results, arguments in sharding.RULES[name](*given):
         assert len(results) == len(schema.returns) and len(arguments) == len(given)

@@ -16,12 +16,21 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
-from schedlang.kernels import gated, grouped, layer_norm, linear_cross_entropy, rms_norm
+from schedlang.kernels import (
+    add_norm,
+    gated,
+    grouped,
+    layer_norm,
+    linear_cross_entropy,
+    rms_norm,
+    rope,
+)
 
 # one way to split: how the results lie, and how each argument does (None: it is no tensor)
 Way = tuple[list[Placement], list[Placement | None]]
 Rule = Callable[..., list[Way]]
-MODULES = (gated, grouped, layer_norm, linear_cross_entropy, rms_norm)  # who define the operators
+# who define the operators; held_cross_entropy writes into an argument, which DTensor cannot split
+MODULES = (add_norm, gated, grouped, layer_norm, linear_cross_entropy, rms_norm, rope)
 
 
 def _rows(results: Sequence[str], arguments: str, last: bool = False) -> Rule:
@@ -72,7 +81,30 @@ def _grouped_backward(dy: Any, x: Any, weight: Any, ends: Any, across: bool) -> 
     ]
 
 
+def _turned(q: Any, k: Any, cos: Any, sin: Any, *form: Any) -> list[Way]:
+    """Rows, tokens with their angles, and heads, of queries and keys alike."""
+    heads = form[4]
+    whole = Replicate()
+
+    def way(lines: Placement, angles: Placement) -> Way:
+        other = lines if hasattr(k, "ndim") else None
+        inputs: list[Placement | None] = [lines, other, angles, angles, *[None] * len(form)]
+        return [lines, other or whole], inputs
+
+    by_row = Shard(0) if cos.shape[0] > 1 else whole
+    places = [
+        (whole, whole),
+        (Shard(0), by_row),
+        (Shard(heads), whole),
+        (Shard(3 - heads), Shard(1)),
+    ]
+    return [way(*place) for place in places]
+
+
 RULES: dict[str, Rule] = {
+    "add_norm_forward": _rows("xxxx", "xxww----"),
+    "add_norm_backward": _rows("xpp", "xxxwxx---"),
+    "rope_turn": _turned,
     "rms_norm_forward": _rows("xx", "xw---"),
     "rms_norm_backward": _rows("xp", "xxwx--"),
     "layer_norm_forward": _rows("xxx", "xww---"),

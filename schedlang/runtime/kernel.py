@@ -19,8 +19,9 @@ from schedlang.kernels.norms import Norm, probe_norm
 from schedlang.kernels.probe import Mismatch
 from schedlang.kernels.rms_norm import rms_norm
 from schedlang.kernels.sharding import install
-from schedlang.runtime.adapters import ATTENTIONS, Adapted, kernel_in, match_adapter, put_in
+from schedlang.runtime.adapters import Adapted, match_adapter
 from schedlang.runtime.add_norm import Summing, Sums, probe_sums
+from schedlang.runtime.attended import ATTENTIONS, kernel_in, put_in
 from schedlang.runtime.attention import (
     Attention,
     Call,
