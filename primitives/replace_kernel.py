@@ -13,6 +13,18 @@ if TYPE_CHECKING:
     from schedlang.model import Site
 
 
+# kernel -> its package, how to install it, what does without
+PACKAGES = {
+    "flash_attention": (
+        "flash_attn",
+        "pip install flash-attn --no-build-isolation",
+        "replace_kernel(flex_attention)",
+    ),
+    "liger.rms_norm": ("liger_kernel", "pip install liger-kernel", "replace_kernel(rms_norm)"),
+    "liger.layer_norm": ("liger_kernel", "pip install liger-kernel", "replace_kernel(layer_norm)"),
+}
+
+
 class replace_kernel(Primitive):  # noqa: N801
     """Swap the computation between a module's parameters; its parameters, children and names stay.
 
@@ -29,16 +41,21 @@ class replace_kernel(Primitive):  # noqa: N801
                              model's own code finds the loss, its casts, scale and soft cap
       sdpa                   attention by torch's scaled_dot_product_attention, for transformers'
                              modules
+      flex_attention         attention by torch's FlexAttention, with its soft cap, sinks and masks;
+      flash_attention        by the package flash_attn, where it is installed: in transformers'
+                             modules, and in others that call scaled_dot_product_attention
       grouped                experts by grouped matrix products: tokens sorted by expert, one
                              product for all of them, nothing padded and no token left out
+      liger.rms_norm, liger.layer_norm     those of the package liger_kernel, where it is installed
 
     A module is replaced only if a copy of it, in float64 on random input, computes what the kernel
     computes; otherwise the refusal gives the measured difference.
     """
 
     kernel: Literal[
-        "rms_norm", "layer_norm", "add_norm", "gated", "rope", "cross_entropy", "linear_cross_entropy",
-        "sdpa", "grouped",
+        "rms_norm", "layer_norm", "add_norm", "gated", "rope", "cross_entropy",
+        "linear_cross_entropy", "sdpa", "flex_attention", "flash_attention", "grouped",
+        "liger.rms_norm", "liger.layer_norm",
     ]  # fmt: skip
     chunk: Bytes | None = None
 
@@ -60,6 +77,7 @@ class replace_kernel(Primitive):  # noqa: N801
                 f"`{self.kernel}` holds no logits in parts, and takes no `chunk`",
                 helps=(f"leave it out: `replace_kernel({self.kernel})`",),
             )
+        self._check_package()
         found = self._found(site, plan)
         if type(found).__name__ == "Mismatch":
             refuse(
@@ -69,8 +87,27 @@ class replace_kernel(Primitive):  # noqa: N801
                 helps=("leave this module as it is",),
             )
 
+    def _check_package(self) -> None:
+        """Refuse a kernel of a package that is not installed (S876)."""
+        from importlib.util import find_spec
+
+        wanted = PACKAGES.get(self.kernel)
+        if wanted is not None and find_spec(wanted[0]) is None:
+            refuse(
+                "S876",
+                f"`{self.kernel}` is a kernel of the package `{wanted[0]}`, not installed here",
+                helps=(f"install it: `{wanted[1]}`", f"or another kernel: `{wanted[2]}`"),
+            )
+
     def settled(self, site: Site, plan: Plan, traced: Any) -> None:
-        """Refuse a head that is sharded so that its logits would be computed all the same."""
+        """Refuse a kernel that would not be run: another row computes in its place."""
+        if plan.context_axes and self.kernel in ("flex_attention", "flash_attention"):
+            refuse(
+                "S878",
+                f"`{self.kernel}` and `context_parallel` both compute the attention of `{site}`",
+                notes=("attention over split sequences has its own kernels",),
+                helps=(f"drop the row `{site} {self}`",),
+            )
         edges = traced.edges.get(site.fqn, ())
         if not self.waits or not edges or [edge.head for edge in edges] == [True]:
             return

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MADE = {
     "rms_norm": 20, "layer_norm": 10, "gated": 20, "cross_entropy": 8, "add_norm": 20, "rope": 12,
+    "rowwise": 48,
 }  # fmt: skip
 
 
@@ -40,6 +41,7 @@ def test_compiles_for_hopper(kernel):
 # the angles of a token are loaded by all threads, few at a time
 LONE = {
     "rms_norm": 2, "layer_norm": 4, "gated": 0, "cross_entropy": 6, "add_norm": 4, "rope": 16,
+    "rowwise": 2,
 }  # fmt: skip
 NAIVE = """
     %row = tt.get_program_id x : i32 loc(#loc1)
