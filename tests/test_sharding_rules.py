@@ -11,11 +11,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from schedlang.kernels import sharding
+from schedlang.kernels.add_norm import Form as Sum
+from schedlang.kernels.add_norm import add_norm
 from schedlang.kernels.gated import gated, packed
 from schedlang.kernels.grouped import grouped
 from schedlang.kernels.layer_norm import layer_norm
 from schedlang.kernels.linear_cross_entropy import Form, statistics, weighed
 from schedlang.kernels.rms_norm import rms_norm
+from schedlang.kernels.rope import Form as Turn
+from schedlang.kernels.rope import rope
 
 ROWS, WIDTH, WORDS = (4, 6), 8, 10
 S, R = Shard, Replicate()
@@ -36,6 +40,15 @@ def multiplied(x: Tensor, weight: Tensor, across: bool = False) -> Tensor:
     return grouped(x, weight, ENDS, across)
 
 
+def turned(q: Tensor) -> Tensor:
+    """Heads by angles of either kind of tensor."""
+    angle = drawn(1, 3, 8)
+    if isinstance(q, DTensor):
+        angle = distribute_tensor(angle, q.device_mesh, [R])
+    made: Tensor = rope(q, None, angle.cos(), angle.sin(), 8, Turn())
+    return made
+
+
 # name -> (operator, its tensors, how they are split, how the result and each gradient then lie)
 X, W = drawn(*ROWS, WIDTH), drawn(WIDTH)
 CASES: dict[str, Any] = {
@@ -50,6 +63,11 @@ CASES: dict[str, Any] = {
             ("packed", lambda x: packed(x, "silu", False), []),
         ]
     },
+    "a sum and its norm": (
+        lambda a, b, w: torch.stack(add_norm(a, b, w, None, Sum(rounding="early"))),
+        [X, X + 1, W], [S(1), S(1), R], S(2), [S(1), S(1), Partial()]
+    ),
+    "heads that turn": (turned, [drawn(2, 4, 3, 8)], [S(1)], S(1), [S(1)]),
     "whole": (lambda x, w: rms_norm(x, w, 1e-6), [X, W], [R, R], R, [R, R]),
     "columns of a gate": (lambda a, b: gated(a, b, "gelu"), [X, X + 1], [S(2), S(2)], S(2),
                           [S(2), S(2)]),

@@ -16,12 +16,28 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
-from schedlang.kernels import gated, grouped, layer_norm, linear_cross_entropy, rms_norm
+from schedlang.kernels import (
+    add_norm,
+    gated,
+    grouped,
+    layer_norm,
+    linear_cross_entropy,
+    rms_norm,
+    rope,
+)
 
 # one way to split: how the results lie, and how each argument does (None: it is no tensor)
 Way = tuple[list[Placement], list[Placement | None]]
 Rule = Callable[..., list[Way]]
-MODULES = (gated, grouped, layer_norm, linear_cross_entropy, rms_norm)  # who define the operators
+MODULES = (
+    add_norm,
+    gated,
+    grouped,
+    layer_norm,
+    linear_cross_entropy,
+    rms_norm,
+    rope,
+)  # who define the operators
 
 
 def _rows(results: Sequence[str], arguments: str, last: bool = False) -> Rule:
@@ -72,7 +88,24 @@ def _grouped_backward(dy: Any, x: Any, weight: Any, ends: Any, across: bool) -> 
     ]
 
 
+def _turned(q: Any, k: Any, cos: Any, sin: Any, *more: Any) -> list[Way]:
+    """Rows, tokens with their angles, or heads, which all have the same angles."""
+    heads = int(more[4])
+    keys, whole = hasattr(k, "ndim"), Replicate()
+    rows: Placement = whole if cos.shape[0] == 1 else Shard(0)
+    ways: list[Way] = []
+    for lies, angles in (
+        (whole, whole), (Shard(0), rows), (Shard(3 - heads), Shard(1)), (Shard(heads), whole)
+    ):  # fmt: skip
+        given: list[Placement | None] = [lies, lies if keys else None, angles, angles]
+        ways.append(([lies, lies if keys else whole], [*given, *[None] * len(more)]))
+    return ways
+
+
 RULES: dict[str, Rule] = {
+    "add_norm_forward": _rows("xxxx", "xxww----"),
+    "add_norm_backward": _rows("xpp", "xxxwxx---"),
+    "rope_turn": _turned,
     "rms_norm_forward": _rows("xx", "xw---"),
     "rms_norm_backward": _rows("xp", "xxwx--"),
     "layer_norm_forward": _rows("xxx", "xww---"),
