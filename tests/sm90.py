@@ -15,7 +15,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from schedlang.kernels import cross_entropy, gated, layer_norm, rms_norm
+from schedlang.kernels import add_norm, cross_entropy, gated, layer_norm, rms_norm, rope
 from schedlang.kernels.device import LONGEST, tile
 from schedlang.runtime.rowwise import launch
 from schedlang.runtime.rowwise.graphs import Sort
@@ -56,6 +56,7 @@ def resources(kernel: Any) -> dict[str, int]:
         return sum(name.startswith(start) and part in name for name in names)
 
     return {
+        "narrow": len(narrow(kernel.asm["ttir"])),
         "registers": found["REG"],
         "stack": found["STACK"],
         "spills": count("LDL") + count("STL"),
@@ -64,6 +65,27 @@ def resources(kernel: Any) -> dict[str, int]:
         "loads": count("LDG"),
         "wide_loads": count("LDG", "128"),
     }
+
+
+def narrow(text: str) -> list[str]:
+    """Products in 32 bits of a program's number that reach an address: on large tensors they
+    overflow.  `text` is Triton's own intermediate form; the number along rows is the first."""
+    numbers, products, wrong = set[str](), dict[str, str](), list[str]()
+    for made, how in re.findall(r"^\s*(%[\w#]+)(?::\d+)? = (.*)$", text, re.M):
+        name, used = made.partition("#")[0], set(re.findall(r"%\w+", how))
+        wide = "i64" in how.split(" loc(")[0].split(" : ")[-1].split("->")[-1]
+        inside = [products[each] for each in used if each in products]
+        if "tt.get_program_id x" in how:
+            numbers.add(name)
+        elif "tt.addptr" in how:
+            wrong += inside
+        elif inside:
+            products[name] = inside[0]  # wider or not: it has overflowed before
+        elif used & numbers and not wide:
+            numbers.add(name)
+            if "arith.muli" in how:
+                products[name] = how
+    return wrong
 
 
 Made = Iterator[tuple[dict[str, Any], Any]]
@@ -144,6 +166,43 @@ def cross_entropy_kernels() -> Made:
             yield {"kernel": "gradient"} | named, made
 
 
+def add_norm_kernels() -> Made:
+    """Both kernels of both norms, from short rows to the longest."""
+    for size, dtype in ((min(size, add_norm.LONGEST), dtype) for size, dtype in SIZES):
+        x, weight = torch.zeros(16, size, dtype=dtype), torch.zeros(size, dtype=dtype)
+        row, partial = torch.zeros(16), torch.zeros(16, 2, size)
+        for centred in (False, True):
+            options = {"CENTRED": centred, "EARLY": True, **_options(size)}
+            named = {"size": size, "dtype": str(dtype), "centred": centred}
+            forward = (x, x, weight, weight, x, x, row, row, 16, size, size, size, 1e-6, 0.0)
+            made = add_norm.forward_kernel.warmup(*forward, BIAS=centred, **options)
+            yield {"kernel": "forward"} | named, made
+            back = (x, x, x, weight, row, row, x, partial, 16, size, *[size] * 3, 1, 0.0)
+            yield {"kernel": "backward"} | named, add_norm.backward_kernel.warmup(*back, **options)
+
+
+def rope_kernels() -> Made:
+    """Halves and pairs, whole heads and parts of them, both ways."""
+    heads, tokens, size = (32, 8), 4096, 128
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.zeros(16, dtype=dtype)
+        for pairs, width in ((False, size), (True, size), (True, size // 2)):
+            half = width // 2
+            # heads of a token lie side by side, as projections give them
+            strides = [s for n in heads * 2 for s in (tokens * n * size, n * size, size)]
+            given = (*[x] * 6, tokens, *heads, half, size, *strides, 0, width, 0, width)
+            for back in (False, True):
+                options: dict[str, Any] = {
+                    "SOURCE": pairs, "TARGET": pairs, "OWN": True, "PAIRED": pairs, "EARLY": True,
+                    "BACK": back, "KEYS": True, "HALF": half, "num_warps": 4, "grid": (1,),
+                    "Q_LINES": rope.lines(heads[0], half), "K_LINES": rope.lines(heads[1], half),
+                    "REST": size - width,
+                }  # fmt: skip
+                named = {"pairs": pairs, "width": width, "dtype": str(dtype)}
+                made = rope.turn_kernel.warmup(*given, **options)
+                yield {"kernel": "back" if back else "forward"} | named, made
+
+
 def rowwise_kernels() -> Made:
     """Both generated kernels of each chain: of rows that fit a program, and of longer ones."""
     sizes = ((4096, torch.bfloat16), (launch.LONGEST, torch.float32), (20480, torch.bfloat16))
@@ -175,7 +234,8 @@ def _warm(made: launch.Kernel) -> Any:
 
 KERNELS = {
     "rms_norm": rms_norm_kernels, "layer_norm": layer_norm_kernels, "gated": gated_kernels,
-    "cross_entropy": cross_entropy_kernels, "rowwise": rowwise_kernels,
+    "cross_entropy": cross_entropy_kernels, "add_norm": add_norm_kernels, "rope": rope_kernels,
+    "rowwise": rowwise_kernels,
 }  # fmt: skip
 
 

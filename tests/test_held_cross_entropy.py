@@ -120,7 +120,9 @@ def test_one_tensor_of_logits():
 
 ROWS = {
     "split words, sliced state": (
-        ROW + "lm_head pad(vocab, multiple=8)\nlm_head shard(vocab, over=tp)\nzero(stage=3, over=dp)",
+        ROW + """lm_head pad(out, multiple=8)
+        lm_head shard(vocab, over=tp)
+        zero(stage=3, over=dp)""",
         "dp=2, tp=2",
     ),
     "stages": (

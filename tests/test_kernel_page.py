@@ -1,4 +1,4 @@
-"""The snippet on the page about kernels prints what its comments say."""
+"""The snippets on the page about kernels print what their comments say."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from io import StringIO
 from pathlib import Path
 
 
-def test_the_snippet_prints_what_it_says():
+def test_the_snippets_print_what_they_say():
     """Each line that prints has the printed text behind it."""
     page = (Path(__file__).parents[1] / "docs" / "kernels.md").read_text()
-    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.S | re.M)
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.S | re.M))
     said = re.findall(r"print\(.*\)  # (.*)$", code, re.M)
     printed = StringIO()
     with redirect_stdout(printed):

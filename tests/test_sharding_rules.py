@@ -40,6 +40,15 @@ def multiplied(x: Tensor, weight: Tensor, across: bool = False) -> Tensor:
     return grouped(x, weight, ENDS, across)
 
 
+def turned(q: Tensor) -> Tensor:
+    """Heads by angles of either kind of tensor."""
+    angle = drawn(1, 3, 8)
+    if isinstance(q, DTensor):
+        angle = distribute_tensor(angle, q.device_mesh, [R])
+    made: Tensor = rope(q, None, angle.cos(), angle.sin(), 8, Turn())
+    return made
+
+
 # name -> (operator, its tensors, how they are split, how the result and each gradient then lie)
 X, W = drawn(*ROWS, WIDTH), drawn(WIDTH)
 CASES: dict[str, Any] = {
@@ -61,6 +70,11 @@ CASES: dict[str, Any] = {
             [split, split, *[Partial()] * len(more)])
         for split, form, more in [(S(0), Sum(True), [W, W + 1]), (S(1), Sum(False), [W])]
     },
+    "a sum and its norm": (
+        lambda a, b, w: torch.stack(add_norm(a, b, w, None, Sum(rounding="early"))),
+        [X, X + 1, W], [S(1), S(1), R], S(2), [S(1), S(1), Partial()]
+    ),
+    "heads that turn": (turned, [drawn(2, 4, 3, 8)], [S(1)], S(1), [S(1)]),
     "whole": (lambda x, w: rms_norm(x, w, 1e-6), [X, W], [R, R], R, [R, R]),
     "columns of a gate": (lambda a, b: gated(a, b, "gelu"), [X, X + 1], [S(2), S(2)], S(2),
                           [S(2), S(2)]),

@@ -176,7 +176,7 @@ class Adding:
             total = a + b
             return total, owner(total)
         norm = self.norm
-        weight: Tensor = getattr(owner, norm.weight)
+        weight = a.new_ones(a.shape[-1]) if norm.weight is None else getattr(owner, norm.weight)
         bias = getattr(owner, norm.bias) if norm.bias is not None else None
         return add_norm(a, b, weight, bias, _form(norm, wide(a, weight)))
 

@@ -19,7 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from schedlang.kernels import gated, layer_norm, linear_cross_entropy, rms_norm
+from schedlang.kernels import (
+    add_norm,
+    gated,
+    held_cross_entropy,
+    layer_norm,
+    linear_cross_entropy,
+    rms_norm,
+    rope,
+)
 from schedlang.kernels.check import Case, run_kernel_check
 from schedlang.runtime.kernel import match, replace
 
@@ -48,7 +56,12 @@ def checks(quick: bool) -> list[Case]:
             layer_norm.Case((rows, 4096), dtype),
             gated.Case((rows, 4096), dtype),
             gated.Case((rows, 4096), dtype, "gelu_tanh", "gate first"),
+            add_norm.Case((rows, 4096), dtype),
+            add_norm.Case((rows, 3000), dtype, add_norm.Form(True, rounding="early"), bias=True),
+            rope.Case((2, rows // 2, 32, 8, 128), dtype),
+            rope.Case((2, rows // 2, 5, 3, 96), dtype, 64, rope.Form(True, True), shared=False),
             linear_cross_entropy.Case((rows, 512), dtype, 5000, rows=rows // 3),
+            held_cross_entropy.Case((rows, 512), dtype, 5000),
         )
     ]
 
@@ -107,19 +120,51 @@ def kernels(quick: bool) -> Iterator[Contest]:
     yield Contest("swiglu", (rows, middle), ways(
         lambda a, b: gated.gated(a, b, "silu"), lambda a, b: F.silu(a) * b, swiglu,
         (random(rows, middle), random(rows, middle))))  # fmt: skip
+    form = add_norm.Form(eps=1e-5, rounding="early")
+    added = liger_of("liger_fused_add_rms_norm")
+    yield Contest("add_norm", (rows, width), ways(
+        lambda a, b, w: torch.stack(add_norm.add_norm(a, b, w, None, form)),
+        lambda a, b, w: torch.stack(add_norm.reference(a, b, w, None, form)),
+        None if added is None else lambda a, b, w: torch.stack(added(a, b, w, 1e-5)),
+        (random(rows, width), random(rows, width), random(width))))  # fmt: skip
+    yield rotation(rows)
     yield head(rows // 2, width, classes)
+    yield head(rows // 4, width, classes, held=True)
 
 
-def head(rows: int, width: int, classes: int) -> Contest:
-    """The head and the loss."""
+def rotation(tokens: int) -> Contest:
+    """Queries of 32 heads and keys of 8, as projections give them."""
+    q, k = (random(1, tokens, heads, 128) for heads in (32, 8))
+    angle = torch.rand((1, tokens, 64), device="cuda").repeat(1, 1, 2)
+    cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
+    form = rope.Form(heads=2)
+    theirs = liger_of("liger_rope")
+    return Contest("rope", (tokens, 40, 128), ways(
+        lambda q, k: torch.cat(rope.rope(q, k, cos, sin, 128, form), 2),
+        lambda q, k: torch.cat([rope.reference(x, cos, sin, 128, form) for x in (q, k)], 2),
+        None if theirs is None else lambda q, k: torch.cat(
+            theirs(q.transpose(1, 2), k.transpose(1, 2), cos, sin), 1).transpose(1, 2),
+        (q, k)))  # fmt: skip
+
+
+def head(rows: int, width: int, classes: int, held: bool = False) -> Contest:
+    """The head and the loss, in chunks or with its logits held."""
     target = torch.randint(classes, (rows,), device="cuda")
     by = torch.full((rows,), 1 / rows, device="cuda")
     form = linear_cross_entropy.Form()
     fused = liger_of("liger_fused_linear_cross_entropy")
+
+    def kept(x: Tensor, w: Tensor) -> Tensor:
+        lse, picked, _ = held_cross_entropy.held_statistics(x, w, None, target, form)
+        return (lse - picked).mean()
+
+    def chunked(x: Tensor, w: Tensor) -> Tensor:
+        return linear_cross_entropy.weighed(x, w, None, target, by, 0.0, form)
+
     return Contest(
-        "linear_cross_entropy", (rows, width, classes),
+        "cross_entropy" if held else "linear_cross_entropy", (rows, width, classes),
         ways(
-            lambda x, w: linear_cross_entropy.weighed(x, w, None, target, by, 0.0, form),
+            kept if held else chunked,
             lambda x, w: F.cross_entropy(F.linear(x, w).float(), target),
             None if fused is None else lambda x, w: fused(x, w, target),
             (random(rows, width), random(classes, width, scale=0.02)),
@@ -157,7 +202,9 @@ def with_kernels(model: nn.Module) -> nn.Module:
     """The model with every kernel of ours that fits."""
     for module in [*model.modules()]:
         kind = type(module).__name__
-        wanted = {"LlamaRMSNorm": "rms_norm", "LlamaMLP": "gated"}.get(kind)
+        wanted = {
+            "LlamaRMSNorm": "rms_norm", "LlamaMLP": "gated", "LlamaAttention": "rope",
+        }.get(kind)  # fmt: skip
         if module is model.lm_head:
             wanted = "linear_cross_entropy"
         if wanted is not None:

@@ -19,6 +19,7 @@ from tests.zoo import (  # noqa: F401
     steps,
     tensor,
     trained,
+    written_kernels,
 )
 from tests.zoo.bug import ZOO, Bug, Operator, Site, mutate
 from tests.zoo.pool import Mutated

@@ -180,6 +180,15 @@ SCENES: dict[str, Scene] = {
         models.gemma2, "model.**.*norm replace_kernel(rms_norm)", "", _tokens()
     ),
     "normed middle": _alone(networks.NormedBlock, "blocks.*.norm replace_kernel(rms_norm)"),
+    "by kernels": Scene(
+        lambda: models.llama(1),
+        "model.layers.*.mlp replace_kernel(gated)\nmodel.layers.*.self_attn replace_kernel(rope)\n"
+        "model.layers.* replace_kernel(add_norm)\nlm_head replace_kernel(linear_cross_entropy)",
+        "", _tokens(),
+    ),
+    "by other kernels": _gpt2(
+        "transformer.h.*.ln_1 replace_kernel(layer_norm)\nlm_head replace_kernel(cross_entropy)", ""
+    ),
     "crossing": _alone(networks.Crossed, 'pipeline(order="GPipe", micro=2)', (5, networks.WIDTH)),
     "skipping": Scene(
         models.Skipping, "blocks[1, 2] pipeline_split(over=pp)\n" + PIPELINE.split("\n")[1],
