@@ -157,13 +157,18 @@ def replace_(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
 
 @generator
 def replace_kernel(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """At every RMSNorm."""
-    return [
-        step("replace_kernel", [f"{_at(place)}.norm  replace_kernel(rms_norm)"],
-             [f"kernel {_at(place)}"])
-        for place, block in enumerate(config.blocks)
-        if block.kind in ("mlp", "attention") and block.norm == "rms"
-    ]  # fmt: skip
+    """At every RMSNorm, at experts in one module, at attentions that torch computes."""
+    found = []
+    for place, block in enumerate(config.blocks):
+        at, rows = _at(place), []
+        if block.kind in ("mlp", "attention") and block.norm == "rms":
+            rows.append(f"{at}.norm  replace_kernel(rms_norm)")
+        if block.kind == "routed":
+            rows.append(f"{at}.experts  replace_kernel(grouped)")
+        if block.kind == "attention" and (block.flag or not block.plain) and "cp" not in sizes:
+            rows.append(f"{at}  replace_kernel(flex_attention)")
+        found += [step("replace_kernel", [row], [f"kernel {at}"]) for row in rows]
+    return found
 
 
 @generator
