@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from schedlang.model import inside
 from schedlang.plan import Cast, Plan
 from schedlang.primitive import Primitive, refuse
 
@@ -50,7 +51,8 @@ class cast(Primitive):  # noqa: N801
         """Refuse arguments without meaning, casts within casts, and weights stored in few bits."""
         self._check_arguments()
         self._check_others(site, plan)
-        names = [n for n in plan.model.parameters if _within(n, site.fqn)]
+        self._check_coded(site, plan)
+        names = [n for n in plan.model.parameters if inside(n, site.fqn)]
         short = next((n for n in names if plan.model.parameters[n].dtype in HALVES), None)
         if short is not None and self.dtype != "fp32":
             refuse("S891", f"`{short}` is stored in {plan.model.parameters[short].dtype}",
@@ -75,10 +77,10 @@ class cast(Primitive):  # noqa: N801
     def _check_others(self, site: Site, plan: Plan) -> None:
         """One row for a module, one level of casts, one loss scale."""
         for other in plan.casts:
-            if _within(other.fqn, site.fqn):
+            if inside(other.fqn, site.fqn):
                 refuse("S892", f"`{other.fqn}`, inside of `{site}`, is cast above",
                        helps=("put the row for what is around it first",))  # fmt: skip
-            if _within(site.fqn, other.fqn) and (self.dtype != "fp32" or other.dtype == "fp32"):
+            if inside(site.fqn, other.fqn) and (self.dtype != "fp32" or other.dtype == "fp32"):
                 refuse("S892", f"`{site}` lies inside of what is cast to {other.dtype} already",
                        notes=("only float32 may stand inside of a lower dtype, once",),
                        helps=(f"`{site}  cast(fp32)`", "or select the modules apart"))  # fmt: skip
@@ -86,6 +88,15 @@ class cast(Primitive):  # noqa: N801
             if other.dtype == self.dtype == "fp16" and scales[0] != scales[1]:
                 refuse("S893", "two loss scales", f"{other.scale} and {self.scale}",
                        helps=("give all `fp16` rows the same `scale` and `growth`",))  # fmt: skip
+
+    def _check_coded(self, site: Site, plan: Plan) -> None:
+        """A copy of a weight is not known from an activation, and would be coded as one."""
+        coded = (kept.fqn for kept in plan.kept)
+        other = next((n for n in coded if inside(n, site.fqn) or inside(site.fqn, n)), None)
+        if other is not None:
+            refuse("S895", f"what `{other}` keeps is coded",
+                   notes=("a weight is cast where it is used, and the copy would be coded, too",),
+                   helps=("cast other modules, or keep what these save as it is",))  # fmt: skip
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Note it."""
@@ -97,8 +108,3 @@ class cast(Primitive):  # noqa: N801
         from schedlang.runtime.cast import cast as put
 
         put(build.module, site.fqn, self.dtype, self.params)
-
-
-def _within(name: str, fqn: str) -> bool:
-    """Is this the module, or anything inside of it?"""
-    return not fqn or name == fqn or name.startswith(f"{fqn}.")

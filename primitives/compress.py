@@ -6,6 +6,7 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from schedlang.kinds import Axes
+from schedlang.model import inside
 from schedlang.plan import Compression, Kept, Plan
 from schedlang.primitive import Primitive, refuse
 
@@ -116,6 +117,12 @@ class compress(Primitive):  # noqa: N801
         if self.over is not None or self.rank != 4 or not self.error_feedback:
             refuse("S856", "`over`, `rank` and `error_feedback` are about sums of gradients",
                    helps=(f"leave them out: `compress(activations, {self.how})`",))  # fmt: skip
+        met = (one.fqn for one in plan.casts)
+        other = next((n for n in met if inside(n, site.fqn) or inside(site.fqn, n)), None)
+        if other is not None:
+            refuse("S895", f"`{other or 'the model'}` is cast above",
+                   notes=("a weight is cast where it is used, and the copy would be coded, too",),
+                   helps=("code other modules, or drop this row",))  # fmt: skip
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Note it."""

@@ -240,3 +240,8 @@ class ModelFacts:
     def owner(self, parameter: str) -> Site:
         """The module that holds a parameter of this name."""
         return self.sites[parameter.rpartition(".")[0]]
+
+
+def inside(name: str, fqn: str) -> bool:
+    """Is this the module of a path, or anything inside of it?"""
+    return not fqn or name == fqn or name.startswith(f"{fqn}.")

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from schedlang.mesh import Mesh
-from schedlang.model import ModelFacts
+from schedlang.model import ModelFacts, inside
 from schedlang.placement import Layout, Placement, R
 
 if TYPE_CHECKING:
@@ -378,11 +378,7 @@ class Plan:
 
     def rows_at(self, fqn: str) -> list[Action]:
         """The actions whose sites are this module or hold it."""
-        return [
-            action
-            for action in self.actions
-            if any(fqn == s or not s or fqn.startswith(f"{s}.") for s in action.sites)
-        ]
+        return [a for a in self.actions if any(inside(fqn, site) for site in a.sites)]
 
 
 @lru_cache(maxsize=32)  # searched orders take seconds

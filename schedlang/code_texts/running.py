@@ -149,6 +149,10 @@ CODES: Mapping[str, tuple[str, str]] = {
         "a scaled loss, and sums in fewer bytes",
         "What a code leaves out is kept for the next step, which may have another scale.",
     ),
+    "S895": (
+        "coded activations of what is cast",
+        "Weights are cast where they are used; their copies would be coded as activations are.",
+    ),
     "S901": ("the model file has no batch", "Define `batch(seed)`: a dict of tensors."),
     "S902": ("`batch` returns something else", "Return the forward's keyword arguments as a dict."),
     "S903": ("`model` returns something else", "Return a torch.nn.Module."),

@@ -173,14 +173,17 @@ def replace_kernel(config: Config, sizes: dict[str, int], length: int) -> list[S
 
 @generator
 def cast(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """In the limit, where nothing is rounded: the model or a block, with and without its norm."""
+    """In the limit, where nothing is rounded: the model or a block, with and without its norm.
+
+    Gradients of a scaled loss are not compressed.
+    """
     found = [
-        step("cast", [row], ["cast"])
+        step("cast", [row], ["cast", *(["compress"] if "fp16" in row else [])])
         for row in ("cast(bf16)", "cast(fp16, scale=1024)", "cast(bf16, params=true)")
     ]
     for place, block in enumerate(config.blocks):
         at, claims = _at(place), [f"replace {_at(place)}", "cast"]
-        found.append(step("cast", [f"{at}  cast(fp16, params=true)"], claims))
+        found.append(step("cast", [f"{at}  cast(fp16, params=true)"], [*claims, "compress"]))
         if block.kind in ("mlp", "attention"):
             rows = ["cast(bf16, params=true)", f"{at}.norm  cast(fp32)"]
             found.append(step("cast", rows, claims))

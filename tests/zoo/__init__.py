@@ -4,6 +4,7 @@
 from tests.zoo import (  # noqa: F401
     adapted,
     away,
+    casts,
     context,
     experts,
     grids,

@@ -75,12 +75,13 @@ class Scene:
     optimizer: Any = None  # instead of AdamW in the second condition
     holds: bool = True  # False: the faithful runtime refuses it
     relax: str = ""  # what its step gives up
+    dtype: str = "none"  # in which it is proven beside float64
 
     def case(self) -> Case:
         """The proof of it in float64."""
         batches = tuple(self.batches(seed) for seed in self.steps)
         plan = planned(self.model(), self.rows, self.mesh, self.relax)
-        return Case(plan, batches, self.loss, dtype="none")
+        return Case(plan, batches, self.loss, dtype=self.dtype)
 
 
 def _tokens(rows: int = 6) -> Callable[[int], Any]:
@@ -93,6 +94,12 @@ def _gpt2(rows: str, mesh: str, layers: int = 2, count: int = 6) -> Scene:
 
 def _block(kind: Callable[[], nn.Module], rows: str) -> Scene:
     return Scene(networks.made(lambda: networks.Points(kind())), rows, "tp=2", points)
+
+
+def _cast(rows: str, mesh: str) -> Scene:
+    """Two blocks that compute in few bits, proven in float32 too, where that is to be seen."""
+    made = networks.made(lambda: networks.Points(networks.Residual(), networks.Residual()))
+    return Scene(made, rows, mesh, points, relax="dtype", dtype="float32")
 
 
 def _alone(
@@ -228,6 +235,12 @@ SCENES: dict[str, Scene] = {
     "compressed": replace(
         _gpt2("zero(stage=0, over=dp)\ncompress(gradients, powersgd, rank=2, over=dp)", "dp=2"),
         relax="lossy",
+    ),
+    "scaled": _cast("cast(fp16, scale=1024)\nzero(stage=0, over=dp)", "dp=2"),
+    "overflowing": _cast(f"cast(fp16, scale={2**40})\nzero(stage=0, over=dp)", "dp=2"),
+    "cast slices": _cast(
+        "cast(bf16, params=true)\nblocks pipeline_split(over=pp)\nzero(stage=1, over=dp)\n"
+        'pipeline(order="GPipe", micro=2)', "pp=2, dp=2",
     ),
     "three by two": replace(_block(networks.Residual, BOTH), mesh="dp=3, tp=2"),
     "two by two": replace(_block(networks.Residual, BOTH), mesh="dp=2, tp=2"),

@@ -1,0 +1,68 @@
+"""Bugs of casts: scales that stay in gradients, steps that should be skipped, rounded weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from schedlang.runtime import cast
+from schedlang.runtime.loss_scale import LossScale
+from schedlang.runtime.program import Program
+from tests.zoo.bug import Operator, Patch, Site, bug
+
+
+@bug("M50", "cast", Operator.REDUCTION, "scaled", row="cast(", credit="PyTorch, AMP examples")
+def clipped_before_unscaled(patch: Patch, site: Site) -> None:
+    """Gradients are clipped while they are still multiplied by the scale of the loss."""
+    unscale, following = LossScale.unscale, LossScale.next
+    held: dict[int, Mapping[str, nn.Parameter]] = {}
+
+    def later(self: LossScale, parameters: Mapping[str, nn.Parameter]) -> None:
+        held[id(self)] = parameters
+
+    def after(self: LossScale) -> bool:
+        unscale(self, held[id(self)])
+        return following(self)
+
+    patch.setattr(LossScale, "unscale", later)
+    patch.setattr(LossScale, "next", after)
+
+
+@bug("M51", "cast", Operator.SKIP, "overflowing", row="cast(", credit="Micikevicius et al. 2018")
+def stepped_on_infinite_gradients(patch: Patch, site: Site) -> None:
+    """A step whose gradients overflowed is made, and not skipped."""
+    following = LossScale.next
+
+    def always(self: LossScale) -> bool:
+        following(self)
+        return True
+
+    patch.setattr(LossScale, "next", always)
+
+
+@bug("M52", "cast", Operator.CONSTANT, "scaled", row="cast(", credit="Micikevicius et al. 2018")
+def master_weights_rounded(patch: Patch, site: Site) -> None:
+    """After each step weights are rounded to what the model computes in."""
+    step = Program._step_weights
+
+    def rounding(self: Program, *given: Any) -> None:
+        step(self, *given)
+        for parameter in self.assembly.parameters.values():
+            if parameter.dtype == torch.float32:
+                parameter.data.copy_(parameter.data.half().float())
+
+    patch.setattr(Program, "_step_weights", rounding)
+
+
+@bug("M53", "cast", Operator.ALIAS, "cast slices", row="cast(")
+def slices_taken_for_what_is_used(patch: Patch, site: Site) -> None:
+    """Who gathers a slice gets a copy in the low dtype, and reduces gradients into the copy."""
+
+    def used(parameter: Any) -> Any:
+        dtype = cast.here()
+        return parameter if dtype is None or parameter is None else parameter.to(dtype)
+
+    patch.setattr(cast, "_used", used)
