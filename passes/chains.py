@@ -130,14 +130,16 @@ def _running(
     from schedlang.passes.root import backward_root
     from schedlang.passes.staging import local_skeleton
     from schedlang.runtime.constants import OnMeta
+    from schedlang.runtime.fused_meta import Fused
     from schedlang.runtime.meta import hollow_batch
+    from schedlang.runtime.modes import ambient
 
     model = local_skeleton(counting.plan, counting.traced)
     model.train()
     change(model)
     batch, sitting = seated(counting.plan, model, counting.tokens, counting.sample)
     inputs = hollow_batch(dict(batch))
-    with sitting, OnMeta(dict(batch), inputs), watch(model):
+    with sitting, ambient(Fused()), OnMeta(dict(batch), inputs), watch(model):
         yield model, backward_root(model, inputs, counting.loss)
 
 
@@ -148,12 +150,7 @@ def costs_of(counting: Counting, names: Sequence[str]) -> list[Cost]:
 
     menu = Menu(len(names))
 
-    @contextmanager
-    def watch(model: Any) -> Iterator[None]:
-        with counted(menu, model, names), menu.attention():
-            yield
-
-    with _running(counting, lambda model: None, watch):
+    with _running(counting, lambda model: None, lambda model: counted(menu, model, names)):
         pass
     known = sum(menu.flops)  # without a formula for any operator all count the same
     own = zip(menu.flops, menu.saved, menu.given)

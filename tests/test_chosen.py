@@ -122,7 +122,7 @@ def counted_operators(model: nn.Module) -> Menu:
     """What could be kept of the blocks of a stack."""
     menu = Menu(2)
     x, mask = batch()
-    with counted(menu, model, ["blocks.0", "blocks.1"]), menu.attention():
+    with counted(menu, model, ["blocks.0", "blocks.1"]):
         model(x.requires_grad_(), mask=mask)
     return menu
 

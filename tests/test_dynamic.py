@@ -15,7 +15,7 @@ from schedlang.runtime.dynamic import dynamic
 from schedlang.runtime.remat import Pool
 from tests import models
 from tests.engine import Threads
-from tests.proofs import planned, proven
+from tests.proofs import planned, proven, refused
 from tests.test_region import WAYS, gradients
 from tests.test_region import Stack as Blocks
 
@@ -104,6 +104,26 @@ def test_what_is_written_into_is_made_again_as_it_was() -> None:
     assert all(same(one, found[0]) for one in found[1:])
 
 
+class Giving(nn.Module):
+    """Writes into what it gave to a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.blocks = nn.Linear(4, 4), nn.ModuleList([Shifted()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = self.lin(x)
+        made = self.blocks[0](given)
+        return (made + given.mul_(2.0)).sum()
+
+
+class Shifted(nn.Module):
+    """Saves nothing of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 1.0).tanh().exp()
+
+
 def test_written_into_by_the_model_afterwards_is_an_error() -> None:
     """What a module was given, or saved of its output, and the model then wrote into, is an error
     and never a wrong gradient."""
@@ -120,7 +140,7 @@ def test_written_into_by_the_model_afterwards_is_an_error() -> None:
         z = y.sin()
         with torch.no_grad():
             (y if late else x).add_(1.0)
-        with pytest.raises(RuntimeError, match="written into|modified by an inplace"):
+        with pytest.raises((Refusal, RuntimeError), match="S846|modified by an inplace"):
             z.sum().backward()
 
 
@@ -165,6 +185,25 @@ def test_generators_of_a_module_are_replayed() -> None:
         module(x).sum().backward()
         found.append([x.grad, torch.rand(2), module.own.get_state()])
     assert same(*found)
+
+
+@pytest.mark.parametrize("what", ["activations", "parameters"])
+@pytest.mark.parametrize("at", ["transformer.h.*", "transformer.h.0.mlp", "transformer"])
+def test_nothing_is_left_to_offload(what: str, at: str) -> None:
+    """S844: a budget keeps its bytes by itself; other modules, and state, move as ever."""
+    told = refused(models.gpt2(2), ROW.format("1MiB") + f"{at}  offload({what})")
+    assert "S844" in told and "nothing would leave the device" in told and "help:" in told
+    planned(models.gpt2(2), ROW.format("1MiB") + f"lm_head  offload({what})")
+    planned(models.gpt2(2), ROW.format("1MiB") + "offload(gradients)\noffload(optimizer)")
+
+
+def test_a_model_that_writes_into_what_it_gave_is_refused() -> None:
+    """S846, before anything runs, names what was written into and the row."""
+    plan = planned(Giving().double(), "blocks.*  checkpoint(plan=dtr, memory=200B)")
+    with pytest.raises(Refusal) as caught:
+        prepare(plan, {"x": torch.ones(3, 4, dtype=torch.float64)})
+    told = caught.value.render()
+    assert "S846" in told and "the model wrote into" in told and "rows.sched" in told
 
 
 def test_too_little_is_refused() -> None:

@@ -12,6 +12,7 @@ from tests.zoo import (  # noqa: F401
     memory,
     orders,
     pipeline,
+    plans,
     replicas,
     saved,
     stale,

@@ -154,6 +154,16 @@ SCENES: dict[str, Scene] = {
     "recomputed": _gpt2("transformer.h.* checkpoint()", ""),
     "counting": _alone(networks.Counting, "blocks.* checkpoint()", holds=False),
     "written after": _alone(networks.WrittenAfter, "blocks.*.inner checkpoint()", holds=False),
+    "chosen": _gpt2(
+        f"transformer.h.* checkpoint(plan=pareto, memory=300KiB)\ntransformer.h {PIPELINE}", "pp=2",
+        layers=4,
+    ),
+    "budget, writing": _alone(
+        networks.Writing, "blocks.* checkpoint(plan=dtr, memory=900B)"
+    ),
+    "budget, written after": _alone(
+        networks.WrittenAfter, "blocks.*.inner checkpoint(plan=dtr, memory=800B)", holds=False
+    ),
     "recomputed pairs": replace(
         _block(networks.Pair, BLOCK.replace("blocks.*", "blocks.*.*") + """
             blocks.* checkpoint()
