@@ -84,7 +84,7 @@ def account(
     """
     if batch is None:
         return _without_batch(plan)
-    from schedlang.passes.chains import Counting, chains_of
+    from schedlang.passes.chains import Counting, chains_of, told
     from schedlang.passes.complete import completed
     from schedlang.passes.context import tokens_of
     from schedlang.passes.holdings import holdings_of
@@ -116,6 +116,7 @@ def account(
     if memory:
         slicing = slicing_of(plan, traced, staged, sample, loss, None)
         chains = chains_of(Counting(plan, traced, staged, sample, loss, tokens))
+        notes += told(plan, chains)
         prepared = Prepared(traced, staged, holdings, slicing, tokens, chains)
         held, why = _memory(plan, batch, loss, prepared)
         notes += [why] if why else []

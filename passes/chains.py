@@ -69,6 +69,16 @@ def _chosen(
     return found
 
 
+def told(plan: Plan, chains: Chains) -> list[str]:
+    """What rows with a limit of memory chose, in words, a line for each stage."""
+    return [
+        f"`{action.name}` of {' to '.join(dict.fromkeys((names[0], names[-1])))}:"
+        f" {action.primitive.said(found)}"
+        for action in plan.actions
+        for names, found in chains.get(action.sites, ())
+    ]
+
+
 def _by_stage(staged: Staged, sites: tuple[str, ...]) -> list[tuple[tuple[str, ...], float]]:
     """The sites of each stage, and how many microbatches of all stages of its ranks are kept."""
     if staged.axis is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -204,6 +206,16 @@ def test_a_model_that_writes_into_what_it_gave_is_refused() -> None:
         prepare(plan, {"x": torch.ones(3, 4, dtype=torch.float64)})
     told = caught.value.render()
     assert "S846" in told and "the model wrote into" in told and "rows.sched" in told
+
+
+def test_the_page_says_what_runs() -> None:
+    """The page's example keeps within its budget, and drops and makes again for it."""
+    page = (Path(__file__).parents[1] / "docs" / "checkpoint.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.S | re.M)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    pool = names["pool"]
+    assert pool.peak <= pool.budget == 64 * 1024 and pool.dropped > 0 and pool.again > 0
 
 
 def test_too_little_is_refused() -> None:

@@ -9,7 +9,8 @@ from schedlang.runtime.chosen import Chosen
 from tests.zoo.bug import Operator, Patch, Site, bug
 
 
-@bug("C16", "checkpoint", Operator.ALIAS, "chosen", row="checkpoint(plan=pareto")
+@bug("C16", "checkpoint", Operator.ALIAS, "chosen", row="checkpoint(plan=pareto",
+     dies="must match the size of tensor")  # fmt: skip
 def one_store_for_all_microbatches(patch: Patch, site: Site) -> None:
     """What a microbatch keeps of an operator is overwritten by the next one's."""
     store: dict[Any, Any] = {}
@@ -43,10 +44,10 @@ def results_of_other_calls(patch: Patch, site: Site) -> None:
     patch.setattr(chosen._Second, "__torch_dispatch__", dispatch)
 
 
-@bug("C18", "checkpoint", Operator.ALIAS, "budget, writing", row="checkpoint(plan=dtr")
-def made_again_in_place(patch: Patch, site: Site) -> None:
-    """An operator that writes into a tensor runs again on what is kept of it, not on a copy."""
-    patch.setattr(remat, "_copy", lambda block: block.pool.bring(block))
+@bug("C18", "checkpoint", Operator.SLICE, "budget", row="checkpoint(plan=dtr")
+def views_without_their_place(patch: Patch, site: Site) -> None:
+    """A part of a tensor that is made again is taken from its beginning."""
+    patch.setattr(remat.Ref, "of", lambda self, base: base.as_strided(self.shape, self.stride, 0))
 
 
 @bug("C19", "checkpoint", Operator.FREEZE, "budget, written after", row="checkpoint(plan=dtr",

@@ -158,11 +158,9 @@ SCENES: dict[str, Scene] = {
         f"transformer.h.* checkpoint(plan=pareto, memory=300KiB)\ntransformer.h {PIPELINE}", "pp=2",
         layers=4,
     ),
-    "budget, writing": _alone(
-        networks.Writing, "blocks.* checkpoint(plan=dtr, memory=900B)"
-    ),
+    "budget": _gpt2("transformer.h.* checkpoint(plan=dtr, memory=130KiB)", ""),
     "budget, written after": _alone(
-        networks.WrittenAfter, "blocks.*.inner checkpoint(plan=dtr, memory=800B)", holds=False
+        networks.WrittenLater, "blocks.*.inner checkpoint(plan=dtr, memory=1700B)", holds=False
     ),
     "recomputed pairs": replace(
         _block(networks.Pair, BLOCK.replace("blocks.*", "blocks.*.*") + """
