@@ -56,6 +56,38 @@ class Trial:
     ran: bool = True
 
 
+@dataclass(frozen=True)
+class Count:
+    """What one call costs a device: kernels of its forward and of its backward, bytes that both
+    read and write."""
+
+    forward: int
+    backward: int
+    bytes: int
+
+    @property
+    def kernels(self) -> int:
+        """Of both."""
+        return self.forward + self.backward
+
+    def __add__(self, other: Count) -> Count:
+        return Count(self.forward + other.forward, self.backward + other.backward,
+                     self.bytes + other.bytes)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What a row makes of its module's kernels and bytes."""
+
+    before: Count
+    after: Count
+
+    @property
+    def any(self) -> bool:
+        """Whether there are fewer kernels, or fewer bytes."""
+        return self.after.kernels < self.before.kernels or self.after.bytes < self.before.bytes
+
+
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Primitive:
     """A verb.  A subclass is a primitive, its annotated fields are the arguments, an instance is
@@ -141,6 +173,9 @@ class Primitive:
         """The plan with what follows from this action: layouts, boundaries, cuts."""
         return plan
 
+    def settled(self, site: Any, plan: Plan, traced: Any) -> None:
+        """Refuse what shows only when all rows stand and the model is traced.  Default: nothing."""
+
     def apply(self, site: Any, build: Any) -> None:
         """Change the module that is being built."""
         raise NotImplementedError
@@ -151,6 +186,11 @@ class Primitive:
         `call` are the arguments and keyword arguments of one real call of the module.
         """
         return ()
+
+    def gain(self, site: Any, plan: Plan, call: tuple[Any, Any]) -> Gain | None:
+        """Kernels and bytes before and after, where a row is there for them; counted on the meta
+        device, for arguments that lie there.  Default: it is not."""
+        return None
 
     def __str__(self) -> str:
         own = [f for f in fields(self) if f.init]  # type: ignore[arg-type]
@@ -237,8 +277,8 @@ def _load(point: metadata.EntryPoint) -> None:
         ) from error  # fmt: skip
 
 
-def conflicts(first: type[Primitive], then: type[Primitive]) -> Relation:
-    """How `then` stands below `first` where both touch one module.
+def conflicts(first: Primitive | type[Primitive], then: Primitive | type[Primitive]) -> Relation:
+    """How `then` stands below `first` where both touch one module; of classes: as their examples.
 
     "commute": nothing shared.  "order": `then` relies on what `first` changed, so this order only.
     "clash": `then` changes what `first` relied on.  "both": both change one facet, whose own rule
