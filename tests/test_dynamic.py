@@ -84,10 +84,12 @@ class Writing(nn.Module):
         y.mul_(2.0).add_(y.detach())
         z = torch.zeros(3, 4, dtype=x.dtype)
         z[1:] = y[1:].tanh()
-        made = z.sin()
+        made, turned = z.sin(), side.cos()
         with torch.no_grad():
             side[0] += 1.0
-        return (made * side.cos()).exp() * y.sigmoid()
+        kept = (y + 1.0).tanh()  # made of what y is now, and not saved as such
+        y.mul_(2.0)
+        return (made * turned).exp() * y.sigmoid() * kept
 
 
 def test_what_is_written_into_is_made_again_as_it_was() -> None:
@@ -95,7 +97,7 @@ def test_what_is_written_into_is_made_again_as_it_was() -> None:
     torch.manual_seed(0)
     plain = Writing().double()
     found = []
-    for budget in (None, 0, 300, 10**6):
+    for budget in (None, 0, 400, 700, 10**6):
         module = copy.deepcopy(plain)
         pool = Pool(0) if budget is None else dynamic([module], budget)
         x = torch.linspace(0, 1, 12, dtype=torch.float64).view(3, 4).requires_grad_()
