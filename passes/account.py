@@ -88,6 +88,7 @@ def account(
     """
     if batch is None:
         return _without_batch(plan)
+    from schedlang.passes.chains import told
     from schedlang.passes.complete import completed
     from schedlang.passes.prepare import prepare
     from schedlang.runtime import parts
@@ -105,6 +106,7 @@ def account(
     held: tuple[RankMemory, ...] | None = None
     gained: tuple[Gained, ...] = ()
     if memory:
+        notes += told(plan, prepared.chains)
         gained = gains(plan, sample)
         held, why = _memory(plan, batch, loss, prepared)
         notes += [why] if why else []

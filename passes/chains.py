@@ -69,6 +69,16 @@ def _chosen(
     return found
 
 
+def told(plan: Plan, chains: Chains) -> list[str]:
+    """What rows with a limit of memory chose, in words, a line for each stage."""
+    return [
+        f"`{action.name}` of {' to '.join(dict.fromkeys((names[0], names[-1])))}:"
+        f" {action.primitive.said(found)}"
+        for action in plan.actions
+        for names, found in chains.get(action.sites, ())
+    ]
+
+
 def _by_stage(staged: Staged, sites: tuple[str, ...]) -> list[tuple[tuple[str, ...], float]]:
     """The sites of each stage, and how many microbatches of all stages of its ranks are kept."""
     if staged.axis is None:
@@ -130,14 +140,16 @@ def _running(
     from schedlang.passes.root import backward_root
     from schedlang.passes.staging import local_skeleton
     from schedlang.runtime.constants import OnMeta
+    from schedlang.runtime.fused_meta import Fused
     from schedlang.runtime.meta import hollow_batch
+    from schedlang.runtime.modes import ambient
 
     model = local_skeleton(counting.plan, counting.traced)
     model.train()
     change(model)
     batch, sitting = seated(counting.plan, model, counting.tokens, counting.sample)
     inputs = hollow_batch(dict(batch))
-    with sitting, OnMeta(dict(batch), inputs), watch(model):
+    with sitting, ambient(Fused()), OnMeta(dict(batch), inputs), watch(model):
         yield model, backward_root(model, inputs, counting.loss)
 
 
@@ -148,12 +160,7 @@ def costs_of(counting: Counting, names: Sequence[str]) -> list[Cost]:
 
     menu = Menu(len(names))
 
-    @contextmanager
-    def watch(model: Any) -> Iterator[None]:
-        with counted(menu, model, names), menu.attention():
-            yield
-
-    with _running(counting, lambda model: None, watch):
+    with _running(counting, lambda model: None, lambda model: counted(menu, model, names)):
         pass
     known = sum(menu.flops)  # without a formula for any operator all count the same
     own = zip(menu.flops, menu.saved, menu.given)

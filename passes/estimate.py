@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from schedlang.memory import CLASSES, Moment, RankMemory
+from schedlang.memory import STATE, Moment, RankMemory
 from schedlang.passes.holdings import slicing
 from schedlang.passes.memory import MOMENTS, RankClass, rank_classes
 from schedlang.passes.prepare import Prepared
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from schedlang.timeline import Op
 
 PLAYED = 3  # microbatches: the first, one between, the last
-STATE = CLASSES[:3]
 BEFORE, AFTER = "before", "sums and update"
 
 
@@ -50,11 +49,13 @@ class _Played:
 
 
 class _Run(NamedTuple):
-    """Bytes by class before something ran, at most while it did, and afterwards."""
+    """Bytes by class before something ran, at most while it did, and afterwards; and at most of
+    what is no state."""
 
     before: Levels
     most: Levels
     end: Levels
+    passing: int
 
 
 def estimate(
@@ -145,7 +146,7 @@ def _table(footprint: Footprint, of: RankClass, staged: Staged) -> _Played:
 
     marks = [one.what for one in footprint.stretches]
     ran = footprint.ran([op for op in marks if op is not None and op.kind is Kind.F])
-    runs = [_Run(a.end, b.most, b.end) for a, b in zip(ran, ran[1:])]
+    runs = [_Run(a.end, b.most, b.end, b.passing) for a, b in zip(ran, ran[1:])]
     ops: dict[Any, list[_Run]] = {}
     rest: list[_Run] = []
     for one, run in zip(ran[1:], runs):
@@ -178,8 +179,10 @@ def _memory(plan: Plan, prepared: Prepared, one: RankClass, played: _Played) -> 
 
     def then(what: str, run: _Run) -> None:
         nonlocal level
-        level, most = level + run.end - run.before, level + run.most - run.before
-        moments.append(Moment(what, _plain(most), _plain(level)))
+        more = level - run.before
+        passing = run.passing + int(more[len(STATE) :].sum())
+        moments.append(Moment(what, _plain(run.most + more), _plain(run.end + more), passing))
+        level = run.end + more
 
     for op in rows:
         key = _key(staged, one.place, op)
@@ -225,7 +228,7 @@ def _scaled(moment: Moment, scale: Sequence[float]) -> Moment:
         return (*state, *levels[len(scale) :])
 
     return moment if all(factor == 1 for factor in scale) else Moment(
-        moment.what, of(moment.most), of(moment.end)
+        moment.what, of(moment.most), of(moment.end), moment.passing
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from schedlang.plan import Plan
 from schedlang.primitive import Primitive, refuse
-from schedlang.regions import Tree, groups, regions, root, runs
+from schedlang.regions import Tree, groups, places, regions, root, runs
 from schedlang.value import Bytes
 
 if TYPE_CHECKING:
@@ -133,6 +133,19 @@ class checkpoint(Primitive):  # noqa: N801
                 f" are {whole}",
             )  # fmt: skip
         return found
+
+    def said(self, found: Any) -> str:
+        """What a plan chose, in words."""
+        from schedlang.regions.operators import words
+
+        if self.plan == "dtr":
+            return f"at most {found} bytes, dropped and made again while it runs"
+        if self.plan != "rotor":
+            return words(found)
+        inside = [len(region) for region in regions(found)]
+        return f"{len(places(found)) - sum(inside)} kept whole, {sum(inside)} in" + (
+            f" {len(inside)} regions, which may hold regions: {inside}" if inside else " no region"
+        )
 
     def _budget(self, count: int, memory: int, play: Callable[[Any], Any]) -> int:
         """The bytes that all modules share while they run; tried with a share of them first."""

@@ -9,15 +9,20 @@ from dataclasses import dataclass
 # gradients not yet reduced, messages; temporary: what lives within one forward or backward, with
 # what is computed again there
 CLASSES = ("parameters", "gradients", "optimizer", "activations", "communication", "temporary")
+STATE = CLASSES[:3]  # what lies there between two steps, or comes to be in one
 
 
 @dataclass(frozen=True)
 class Moment:
-    """One operation of a step: bytes by class where their sum is greatest in it, and after it."""
+    """One operation of a step: bytes by class where their sum is greatest in it, and after it.
+
+    passing  of all but parameters, gradients and optimizer state, at most in it
+    """
 
     what: str
     most: tuple[int, ...]
     end: tuple[int, ...]
+    passing: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,11 @@ class RankMemory:
     def classes(self) -> dict[str, int]:
         """The bytes then, by class."""
         return dict(zip(CLASSES, self.top.most))
+
+    @property
+    def passing(self) -> int:
+        """Of all but parameters, gradients and optimizer state, at most."""
+        return max(one.passing for one in self.moments)
 
     @property
     def activations(self) -> int:

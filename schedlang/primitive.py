@@ -165,6 +165,10 @@ class Primitive:
         """
         raise NotImplementedError
 
+    def said(self, found: Any) -> str:
+        """What `fit` found, in words."""
+        raise NotImplementedError
+
     def effect(self, site: Any, plan: Plan) -> Plan:
         """The plan with what follows from this action: layouts, boundaries, cuts."""
         return plan

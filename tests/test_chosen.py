@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
+from schedlang.passes.account import account
 from schedlang.passes.chains import Counting, costs_of
 from schedlang.passes.prepare import prepare
 from schedlang.regions.operators import Operator, choices, frontier, needed, pareto
@@ -122,7 +123,7 @@ def counted_operators(model: nn.Module) -> Menu:
     """What could be kept of the blocks of a stack."""
     menu = Menu(2)
     x, mask = batch()
-    with counted(menu, model, ["blocks.0", "blocks.1"]), menu.attention():
+    with counted(menu, model, ["blocks.0", "blocks.1"]):
         model(x.requires_grad_(), mask=mask)
     return menu
 
@@ -229,6 +230,19 @@ def test_a_plan_keeps_products_and_repeats_the_rest() -> None:
     assert works[0] > works[1] > 0
 
 
+def test_plan_says_what_was_chosen() -> None:
+    """Each plan has a note of what it does with which modules: operators, regions, a budget."""
+    said = {}
+    for name in ("pareto", "rotor", "dtr"):
+        row = f"transformer.h.*  checkpoint(plan={name}, memory=400KiB)"
+        notes = account(planned(models.gpt2(), row), BATCHES[0], memory=True).notes
+        (said[name],) = [n for n in notes if n.startswith("`checkpoint` of transformer.h.0 to ")]
+    assert "recomputed, of which are kept: " in said["pareto"] and " addmm" in said["pareto"]
+    assert "operations again" in said["pareto"] and "1 kept whole" in said["pareto"]
+    assert "1 kept whole, 3 in 3 regions" in said["rotor"]
+    assert "at most 409600 bytes, dropped and made again" in said["dtr"]
+
+
 def test_too_little_memory_is_refused() -> None:
     """S841 says how much is needed, and that is enough."""
     with pytest.raises(Refusal) as caught:
@@ -239,7 +253,7 @@ def test_too_little_memory_is_refused() -> None:
         prepare(planned(models.gpt2(), ROW.format(f"{need - 1}B")), BATCHES[0])
 
 
-@pytest.mark.parametrize("rows, mesh", [("", ""), ("zero(stage=3, over=dp)", "dp=2")])
+@pytest.mark.parametrize("rows, mesh", [("zero(stage=3, over=dp)", "dp=2")])
 def test_chosen_operators_train_as_the_original(threads: Threads, rows: str, mesh: str) -> None:
-    """Layers whose operators are chosen by a plan train as the original, alone and sliced."""
+    """Layers whose operators are chosen by a plan train as the original, sliced."""
     proven(threads, planned(models.gpt2(dropout=0.1), ROW.format("400KiB") + rows, mesh), BATCHES)

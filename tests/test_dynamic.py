@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from schedlang.runtime.dynamic import dynamic
 from schedlang.runtime.remat import Pool
 from tests import models
 from tests.engine import Threads
-from tests.proofs import planned, proven
+from tests.proofs import planned, proven, refused
 from tests.test_region import WAYS, gradients
 from tests.test_region import Stack as Blocks
 
@@ -82,10 +84,12 @@ class Writing(nn.Module):
         y.mul_(2.0).add_(y.detach())
         z = torch.zeros(3, 4, dtype=x.dtype)
         z[1:] = y[1:].tanh()
-        made = z.sin()
+        made, turned = z.sin(), side.cos()
         with torch.no_grad():
             side[0] += 1.0
-        return (made * side.cos()).exp() * y.sigmoid()
+        kept = (y + 1.0).tanh()  # made of what y is now, and not saved as such
+        y.mul_(2.0)
+        return (made * turned).exp() * y.sigmoid() * kept
 
 
 def test_what_is_written_into_is_made_again_as_it_was() -> None:
@@ -93,7 +97,7 @@ def test_what_is_written_into_is_made_again_as_it_was() -> None:
     torch.manual_seed(0)
     plain = Writing().double()
     found = []
-    for budget in (None, 0, 300, 10**6):
+    for budget in (None, 0, 400, 700, 10**6):
         module = copy.deepcopy(plain)
         pool = Pool(0) if budget is None else dynamic([module], budget)
         x = torch.linspace(0, 1, 12, dtype=torch.float64).view(3, 4).requires_grad_()
@@ -102,6 +106,26 @@ def test_what_is_written_into_is_made_again_as_it_was() -> None:
         found.append([x.grad, side, module.lin.weight.grad])
         assert budget != 0 or pool.dropped > 0
     assert all(same(one, found[0]) for one in found[1:])
+
+
+class Giving(nn.Module):
+    """Writes into what it gave to a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.blocks = nn.Linear(4, 4), nn.ModuleList([Shifted()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = self.lin(x)
+        made = self.blocks[0](given)
+        return (made + given.mul_(2.0)).sum()
+
+
+class Shifted(nn.Module):
+    """Saves nothing of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 1.0).tanh().exp()
 
 
 def test_written_into_by_the_model_afterwards_is_an_error() -> None:
@@ -120,7 +144,7 @@ def test_written_into_by_the_model_afterwards_is_an_error() -> None:
         z = y.sin()
         with torch.no_grad():
             (y if late else x).add_(1.0)
-        with pytest.raises(RuntimeError, match="written into|modified by an inplace"):
+        with pytest.raises((Refusal, RuntimeError), match="S846|modified by an inplace"):
             z.sum().backward()
 
 
@@ -165,6 +189,35 @@ def test_generators_of_a_module_are_replayed() -> None:
         module(x).sum().backward()
         found.append([x.grad, torch.rand(2), module.own.get_state()])
     assert same(*found)
+
+
+@pytest.mark.parametrize("what", ["activations", "parameters"])
+@pytest.mark.parametrize("at", ["transformer.h.*", "transformer.h.0.mlp", "transformer"])
+def test_nothing_is_left_to_offload(what: str, at: str) -> None:
+    """S844: a budget keeps its bytes by itself; other modules, and state, move as ever."""
+    told = refused(models.gpt2(2), ROW.format("1MiB") + f"{at}  offload({what})")
+    assert "S844" in told and "nothing would leave the device" in told and "help:" in told
+    planned(models.gpt2(2), ROW.format("1MiB") + f"lm_head  offload({what})")
+    planned(models.gpt2(2), ROW.format("1MiB") + "offload(gradients)\noffload(optimizer)")
+
+
+def test_a_model_that_writes_into_what_it_gave_is_refused() -> None:
+    """S846, before anything runs, names what was written into and the row."""
+    plan = planned(Giving().double(), "blocks.*  checkpoint(plan=dtr, memory=200B)")
+    with pytest.raises(Refusal) as caught:
+        prepare(plan, {"x": torch.ones(3, 4, dtype=torch.float64)})
+    told = caught.value.render()
+    assert "S846" in told and "the model wrote into" in told and "rows.sched" in told
+
+
+def test_the_page_says_what_runs() -> None:
+    """The page's example keeps within its budget, and drops and makes again for it."""
+    page = (Path(__file__).parents[1] / "docs" / "checkpoint.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.S | re.M)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    pool = names["pool"]
+    assert pool.peak <= pool.budget == 64 * 1024 and pool.dropped > 0 and pool.again > 0
 
 
 def test_too_little_is_refused() -> None:

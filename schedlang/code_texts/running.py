@@ -38,6 +38,10 @@ CODES: Mapping[str, tuple[str, str]] = {
         "two rows say where stages begin",
         "`plan=adapipe` cuts the list of a `pipeline_split` row; named cuts or `balance` do, too.",
     ),
+    "S846": (
+        "written into before it was made again",
+        "An operator runs again on what it was given; nobody may have written into that.",
+    ),
     "S850": (
         "what a row puts on disk cannot be written",
         "The step is undone on all ranks.  Files lie in the temporary folder: set TMPDIR, or make\n"

@@ -10,6 +10,7 @@ activation rematerialization and optimal hybrid parallelism (ATC 2024).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -118,6 +119,22 @@ def pareto(chain: Sequence[Cost], memory: int) -> tuple[Choice, ...] | None:
     for cost in chain:
         found = extended(found, cost, memory)
     return found[-1].chosen if found else None
+
+
+def words(chosen: Sequence[Choice]) -> str:
+    """What is kept of how many modules, and what they repeat."""
+    found = []
+    for one, count in Counter(chosen).items():
+        if one.kept is None:
+            found.append(f"{count} kept whole ({one.held} bytes each)")
+            continue
+        names = Counter(name.rpartition("::")[2] for name, _ in one.kept)
+        kept = ", ".join(f"{often} {name}" for name, often in names.items()) or "nothing"
+        found.append(
+            f"{count} recomputed, of which are kept: {kept} ({one.held} bytes each,"
+            f" {one.again:.3g} operations again)"
+        )
+    return "; ".join(found)
 
 
 def needed(chain: Sequence[Cost]) -> int:

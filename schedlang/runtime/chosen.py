@@ -36,12 +36,8 @@ class Turns:
         given = tree_leaves((args, kwargs))
         if not any(isinstance(one, Tensor) and one.requires_grad for one in given):
             return None
-        return self.named(
-            ATTENTION if "_scaled_dot_product_" in operator._schema.name else operator._schema.name
-        )
-
-    def named(self, name: str) -> Key:
-        """The next call of this name."""
+        name = operator._schema.name
+        name = ATTENTION if "_scaled_dot_product_" in name else name
         self.counts[name] += 1
         self.order.append(name)
         return name, self.counts[name] - 1

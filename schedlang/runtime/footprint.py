@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from schedlang.memory import CLASSES
+from schedlang.memory import CLASSES, STATE
 
 Levels = NDArray[np.int64]  # bytes, by class
 HOST = "host"  # what was moved there, and is not on the device
@@ -48,11 +48,15 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Ran:
-    """A stretch by class: at most (where their sum is greatest) and at its end."""
+    """A stretch by class: at most (where their sum is greatest) and at its end.
+
+    passing  what is no state of the training, at most
+    """
 
     what: Any
     most: Levels
     end: Levels
+    passing: int
 
 
 class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -121,12 +125,13 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         everywhere = changes.cumsum(0)
         self.host = int(everywhere[:, -1].max())
         levels = everywhere[:, :-1]
-        totals = levels.sum(1)
+        totals, passing = levels.sum(1), levels[:, len(STATE) :].sum(1)
         ends = [*(s.start for s in self.stretches[1:]), len(self.events)]
         found = []
         for stretch, end in zip(self.stretches, ends):
             top = stretch.start + int(totals[stretch.start : end + 1].argmax())
-            found.append(Ran(stretch.what, levels[top], levels[end]))
+            most = int(passing[stretch.start : end + 1].max())
+            found.append(Ran(stretch.what, levels[top], levels[end], most))
         return found
 
     def _kind(self, number: int, kept: frozenset[int]) -> str:

@@ -7,14 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from schedlang.regions.operators import Key, Operator
 from schedlang.runtime.burden import Burden, key_of, operations
-from schedlang.runtime.chosen import ATTENTION, Turns, fresh
+from schedlang.runtime.chosen import Turns, fresh
 
 
 @dataclass
@@ -50,7 +48,6 @@ class Menu(Burden):
         self.forward = [0.0] * units  # of all that runs once
         self._found: list[dict[Key, Operator]] = [{} for _ in range(units)]
         self._calls: dict[int, _Call] = {}
-        self._inside: list[_Ran] = []  # attention that is computed by several operators here
 
     def operators(self, unit: int) -> tuple[Operator, ...]:
         """What could be kept of a unit, in the order of its calls."""
@@ -85,7 +82,7 @@ class Menu(Burden):
         super().keeps(unit, tensor, size)
         call = self._calls[unit]
         call.saved.add(key_of(tensor))
-        call.repeated = len(call.ran) + bool(self._inside)
+        call.repeated = len(call.ran)
 
     def ran(self, unit: int, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Note one operator of a unit."""
@@ -95,43 +92,7 @@ class Menu(Burden):
         work = operations(func, args, kwargs, output) if new else 0.0
         self.forward[unit] += work
         call = self._calls[unit]
-        if self._inside:
-            self._inside[0].work += work
-            return
         for argument, one in zip(func._schema.arguments, args):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 call.written |= {key_of(t) for t in tree_leaves(one) if isinstance(t, Tensor)}
         call.ran.append(_Ran(call.turns.of(func, args, kwargs), work, made if new else []))
-
-    def attention(self) -> Attention:
-        """While this is on, attention is one operator, however it is computed without a device."""
-        return Attention(self)
-
-
-class Attention(TorchFunctionMode):
-    """Takes what computes attention together."""
-
-    def __init__(self, menu: Menu) -> None:
-        self.menu = menu
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Call the function; of attention what runs inside counts as one."""
-        kwargs = kwargs or {}
-        menu = self.menu
-        attends = func is torch.nn.functional.scaled_dot_product_attention
-        if not attends or not menu._calls or menu._inside:
-            return func(*args, **kwargs)
-        call = list(menu._calls.values())[-1]
-        one = _Ran(None, 0.0, [])
-        menu._inside = [one]
-        try:
-            output = func(*args, **kwargs)
-        finally:
-            menu._inside = []
-        drawn = float(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)) > 0
-        if output.requires_grad and not drawn:
-            one.key, one.made = call.turns.named(ATTENTION), [output]
-        call.ran.append(one)
-        return output

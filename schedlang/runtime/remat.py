@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.generators import Replayed
 
 
@@ -80,7 +81,7 @@ class Pool:
             self._path = before
         found = block.tensor
         if found._version != block.version:
-            raise RuntimeError("a tensor that a backward needs was written into by the model")
+            raise _written_into("a tensor that its backward needs")
         block.used = self.clock
         return found
 
@@ -174,7 +175,7 @@ class Outside:
     def get(self) -> Tensor:
         """The tensor, unless it was written into."""
         if self.version is not None and self.tensor._version != self.version:
-            raise RuntimeError("what a backward computes again was written into by the model")
+            raise _written_into("what it makes again for its backward")
         return self.tensor
 
 
@@ -213,6 +214,16 @@ class Node:
         if copied is not None:
             return [copied]
         return [one if isinstance(one, Tensor) else None for one in tree_leaves(made)]
+
+
+def _written_into(what: str) -> Refusal:
+    return Refusal(
+        Diagnostic(
+            "S846", "a module within a budget meets a tensor that was written into",
+            notes=(f"the model wrote into {what}, after the module had read it",),
+            helps=("leave this module out of the row", "or take the one that writes into it, too"),
+        )
+    )  # fmt: skip
 
 
 def _copy(block: Block) -> Tensor:

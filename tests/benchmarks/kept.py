@@ -61,31 +61,32 @@ POLICIES: dict[str, tuple[str, Callable[[int], tuple[float, float]]]] = {
         "checkpoint(every=2)", lambda n: ((2 + _WHOLE[0]) * n / 2, _WHOLE[1] * n / 2)
     ),
     "matrix products": ("checkpoint(save=[linear])", lambda n: (22 * n, 2 * n)),
-    "a plan": ("checkpoint(plan=rotor, memory={budget}B)", lambda n: (0, 0)),
+    "rotor": ("checkpoint(plan=rotor, memory={budget}B)", lambda n: (0, 0)),
+    "pareto": ("checkpoint(plan=pareto, memory={budget}B)", lambda n: (0, 0)),
+    "dtr": ("checkpoint(plan=dtr, memory={budget}B)", lambda n: (0, 0)),
 }  # fmt: skip
 
 
 def table(layers: int = 24, width: int = 256, heads: int = 4, length: int = 128) -> None:
     """Print what each row keeps of a GPT-2, counted on meta, beside the formula."""
-    from schedlang.passes.activations import activations
     from tests.proofs import planned
+    from tests.test_activations import told
 
     with torch.device("meta"):
         model = _gpt2(width, layers, heads, length).bfloat16()
     ids = torch.zeros(1, length, dtype=torch.int64)
     batch = {"input_ids": ids, "labels": ids}
     unit, scores = length * width, heads * length * length
-    whole = (_WHOLE[0] * unit + _WHOLE[1] * scores) * layers
-    rest = activations(planned(_like(model, 0), ""), batch).kept
+    rest, _ = told(planned(_like(model, 0), ""), batch)
     print(f"GPT-2, {layers} layers of {width}, {heads} heads, {length} tokens, bfloat16")
     print(f"{'kept of a forward':20}{'counted':>12}{'formula':>12}{'ratio':>8}{'peak':>12}")
     for name, (row, formula) in POLICIES.items():
-        rows = f"transformer.h.*  {row}".format(budget=whole // 3) if row else ""
-        found = activations(planned(model, rows), batch)
+        rows = f"transformer.h.*  {row}".format(budget=12 << 20) if row else ""
+        kept, most = told(planned(model, rows), batch)
         a, b = formula(layers)
         expected = a * unit + b * scores
-        told = f"{expected:12.0f}{(found.kept - rest) / expected:8.3f}" if expected else " " * 20
-        print(f"{name:20}{found.kept - rest:12d}{told}{found.peak:12d}")
+        beside = f"{expected:12.0f}{(kept - rest) / expected:8.3f}" if expected else " " * 20
+        print(f"{name:20}{kept - rest:12d}{beside}{most:12d}")
 
 
 def _like(model: Any, layers: int) -> nn.Module:

@@ -88,10 +88,14 @@ def _regions(config: Config, sizes: dict[str, int]) -> list[Step]:
     if count < 2 or not fits:
         return []
     claims = [f"{verb} {_at(place)}" for verb in ("checkpoint", "unroll") for place in range(count)]
-    ways = ["every=2", "plan=rotor, memory=1MiB"]
+    ways = ["every=2", "plan=rotor, memory=1MiB", "plan=pareto, memory=1MiB"]
     if sizes.get("pp", 1) == 1:
+        ways += ["plan=adapipe, memory=1MiB"]  # with stages it is the only one that says where
         ways += ["group=2", "group=sqrt", "group=2, every=2, save=[linear]"]
-    return [step("checkpoint", [f"blocks.*  checkpoint({way})"], claims) for way in ways]
+    found = [step("checkpoint", [f"blocks.*  checkpoint({way})"], claims) for way in ways]
+    alone = [f"{verb} {_at(place)}" for verb in ("offload", "parameters") for place in range(count)]
+    row = "blocks.*  checkpoint(plan=dtr, memory=1MiB)"
+    return [*found, step("checkpoint", [row], [*claims, *alone])]
 
 
 @generator

@@ -14,6 +14,7 @@ from tests.zoo import (  # noqa: F401
     memory,
     orders,
     pipeline,
+    plans,
     replicas,
     saved,
     stale,

@@ -190,6 +190,24 @@ class WrittenAfter(nn.Module):
         return h + base.mul_(0.5)
 
 
+class Functions(nn.Module):
+    """Many functions one after another, of which only what they give is saved."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 0.1
+        for _ in range(8):
+            x = torch.tanh(x)
+        return x
+
+
+class WrittenLater(WrittenAfter):
+    """The same with more to save in the other module."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width)
+        self.inner: nn.Module = Functions()
+
+
 class Writing(nn.Module):
     """A block whose inner module writes into its input, which is read again."""
 

@@ -161,6 +161,14 @@ SCENES: dict[str, Scene] = {
     "recomputed": _gpt2("transformer.h.* checkpoint()", ""),
     "counting": _alone(networks.Counting, "blocks.* checkpoint()", holds=False),
     "written after": _alone(networks.WrittenAfter, "blocks.*.inner checkpoint()", holds=False),
+    "chosen": _gpt2(
+        f"transformer.h.* checkpoint(plan=pareto, memory=300KiB)\ntransformer.h {PIPELINE}", "pp=2",
+        layers=4,
+    ),
+    "budget": _gpt2("transformer.h.* checkpoint(plan=dtr, memory=130KiB)", ""),
+    "budget, written after": _alone(
+        networks.WrittenLater, "blocks.*.inner checkpoint(plan=dtr, memory=1700B)", holds=False
+    ),
     "recomputed pairs": replace(
         _block(networks.Pair, BLOCK.replace("blocks.*", "blocks.*.*") + """
             blocks.* checkpoint()
