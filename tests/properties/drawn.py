@@ -12,11 +12,12 @@ PHASES = (
     *("tie", "untie", "freeze"),
     *("replace", "replace_kernel", "decompose", "fuse", "pad", "shard", "grid", "complete"),
     *("context_parallel", "expert_parallel"),
-    *("checkpoint", "offload", "unroll"),
+    *("checkpoint", "offload", "compress activations", "unroll"),
     *("pipeline_split", "split_backward", "zero", "compress", "overlap", "pipeline", "verify"),
 )
 # what the step of a verb must allow
-RELAX = {"freeze": "updates", "tie": "model", "untie": "model", "compress": "lossy"}
+RELAX = {"freeze": "updates", "tie": "model", "untie": "model", "compress": "lossy",
+         "compress activations": "lossy"}  # fmt: skip
 Axes = tuple[tuple[str, int], ...]
 
 

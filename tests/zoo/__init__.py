@@ -3,6 +3,7 @@
 # entering its bugs is all that such a module does
 from tests.zoo import (  # noqa: F401
     away,
+    coded,
     context,
     experts,
     grids,
