@@ -256,7 +256,8 @@ def test_it_is_lossy(threads: Threads) -> None:
     ("transformer.h.0  checkpoint()\n" + ROW.format("int8"), "", "lossy", "S857", "rounded"),
     ("transformer.h.0.mlp  checkpoint()\n" + ROW.format("int8"), "", "lossy", "S857", "keeps"),
     ("offload(parameters)\n" + ROW.format("int8"), "", "lossy", "S857", "notes of parameters"),
-    ("transformer.h.1  offload(activations)\n" + ROW.format("int8"), "", "lossy", "S857", "come and go"),
+    ("transformer.h.1  offload(activations)\n" + ROW.format("int8"), "", "lossy", "S857",
+     "come and go"),
     ("transformer.h.*.mlp.c_fc shard(col, over=tp)\n"
      "transformer.h.*.mlp.c_proj shard(row, over=tp)\n" + ROW.format("int8"),
      "tp=2", "lossy", "S858", "--mesh tp=1"),
