@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Refusal
 from schedlang.passes.memory import RankClass, rank_classes
-from schedlang.passes.statistics import with_statistics
 from schedlang.passes.traffic import Collective, collectives
 from schedlang.plan import Plan
 
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from schedlang.passes.dryrun import Loss
     from schedlang.passes.prepare import Prepared
     from schedlang.passes.staging import Staged
+    from schedlang.passes.weigh import Weight
     from schedlang.timeline import Timeline
 
 ACTIVATIONS = "not estimated"
@@ -75,7 +75,7 @@ class Account:
 
 def account(
     plan: Plan, batch: Mapping[str, Any] | None = None, loss: Loss | None = None, *,
-    memory: bool = False,
+    weight: Weight | None = None, memory: bool = False,
 ) -> Account:  # fmt: skip
     """Count what a plan costs; with `memory` also the bytes that ranks hold while a step runs.
 
@@ -84,43 +84,27 @@ def account(
     """
     if batch is None:
         return _without_batch(plan)
-    from schedlang.passes.chains import Counting, chains_of
     from schedlang.passes.complete import completed
-    from schedlang.passes.context import tokens_of
-    from schedlang.passes.holdings import holdings_of
-    from schedlang.passes.prepare import Prepared
-    from schedlang.passes.propagate import propagate
-    from schedlang.passes.routing import check_routing
-    from schedlang.passes.sequence import slicing_of
-    from schedlang.passes.staging import stages_of
-    from schedlang.passes.staleness import check_stale
+    from schedlang.passes.prepare import prepare
     from schedlang.runtime import parts
 
     plan = completed(plan, batch, loss)
-    micro = plan.micro
-    everyone = parts.split(batch, plan.shares, micro)
+    everyone = parts.split(batch, plan.shares, plan.micro)
     sample = everyone[0][0].inputs
-    traced = with_statistics(plan, propagate(plan, sample, loss), sample, loss)
-    staged = stages_of(plan, traced, sample, loss)
-    check_stale(plan, staged)
-    check_routing(plan)
-    tokens = tokens_of(plan, traced, sample, loss, None)
-    holdings = holdings_of(plan, staged)
+    prepared = prepare(plan, sample, loss, weight)
     notes = [_MOMENTS]
     if len({len(part.rows) for row in everyone for part in row}) > 1:
         notes.append("microbatches differ in rows; bytes are those of the largest")
-    sent = collectives(plan, traced, staged, holdings, sample, loss, tokens)
+    sent = collectives(plan, prepared, sample, loss)
     if any(one.what == "tokens" for one in sent):
         notes.append("tokens are counted as if all experts were chosen equally often")
     held = None
     if memory:
-        slicing = slicing_of(plan, traced, staged, sample, loss, None)
-        chains = chains_of(Counting(plan, traced, staged, sample, loss, tokens))
-        prepared = Prepared(traced, staged, holdings, slicing, tokens, chains)
         held, why = _memory(plan, batch, loss, prepared)
         notes += [why] if why else []
+    staged = prepared.staged
     return Account(
-        rank_classes(plan, staged, holdings),
+        rank_classes(plan, staged, prepared.holdings),
         sent,
         _timeline(staged), _stages(staged), staged.ranks, tuple(notes), held,
     )  # fmt: skip

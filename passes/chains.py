@@ -94,19 +94,20 @@ def costs_of(counting: Counting, names: Sequence[str]) -> list[Cost]:
     from schedlang.passes.context import seated
     from schedlang.passes.root import backward_root
     from schedlang.passes.staging import local_skeleton
-    from schedlang.runtime.burden import Burden, counted
+    from schedlang.runtime.burden import counted
     from schedlang.runtime.constants import OnMeta
+    from schedlang.runtime.menu import Menu
     from schedlang.runtime.meta import hollow_batch
 
     model = local_skeleton(counting.plan, counting.traced)
     model.train()
     batch, sitting = seated(counting.plan, model, counting.tokens, counting.sample)
     inputs = hollow_batch(dict(batch))
-    burden = Burden(len(names))
-    with sitting, OnMeta(dict(batch), inputs), counted(burden, model, names):
+    menu = Menu(len(names))
+    with sitting, OnMeta(dict(batch), inputs), counted(menu, model, names), menu.attention():
         backward_root(model, inputs, counting.loss)
-    known = sum(burden.flops)  # without a formula for any operator all count the same
+    known = sum(menu.flops)  # without a formula for any operator all count the same
     return [
-        Cost(float(flops) if known else 1.0, saved, given)
-        for flops, saved, given in zip(burden.flops, burden.saved, burden.given)
+        Cost(float(flops) if known else 1.0, saved, given, menu.operators(unit), menu.fixed[unit])
+        for unit, (flops, saved, given) in enumerate(zip(menu.flops, menu.saved, menu.given))
     ]

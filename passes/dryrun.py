@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from schedlang.culprit import told
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.mesh import neighbours
 from schedlang.placement import R, S, Uneven
@@ -65,12 +66,14 @@ def record(
     stack.watch(model, _opaque(leaves))
     with on_meta(batch, inputs) as values, Recorder(stack, inputs) as recorder:
         try:
-            output, value = call(model, inputs, loss)
+            output, value = call(model, inputs, _telling(loss) if loss is not None else None)
+        except Refusal:
+            raise
         except Exception as error:
             raise rejected(error) from error
-    recorder.recording.reached = reached(
-        model, loss_of(output, inputs, None) if value is None else value
-    )
+    found = loss_of(output, inputs, None) if value is None else value
+    recorder.recording.lossless = found is None
+    recorder.recording.reached = reached(model, found)
     recorder.recording.asked = values.asked
     recorder.recording.entries.update(stack.turns)
     recorder.recording.order.extend(stack.turns)
@@ -78,9 +81,28 @@ def record(
     return recording
 
 
+def _telling(loss: Loss) -> Loss:
+    """The user's loss, whose errors are told at its own line (S865) and not as the model's."""
+
+    def tried(output: Any, batch: Mapping[str, Any]) -> Any:
+        try:
+            return loss(output, batch)
+        except Exception as error:
+            if _for_values(error):
+                raise
+            raise told(error, "loss", loss) from error
+
+    return tried
+
+
+def _for_values(error: Exception) -> bool:
+    """Was a tensor without values asked for them?"""
+    return isinstance(error, NotImplementedError) or "on meta tensors" in str(error)
+
+
 def rejected(error: Exception) -> Refusal:
     """What a model raised when it was followed on the meta device, as a message."""
-    if isinstance(error, NotImplementedError) or "on meta tensors" in str(error):
+    if _for_values(error):
         from schedlang.runtime.calls import asks_for_values
 
         return asks_for_values(error)

@@ -27,15 +27,15 @@ def check(plan: Plan, primitive: Primitive, sites: Sequence[str], span: Span) ->
         relation = conflicts(first.primitive, primitive)
         if relation not in ("clash", "both"):
             continue
-        meetings = list(_meetings(plan, first.sites, sites))
+        pairs = list(meetings(plan, first.sites, sites))
         if relation == "clash" and primitive.foremost:
-            meetings = meetings or [(first.sites[0], sites[0])]
-        if not meetings:
+            pairs = pairs or [(first.sites[0], sites[0])]
+        if not pairs:
             continue
         if relation == "clash":
-            _clash(first, primitive, meetings, span)
+            _clash(first, primitive, pairs, span)
         for facet in sorted(first.primitive.writes & primitive.writes & set(RULES)):
-            RULES[facet](plan, first, primitive, meetings, span)
+            RULES[facet](plan, first, primitive, pairs, span)
 
 
 def _once_each(sites: Sequence[str], span: Span) -> None:
@@ -50,7 +50,7 @@ def _once_each(sites: Sequence[str], span: Span) -> None:
             raise Refusal(Diagnostic("S502", title, label, helps=helps))
 
 
-def _meetings(plan: Plan, first: Sequence[str], then: Sequence[str]) -> Iterator[Meeting]:
+def meetings(plan: Plan, first: Sequence[str], then: Sequence[str]) -> Iterator[Meeting]:
     """Pairs of sites that are equal or nested, then those that share a tensor."""
     above, below = set(first), set(then)
     for site in then:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from schedlang.culprit import told
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.chains import Chains, Counting, chains_of
 from schedlang.passes.context import tokens_of
@@ -15,6 +16,7 @@ from schedlang.passes.propagate import Traced, propagate
 from schedlang.passes.repeats import check_repeats
 from schedlang.passes.routing import check_routing
 from schedlang.passes.sequence import slicing_of
+from schedlang.passes.settled import check_settled
 from schedlang.passes.staging import Staged, stages_of
 from schedlang.passes.staleness import check_stale
 from schedlang.passes.statistics import with_statistics
@@ -51,7 +53,10 @@ def prepare(
     assert not plan.completing, "rows are completed before a plan is prepared"
     check_axes(plan)
     check_routing(plan)
+    if weight is not None:
+        _check_weight(weight, sample)
     traced = propagate(plan, sample, loss)
+    check_settled(plan, traced)
     traced = with_statistics(plan, traced, sample, loss, weight is not None)
     staged = stages_of(plan, traced, sample, loss)
     check_stale(plan, staged)
@@ -61,6 +66,14 @@ def prepare(
     check_repeats(plan, sample, loss)
     chains = chains_of(Counting(plan, traced, staged, sample, loss, tokens))
     return Prepared(traced, staged, holdings_of(plan, staged), slicing, tokens, chains)
+
+
+def _check_weight(weight: Weight, sample: Mapping[str, Any]) -> None:
+    """What a part weighs is a number; refuses (S865) at the line of a function that raises."""
+    try:
+        float(weight(sample))
+    except Exception as error:
+        raise told(error, "weight", weight) from error
 
 
 def check_axes(plan: Plan) -> None:

@@ -163,9 +163,13 @@ def original(case: Case, told: Sequence[Condition]) -> tuple[Observation, int]:
 
 
 def sequential(
-    case: Case, condition: Condition, dropout: LogicalDropout | None = None
+    case: Case, condition: Condition, dropout: LogicalDropout | None = None, *, cast: bool = False
 ) -> Sequential:
-    """The loop around a copy of the model, under a condition: plain, or as the rows relax it."""
+    """The loop around a copy of the model, under a condition: plain, or as the rows relax it.
+
+    `cast`: what rows let compute in another dtype does.
+    """
+    from schedlang.passes.cast_original import ScaledParted, ScaledSteps, cast_twin
     from schedlang.passes.compressed import Compressed
     from schedlang.passes.fewer_bits import with_kept
     from schedlang.passes.original import Sequential
@@ -181,6 +185,11 @@ def sequential(
     }  # fmt: skip
     table, module = case.table, with_kept(case.plan, twin(case))
     few = bool(compressed_over(case.plan))
+    row = case.plan.scaled if cast else None
+    if cast:
+        cast_twin(case.plan, module, options)
+    if row is not None and not case.parted and not case.plan.kept:
+        return ScaledSteps(module, condition.optimizer, **options, row=row)
     if not case.parted and table is None and not few and not case.plan.kept:
         return Sequential(module, condition.optimizer, **options)
     assert case.prepared is not None
@@ -192,6 +201,8 @@ def sequential(
     if few:
         held = case.prepared.holdings
         return Compressed(module, condition.optimizer, **options, plan=case.plan, holdings=held)
+    if row is not None:
+        return ScaledParted(module, condition.optimizer, **options, row=row)
     return Parted(module, condition.optimizer, **options)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.casts import cast_modules
 from schedlang.passes.legality import check_cuts
 from schedlang.passes.propagate import Traced
 from schedlang.passes.stages import Unit, at_units, balanced, check_regions, even
@@ -66,6 +67,7 @@ def local_skeleton(plan: Plan, traced: Traced) -> nn.Module:
     shapes = {name: plan.held(name).local_shape(plan.mesh) for name in plan.layouts}
     model = hollow_model(plan.model.model, shapes)
     shape_up(model, traced, lambda edge: edge)
+    cast_modules(plan, model)
     return model
 
 

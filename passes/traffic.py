@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.passes.chains import Chains, Counting, chains_of
+from schedlang.passes.chains import Chains
 from schedlang.passes.gathers import gathers
 from schedlang.passes.holdings import slicing
 from schedlang.passes.memory import gathered_bytes
@@ -19,6 +19,7 @@ from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     from schedlang.passes.dryrun import Loss
+    from schedlang.passes.prepare import Prepared
     from schedlang.passes.propagate import Traced
     from schedlang.passes.staging import Staged
     from schedlang.runtime.context.tokens import Tokens
@@ -73,10 +74,23 @@ class _Exchange:
 @dataclass(frozen=True)
 class _Context:
     plan: Plan
-    traced: Traced
-    staged: Staged
-    holdings: Mapping[str, Holding]
-    tokens: Tokens | None = None
+    prepared: Prepared
+
+    @property
+    def traced(self) -> Traced:
+        return self.prepared.traced
+
+    @property
+    def staged(self) -> Staged:
+        return self.prepared.staged
+
+    @property
+    def holdings(self) -> Mapping[str, Holding]:
+        return self.prepared.holdings
+
+    @property
+    def tokens(self) -> Tokens | None:
+        return self.prepared.tokens
 
     @property
     def micro(self) -> int:
@@ -109,20 +123,13 @@ class _Context:
 
 
 def collectives(
-    plan: Plan,
-    traced: Traced,
-    staged: Staged,
-    holdings: Mapping[str, Holding],
-    batch: Mapping[str, Any],
-    loss: Loss | None = None,
-    tokens: Tokens | None = None,
+    plan: Plan, prepared: Prepared, batch: Mapping[str, Any], loss: Loss | None = None
 ) -> tuple[Collective, ...]:
-    """All collectives of a step; `batch` is one microbatch, the one that was traced.
+    """All collectives of a step; `batch` is one microbatch, the one that was prepared with.
 
-    `tokens` says how ranks split its sequences, where they do.  Sizes are those of that
-    microbatch; smaller ones send less.
+    Sizes are those of that microbatch; smaller ones send less.
     """
-    context = _Context(plan, traced, staged, holdings, tokens)
+    context, staged = _Context(plan, prepared), prepared.staged
     found = [
         *(_by_slice(one, staged) for one in _activations(context, batch, loss)),
         *(_by_slice(one, staged) for one in _transfers(context, batch)),
@@ -132,7 +139,10 @@ def collectives(
     if plan.mesh.world > 1:
         everyone = tuple(axis for axis, size in plan.mesh.axes if size > 1)
         both = "loss and gradient norm"
-        flags = sum(bool(holding.sliced) for holding in holdings.values())  # was each one used?
+        flags = sum(
+            bool(holding.sliced) for holding in prepared.holdings.values()
+        )  # was each one used?
+        flags += plan.scaled is not None  # did any rank's gradients overflow?
         found.append(Collective("all-reduce", everyone, "step", both, "", 1, 8 * (2 + flags)))
     return tuple(found)
 
@@ -180,8 +190,7 @@ def _heard(context: _Context, batch: Mapping[str, Any], loss: Loss | None) -> li
     plan = context.plan
     model = local_skeleton(plan, context.traced)
     model.train()
-    counting = Counting(plan, context.traced, context.staged, batch, loss, context.tokens)
-    at_skeleton(plan, model, chains_of(counting))
+    at_skeleton(plan, model, context.prepared.chains)
     heard: list[_Exchange] = []
     backward = False
 
@@ -345,7 +354,7 @@ def _slices(context: _Context) -> Iterator[Collective]:
         for fqn, names in sliced_names(plan, staged, context.holdings, stage).items():
             trained = tuple(n for n in names if plan.model.unique[n].requires_grad)
             axes = sliced_over(context.holdings, names)
-            size = gathered_bytes(plan, context.holdings, names)
+            size = gathered_bytes(plan, context.holdings, names, cast=True)
             grads = gathered_bytes(plan, context.holdings, trained)
             times = backwards if row.stage > 1 else 1
             gather = Collective(

@@ -42,7 +42,7 @@ class checkpoint(Primitive):  # noqa: N801
     save: tuple[Literal["linear", "attention", "collective"], ...] = field(default=(), kw_only=True)
     group: int | Literal["sqrt"] = field(default=1, kw_only=True)
     every: int = field(default=1, kw_only=True)
-    plan: Literal["rotor"] | None = field(default=None, kw_only=True)
+    plan: Literal["rotor", "pareto"] | None = field(default=None, kw_only=True)
     memory: Bytes | None = field(default=None, kw_only=True)
 
     example = "layers.*  checkpoint()"
@@ -86,9 +86,17 @@ class checkpoint(Primitive):  # noqa: N801
                 recompute(build.at(site.fqn), self.save)
             return
         names = tuple(site.fqn for site in sites)
-        made = ((run, self._tree(run)) for run in runs(names))
-        for run, tree in build.chains[names] if self.plan is not None else made:
-            recompute_as([build.at(name) for name in run], tree, self.save)
+        if self.plan is None:
+            for run in runs(names):
+                recompute_as([build.at(name) for name in run], self._tree(run), self.save)
+            return
+        for run, found in build.chains[names]:
+            if self.plan == "rotor":
+                recompute_as([build.at(name) for name in run], found)
+                continue
+            for name, choice in zip(run, found):
+                if choice.kept is not None:
+                    recompute(build.at(name), chosen=choice.kept)
 
     @property
     def limit(self) -> int | None:
@@ -96,12 +104,13 @@ class checkpoint(Primitive):  # noqa: N801
         return self.memory if self.plan is not None else None
 
     def fit(self, chain: Sequence[Cost], memory: int) -> Tree:
-        """The regions of a plan; refuses memory in which there are none."""
+        """What a plan does with modules of these costs; refuses memory that is too little."""
+        from schedlang.regions.operators import needed, pareto
         from schedlang.regions.rotor import least, rotor
 
-        tree = rotor(chain, memory)
-        if tree is None:
-            need = least(chain)[0]
+        found = rotor(chain, memory) if self.plan == "rotor" else pareto(chain, memory)
+        if found is None:
+            need = least(chain)[0] if self.plan == "rotor" else needed(chain)
             refuse(
                 "S841",
                 f"{memory} bytes hold no plan for these {len(chain)} modules",
@@ -115,7 +124,7 @@ class checkpoint(Primitive):  # noqa: N801
                     "or make them smaller: recompute inside of a module instead",
                 ),
             )
-        return tree
+        return found
 
     def _check_plan(self, names: tuple[str, ...]) -> None:
         """A plan needs its memory, and one list of modules; it chooses groups by itself."""
@@ -130,7 +139,7 @@ class checkpoint(Primitive):  # noqa: N801
             refuse("S842", "a plan chooses by itself what is recomputed together",
                    "`group`, `every` and `save` choose it, too",
                    helps=(f"drop them: `checkpoint(plan={self.plan}, memory=2GiB)`",))  # fmt: skip
-        if len(runs(names)) > 1:
+        if self.plan == "rotor" and len(runs(names)) > 1:
             refuse("S842", "a plan is for modules that follow each other in one list",
                    f"`{runs(names)[0][-1]}` and `{runs(names)[1][0]}` do not",
                    helps=("give each list a row and memory of its own",))  # fmt: skip

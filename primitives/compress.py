@@ -94,6 +94,12 @@ class compress(Primitive):  # noqa: N801
                    helps=(f"name them: `{row}`",))  # fmt: skip
         if plan.compression is not None:
             refuse("S509", "gradients are compressed already", helps=("drop one of the two rows",))
+        if plan.scaled is not None:
+            refuse("S894", "gradients of a scaled loss are not compressed",
+                   notes=("an error that is kept for the next step would be of another scale then,"
+                          " and one infinite gradient would stay in it",),
+                   helps=("compute in `cast(bf16)`, which needs no scale", "or drop this row"),
+                   )  # fmt: skip
         whole = {a for r in plan.replicas if r.stage == 0 for a in plan.mesh.fold(r.axes)}
         for axis in plan.mesh.fold(self.over):
             if axis not in whole:

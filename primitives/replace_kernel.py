@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+from schedlang.diagnostic import Diagnostic, Label, Refusal
 from schedlang.plan import Plan
 from schedlang.primitive import Primitive, Trial, refuse
 from schedlang.value import Bytes
@@ -25,12 +26,14 @@ class replace_kernel(Primitive):  # noqa: N801
                              model's own code finds the loss, its casts, scale and soft cap
       sdpa                   attention by torch's scaled_dot_product_attention, for transformers'
                              modules
+      grouped                experts by grouped matrix products: tokens sorted by expert, one
+                             product for all of them, nothing padded and no token left out
 
     A module is replaced only if a copy of it, in float64 on random input, computes what the kernel
     computes; otherwise the refusal gives the measured difference.
     """
 
-    kernel: Literal["rms_norm", "layer_norm", "gated", "linear_cross_entropy", "sdpa"]
+    kernel: Literal["rms_norm", "layer_norm", "gated", "linear_cross_entropy", "sdpa", "grouped"]
     chunk: Bytes | None = None
 
     example = "layers.*.norm  replace_kernel(rms_norm)"
@@ -49,7 +52,7 @@ class replace_kernel(Primitive):  # noqa: N801
             refuse(
                 "S870",
                 f"`{self.kernel}` holds no logits, and takes no `chunk`",
-                helps=(f"replace_kernel({self.kernel})",),
+                helps=(f"leave it out: `replace_kernel({self.kernel})`",),
             )
         found = self._found(site, plan)
         if type(found).__name__ == "Mismatch":
@@ -59,6 +62,26 @@ class replace_kernel(Primitive):  # noqa: N801
                 str(found.reason),
                 helps=("leave this module as it is",),
             )
+
+    def settled(self, site: Site, plan: Plan, traced: Any) -> None:
+        """Refuse a head that is sharded so that its logits would be computed all the same."""
+        edges = traced.edges.get(site.fqn, ())
+        if not self.waits or not edges or [edge.head for edge in edges] == [True]:
+            return
+        rows = [
+            a for a in plan.actions if site.fqn in a.sites and "placement" in a.primitive.writes
+        ]
+        axis = edges[0].group.axes[0]
+        diagnostic = Diagnostic(
+            "S875",
+            f"`{site}` is sharded so that its logits would be computed before the loss",
+            also=tuple(Label(a.span, f"by `{a.primitive}`") for a in rows if a.span is not None),
+            notes=("the loss is computed with the product where the head is whole on every rank,"
+                   " or split over its words along one axis",),
+            helps=(f"split its words: `{site} shard(vocab, over={axis})`",
+                   f"or drop the row `{site} {self}`"),
+        )  # fmt: skip
+        raise Refusal(diagnostic)
 
     def apply(self, site: Site, build: Any) -> None:
         """Put the kernel into the module of the copy."""

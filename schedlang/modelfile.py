@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from schedlang.culprit import told
 from schedlang.diagnostic import Diagnostic, Refusal, guess
 
 if TYPE_CHECKING:
@@ -41,9 +42,9 @@ class ModelFile:
 
         torch.manual_seed(seed)
         if not meta:
-            return self._checked(self.module.model())
+            return self._checked(self._made("model"))
         with torch.device("meta"):
-            return self._checked(self.module.model())
+            return self._checked(self._made("model"))
 
     def batch(self, seed: int = 0) -> dict[str, Any]:
         """The keyword arguments of a step; `batch(seed)` where it takes a seed, else `batch()`."""
@@ -57,7 +58,7 @@ class ModelFile:
                     ),
                 )
             )
-        made = self.module.batch(seed) if self.varies else self.module.batch()
+        made = self._made("batch", *((seed,) if self.varies else ()))
         if not isinstance(made, Mapping):
             raise Refusal(
                 Diagnostic(
@@ -66,6 +67,16 @@ class ModelFile:
                 )
             )  # fmt: skip
         return dict(made)
+
+    def _made(self, name: str, *given: Any) -> Any:
+        """What a function of the file returns; refuses (S863, S864) at the line that raises."""
+        function = getattr(self.module, name)
+        try:
+            return function(*given)
+        except Refusal:
+            raise
+        except Exception as error:
+            raise told(error, name, function) from error
 
     @property
     def varies(self) -> bool:

@@ -124,6 +124,9 @@ class Primitive:
         """The plan with what follows from this action: layouts, boundaries, cuts."""
         return plan
 
+    def settled(self, site: Any, plan: Plan, traced: Any) -> None:
+        """Refuse what shows only when all rows stand and the model is traced.  Default: nothing."""
+
     def apply(self, site: Any, build: Any) -> None:
         """Change the module that is being built."""
         raise NotImplementedError

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang import lift, patterns, printer
 from schedlang import nodes as n
 from schedlang.cursor import Caller, Cursor
-from schedlang.diagnostic import Diagnostic, Label, Refusal, closest
+from schedlang.diagnostic import Diagnostic, Label, Refusal, at_the_callers_line, closest
 from schedlang.passes.diff import Difference, compare
 from schedlang.passes.expand import Expander, expand
 from schedlang.passes.state import Settings, State, current, start
@@ -139,6 +139,7 @@ class Schedule(Scope):
 
         return record(self.plan())
 
+    @at_the_callers_line()
     def why(self, fqn: str) -> str:
         """Which rows act on a module or a parameter, and where they are written."""
         return why(self.plan(), self.tree, fqn)
@@ -147,6 +148,7 @@ class Schedule(Scope):
         """How this schedule differs from another, action by action."""
         return compare(self.plan(), other.plan() if isinstance(other, Schedule) else other)
 
+    @at_the_callers_line()
     def build(
         self,
         *args: object,

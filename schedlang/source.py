@@ -72,7 +72,7 @@ def _interned(name: str, text: str) -> Source:
     return Source(name, text)
 
 
-def _shown(filename: str) -> str:
+def shown_path(filename: str) -> str:
     """A path below the working directory is shown relative to it."""
     here = os.getcwd() + os.sep
     return filename.removeprefix(here)
@@ -91,7 +91,8 @@ def python_span() -> Span:
     if frame is None:
         return NOWHERE
     filename = frame.f_code.co_filename
-    source = _interned(_shown(filename), "".join(linecache.getlines(filename, frame.f_globals)))
+    linecache.checkcache(filename)  # a script that was edited and is run again in one process
+    source = _interned(shown_path(filename), "".join(linecache.getlines(filename, frame.f_globals)))
     at = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
     line, end_line, col, end_col = at
     if line is None or end_line is None or col is None or end_col is None:

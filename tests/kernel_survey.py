@@ -40,7 +40,7 @@ def results(model: nn.Module, batch: dict[str, Any]) -> tuple[Results, bool]:
 
 
 def candidates(model: nn.Module) -> dict[str, tuple[str, str]]:
-    """Modules with parameters that kernels may fit: name -> (what it looks like, its class).
+    """Modules that kernels may fit: name -> (what it looks like, its class).
 
     Those of a linear layer are left to their module; a norm or MLP is also looked for by its name,
     so that what is not replaced can be told.
@@ -49,7 +49,7 @@ def candidates(model: nn.Module) -> dict[str, tuple[str, str]]:
     for name, module in model.named_modules():
         kind = type(module).__name__
         own = list(module.parameters(recurse=False))
-        if not list(module.parameters()):
+        if not list(module.parameters()) and "Norm" not in kind:
             continue
         if any(word in kind for word in WORDS["mlp"]):
             found[name] = ("mlp", kind)

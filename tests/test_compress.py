@@ -129,7 +129,7 @@ def test_bytes_are_those_of_the_plan(threads: Threads, how: str) -> None:
     """What is sent is what the plan says, the fraction of whole gradients that a paper states."""
     plan = plan_of(HOW[how], "dp=2")
     made = prepare(plan, points(0, 4))
-    told = collectives(plan, made.traced, made.staged, made.holdings, points(0, 4))
+    told = collectives(plan, made, points(0, 4))
     wanted = sorted((one.kind, one.bytes) for one in told if one.what != "loss and gradient norm")
     assert sorted(threads.run(_heard, 2, plan)[0]) == wanted
     by_word = {one.what: one.bytes for one in told}

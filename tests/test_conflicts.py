@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from schedlang.cli import app
 from schedlang.diagnostic import Refusal
-from schedlang.passes.legality import _meetings
+from schedlang.passes.legality import meetings
 from schedlang.plan import Plan
 from schedlang.primitive import conflicts, registry
 from tests.proofs import planned
@@ -39,7 +39,7 @@ def _tried(*names: str) -> Plan | str:
 
 def _meet(one: str, other: str) -> bool:
     plan, then = _planned(one), _planned(other)
-    return any(_meetings(plan, plan.actions[-1].sites, then.actions[-1].sites))
+    return any(meetings(plan, plan.actions[-1].sites, then.actions[-1].sites))
 
 
 @pytest.mark.parametrize("one, other", PAIRS, ids=[f"{a}-{b}" for a, b in PAIRS])

@@ -133,9 +133,7 @@ def test_biases_send_nothing(make: Callable[[], nn.Module], row: str) -> None:
     model, given = make(), batches(mask=False)[0]
     plan = planned(model, row.format("gather, over=cp"), "cp=2")
     ready = prepare(plan, given)
-    found = collectives(
-        plan, ready.traced, ready.staged, ready.holdings, given, tokens=ready.tokens
-    )
+    found = collectives(plan, ready, given)
     sent = [one for one in found if one.what.startswith("keys and values")]
     rows, length = given["input_ids"].shape
     width = model.config.hidden_size

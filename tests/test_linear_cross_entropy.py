@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from schedlang.diagnostic import Refusal
 from schedlang.kernels.check import run_kernel_check
 from schedlang.kernels.linear_cross_entropy import (
     Case,
@@ -16,6 +17,7 @@ from schedlang.kernels.linear_cross_entropy import (
     statistics,
     weighed,
 )
+from schedlang.passes.prepare import prepare
 from schedlang.runtime.head import Head, probe_head
 from schedlang.runtime.kernel import kernel_of, match, replace
 from schedlang.runtime.lazy_logits import LazyLogits
@@ -199,6 +201,25 @@ def test_heads_over_ranks(name, pool):
     make, rows, mesh = HEADS[name]
     plan = planned(make(), rows, mesh)
     proven(pool, plan, [models.tokens(rows=6, seed=seed) for seed in (1, 2, 3)])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "shard(col, output=R, uneven=pad, over=tp)",
+        "shard(row, over=tp)",
+        "shard(input=S(seq), output=R, over=tp)",
+    ],
+)
+def test_a_head_that_would_not_wait_is_refused(row):
+    """Sharded in another way than over its words: both rows are named, and what would be legal."""
+    rows = f"lm_head replace_kernel(linear_cross_entropy)\nlm_head {row}"
+    plan = planned(models.llama(1), rows, "tp=2")
+    with pytest.raises(Refusal) as found:
+        prepare(plan, models.tokens())
+    said = found.value.render()
+    assert "S875" in said and "by `shard(" in said and "^^^" in said
+    assert "`lm_head shard(vocab, over=tp)`" in said and "or drop the row `lm_head repl" in said
 
 
 def test_what_is_no_head_is_told():

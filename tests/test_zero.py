@@ -108,7 +108,7 @@ def test_bytes_of_the_stages(pool: Pool, stage: int, times: int) -> None:
         moved = sum(one.moved for one in sent)
         assert wanted <= moved <= wanted * 1.02  # a number more for each parameter that is summed
     made = prepare(plan, _batch(4))
-    told = collectives(plan, made.traced, made.staged, made.holdings, _batch(4))
+    told = collectives(plan, made, _batch(4))
     rounds = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
     sent = (one for one in told if one.what != "loss and gradient norm")
     bytes_ = sum(one.bytes * one.count * rounds[one.kind] for one in sent)

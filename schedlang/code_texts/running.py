@@ -75,7 +75,19 @@ CODES: Mapping[str, tuple[str, str]] = {
         "an expectation that cannot be told",
         "Bytes are counted with a batch, and memory where a step can be played without values.",
     ),
+    "S863": ("`model()` raises", "The message has the line of the model file, and the error."),
+    "S864": ("`batch()` raises", "The message has the line of the model file, and the error."),
+    "S865": (
+        "`loss` or `weight` raises",
+        "They are tried on the meta device first: they see the output, and the batch's tensors,\n"
+        "without values.",
+    ),
     "S870": ("the kernel takes no such argument", "`chunk` bounds the logits of a head's loss."),
+    "S875": (
+        "a head whose logits could not wait for the loss",
+        "`linear_cross_entropy` works on a head that is whole, or split over its words along one\n"
+        "axis.  Sharded in another way the logits would be computed as without the kernel.",
+    ),
     "S880": (
         "nothing that could replace a module",
         "`replacements` of the model file says what is.",
@@ -89,6 +101,23 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S884": ("nothing to gain", "One kernel is what fusing makes of several."),
     "S885": ("not a pattern", "Functions of torch, `+ - * / @`, literals and all its parameters."),
     "S886": ("a bias that cannot stand apart", "Linear layers have one that nothing looks at."),
+    "S890": (
+        "a cast that means nothing",
+        "`fp32` is an island inside of a lower dtype; `scale` and `growth` are of `fp16`.",
+    ),
+    "S891": (
+        "no master weights",
+        "A parameter that is stored in few bits loses steps that are smaller than its rounding.",
+    ),
+    "S892": (
+        "casts within casts",
+        "A module computes in one dtype; only `cast(fp32)` may stand inside of a lower one.",
+    ),
+    "S893": ("two loss scales", "There is one loss, and all its gradients have one scale."),
+    "S894": (
+        "a scaled loss, and sums in fewer bytes",
+        "What a code leaves out is kept for the next step, which may have another scale.",
+    ),
     "S901": ("the model file has no batch", "Define `batch(seed)`: a dict of tensors."),
     "S902": ("`batch` returns something else", "Return the forward's keyword arguments as a dict."),
     "S903": ("`model` returns something else", "Return a torch.nn.Module."),
@@ -96,4 +125,5 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S905": ("the model file fails to import", "Its own error is shown, with the line."),
     "S906": ("the model file has no `model()`", "Define it; it may build on the meta device."),
     "S907": ("no plan to be read", "It must be one that `schedlang plan --out` wrote."),
+    "S909": ("no language server", "It needs pygls: `pip install 'schedlang[editors]'`."),
 }

@@ -25,12 +25,13 @@ from schedlang.runtime.attention import (
     match_attention,
     replace_attention,
 )
+from schedlang.runtime.expert_kernel import GroupedExperts, GroupedForm, probe_grouped
 from schedlang.runtime.forward import Layer, layers_of, the_input, wrap
 from schedlang.runtime.head import Head, Waiting, probe_head
 from schedlang.runtime.mlp import Gated, GatedMlp, probe_gated
 from schedlang.runtime.modes import outside
 
-Found = Norm | Attention | Head | Gated
+Found = Norm | Attention | Head | Gated | GroupedForm
 
 
 def _norm(kind: str) -> Callable[[nn.Module, Call | None], Norm | Mismatch]:
@@ -49,6 +50,7 @@ KERNELS: Mapping[str, Callable[[nn.Module, Call | None], Found | Mismatch]] = {
     "gated": lambda module, call: probe_gated(module),
     "linear_cross_entropy": lambda module, call: probe_head(module),
     "sdpa": match_attention,
+    "grouped": lambda module, call: probe_grouped(module),
 }
 
 
@@ -94,7 +96,10 @@ class Normed:
         """Normalise the one input; `inner` is not called."""
         x = the_input(self.module, args, kwargs)
         norm = self.norm
-        weight: Tensor = getattr(self.module, norm.weight)
+        if norm.weight is None:
+            weight = x.new_ones(x.shape[-1])  # its gradient is made as well, and left
+        else:
+            weight = getattr(self.module, norm.weight)
         if norm.kind == "rms_norm":
             return rms_norm(x, weight, norm.eps, norm.offset, norm.rounding)
         bias = getattr(self.module, norm.bias) if norm.bias is not None else None
@@ -102,7 +107,9 @@ class Normed:
         return layer_norm(x, weight, bias, eps, norm.offset, norm.rounding)
 
 
-LAYERS: Mapping[type, Callable[[nn.Module, Any], Layer]] = {Norm: Normed, Gated: GatedMlp}
+LAYERS: Mapping[type, Callable[[nn.Module, Any], Layer]] = {
+    Norm: Normed, Gated: GatedMlp, GroupedForm: GroupedExperts,
+}  # fmt: skip
 
 
 def kernel_of(module: nn.Module) -> str | None:

@@ -23,7 +23,9 @@ from schedlang.runtime.gradient import (
     square_sum,
     sum_gradients,
 )
+from schedlang.runtime.graph import GIVE_LOSS, refusal
 from schedlang.runtime.leaving import drop_gradient
+from schedlang.runtime.loss_scale import LossScale
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.outputs import whole_output
 from schedlang.runtime.parts import Batch, Part, followed, rows_of, split
@@ -60,9 +62,11 @@ class Program:
     whole: WholeStep | None = None  # parameters are put together for each step of the optimizer
     away: Away | None = None  # what lies off the device
     watch: Watch | None = None  # notes when the operations of a step run
+    loss_scale: LossScale | None = None  # of float16; a step that overflows is skipped
     left_out: dict[str, str] = field(default_factory=dict)  # of the last output: place -> why
     _inputs: list[Part] = field(default_factory=list)
     _totals: Mapping[int, float] = field(default_factory=dict)  # update -> its weight
+    _was: float = 1.0  # the scale of the last step's loss
     _everyone: Sequence[Sequence[float]] = ()  # the weights of a step: replica, microbatch
 
     def __post_init__(self) -> None:
@@ -105,6 +109,8 @@ class Program:
         own microbatches; the loss is that of all of them, each under the weights that it met.
         """
         self._check_names(batch)
+        if self.assembly.lossless:  # on all ranks: those without the last stage would wait for it
+            raise refusal("S615", "", "the model gives no loss", GIVE_LOSS)
         self._training.off() if self.evaluate else self._training.on()
         self._zero()
         if self.away is not None:
@@ -113,7 +119,8 @@ class Program:
         if self.follow_inputs:
             parts = self._inputs = [replace(part, inputs=followed(part.inputs)) for part in parts]
         if self._versions is None:
-            results = self._run(parts, [w / total for w in weights], train=True)
+            times = 1.0 if self.loss_scale is None else self.loss_scale.scale
+            results = self._run(parts, [times * w / total for w in weights], train=True)
             self._sum()
         else:
             self._versions.begin()
@@ -122,10 +129,11 @@ class Program:
             scale = [w / _positive(self._totals[made[k]]) for k, w in enumerate(weights)]
             results = self._run(parts, scale, train=True)
             self._versions.end()
-        loss = self._finish(results, weights, total)
+        overflow = self.loss_scale is not None and self.loss_scale.unscale(self.assembly.parameters)
+        loss = self._finish(results, weights, total, overflow)
         if self.keep_output:
             self.output = self._whole(results, parts, weights)
-        if self._versions is None:
+        if self._versions is None and not (self.loss_scale and self.loss_scale.overflow):
             self._step_weights()
         self.step += 1
         return loss
@@ -285,8 +293,9 @@ class Program:
             a.compressor.sum(a.parameters)
 
     def _finish(
-        self, results: Mapping[int, Result], weights: Sequence[float], total: float
-    ) -> Tensor:
+        self, results: Mapping[int, Result], weights: Sequence[float], total: float,
+        overflow: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Clip by the global norm; the loss and the norm cross the world in one reduction."""
         a = self.assembly
         mesh, rank = a.ranks.mesh, a.ranks.rank
@@ -301,13 +310,16 @@ class Program:
                     [x.double().cpu() * shares[k] for k, x in losses.items() if x is not None]
                 ).sum()
         if mesh.world == 1:
+            self._scaled(overflow)
             self.grad_norm = norm_alone(a.parameters, self.clip)
             return value.to(a.loss_dtype)
         squares = square_sum(a.parameters, lambda name: name in speaks)
         names = [name for name, holding in a.holdings.items() if holding.sliced]
         used = used_anywhere(a.sliced, a.parameters, names)
-        both = torch.cat([torch.stack([squares.cpu(), value]), used])
+        found = squares.new_full((int(self.loss_scale is not None),), float(overflow)).cpu()
+        both = torch.cat([torch.stack([squares.cpu(), value]), used, found])
         dist.all_reduce(both)
+        self._scaled(bool(found.numel() and both[-1]))
         for name, count in zip(names, both[2:].tolist()):
             if not count and name in a.parameters:  # of what nobody used, as in a plain loop
                 drop_gradient(a.parameters[name])
@@ -316,6 +328,12 @@ class Program:
             # as torch.nn.utils.clip_grad_norm_
             scale_gradients(a.parameters, self.clip / (self.grad_norm + 1e-6))
         return both[1].to(a.loss_dtype)
+
+    def _scaled(self, overflow: bool) -> None:
+        """Every rank has heard whether any found an infinite gradient."""
+        if self.loss_scale is not None:
+            self._was = self.loss_scale.scale
+            self.loss_scale.update(overflow)
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -330,7 +348,8 @@ class Program:
         """
         if self.assembly.ends_early:
             return None
-        return whole.input_gradients(self.assembly, self._inputs)
+        found = whole.input_gradients(self.assembly, self._inputs)
+        return {name: None if g is None else g / self._was for name, g in found.items()}
 
     def trained(self) -> list[str]:
         """Names of all parameters that an optimizer of some rank updates."""

@@ -95,7 +95,12 @@ def load_state_dict(a: Assembly, state: Mapping[str, Tensor]) -> None:
         if name in state and tuple(state[name].shape) != shape
     ]
     if wrong:
-        raise Refusal(Diagnostic("S641", "this state is not of this model", notes=tuple(wrong[:8])))
+        more = (f"and {len(wrong) - 8} more like these",) * (len(wrong) > 8)
+        helps = ("give the whole state of this model: names as in `model.state_dict()`",)
+        notes = (*wrong[:8], *more)
+        raise Refusal(
+            Diagnostic("S641", "this state is not of this model", notes=notes, helps=helps)
+        )
     with torch.no_grad():
         for name, parameter in a.parameters.items():
             part = take(state[name], a.holdings[name], a.ranks.mesh, a.ranks.rank)

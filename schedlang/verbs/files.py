@@ -57,7 +57,7 @@ def accounted(one: Planned, *, memory: bool = False) -> Account:
     from schedlang.passes.account import account
 
     batch = one.model.batch(0) if one.model.has_batch else None
-    return account(one.plan, batch, one.model.loss, memory=memory)
+    return account(one.plan, batch, one.model.loss, weight=one.model.weight, memory=memory)
 
 
 def write_text(path: Path, text: str) -> None:

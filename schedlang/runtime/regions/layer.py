@@ -40,7 +40,7 @@ def nowhere(told: Told, miss: Miss) -> Refusal:
     """S882, with the attempt that came furthest."""
     fitted = max(miss.fitted, 0)
     of = f"{fitted} of its {told.pattern.body.size} calls fit"
-    helps = ("schedlang explain fuse  lists what a pattern may be made of",)
+    helps = ("`schedlang explain fuse` says what a pattern may be made of",)
     if miss.bias:
         row = f"{told.name}.{miss.bias}".lstrip(".")
         helps = (f"if its bias is meant, add it apart, above: `{row}  decompose(bias)`",)
