@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.passes.chains import Chains
+from schedlang.passes.chains import Chains, Skeleton
 from schedlang.passes.gathers import gathers
 from schedlang.passes.holdings import slicing
 from schedlang.passes.memory import gathered_bytes
@@ -214,24 +214,12 @@ def at_skeleton(plan: Plan, model: Any, chains: Chains) -> None:
 
     What is moved elsewhere and comes back as it was is kept all the same.
     """
-    at = _At(plan, model, chains)
+    at = Skeleton(plan, model, chains)
     for action in plan.actions:
         writes, coded = action.primitive.writes, bool(action.primitive.gives_up)
         if "recompute" in writes or ("residence" in writes and coded):
             for target in plan.targets(action):
                 action.primitive.apply(target, at)
-
-
-@dataclass(frozen=True)
-class _At:
-    """What a primitive's `apply` is given: the copy, module by module."""
-
-    plan: Plan
-    module: Any
-    chains: Chains
-
-    def at(self, fqn: str) -> Any:
-        return self.module.get_submodule(fqn)
 
 
 # (from, to) -> kind in forward, kind in backward; of an entry the backward only where ranks differ
