@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 WHY = {
     "recompute": "recomputation keeps what goes into a module, and would start from it rounded",
+    "dtype": "what is saved in another dtype has not been compared with one process that rounds it",
     "structure": "what it computes in its place saves other tensors than the module does",
     "residence": "what is saved there, and notes of parameters that come and go, are not rounded",
 }

@@ -255,6 +255,7 @@ def test_it_is_lossy(threads: Threads) -> None:
     (ROW.format("int8") * 2, "", "lossy", "S501", "already"),
     ("transformer.h.0  checkpoint()\n" + ROW.format("int8"), "", "lossy", "S857", "rounded"),
     ("transformer.h.0.mlp  checkpoint()\n" + ROW.format("int8"), "", "lossy", "S857", "keeps"),
+    ("transformer.h.0  cast(bf16)\n" + ROW.format("int8"), "", "lossy, dtype", "S857", "dtype"),
     ("offload(parameters)\n" + ROW.format("int8"), "", "lossy", "S857", "notes of parameters"),
     ("transformer.h.1  offload(activations)\n" + ROW.format("int8"), "", "lossy", "S857",
      "come and go"),
