@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Refusal
 from schedlang.passes.observe import Condition, Observation
+from schedlang.passes.reductions import is_lossy
 from schedlang.passes.rows import only
 from schedlang.passes.sides import Case, original, prepared, tried
 from schedlang.plan import Action
@@ -97,7 +98,8 @@ class Again:
             plan = only(failure.working.plan, rows)
             return trials(plan, failure.working.batches[0])[0]
         case, told = _with(failure.case, rows), [self._condition(rows)]
-        if self._right is None or case.parted:  # by parts, the original depends on the rows
+        # by parts, or with what is coded, the original depends on the rows
+        if self._right is None or case.parted or is_lossy(failure.case.plan):
             self._right, _ = original(case, told)
         if trial.saved or trial.working:
             working = _with(failure.working, rows) if trial.working and failure.working else None

@@ -136,12 +136,22 @@ def approximated(tensor: Tensor, row: Kept, stream: int) -> Tensor:
         digits = 53 if work == torch.float64 else 24
         flat = tensor.detach().to(work).reshape(-1)
         draws = mixed(torch.arange(1, flat.numel() + 1), torch.tensor(stream)) >> (53 - digits)
-        out = []
-        pieces = (torch.split(t, row.block) for t in (flat, draws / 2**digits))
-        for values, drawn in zip(*pieces):
-            low, high = values.min(), values.max()
-            step = (high - low) / (2**row.bits - 1)
-            steps = (values - low) / step if step > 0 else values * 0
-            number = torch.floor(steps + drawn.to(work)).clamp(0, 2**row.bits - 1)
-            out.append(low + step * number)
-        return torch.cat(out).to(tensor.dtype).view(tensor.shape)
+        numbers = draws.to(work) / 2**digits
+        end = flat.numel() // row.block * row.block  # the last block may be shorter
+        out = [_approximated(values, drawn, row) for values, drawn in (
+            (flat[:end].view(-1, row.block), numbers[:end].view(-1, row.block)),
+            (flat[None, end:], numbers[None, end:]),
+        ) if values.numel()]  # fmt: skip
+        whole: Tensor = torch.cat([piece.reshape(-1) for piece in out])
+        return whole.to(tensor.dtype).view(tensor.shape)
+
+
+def _approximated(values: Tensor, drawn: Tensor, row: Kept) -> Tensor:
+    """Blocks, each in a row."""
+    import torch
+
+    least, most = values.min(1, keepdim=True)[0], values.max(1, keepdim=True)[0]
+    step = (most - least) / (2**row.bits - 1)
+    steps = torch.where(step > 0, (values - least) / step, 0.0)
+    found: Tensor = least + step * torch.floor(steps + drawn).clamp(0, 2**row.bits - 1)
+    return found

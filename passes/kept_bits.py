@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 WHY = {
     "recompute": "recomputation keeps what goes into a module, and would start from it rounded",
+    "dtype": "what is saved in another dtype has not been compared with one process that rounds it",
     "structure": "what it computes in its place saves other tensors than the module does",
-    "residence": "a saved tensor is either moved or rounded",
+    "residence": "what is saved there, and notes of parameters that come and go, are not rounded",
 }
 
 
@@ -35,7 +36,7 @@ def check_kept(plan: Plan, staged: Staged, slicing: Slicing | None) -> None:
     _check_order(staged, slicing, coded[0])
 
 
-_STATE = ("parameters", "gradients", "optimizer")
+_STATE = ("gradients", "optimizer")  # which no forward saves
 
 
 def _keeps(row: Action) -> bool:

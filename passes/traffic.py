@@ -210,10 +210,14 @@ def _heard(context: _Context, batch: Mapping[str, Any], loss: Loss | None) -> li
 
 
 def at_skeleton(plan: Plan, model: Any, chains: Chains) -> None:
-    """Recompute modules of a local model on meta where rows ask for it."""
+    """Let modules of a local model on meta keep less where rows ask for it: recomputed, or coded.
+
+    What is moved elsewhere and comes back as it was is kept all the same.
+    """
     at = Skeleton(plan, model, chains)
     for action in plan.actions:
-        if "recompute" in action.primitive.writes:
+        writes, coded = action.primitive.writes, bool(action.primitive.gives_up)
+        if "recompute" in writes or ("residence" in writes and coded):
             for target in plan.targets(action):
                 action.primitive.apply(target, at)
 

@@ -135,8 +135,7 @@ class compress(Primitive):  # noqa: N801
     def apply(self, site: Site, build: Any) -> None:
         """Code what a module saves; of sums nothing: `build` makes those of the plan."""
         if self.what == "activations" and build.plan.kept:
-            from schedlang.runtime.coded import Tally, code
+            from schedlang.runtime.coded import code
             from schedlang.runtime.rounded import Coding
 
-            coding = Coding(BITS[self.how], self.block)
-            code(build.at(site.fqn), site.fqn, coding, build.shared("coded", Tally))
+            code(build.at(site.fqn), site.fqn, Coding(BITS[self.how], self.block))

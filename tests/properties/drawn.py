@@ -12,7 +12,7 @@ PHASES = (
     *("tie", "untie", "freeze"),
     *("replace", "replace_kernel", "decompose", "fuse", "cast", "pad", "shard", "grid", "complete"),
     *("context_parallel", "expert_parallel"),
-    *("checkpoint", "offload", "unroll"),
+    *("checkpoint", "offload", "compress activations", "unroll"),
     *("pipeline_split", "split_backward", "zero", "compress", "overlap", "pipeline", "verify"),
 )
 # what the step of a verb must allow
@@ -21,6 +21,7 @@ RELAX = {
     "tie": "model",
     "untie": "model",
     "compress": "lossy",
+    "compress activations": "lossy",
     "cast": "dtype",
 }
 Axes = tuple[tuple[str, int], ...]

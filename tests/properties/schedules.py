@@ -288,6 +288,19 @@ def compress(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     ]  # fmt: skip
 
 
+def fewer_bits(config: Config) -> list[Step]:
+    """What blocks save, where nothing else decides of it.  Of no use where a property compares
+    layouts with each other: what is left out depends on how the batch is cut."""
+    found = []
+    for place in range(len(config.blocks)):
+        at = _at(place)
+        claims = [f"{verb} {at}" for verb in ("checkpoint", "offload", "kernel", "replace")]
+        claims += [f"{verb} {at}" for verb in ("decompose", "unroll", "parameters")]
+        rows = [f"{at}  compress(activations, int{bits}, block=8)" for bits in (8, 2)]
+        found += [step("compress activations", [row], claims) for row in rows]
+    return found
+
+
 @generator
 def verify(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     """Markers, which change nothing."""

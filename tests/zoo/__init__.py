@@ -5,6 +5,7 @@ from tests.zoo import (  # noqa: F401
     adapted,
     away,
     casts,
+    coded,
     context,
     experts,
     grids,

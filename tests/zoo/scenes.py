@@ -250,6 +250,12 @@ SCENES: dict[str, Scene] = {
         "cast(bf16, params=true)\nblocks pipeline_split(over=pp)\nzero(stage=1, over=dp)\n"
         'pipeline(order="GPipe", micro=2)', "pp=2, dp=2",
     ),
+    "rounded": Scene(
+        networks.made(lambda: networks.Points(networks.Residual(16), width=16)),
+        "blocks.* compress(activations, int4, block=16)\nzero(stage=0, over=dp)\n"
+        'pipeline(order="GPipe", micro=2)', "dp=2", lambda seed: points(seed, 10, (16,)),
+        relax="lossy",
+    ),
     "three by two": replace(_block(networks.Residual, BOTH), mesh="dp=3, tp=2"),
     "two by two": replace(_block(networks.Residual, BOTH), mesh="dp=2, tp=2"),
     "predicting": Scene(
