@@ -9,12 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from schedlang.diagnostic import Refusal
 from schedlang.kernels.check import compare
+from schedlang.passes.gains import gains
 from schedlang.runtime.rowwise import launch, operator
 from schedlang.runtime.rowwise.child import interpreted
 from schedlang.runtime.rowwise.graphs import sorts_of
 from schedlang.runtime.rowwise.roles import NotRowwise
 from tests.chains import CHAINS
+from tests.engine import Threads
+from tests.proofs import proven
+from tests.test_regions import BATCHES, TP, planned
 
 ROWS, SIZE = 24, 72
 
@@ -61,17 +66,18 @@ def test_bit_for_bit_what_eager_computes() -> None:
                 assert torch.equal(fast, eager), (name, place)
 
 
-@pytest.mark.parametrize("shape", [(5, 3, 33), (1, 300)])
+KINDS = ((torch.float32, "fp32"), (torch.bfloat16, "fp32"), (torch.bfloat16, "eager"))
+
+
+@pytest.mark.parametrize("shape", [(5, 3, 33), pytest.param((1, 300), marks=pytest.mark.deep)])
 def test_as_right_as_eager(shape: tuple[int, ...]) -> None:
     """All chains, both roundings and types: errors against float64 within the rule for kernels."""
     with interpreted("cpu"):
         for name in CHAINS:
-            for dtype in (torch.float32, torch.bfloat16):
-                for rounding in ("eager", "fp32"):
-                    for found in zip(*both(name, rounding, dtype, shape)):
-                        fast, eager, exact = found
-                        one = compare(name, fast, eager, exact.double(), times=4.0)
-                        assert one.ok, (dtype, rounding, one)
+            for dtype, rounding in KINDS:
+                for fast, eager, exact in zip(*both(name, rounding, dtype, shape)):
+                    one = compare(name, fast, eager, exact.double(), times=4.0)
+                    assert one.ok, (dtype, rounding, one)
 
 
 def test_long_rows_are_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +85,8 @@ def test_long_rows_are_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "LONGEST", 32)
     monkeypatch.setattr(launch, "_BLOCK", 16)
     with interpreted("cpu"):
-        for name, (function, kinds) in CHAINS.items():
+        for name in ("rmsnorm", "softmax", "layernorm"):
+            function, kinds = CHAINS[name]
             given = drawn(kinds, torch.float32, (9, 45))
             count = len(results(function, given)) - len(given)
             fast = results(generated(f"long {name}", function, "fp32", count), given)
@@ -113,3 +120,62 @@ def test_what_is_no_chain_is_named(
     with pytest.raises(NotRowwise) as refused:
         operator.pair_of(function, sorts, "fp32")
     assert said in str(refused.value)
+
+
+PROVEN = """
+at layers.* {
+  mid.dense  decompose(bias)
+  mid        fuse(bias_gelu, backend=rowwise)
+}
+layers.0.out        fuse(add_norm, backend=rowwise)
+layers[1:].out.norm  fuse(backend=rowwise)
+"""
+
+
+def test_chains_are_proven_on_several_ranks(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Split, recomputed and sliced, with dropout: in float64 it is the chains that run."""
+    seen: list[Any] = []
+    plain = launch.evaluated
+    monkeypatch.setattr(launch, "evaluated", lambda *given: seen.append(1) or plain(*given))
+    rows = f"{PROVEN}{TP}layers.*  checkpoint()\nzero(stage=3, over=dp)"
+    assert proven(threads, planned(rows, "dp=2, tp=2"), BATCHES).ok and seen
+
+
+def test_under_a_compiler() -> None:
+    """torch.compile takes the operators as they are, in one graph, with their gradients."""
+    function, kinds = CHAINS["rmsnorm"]
+    given = drawn(kinds, torch.float32, (4, 16))
+    fast = generated("compiled", function, "fp32", 1)
+    whole = torch.compile(lambda x, w: fast(x, w)[0] * 2, fullgraph=True, backend="aot_eager")
+    found = results(lambda x, w: whole(x, w), given)
+    torch.testing.assert_close(found, results(lambda x, w: function(x, w) * 2, given))
+
+
+@pytest.mark.parametrize("rows, said", [
+    ("layers.*.mid  fuse(backend=rowwise)", ("S887", "Linear (`dense`) is no row-wise operator")),
+    ("layers.0.out  fuse(add_norm)\nlayers.0.out.norm  fuse(backend=rowwise)",
+     ("S503", "lies inside `layers.0.out`", "move this row above")),
+])  # fmt: skip
+def test_what_is_refused(rows: str, said: tuple[str, ...]) -> None:
+    """A module that is more than a chain, and one that a row above has looked through."""
+    with pytest.raises(Refusal) as refusal:
+        planned(rows)
+    for words in said:
+        assert words in refusal.value.render(), refusal.value.render()
+
+
+def test_what_is_gained_is_counted() -> None:
+    """Before and after, by row and kind of module; a row that gains nothing is refused."""
+    one = gains(planned(PROVEN.partition("layers[1:]")[0]), BATCHES[0])
+    assert [g.sites for g in one] == [tuple(f"layers.{n}.mid" for n in range(3)), ("layers.0.out",)]
+    gelu, norm = (g.gain for g in one)
+    # x + b, gelu; backward: gelu's, the sum for b; fused: one kernel, and b's sum of its parts
+    assert (gelu.before.forward, gelu.after.forward) == (2, 1)
+    assert (gelu.before.backward, gelu.after.backward) == (2, 3)  # and its cast to float64
+    assert gelu.after.bytes < gelu.before.bytes
+    assert (norm.before.forward, norm.after.forward) == (3, 1)
+    with pytest.raises(Refusal, match="gains nothing") as refusal:
+        gains(planned("layers.*.mid.act  fuse(backend=rowwise)"), BATCHES[0])
+    assert "S888" in refusal.value.render() and "2 kernels" in refusal.value.render()

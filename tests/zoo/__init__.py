@@ -5,6 +5,7 @@ from tests.zoo import (  # noqa: F401
     away,
     context,
     experts,
+    fused,
     grids,
     heads,
     kernels,
