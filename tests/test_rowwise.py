@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from torch import Tensor
 from schedlang.diagnostic import Refusal
 from schedlang.kernels.check import compare
 from schedlang.passes.gains import gains
+from schedlang.runtime.gain import eager, scheduled
+from schedlang.runtime.gain import generated as made_of
 from schedlang.runtime.rowwise import launch, operator
 from schedlang.runtime.rowwise.child import interpreted
-from schedlang.runtime.rowwise.graphs import sorts_of
+from schedlang.runtime.rowwise.graphs import Sort, graphs, sorts_of
 from schedlang.runtime.rowwise.roles import NotRowwise
 from tests.chains import CHAINS
 from tests.engine import Threads
@@ -74,7 +77,7 @@ def test_as_right_as_eager(shape: tuple[int, ...]) -> None:
     """All chains, both roundings and types: errors against float64 within the rule for kernels."""
     with interpreted("cpu"):
         for name in CHAINS:
-            for dtype, rounding in KINDS:
+            for dtype, rounding in KINDS[: 2 if name in BITWISE else 3]:
                 for fast, eager, exact in zip(*both(name, rounding, dtype, shape)):
                     one = compare(name, fast, eager, exact.double(), times=4.0)
                     assert one.ok, (dtype, rounding, one)
@@ -132,15 +135,19 @@ layers[1:].out.norm  fuse(backend=rowwise)
 """
 
 
+@pytest.mark.parametrize("rows, mesh", [
+    (f"{TP}layers.*  checkpoint()", "tp=2"),
+    pytest.param(f"{TP}layers.*  checkpoint()\nzero(stage=3, over=dp)", "dp=2, tp=2",
+                 marks=pytest.mark.deep),
+])  # fmt: skip
 def test_chains_are_proven_on_several_ranks(
-    threads: Threads, monkeypatch: pytest.MonkeyPatch
+    threads: Threads, monkeypatch: pytest.MonkeyPatch, rows: str, mesh: str
 ) -> None:
     """Split, recomputed and sliced, with dropout: in float64 it is the chains that run."""
     seen: list[Any] = []
     plain = launch.evaluated
     monkeypatch.setattr(launch, "evaluated", lambda *given: seen.append(1) or plain(*given))
-    rows = f"{PROVEN}{TP}layers.*  checkpoint()\nzero(stage=3, over=dp)"
-    assert proven(threads, planned(rows, "dp=2, tp=2"), BATCHES).ok and seen
+    assert proven(threads, planned(f"{PROVEN}{rows}", mesh), BATCHES).ok and seen
 
 
 def test_under_a_compiler() -> None:
@@ -175,7 +182,26 @@ def test_what_is_gained_is_counted() -> None:
     assert (gelu.before.forward, gelu.after.forward) == (2, 1)
     assert (gelu.before.backward, gelu.after.backward) == (2, 3)  # and its cast to float64
     assert gelu.after.bytes < gelu.before.bytes
+    assert [text.count("def kernel(") for text in gelu.sources] == [1, 1]
     assert (norm.before.forward, norm.after.forward) == (3, 1)
     with pytest.raises(Refusal, match="gains nothing") as refusal:
         gains(planned("layers.*.mid.act  fuse(backend=rowwise)"), BATCHES[0])
     assert "S888" in refusal.value.render() and "2 kernels" in refusal.value.render()
+
+
+@pytest.mark.deep
+def test_the_page_tells_the_counts() -> None:
+    """Its table is what is counted here."""
+    page = (Path(__file__).parents[1] / "docs" / "fuse.md").read_text()
+    for name, (function, kinds) in CHAINS.items():
+        size = 4096
+        sorts = tuple(
+            Sort((size, size) if k == "m" else (size,), torch.bfloat16, "cpu", True) for k in kinds
+        )
+        with torch.device("meta"):
+            given = [torch.empty(s.shape, dtype=s.dtype, requires_grad=True) for s in sorts]
+            counts = [eager(function, given, given)]
+        counts += [made_of(operator.pair_of(function, sorts, "eager"))]
+        counts += [scheduled(graphs(function, sorts))]
+        cells = (f"{c.forward} + {c.backward}, {c.bytes / 1e6:.0f} MB" for c in counts)
+        assert f"| {name} | {' | '.join(cells)} |" in page, name
