@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -149,8 +149,21 @@ class Primitive:
         None: as many as they do."""
         return None
 
-    def fit(self, chain: Sequence[Any], memory: int) -> Any:
-        """What is done with modules of these costs, in `memory` bytes; `apply` finds it again."""
+    @property
+    def cuts(self) -> bool:
+        """Whether stages begin where what a row with a limit repeats leaves them in balance."""
+        return False
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a row keeps by itself what a backward needs, so that nothing else can move it."""
+        return False
+
+    def fit(self, chain: Sequence[Any], memory: int, play: Callable[[Any], Any]) -> Any:
+        """What is done with modules of these costs, in `memory` bytes; `apply` finds it again.
+
+        `play` does it with a model without values, which it gives back after a backward.
+        """
         raise NotImplementedError
 
     def effect(self, site: Any, plan: Plan) -> Plan:
