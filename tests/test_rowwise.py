@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch import Tensor
 from schedlang.diagnostic import Refusal
 from schedlang.kernels.check import compare
 from schedlang.passes.gains import gains
+from schedlang.runtime.fuse import unavailable
 from schedlang.runtime.gain import eager, scheduled
 from schedlang.runtime.gain import generated as made_of
+from schedlang.runtime.regions.compile import compiled
 from schedlang.runtime.rowwise import launch, operator
 from schedlang.runtime.rowwise.child import interpreted
 from schedlang.runtime.rowwise.graphs import Sort, graphs, sorts_of
@@ -158,6 +161,23 @@ def test_under_a_compiler() -> None:
     whole = torch.compile(lambda x, w: fast(x, w)[0] * 2, fullgraph=True, backend="aot_eager")
     found = results(lambda x, w: whole(x, w), given)
     torch.testing.assert_close(found, results(lambda x, w: function(x, w) * 2, given))
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(unavailable() is not None, reason=f"no compiler: {unavailable()}")
+def test_inductor_rounds_as_it_is_told() -> None:
+    """With `rounding=eager` results in bfloat16 are eager's bits, with `fp32` they are not."""
+    for name in ("add_rmsnorm", "swiglu"):
+        function, kinds = CHAINS[name]
+        given, same = drawn(kinds, torch.bfloat16, (ROWS, SIZE)), {}
+        for rounding in ("eager", "fp32"):
+            torch._dynamo.reset()
+            with torch.no_grad():
+                made = compiled(partial(function), lambda: None, rounding)(*given)
+            pairs = zip(*((one,) if isinstance(one, Tensor) else one
+                          for one in (made, function(*given))))  # fmt: skip
+            same[rounding] = all(torch.equal(a, b) for a, b in pairs)
+        assert same == {"eager": True, "fp32": False}, name
 
 
 @pytest.mark.parametrize("rows, said", [
