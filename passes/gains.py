@@ -26,6 +26,7 @@ class Gained:
         return {
             "row": self.row, "what": self.what, "sites": list(self.sites),
             "before": _json(self.gain.before), "after": _json(self.gain.after),
+            "sources": list(self.gain.sources),
         }  # fmt: skip
 
 
@@ -60,10 +61,11 @@ def _nothing(action: Action, site: str, gain: Gain) -> Refusal:
         f"{before.kernels} kernels and {before.bytes} bytes become {after.kernels} kernels and "
         f"{after.bytes} bytes, forward and backward"
     )
+    place = Label(action.span) if action.span else Label()
     return Refusal(
         Diagnostic(
-            "S888", f"`{action.primitive}` gains nothing at `{site}`", Label(action.span) if action.span else Label(),
-            notes=(note,), helps=("drop the row", "or name a module that does more"),
+            "S888", f"`{action.primitive}` gains nothing at `{site}`", place, notes=(note,),
+            helps=("drop the row", "or name a module that does more"),
         )
     )  # fmt: skip
 

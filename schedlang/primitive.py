@@ -77,10 +77,11 @@ class Count:
 
 @dataclass(frozen=True)
 class Gain:
-    """What a row makes of its module's kernels and bytes."""
+    """What a row makes of its module's kernels and bytes; the text of kernels made for it."""
 
     before: Count
     after: Count
+    sources: tuple[str, ...] = ()
 
     @property
     def any(self) -> bool:

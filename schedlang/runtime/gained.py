@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from schedlang.primitive import Count, Gain
 from schedlang.runtime.gain import eager, generated, scheduled
 from schedlang.runtime.regions.layer import Told, fuse_pattern
-from schedlang.runtime.regions.rewrite import Region, watched
+from schedlang.runtime.regions.rewrite import watched
 from schedlang.runtime.rowwise.graphs import graphs
 from schedlang.runtime.rowwise.layer import as_function, pair_for
 
@@ -27,17 +27,17 @@ def of_regions(
     with torch.device("meta"), watched() as called:
         module.train()(*_leaves(args), **_leaves(kwargs))
     before = after = _NONE
+    texts: dict[str, None] = {}
     for region, given in called:
         inputs = [_leaf(t, t.requires_grad) if isinstance(t, Tensor) else t for t in given]
         before += eager(region.plain, inputs, [t for t in inputs if isinstance(t, Tensor)])
-        after += _fused(region, inputs)
-    return Gain(before, after)
-
-
-def _fused(region: Region, given: Sequence[Any]) -> Count:
-    if region.backend == "rowwise":
-        return generated(pair_for(region.plain, given, region.rounding))
-    return scheduled(graphs(*as_function(region.plain, given)))
+        if region.backend == "rowwise":
+            pair = pair_for(region.plain, inputs, region.rounding)
+            after += generated(pair)
+            texts |= dict.fromkeys(kernel.text for kernel in pair.kernels)
+        else:
+            after += scheduled(graphs(*as_function(region.plain, inputs)))
+    return Gain(before, after, tuple(texts))
 
 
 def of_module(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Gain:

@@ -119,7 +119,7 @@ def offload(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
 @generator
 def fuse(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     """At blocks without functions of their own, and of these what patterns say; in float64 a
-    region runs eagerly."""
+    region of inductor runs eagerly, and a chain of rows by torch."""
     found = []
     for place, block in enumerate(config.blocks):
         at, claim = _at(place), [f"kernel {_at(place)}"]
@@ -128,7 +128,10 @@ def fuse(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
         if block.kind == "mlp":
             rows = [f"{at}.up  decompose(bias)", f'{at}  fuse("p(x, b) {{ gelu(x + b) }}")']
             found.append(step("fuse", rows, [*claim, f"replace {at}", f"decompose {at}"]))
-            rows = [f'{at}  fuse("p(x, y) {{ x + dropout(y) }}")']
+            for how in ("", ", backend=rowwise"):
+                rows = [f'{at}  fuse("p(x, y) {{ x + dropout(y) }}"{how})']
+                found.append(step("fuse", rows, [*claim, f"replace {at}"]))
+            rows = [f"{at}.norm  fuse(backend=rowwise)"]
             found.append(step("fuse", rows, [*claim, f"replace {at}"]))
     return found
 

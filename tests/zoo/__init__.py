@@ -8,6 +8,7 @@ from tests.zoo import (  # noqa: F401
     coded,
     context,
     experts,
+    fused,
     grids,
     heads,
     kernels,

@@ -240,6 +240,42 @@ class NormedBlock(nn.Module):
         return x + self.down(self.norm(torch.tanh(self.up(x))))
 
 
+class Halves(nn.Module):
+    """A residual of two layers that a schedule replaces by one."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.gate(x)) * self.up(x)
+
+
+class Whole(nn.Module):
+    """What takes the place of `Halves`."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.both = nn.Linear(width, 2 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both(x).chunk(2, -1)
+        return x + torch.tanh(gate) * up
+
+
+class Replaced(Points):
+    """Points through `Halves`, with what may stand there instead."""
+
+    replacements = {
+        "whole": lambda old: (Whole(), {
+            f"both.{kind}": [f"gate.{kind}", f"up.{kind}"] for kind in ("weight", "bias")
+        })
+    }  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__(Halves(), Halves())
+
+
 class Crossed(nn.Module):
     """Causal attention with dropout of the first two places to all five."""
 

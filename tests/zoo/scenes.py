@@ -327,6 +327,12 @@ SCENES: dict[str, Scene] = {
         networks.made(networks.Sections), "attn context_parallel(ring, over=cp, layout=zigzag)",
         "cp=2", networks.sectioned,
     ),
+    "decomposed": _alone(networks.Residual, "blocks.*.up decompose(bias)"),
+    "patterned": _alone(
+        lambda: networks.Residual(dropout=0.3), 'blocks.* fuse("p(x, y) { x + dropout(y) }")'
+    ),
+    "rowwise": _alone(networks.NormedBlock, "blocks.*.norm fuse(backend=rowwise)"),
+    "replaced": Scene(networks.made(networks.Replaced), "blocks.* replace(whole)", "", points),
     "smoothed": Scene(
         networks.made(networks.Smoothed), "head shard(vocab, over=tp)", "tp=2", words
     ),

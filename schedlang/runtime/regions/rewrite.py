@@ -11,11 +11,13 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import Ambient
 from schedlang.runtime.random import LogicalDropout
 from schedlang.runtime.regions.compile import compiled
@@ -45,12 +47,21 @@ class Region:
     backend: str = "inductor"
     graphs: int = 0
     fast: Callable[..., Any] | None = field(default=None, repr=False)
+
+    @cached_property
+    def wide(self) -> Generated:
+        """The chain for a proof in float64."""
+        return Generated(self.plain, self.source, self.rounding, wide=True)
+
     __name__ = "region"
 
     def __call__(self, *given: Any) -> Any:
         """Compiled; as it stands where a mode changes arithmetic."""
         if _watchers:
             _watchers[-1].append((self, given))
+        if self.backend == "rowwise" and _float64():
+            with plain_torch():
+                return self.wide(*given)
         if _widened() or not all(t.device.type != "meta" for t in given if isinstance(t, Tensor)):
             return self.plain(*given)
         if self.fast is None:
@@ -87,6 +98,15 @@ def _widened() -> bool:
 
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return any(isinstance(m, Ambient) and not isinstance(m, LogicalDropout) for m in stack)
+
+
+def _float64() -> bool:
+    """Does exactly the mode hold under which a program is proven, and real numbers run?"""
+    from torch.overrides import _get_current_function_mode_stack
+
+    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    found = [type(m) for m in stack if isinstance(m, Ambient)]
+    return Float64 in found and set(found) <= {Float64, LogicalDropout}
 
 
 @dataclass(frozen=True)

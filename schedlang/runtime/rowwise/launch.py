@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from schedlang.kernels.device import count, matrix, programs, runs_kernel, tile, triton
 from schedlang.runtime.rowwise.chain import Chain, From
+from schedlang.runtime.rowwise.evaluate import evaluated
 from schedlang.runtime.rowwise.lower import lowered
 from schedlang.runtime.rowwise.source import source
 
@@ -46,7 +47,6 @@ class Kernel:
     chain: Chain = field(repr=False)
     rounding: str
     text: str
-    reference: fx.GraphModule = field(repr=False)
     tail: fx.GraphModule | None = field(repr=False)
 
     @property
@@ -82,7 +82,7 @@ def kernel(graph: fx.Graph, rounding: str, results: int = 0) -> Kernel:
     chain = lowered(graph, results)
     text = source(chain, rounding, looped=chain.grid.size > LONGEST)
     tail = fx.GraphModule({}, chain.tail) if chain.tail is not None else None
-    return Kernel(graph, chain, rounding, text, fx.GraphModule({}, graph), tail)
+    return Kernel(graph, chain, rounding, text, tail)
 
 
 def number(made: Kernel, output: From) -> int:
@@ -96,25 +96,16 @@ def run(made: Kernel, given: Sequence[Tensor]) -> list[Tensor]:
     wide = any(t.dtype == torch.float64 for t in given)
     grid = torch.empty(made.chain.grid.shape, device="meta")
     fits = runs_kernel(next((t for t in used if t.numel()), grid), longest=None)
-    if _launchers or (fits and not wide):
-        count(True)
-        return _launched(made, given, used)
-    count(False)
-    return _referred(made, given)
-
-
-def _referred(made: Kernel, given: Sequence[Tensor]) -> list[Tensor]:
-    """By torch, operator by operator; each output a tensor of its own, as the operator promises."""
-    known = dict(zip(made.chain.outputs, made.reference(*given), strict=True))
-    taken = {t.untyped_storage().data_ptr() for t in given}
-    found = []
-    for output in made.order:
-        tensor = known[output].contiguous()
-        if tensor.untyped_storage().data_ptr() in taken:
-            tensor = tensor.clone()
-        taken.add(tensor.untyped_storage().data_ptr())
-        found.append(tensor)
-    return found
+    launches = not wide and (bool(_launchers) or fits)
+    count(launches)
+    if launches:
+        stored, sums = _launched(made, used)
+    else:
+        stored, sums = evaluated(made.chain, used, made.rounding)
+    late: Sequence[Tensor] = ()
+    if made.tail is not None:
+        late = made.tail(*sums, *(given[place] for place in made.chain.wanted))
+    return [stored[o.place] if o.where == "stored" else late[o.place].clone() for o in made.order]
 
 
 def shape_of(made: Kernel, like: Tensor) -> Shape:
@@ -129,8 +120,8 @@ def shape_of(made: Kernel, like: Tensor) -> Shape:
     return Shape(parts, -(-tiles // parts), rows, block, warps)
 
 
-def _launched(made: Kernel, given: Sequence[Tensor], used: Sequence[Tensor]) -> list[Tensor]:
-    """Launch the kernel; the sums of its programs are added, and the tail follows."""
+def _launched(made: Kernel, used: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """What the kernel stores, and the sums over rows: those of its programs, added."""
     chain, like = made.chain, used[0]
     shape = shape_of(made, like)
     loaded = [
@@ -148,15 +139,8 @@ def _launched(made: Kernel, given: Sequence[Tensor], used: Sequence[Tensor]) -> 
     numbers = [chain.grid.rows, chain.grid.size, *strides, shape.tiles]
     launch = _launchers[-1] if _launchers else launched_here
     launch(made, [*loaded, *stored, *sums, *numbers], shape)
-    late: Sequence[Tensor] = ()
-    if made.tail is not None:
-        totals = [
-            t.sum(0).to(s.dtype).reshape(s.shape) for s, t in zip(chain.sums, sums, strict=True)
-        ]
-        late = made.tail(*totals, *(given[place] for place in chain.wanted))
-    return [
-        stored[o.place] if o.where == "stored" else late[o.place].contiguous() for o in made.order
-    ]
+    totals = [t.sum(0).to(s.dtype).reshape(s.shape) for s, t in zip(chain.sums, sums, strict=True)]
+    return stored, totals
 
 
 def launched_here(made: Kernel, arguments: list[Any], shape: Shape) -> None:

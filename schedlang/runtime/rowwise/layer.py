@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.float64 import Float64
 from schedlang.runtime.rowwise import operator
 from schedlang.runtime.rowwise.graphs import Sort, sorts_of
 from schedlang.runtime.rowwise.roles import NotRowwise
@@ -27,6 +29,7 @@ class Generated:
     plain: Callable[..., Any]
     source: str
     rounding: str
+    wide: bool = False  # casts to a lower float are casts to float64: for a proof
     names: dict[tuple[Any, ...], tuple[str, int]] = field(default_factory=dict)
 
     def __call__(self, *given: Any) -> Any:
@@ -48,9 +51,11 @@ class Generated:
 
             def function(*tensors: Tensor) -> Any:
                 rest = iter(tensors)
-                return self.plain(*(fixed[n] if n in fixed else next(rest) for n in range(count)))
+                all_ = (fixed[n] if n in fixed else next(rest) for n in range(count))
+                with Float64() if self.wide else nullcontext():
+                    return self.plain(*all_)
 
-            said = f"{self.source}\n{self.rounding}\n{key!r}"
+            said = f"{self.source}\n{self.rounding}\n{self.wide}\n{key!r}"
             name = f"region_{sha256(said.encode()).hexdigest()[:12]}"
             operator.declare(name, function, self.rounding)
             with torch.no_grad():

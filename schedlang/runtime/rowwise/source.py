@@ -6,11 +6,13 @@ once more for the results; sums over rows then lie in memory, one row for each p
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from schedlang.runtime.rowwise.chain import Chain, Value
+from schedlang.runtime.rowwise.table import HELPERS
 
 TYPES = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16", torch.float32: "tl.float32"}
 _EMPTY = {"sum": "0.0", "max": 'float("-inf")', "min": 'float("inf")'}
@@ -51,9 +53,10 @@ class _Writer:
         self._say("program = tl.program_id(0).to(tl.int64)")
         (self._looped if looped else self._whole)()
         head = f"@triton.jit\ndef kernel(\n    {', '.join(names)},\n):\n"
-        return f"import triton\nimport triton.language as tl\n\n\n{head}" + "".join(
-            f"{line}\n" for line in self.lines
-        )
+        body = "".join(f"{line}\n" for line in self.lines)
+        called = [name for name in HELPERS if re.search(rf"\b{name}\(", body)]
+        used = [f"@triton.jit\ndef {name}(x):\n{HELPERS[name]}\n\n" for name in called]
+        return f"import triton\nimport triton.language as tl\n\n\n{''.join(used)}{head}{body}"
 
     def _say(self, line: str) -> None:
         self.lines.append("    " * self.depth + line)

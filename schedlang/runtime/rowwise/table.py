@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# near zero the formula loses digits, and the series has them
-_TANH = (
-    "tl.where(tl.abs({0}) < 0.2,"
-    " {0} * (1.0 - {0} * {0} * (0.33333333333 - {0} * {0} * (0.13333333333"
-    " - {0} * {0} * (0.05396825397 - {0} * {0} * 0.02186948854)))),"
-    " 1.0 - 2.0 / (1.0 + tl.exp(2.0 * {0})))"
-)
-# after Kahan: the rounding of 1 + x, and of exp(x), is taken out again
-_LOG1P = "tl.where(1.0 + {0} == 1.0, {0}, tl.log(1.0 + {0}) * ({0} / ((1.0 + {0}) - 1.0)))"
-_EXPM1 = (
-    "tl.where(tl.exp({0}) == 1.0, {0}, tl.where(({0} < -16.0) | ({0} > 16.0), tl.exp({0}) - 1.0,"
-    " (tl.exp({0}) - 1.0) * ({0} / tl.log(tl.exp({0})))))"
-)
+# functions that Triton lacks: near zero their formulas lose digits; tanh has a series there, and
+# for the others, after Kahan, the rounding of 1 + x, and of exp(x), is taken out again
+HELPERS: Mapping[str, str] = {
+    "tanh": """    square = x * x
+    series = 0.05396825397 - square * 0.02186948854
+    series = x * (1.0 - square * (0.33333333333 - square * (0.13333333333 - square * series)))
+    return tl.where(tl.abs(x) < 0.2, series, 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x)))
+""",
+    "log1p": """    more = 1.0 + x
+    return tl.where(more == 1.0, x, tl.log(more) * (x / (more - 1.0)))
+""",
+    "expm1": """    value = tl.exp(x)
+    near = (value - 1.0) * (x / tl.log(value))
+    far = (x < -16.0) | (x > 16.0)
+    return tl.where(value == 1.0, x, tl.where(far, value - 1.0, near))
+""",
+}
 # what is not a number stays so, as in torch
 _LARGER = "tl.where(({0} != {0}) | ({0} > {1}), {0}, {1})"
 _SMALLER = "tl.where(({0} != {0}) | ({0} < {1}), {0}, {1})"
@@ -32,12 +36,12 @@ POINTWISE: Mapping[str, str] = {
     "aten.addcmul.default": "{0} + {1} * {2}",
     "aten.neg.default": "-{0}", "aten.abs.default": "tl.abs({0})",
     "aten.exp.default": "tl.exp({0})",
-    "aten.exp2.default": "tl.exp2({0})", "aten.expm1.default": _EXPM1,
+    "aten.exp2.default": "tl.exp2({0})", "aten.expm1.default": "expm1({0})",
     "aten.log.default": "tl.log({0})",
-    "aten.log2.default": "tl.log2({0})", "aten.log1p.default": _LOG1P,
+    "aten.log2.default": "tl.log2({0})", "aten.log1p.default": "log1p({0})",
     "aten.sqrt.default": "tl.sqrt({0})", "aten.rsqrt.default": "tl.rsqrt({0})",
     "aten.sin.default": "tl.sin({0})", "aten.cos.default": "tl.cos({0})",
-    "aten.tanh.default": _TANH, "aten.erf.default": "tl.erf({0})",
+    "aten.tanh.default": "tanh({0})", "aten.erf.default": "tl.erf({0})",
     "aten.sigmoid.default": "1.0 / (1.0 + tl.exp(-{0}))",
     "aten.reciprocal.default": "1.0 / {0}", "aten.square.default": "{0} * {0}",
     "aten.relu.default": _LARGER.replace("{1}", "0.0"),
