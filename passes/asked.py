@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.words import arguments
 from schedlang.plan import Action, Plan
 
 STEPS = 3  # of every proof
@@ -78,7 +79,7 @@ def _check_exact(plan: Plan, action: Action) -> None:
             Diagnostic(
                 "S709", f"`{inexact[0].name}` cannot be equal bit by bit",
                 notes=(f"it gives up {', '.join(sorted(inexact[0].primitive.gives_up))}, and stands"
-                       f" in the step that `{action.primitive}` is about",),
+                       f" in the step that `verify({arguments(action.primitive)})` is about",),
                 helps=("leave `exact` out: float64 is compared to 1e-9",
                        "or give the rows that are exact (`checkpoint`, `offload`) a step of their"
                        " own"),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.casts import cast_loss, loss_scale
 from schedlang.passes.chains import Chains
 from schedlang.passes.complete import completed
 from schedlang.passes.context import exchange
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
     from schedlang.runtime.ranks import Ranks
 
 Loss = Callable[..., Any]
-FACETS = ("structure", "dtype", "placement", "recompute", "residence", "stage", "state", "order")
+# casts come around what sharding makes of a module: then what is sent is cast already
+FACETS = ("structure", "placement", "dtype", "recompute", "residence", "stage", "state", "order")
 
 
 @dataclass
@@ -115,7 +117,9 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     lying = None if given.hollow else away(builder, staged, found, sliced, given.optimizer)
     sums = sums_of(plan, traced, holdings, found, ranks)
     dropout = _dropout(plan, prepared, ranks, given.seed, module)
-    pipeline = pipeline_of(plan, module, ranks, prepared, loss, given.weight, sliced)
+    pipeline = pipeline_of(
+        plan, module, ranks, prepared, cast_loss(plan, loss), given.weight, sliced
+    )
     assembly = Assembly(
         module=module, pipeline=pipeline, ranks=ranks, replicas=plan.data_axes, micro=plan.micro,
         parameters=found, holdings=holdings, buffer_stages=buffer_stages(staged),
@@ -125,6 +129,7 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
         compressor=compressor_of(plan, traced, holdings, found, ranks),
         early=early_sums(plan, staged, found, sums), last_rank=_last_rank(plan, staged),
         stage_axis=staged.axis, dropout=dropout, inputs=frozenset(batch),
+        lossless=traced.lossless,
         without_labels=traced.labels[0].filled if len(traced.labels) == 1 else None,
         outputs_missing=staged.cut.missing if staged.axis is not None else (),
         ends_early=_ends_early(plan, staged),
@@ -132,7 +137,9 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     )  # fmt: skip
     whole = whole_step(assembly, staged, given.optimizer)
     optimizer = _optimizer(assembly, given.optimizer)
-    return Program(assembly, optimizer, given.clip, whole=whole, away=lying)
+    return Program(
+        assembly, optimizer, given.clip, whole=whole, away=lying, loss_scale=loss_scale(plan)
+    )
 
 
 def _ends_early(plan: Plan, staged: Staged) -> bool:
@@ -153,10 +160,14 @@ def _optimizer(
     a: Assembly, make: Callable[..., torch.optim.Optimizer] | None
 ) -> torch.optim.Optimizer | None:
     """The optimizer of what this rank trains; None where there is nothing."""
+    from schedlang.runtime.elementwise import check_closure
+
     trained = [(name, p) for name, p in a.parameters.items() if p.requires_grad]
     if make is None or not trained:
         return None
-    return make(trained)
+    made = make(trained)
+    check_closure(made)
+    return made
 
 
 def _last_rank(plan: Plan, staged: Staged) -> int:

@@ -179,7 +179,7 @@ def require(node: n.Require, state: State) -> State:
         refused("S304", "a requirement is a test, true or false", node.test.span, said)
     used = {part for name in walk(node.test) if isinstance(name, n.Name) for part in name.parts[:1]}
     knobs = {name: k for name, k in state.knobs.items() if name in used}
-    helps = alternatives(knobs, lambda new: evaluate(node.test, _changed(state, new)) is True)
+    helps = alternatives(knobs, lambda new: evaluate(node.test, with_knobs(state, new)) is True)
     label = ""
     if isinstance(node.test, n.Chain) and isinstance(node.test.items[0], n.Node):
         left = node.test.items[0]
@@ -191,7 +191,7 @@ def require(node: n.Require, state: State) -> State:
     refused("S104", "a requirement does not hold", node.span, label, *helps, note=note)
 
 
-def _changed(state: State, new: Mapping[str, Any]) -> Names:
+def with_knobs(state: State, new: Mapping[str, Any]) -> Names:
     """The names if some knobs had other values."""
     names = state.names
     axes = {axis: new.get(state.sized.get(axis, ""), size) for axis, size in names.axes.items()}

@@ -71,9 +71,9 @@ def record(
             raise
         except Exception as error:
             raise rejected(error) from error
-    recorder.recording.reached = reached(
-        model, loss_of(output, inputs, None) if value is None else value
-    )
+    found = loss_of(output, inputs, None) if value is None else value
+    recorder.recording.lossless = found is None
+    recorder.recording.reached = reached(model, found)
     recorder.recording.asked = values.asked
     recorder.recording.entries.update(stack.turns)
     recorder.recording.order.extend(stack.turns)

@@ -299,6 +299,8 @@ class Expander:
     def add(self, primitive: Primitive, sites: Roots, span: Span) -> None:
         """One row: all its sites, or none and a refusal."""
         plan = self.state.plan
+        if plan is not None and not sites:
+            self.state = replace(self.state, idle=(*self.state.idle, span))
         if plan is None or not sites:
             return
         if primitive.takes == "model" and len(sites) > 1:

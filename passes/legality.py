@@ -24,7 +24,7 @@ def check(plan: Plan, primitive: Primitive, sites: Sequence[str], span: Span) ->
     if "recompute" in primitive.writes:
         _once_each(sites, span)
     for first in plan.actions:
-        relation = conflicts(type(first.primitive), type(primitive))
+        relation = conflicts(first.primitive, primitive)
         if relation not in ("clash", "both"):
             continue
         pairs = list(meetings(plan, first.sites, sites))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from schedlang.passes.casts import gathered_in
 from schedlang.passes.gathers import gathers_of
 from schedlang.passes.holdings import slicing
 from schedlang.passes.reductions import sliced_names
@@ -160,14 +161,17 @@ def _together(plan: Plan) -> int:
     return max([1, *sizes, *(len(a.sites) for a in rows if a.primitive.limit is not None)])
 
 
-def gathered_bytes(plan: Plan, holdings: Mapping[str, Holding], names: tuple[str, ...]) -> int:
-    """Bytes of parameters that are gathered whole from slices of equal size."""
-    total = 0
+def gathered_bytes(
+    plan: Plan, holdings: Mapping[str, Holding], names: tuple[str, ...], *, cast: bool = False
+) -> int:
+    """Bytes of parameters that are gathered whole from slices of equal size; `cast`: as used."""
+    total, low = 0, gathered_in(plan, names) if cast else None
     for name in names:
         count = plan.mesh.size(holdings[name].sliced)
         shape = holdings[name].layout.local_shape(plan.mesh)
         rows = -(-shape[0] // count) * count  # as fully_shard pads
-        total += rows * math.prod(shape[1:]) * plan.model.unique[name].itemsize
+        item = 2 if low is not None else plan.model.unique[name].itemsize
+        total += rows * math.prod(shape[1:]) * item
     return total
 
 

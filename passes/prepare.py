@@ -11,10 +11,12 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.chains import Chains, Counting, chains_of
 from schedlang.passes.context import tokens_of
 from schedlang.passes.holdings import holdings_of
+from schedlang.passes.kept_bits import check_kept
 from schedlang.passes.propagate import Traced, propagate
 from schedlang.passes.repeats import check_repeats
 from schedlang.passes.routing import check_routing
 from schedlang.passes.sequence import slicing_of
+from schedlang.passes.settled import check_settled
 from schedlang.passes.staging import Staged, stages_of
 from schedlang.passes.staleness import check_stale
 from schedlang.passes.statistics import with_statistics
@@ -54,10 +56,12 @@ def prepare(
     if weight is not None:
         _check_weight(weight, sample)
     traced = propagate(plan, sample, loss)
+    check_settled(plan, traced)
     traced = with_statistics(plan, traced, sample, loss, weight is not None)
     staged = stages_of(plan, traced, sample, loss)
     check_stale(plan, staged)
     slicing = slicing_of(plan, traced, staged, sample, loss, weight)
+    check_kept(plan, staged, slicing)
     tokens = tokens_of(plan, traced, sample, loss, weight)
     check_repeats(plan, sample, loss)
     chains = chains_of(Counting(plan, traced, staged, sample, loss, tokens))

@@ -41,6 +41,7 @@ class Traced:
     layouts   (module, turn) -> notes on the tensors that it is given and on those that it gives,
               None where they are not known; empty where nothing is sharded
     reached   parameters that the loss depends on, whatever the values are
+    lossless  whether there is no loss to train by
     asked     whether the model asked for values: other ones may reach fewer parameters
     order     modules in the order of their first call; entries: how often each is called
     statistics  sums over all rows that ranks which share a batch have to share
@@ -60,6 +61,7 @@ class Traced:
     labels: tuple[LabelRule, ...] = ()
     random: bool = False
     reached: frozenset[str] = frozenset()
+    lossless: bool = False
     asked: bool = False
     order: tuple[str, ...] = ()
     entries: Mapping[str, int] = field(default_factory=dict)
@@ -136,6 +138,7 @@ def _traced(plan: Plan, recording: Recording, run: Run | None = None) -> Traced:
         "random": recording.random,
         "reached": recording.reached,
         "asked": recording.asked,
+        "lossless": recording.lossless,
         "order": tuple(recording.order),
         "entries": dict(recording.entries),
     }
@@ -159,15 +162,27 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
     fqn = failure.frame[0]
     action = _guilty(plan, failure)
     heads = _heads(plan, failure)
-    notes = (f"in the forward of `{fqn or plan.model.class_name}`",)
+    notes: tuple[str, ...] = (f"in the forward of `{fqn or plan.model.class_name}`",)
     title = heads[0] if heads else failure.reason
+    if not heads and failure.raw:
+        title = f"`{fqn or plan.model.class_name}` cannot compute with parts of what it needs whole"
+        notes = (*notes, f"torch says: {failure.reason}")
     label = Label(action.span) if action is not None and action.span is not None else Label()
+    helps = (*heads[1:], *failure.helps) if heads else failure.helps or _fitting(plan, action)
     return Refusal(
         Diagnostic(
-            "S403" if heads else "S405", title, label, notes=notes,
-            helps=(*(heads[1:] if heads else ()), *failure.helps),
+            "S403" if heads else "S405", title, label, notes=notes, helps=helps
         )
     )  # fmt: skip
+
+
+def _fitting(plan: Plan, action: Action | None) -> tuple[str, ...]:
+    """What lets the modules around a row fit to it."""
+    over = getattr(action.primitive, "over", None) if action is not None else None
+    if over is None or not isinstance(over, str) or over in plan.completing:
+        return ()
+    return (f"let the rows that fit be added, below: `complete(over={over})`",
+            "or hand on the whole: `output=R`")  # fmt: skip
 
 
 def _guilty(plan: Plan, failure: Mismatch) -> Action | None:

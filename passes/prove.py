@@ -16,7 +16,7 @@ from schedlang.passes.exact import IN_ORACLE, baseline, exact_rows, given_up
 from schedlang.passes.expect import bounds
 from schedlang.passes.flips import undecided
 from schedlang.passes.observe import Condition, Observation, observe
-from schedlang.passes.reductions import compressed_over
+from schedlang.passes.reductions import is_lossy
 from schedlang.passes.routing import routings
 from schedlang.passes.runs import Runs, check_parts, runs
 from schedlang.passes.saved import (
@@ -110,7 +110,8 @@ def _lengthened(case: Case, steps: int) -> Case:
 def _class(case: Case) -> str:
     """The equivalence class of a schedule, in a word."""
     names = ["batch_stats"] * case.parted + ["staleness"] * (case.table is not None)
-    names += ["routing"] * any(routings(case.plan)) + ["lossy"] * bool(compressed_over(case.plan))
+    names += ["routing"] * any(routings(case.plan)) + ["lossy"] * is_lossy(case.plan)
+    names += ["dtype"] * bool(case.plan.casts)
     names += sorted(case.plan.gives_up & IN_ORACLE)
     if names:
         return f"relaxed ({', '.join(names)})"
@@ -133,12 +134,13 @@ def _working_rows(
     working: Case, told: Sequence[Condition], exact: Observation, program: Observation
 ) -> list[Row]:
     """The program in the working dtype, as near to float64 as the original's own rounding."""
+    from schedlang.passes.casts import lowest
     from schedlang.passes.rounding import within_rounding
     from schedlang.runtime.modes import ambient
     from schedlang.runtime.random import LogicalDropout
 
     def make(condition: Condition) -> Sequential:
-        return sequential(working, condition)
+        return sequential(working, condition, cast=True)
 
     first = [replace(condition, batches=working.batches) for condition in told[:1]]
     with ambient(LogicalDropout(working.seed)):
@@ -148,7 +150,8 @@ def _working_rows(
         exact, tensors={k: v for k, v in exact.tensors.items() if k.condition in names}
     )
     rtol = asked(working.plan).rtol
-    return list(within_rounding(wanted, plain, program, rtol=rtol))
+    low = lowest(working.plan)
+    return list(within_rounding(wanted, plain, program, rtol=rtol, low=low))
 
 
 def check_world(plan: Plan, verb: str = "verify") -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from schedlang.passes.casts import gathered_in
 from schedlang.passes.holdings import slicing
 from schedlang.passes.propagate import Traced
 from schedlang.passes.reductions import reductions, sliced_names, sliced_over
@@ -48,7 +49,8 @@ def slice_state(
         out[stage] = one = Sliced(sliced.stage, meshes[axes], ignored, met, sliced.reshard, asked)
         for fqn, names in sliced_names(plan, staged, holdings, stage).items():
             over, tier = sliced_over(holdings, names) or axes, tier_of_unit(plan, fqn, names)
-            unit = Unit(root=not fqn, waits=_waits(plan, fqn), tier=tier)
+            low = gathered_in(plan, names)
+            unit = Unit(root=not fqn, waits=_waits(plan, fqn), tier=tier, low=low)
             one.add(module.get_submodule(fqn), meshes[over], unit)
         one.prefetch(sliced.prefetch)
     return out

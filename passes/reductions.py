@@ -84,6 +84,11 @@ def _replicas(
         yield Reduction("compressed", axes, tuple(names))
 
 
+def is_lossy(plan: Plan) -> bool:
+    """Is anything sent, or kept, in fewer bits than it has?"""
+    return bool(plan.kept or compressed_over(plan))
+
+
 def compressed_over(plan: Plan) -> tuple[str, ...]:
     """The plain axes over which sums are compressed, in mesh order; none for one rank."""
     axes = plan.mesh.fold(plan.compression.axes) if plan.compression is not None else ()

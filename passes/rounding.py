@@ -34,19 +34,21 @@ IN_DTYPE = " in working dtype"
 
 def within_rounding(
     exact: Observation, original: Observation, program: Observation, *, times: float = 1.0,
-    rtol: Mapping[str, float] | None = None,
+    rtol: Mapping[str, float] | None = None, low: float = 0.0,
 ) -> tuple[Row, ...]:  # fmt: skip
     """Rows for outputs, loss, gradients, norm and parameter updates; an error of 1 is the gate.
 
     `exact` is the original in float64 started from the weights of the other two. `times` widens all
     gates. For kinds in `rtol` the schedule has given a bound of its own for the relative error.
+    With `low`, the spacing of a low dtype at 1, that both computed in: an error is at most twice
+    the original's own under the same casts, or `low` times its size.
     """
-    return tuple(_rows(exact, original, program, times, rtol or {}))
+    return tuple(_rows(exact, original, program, times, rtol or {}, low))
 
 
 def _rows(
     exact: Observation, original: Observation, program: Observation, times: float,
-    rtol: Mapping[str, float],
+    rtol: Mapping[str, float], low: float,
 ) -> Iterator[Row]:  # fmt: skip
     unit = _unit(original)
     last = {key[:2]: key.step for key in exact.tensors}
@@ -66,6 +68,8 @@ def _rows(
             continue
         if key.kind in rtol:
             error, note = _relative(x, r), "the bound of the schedule"
+        elif low:
+            error, note = _twice(x, s, r, low), ""
         elif key.kind in _SCALARS:
             error, note = _number(x, s, r, unit * _SCALARS[key.kind] * times), ""
         else:
@@ -86,6 +90,16 @@ def _relative(x: Tensor, r: Tensor) -> float:
     size = float(r.norm())
     error = float((x - r).norm())
     return error / size if size else (0.0 if error == 0 else float("inf"))
+
+
+def _twice(x: Tensor, s: Tensor, r: Tensor, low: float) -> float:
+    """The rule for casts; what overflows in the original must in the program."""
+    x, s, r = x.double(), s.double(), r.double()
+    if not bool(s.isfinite().all()):
+        return float(bool(x.isfinite().all())) * float("inf") if bool(x.isfinite().all()) else 0.0
+    gate = max(2.0 * float((s - r).norm()), low * float(r.norm()))
+    error = float((x - r).norm())
+    return error / gate if gate else (0.0 if error == 0 else float("inf"))
 
 
 def _number(x: Tensor, s: Tensor, r: Tensor, share: float) -> float:

@@ -165,10 +165,15 @@ def original(case: Case, told: Sequence[Condition]) -> tuple[Observation, int]:
 
 
 def sequential(
-    case: Case, condition: Condition, dropout: LogicalDropout | None = None
+    case: Case, condition: Condition, dropout: LogicalDropout | None = None, *, cast: bool = False
 ) -> Sequential:
-    """The loop around a copy of the model, under a condition: plain, or as the rows relax it."""
+    """The loop around a copy of the model, under a condition: plain, or as the rows relax it.
+
+    `cast`: what rows let compute in another dtype does.
+    """
+    from schedlang.passes.cast_original import ScaledParted, ScaledSteps, cast_twin
     from schedlang.passes.compressed import Compressed
+    from schedlang.passes.fewer_bits import with_kept
     from schedlang.passes.original import Sequential
     from schedlang.passes.parted import Parted
     from schedlang.passes.reductions import compressed_over
@@ -180,20 +185,27 @@ def sequential(
         "loss": case.loss, "clip": condition.clip, "scale": condition.scale,
         "evaluate": condition.evaluate, "dropout": dropout,
     }  # fmt: skip
-    table = case.table
+    table, module = case.table, with_kept(case.plan, twin(case))
     few = bool(compressed_over(case.plan))
-    if not case.parted and table is None and not few:
-        return Sequential(twin(case), condition.optimizer, **options)
+    row = case.plan.scaled if cast else None
+    if cast:
+        cast_twin(case.plan, module, options)
+    if row is not None and not case.parted and not case.plan.kept:
+        return ScaledSteps(module, condition.optimizer, **options, row=row)
+    if not case.parted and table is None and not few and not case.plan.kept:
+        return Sequential(module, condition.optimizer, **options)
     assert case.prepared is not None
     replicas, micro = case.cuts
     weigh = case.weight or weight_of(case.prepared.traced, replicas * micro)
     options |= {"split": lambda batch: split(batch, replicas, micro), "weigh": weigh}
     if table is not None:
-        return Replayed(twin(case), condition.optimizer, **options, table=table)
+        return Replayed(module, condition.optimizer, **options, table=table)
     if few:
         held = case.prepared.holdings
-        return Compressed(twin(case), condition.optimizer, **options, plan=case.plan, holdings=held)
-    return Parted(twin(case), condition.optimizer, **options)
+        return Compressed(module, condition.optimizer, **options, plan=case.plan, holdings=held)
+    if row is not None:
+        return ScaledParted(module, condition.optimizer, **options, row=row)
+    return Parted(module, condition.optimizer, **options)
 
 
 class Distributed:

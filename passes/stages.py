@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from schedlang.diagnostic import Diagnostic, Label, Refusal, closest
+from schedlang.diagnostic import Diagnostic, Label, Refusal, closest, quoted
 from schedlang.plan import Cut, Plan
 from schedlang.runtime.graph import refusal
 from schedlang.source import NOWHERE
@@ -40,8 +40,10 @@ def at_units(units: Sequence[Unit], starts: Sequence[str]) -> tuple[int, ...]:
         raise refusal(
             "S613",
             "",
-            "stages start at different units, each after the first unit",
-            ", ".join(names[place] for place in sorted({*places} - {0})) or names[1],
+            f"`{names[0]}` comes first: no stage would stand before it"
+            if 0 in places
+            else "two stages start at one module",
+            f"stages may start at {quoted(names[1:])}",
         )
     return _stages(len(units), places)
 

@@ -30,6 +30,7 @@ def check_stale(plan: Plan, staged: Staged) -> None:
     _check_sliced(plan)
     _check_early(plan)
     _check_coded(plan)
+    _check_scaled(plan)
     _check_residence(plan)
     _check_recomputed(plan, staged)
 
@@ -108,6 +109,18 @@ def _check_coded(plan: Plan) -> None:
         next((a for a in plan.actions if a.name == "compress"), None),
         notes=("what a code leaves out is added to the gradient of the next step",),
         helps=("drop this row: gradients are then summed whole", SYNCHRONOUS),
+    )  # fmt: skip
+
+
+def _check_scaled(plan: Plan) -> None:
+    """Whether a step overflowed is heard when all ranks have ended it, and these update before."""
+    if plan.scaled is None:
+        return
+    _refuse(
+        "a loss that is scaled for float16 may have its step skipped, and stages update inside it",
+        next((a for a in plan.actions if a.name == "cast"), None),
+        notes=("whether any rank's gradients overflowed is known at the end of a step",),
+        helps=("`cast(bf16)` needs no scale", SYNCHRONOUS),
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from schedlang.knob import Knob
 from schedlang.mesh import Mesh
 from schedlang.patterns import Pattern
 from schedlang.selector import Selector
+from schedlang.source import Span
 from schedlang.value import Names
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class State:
 
     Without `facts` (no model) rows are checked for their names and arguments only, and `plan` stays
     None.  `broken` are declared names whose declaration was refused: what uses them is not blamed.
+    `idle` are the places of rows for which nothing was selected.
     """
 
     facts: ModelFacts | None
@@ -62,6 +64,7 @@ class State:
     steps: tuple[str, ...] = ()
     step: n.Step | None = None
     plan: Plan | None = None
+    idle: tuple[Span, ...] = ()  # rows that selected nothing
 
     @property
     def axes(self) -> Mapping[str, int]:

@@ -55,6 +55,9 @@ def static(
     """
     from schedlang.runtime import parts
 
+    if plan.kept:  # the same tensors, but for their rounding
+        found = static(replace(plan, kept=()), batch, loss, weight)
+        return replace(found, unseen=(*found.unseen, "rounding of what modules save"))
     if plan.compression is not None:  # the same sums of the same parts, but for the codec
         found = static(replace(plan, compression=None), batch, loss, weight)
         return replace(found, unseen=(*found.unseen, "codecs: what they compress is summed whole"))

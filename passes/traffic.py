@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.passes.chains import Chains
+from schedlang.passes.chains import Chains, Skeleton
 from schedlang.passes.gathers import gathers
 from schedlang.passes.holdings import slicing
 from schedlang.passes.memory import gathered_bytes
@@ -142,6 +142,7 @@ def collectives(
         flags = sum(
             bool(holding.sliced) for holding in prepared.holdings.values()
         )  # was each one used?
+        flags += plan.scaled is not None  # did any rank's gradients overflow?
         found.append(Collective("all-reduce", everyone, "step", both, "", 1, 8 * (2 + flags)))
     return tuple(found)
 
@@ -210,23 +211,11 @@ def _heard(context: _Context, batch: Mapping[str, Any], loss: Loss | None) -> li
 
 def at_skeleton(plan: Plan, model: Any, chains: Chains) -> None:
     """Recompute modules of a local model on meta where rows ask for it."""
-    at = _At(plan, model, chains)
+    at = Skeleton(plan, model, chains)
     for action in plan.actions:
         if "recompute" in action.primitive.writes:
             for target in plan.targets(action):
                 action.primitive.apply(target, at)
-
-
-@dataclass(frozen=True)
-class _At:
-    """What a primitive's `apply` is given: the copy, module by module."""
-
-    plan: Plan
-    module: Any
-    chains: Chains
-
-    def at(self, fqn: str) -> Any:
-        return self.module.get_submodule(fqn)
 
 
 # (from, to) -> kind in forward, kind in backward; of an entry the backward only where ranks differ
@@ -349,7 +338,7 @@ def _slices(context: _Context) -> Iterator[Collective]:
         for fqn, names in sliced_names(plan, staged, context.holdings, stage).items():
             trained = tuple(n for n in names if plan.model.unique[n].requires_grad)
             axes = sliced_over(context.holdings, names)
-            size = gathered_bytes(plan, context.holdings, names)
+            size = gathered_bytes(plan, context.holdings, names, cast=True)
             grads = gathered_bytes(plan, context.holdings, trained)
             times = backwards if row.stage > 1 else 1
             gather = Collective(

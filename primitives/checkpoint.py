@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from schedlang.plan import Plan
 from schedlang.primitive import Primitive, refuse
@@ -11,7 +11,7 @@ from schedlang.regions import Tree, groups, regions, root, runs
 from schedlang.value import Bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from schedlang.model import Site
     from schedlang.regions.rotor import Cost
@@ -42,7 +42,7 @@ class checkpoint(Primitive):  # noqa: N801
     save: tuple[Literal["linear", "attention", "collective"], ...] = field(default=(), kw_only=True)
     group: int | Literal["sqrt"] = field(default=1, kw_only=True)
     every: int = field(default=1, kw_only=True)
-    plan: Literal["rotor"] | None = field(default=None, kw_only=True)
+    plan: Literal["rotor", "pareto", "adapipe", "dtr"] | None = field(default=None, kw_only=True)
     memory: Bytes | None = field(default=None, kw_only=True)
 
     example = "layers.*  checkpoint()"
@@ -78,6 +78,7 @@ class checkpoint(Primitive):  # noqa: N801
 
     def apply(self, sites: tuple[Site, ...], build: Any) -> None:
         """Recompute modules of the copy."""
+        from schedlang.runtime.dynamic import dynamic
         from schedlang.runtime.recompute import checkpoint as recompute
         from schedlang.runtime.region import regions as recompute_as
 
@@ -86,36 +87,66 @@ class checkpoint(Primitive):  # noqa: N801
                 recompute(build.at(site.fqn), self.save)
             return
         names = tuple(site.fqn for site in sites)
-        made = ((run, self._tree(run)) for run in runs(names))
-        for run, tree in build.chains[names] if self.plan is not None else made:
-            recompute_as([build.at(name) for name in run], tree, self.save)
+        if self.plan is None:
+            for run in runs(names):
+                recompute_as([build.at(name) for name in run], self._tree(run), self.save)
+            return
+        if self.plan == "dtr":
+            dynamic([build.at(name) for name in names], build.chains[names][0][1])
+            return
+        for run, found in build.chains[names]:
+            if self.plan == "rotor":
+                recompute_as([build.at(name) for name in run], found)
+                continue
+            for name, choice in zip(run, found):
+                if choice.kept is not None:
+                    recompute(build.at(name), chosen=choice.kept)
 
     @property
     def limit(self) -> int | None:
         """The memory that a plan fits its modules into."""
         return self.memory if self.plan is not None else None
 
-    def fit(self, chain: Sequence[Cost], memory: int) -> Tree:
-        """The regions of a plan; refuses memory in which there are none."""
+    @property
+    def cuts(self) -> bool:
+        """Whether the stages of a pipeline are cut by what the plan repeats on each."""
+        return self.plan == "adapipe"
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the plan drops and makes again while it runs."""
+        return self.plan == "dtr"
+
+    def fit(self, chain: Sequence[Cost], memory: int, play: Callable[[Any], Any]) -> Any:
+        """What a plan does with modules of these costs; refuses memory that is too little."""
+        from schedlang.regions.operators import needed, pareto
         from schedlang.regions.rotor import least, rotor
 
-        tree = rotor(chain, memory)
-        if tree is None:
-            need = least(chain)[0]
-            refuse(
-                "S841",
-                f"{memory} bytes hold no plan for these {len(chain)} modules",
-                "too little for one microbatch",
-                notes=(
-                    f"the largest keeps {max(c.saved for c in chain)} bytes by itself when it"
-                    f" is recomputed, all kept are {sum(c.saved for c in chain)}",
-                ),
-                helps=(
-                    f"each microbatch needs {need} bytes at least",
-                    "or make them smaller: recompute inside of a module instead",
-                ),
-            )
-        return tree
+        if self.plan == "dtr":
+            return self._budget(len(chain), memory, play)
+        found = rotor(chain, memory) if self.plan == "rotor" else pareto(chain, memory)
+        if found is None:
+            largest, whole = max(c.saved for c in chain), sum(c.saved for c in chain)
+            _too_little(
+                memory, least(chain)[0] if self.plan == "rotor" else needed(chain), len(chain),
+                f"the largest keeps {largest} bytes by itself when it is recomputed, all kept"
+                f" are {whole}",
+            )  # fmt: skip
+        return found
+
+    def _budget(self, count: int, memory: int, play: Callable[[Any], Any]) -> int:
+        """The bytes that all modules share while they run; tried with a share of them first."""
+        from schedlang.runtime.dynamic import pools
+
+        def peak(budget: int) -> int:
+            return max(pool.peak for pool in pools(play(budget)))
+
+        if peak(memory) > memory:
+            _too_little(memory, peak(0), count,
+                        "what enters a module stays, and so does what an operator needs at a time"
+                        " when it runs again")  # fmt: skip
+        assert self.memory is not None
+        return self.memory
 
     def _check_plan(self, names: tuple[str, ...]) -> None:
         """A plan needs its memory, and one list of modules; it chooses groups by itself."""
@@ -130,7 +161,7 @@ class checkpoint(Primitive):  # noqa: N801
             refuse("S842", "a plan chooses by itself what is recomputed together",
                    "`group`, `every` and `save` choose it, too",
                    helps=(f"drop them: `checkpoint(plan={self.plan}, memory=2GiB)`",))  # fmt: skip
-        if len(runs(names)) > 1:
+        if self.plan == "rotor" and len(runs(names)) > 1:
             refuse("S842", "a plan is for modules that follow each other in one list",
                    f"`{runs(names)[0][-1]}` and `{runs(names)[1][0]}` do not",
                    helps=("give each list a row and memory of its own",))  # fmt: skip
@@ -142,3 +173,10 @@ class checkpoint(Primitive):  # noqa: N801
     def _tree(self, run: tuple[str, ...]) -> Tree:
         size = root(len(run)) if self.group == "sqrt" else self.group
         return groups(len(run), size, self.every)
+
+
+def _too_little(memory: int, need: int, count: int, why: str) -> NoReturn:
+    refuse("S841", f"{memory} bytes hold no plan for these {count} modules",
+           "too little for one microbatch", notes=(why,),
+           helps=(f"each microbatch needs {need} bytes at least",
+                  "or make them smaller: recompute inside of a module instead"))  # fmt: skip

@@ -1,4 +1,4 @@
-"""compress: sum gradients over replicas in fewer bytes."""
+"""compress: sum gradients over replicas, or keep activations, in fewer bytes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from schedlang.kinds import Axes
-from schedlang.plan import Compression, Plan
+from schedlang.plan import Compression, Kept, Plan
 from schedlang.primitive import Primitive, refuse
 
 if TYPE_CHECKING:
     from schedlang.model import Site
 
 
+BITS = {"int8": 8, "int4": 4, "int2": 2}
+SUMS = ("powersgd", "int8", "onebit")
+
+
 class compress(Primitive):  # noqa: N801
-    """Let the sum of gradients over some data axes run compressed, once a step.
+    """Let sums of gradients run in fewer bytes, or keep what is saved for backward in fewer.
+
+    `compress(gradients, ..., over=dp)`, about the model: their sum over some data axes, once a step
 
     powersgd   a matrix of n x m as a product of rank `rank`: rank (n + m) numbers are summed
                instead of n m; the power iteration starts where the last step's ended
@@ -30,15 +36,22 @@ class compress(Primitive):  # noqa: N801
     and an iteration starts anew where a matrix is cut in other parts. A program without this row
     leaves them out. Orders with stale weights, which sum several times a step, are refused.
 
-    Results are those of one process that codes the same parts in the same way: `relax(lossy)`; the
-    original's own where the rank is full.
+    `compress(activations, ...)`, of selected modules: what they save between forward and backward
 
-    PowerSGD (Vogels et al. 2019), QSGD (Alistarh et al. 2017), 1-bit SGD (Seide et al. 2014).
+    int8, int4, int2   whole numbers of so many bits, with a least value and a step for each `block`
+                       elements, stochastically rounded: the gradient of a linear layer is right in
+                       the mean. Weights, masks, indices and what is tiny are kept as they are.
+
+    Results are those of one process that codes the same parts in the same way: `relax(lossy)`; the
+    original's own where the rank is full, or where whole numbers can say what is kept.
+
+    PowerSGD (Vogels et al. 2019), QSGD (Alistarh et al. 2017), 1-bit SGD (Seide et al. 2014); ActNN
+    (Chen et al. 2021), Mesa (Pan et al. 2021), GACT (Liu et al. 2022).
     """
 
-    what: Literal["gradients"]
-    how: Literal["powersgd", "int8", "onebit"]
-    over: Axes = field(kw_only=True)
+    what: Literal["gradients", "activations"]
+    how: Literal["powersgd", "int8", "onebit", "int4", "int2"]
+    over: Axes | None = field(default=None, kw_only=True)
     rank: int = field(default=4, kw_only=True)
     block: int = field(default=256, kw_only=True)
     error_feedback: bool = field(default=True, kw_only=True)
@@ -46,20 +59,47 @@ class compress(Primitive):  # noqa: N801
     example = "compress(gradients, powersgd, over=dp)"
     reads = frozenset({"state"})
     writes = frozenset({"order"})
-    takes = "model"
     gives_up = frozenset({"rounding", "lossy"})
 
+    def __post_init__(self) -> None:
+        """Sums have a place in the order of a step; activations rely on other facets."""
+        if self.what == "activations":
+            object.__setattr__(self, "reads", frozenset({"structure", "placement", "recompute"}))
+            object.__setattr__(self, "writes", frozenset({"residence"}))
+
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse axes over which no whole gradients are summed, and sizes without meaning."""
+        """Refuse what has no meaning, sums of what is not whole, and modules coded otherwise."""
+        sums = self.what == "gradients"
+        if self.how not in (SUMS if sums else BITS):
+            words = ", ".join(SUMS if sums else BITS)
+            refuse("S856", f"{self.what} have no code `{self.how}`",
+                   helps=(f"choose one of {words}",))  # fmt: skip
+        if self.rank < 1 or self.block < 8 or self.block % 8:
+            refuse("S304", "a rank is 1 or more, a block a multiple of 8 elements",
+                   helps=("leave them out: `rank=4`, `block=256`",))  # fmt: skip
+        if sums:
+            self._check_sums(site, plan)
+        else:
+            self._check_modules(site, plan)
+
+    def _check_sums(self, site: Site, plan: Plan) -> None:
+        """Sums are the whole model's, over axes whose ranks hold whole gradients."""
         if site.fqn:
             refuse("S408", "gradients are compressed for the whole model",
                    f"this stands inside `{site}`",
                    helps=("move the row out of its `at`",))  # fmt: skip
-        if self.rank < 1 or self.block < 8 or self.block % 8:
-            refuse("S304", "a rank is 1 or more, a block a multiple of 8 elements",
-                   helps=("leave them out: `rank=4`, `block=256`",))  # fmt: skip
+        if self.over is None:
+            row = f"compress(gradients, {self.how}, over=dp)"
+            refuse("S856", "over which ranks are gradients summed?", "names no axis",
+                   helps=(f"name them: `{row}`",))  # fmt: skip
         if plan.compression is not None:
             refuse("S509", "gradients are compressed already", helps=("drop one of the two rows",))
+        if plan.scaled is not None:
+            refuse("S894", "gradients of a scaled loss are not compressed",
+                   notes=("an error that is kept for the next step would be of another scale then,"
+                          " and one infinite gradient would stay in it",),
+                   helps=("compute in `cast(bf16)`, which needs no scale", "or drop this row"),
+                   )  # fmt: skip
         whole = {a for r in plan.replicas if r.stage == 0 for a in plan.mesh.fold(r.axes)}
         for axis in plan.mesh.fold(self.over):
             if axis not in whole:
@@ -67,11 +107,29 @@ class compress(Primitive):  # noqa: N801
                        notes=("what `zero` slices is reduced slice by slice inside of backward",),
                        helps=(f"copy over it, above: `zero(stage=0, over={axis})`",))  # fmt: skip
 
+    def _check_modules(self, site: Site, plan: Plan) -> None:
+        """Modules are named, and nothing else decides what they keep."""
+        if not site.fqn:
+            row = f"layers.*  compress(activations, {self.how})"
+            refuse("S856", "activations are kept by modules, and this row names none",
+                   helps=(f"select them: `{row}`",))  # fmt: skip
+        if self.over is not None or self.rank != 4 or not self.error_feedback:
+            refuse("S856", "`over`, `rank` and `error_feedback` are about sums of gradients",
+                   helps=(f"leave them out: `compress(activations, {self.how})`",))  # fmt: skip
+
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Note it."""
-        axes = tuple(map(str, self.over))
+        if self.what == "activations":
+            return replace(plan, kept=(*plan.kept, Kept(site.fqn, BITS[self.how], self.block)))
+        axes = tuple(map(str, self.over or ()))
         made = Compression(axes, self.how, self.rank, self.block, self.error_feedback)
         return replace(plan, compression=made)
 
     def apply(self, site: Site, build: Any) -> None:
-        """Nothing of its own: `build` makes the sums of the plan."""
+        """Code what a module saves; of sums nothing: `build` makes those of the plan."""
+        if self.what == "activations" and build.plan.kept:
+            from schedlang.runtime.coded import Tally, code
+            from schedlang.runtime.rounded import Coding
+
+            coding = Coding(BITS[self.how], self.block)
+            code(build.at(site.fqn), site.fqn, coding, build.shared("coded", Tally))

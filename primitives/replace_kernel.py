@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+from schedlang.diagnostic import Diagnostic, Label, Refusal
 from schedlang.plan import Plan
 from schedlang.primitive import Primitive, Trial, refuse
 from schedlang.value import Bytes
 
 if TYPE_CHECKING:
     from schedlang.model import Site
+
+
+# kernel -> its package, how to install it, what does without
+PACKAGES = {
+    "flash_attention": (
+        "flash_attn",
+        "pip install flash-attn --no-build-isolation",
+        "replace_kernel(flex_attention)",
+    ),
+    "liger.rms_norm": ("liger_kernel", "pip install liger-kernel", "replace_kernel(rms_norm)"),
+    "liger.layer_norm": ("liger_kernel", "pip install liger-kernel", "replace_kernel(layer_norm)"),
+}
 
 
 class replace_kernel(Primitive):  # noqa: N801
@@ -21,16 +34,29 @@ class replace_kernel(Primitive):  # noqa: N801
       rms_norm, layer_norm   our Triton kernels, forward and backward; offset, epsilon and rounding
                              order are found by probing
       gated                  SwiGLU and its kin between the projections of an MLP, split or packed
+      add_norm               residual sums and the norms after them, in a module that has both
+      rope                   rotary embeddings of an attention's queries and keys, in one launch
+      cross_entropy          a head and the loss after it: logits once, their gradient over them
       linear_cross_entropy   a head and the loss after it, `chunk` bytes of logits at a time; the
                              model's own code finds the loss, its casts, scale and soft cap
       sdpa                   attention by torch's scaled_dot_product_attention, for transformers'
                              modules
+      flex_attention         attention by torch's FlexAttention, with its soft cap, sinks and masks;
+      flash_attention        by the package flash_attn, where it is installed: in transformers'
+                             modules, and in others that call scaled_dot_product_attention
+      grouped                experts by grouped matrix products: tokens sorted by expert, one
+                             product for all of them, nothing padded and no token left out
+      liger.rms_norm, liger.layer_norm     those of the package liger_kernel, where it is installed
 
     A module is replaced only if a copy of it, in float64 on random input, computes what the kernel
     computes; otherwise the refusal gives the measured difference.
     """
 
-    kernel: Literal["rms_norm", "layer_norm", "gated", "linear_cross_entropy", "sdpa"]
+    kernel: Literal[
+        "rms_norm", "layer_norm", "add_norm", "gated", "rope", "cross_entropy",
+        "linear_cross_entropy", "sdpa", "flex_attention", "flash_attention", "grouped",
+        "liger.rms_norm", "liger.layer_norm",
+    ]  # fmt: skip
     chunk: Bytes | None = None
 
     example = "layers.*.norm  replace_kernel(rms_norm)"
@@ -41,16 +67,17 @@ class replace_kernel(Primitive):  # noqa: N801
     @property
     def waits(self) -> bool:
         """Whether the module's parameters are needed after its forward."""
-        return self.kernel == "linear_cross_entropy"
+        return self.kernel in ("cross_entropy", "linear_cross_entropy")
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse a module that computes something else, with the measured mismatch."""
         if self.chunk is not None and self.kernel != "linear_cross_entropy":
             refuse(
                 "S870",
-                f"`{self.kernel}` holds no logits, and takes no `chunk`",
-                helps=(f"replace_kernel({self.kernel})",),
+                f"`{self.kernel}` holds no logits in parts, and takes no `chunk`",
+                helps=(f"leave it out: `replace_kernel({self.kernel})`",),
             )
+        self._check_package()
         found = self._found(site, plan)
         if type(found).__name__ == "Mismatch":
             refuse(
@@ -59,6 +86,45 @@ class replace_kernel(Primitive):  # noqa: N801
                 str(found.reason),
                 helps=("leave this module as it is",),
             )
+
+    def _check_package(self) -> None:
+        """Refuse a kernel of a package that is not installed (S876)."""
+        from importlib.util import find_spec
+
+        wanted = PACKAGES.get(self.kernel)
+        if wanted is not None and find_spec(wanted[0]) is None:
+            refuse(
+                "S876",
+                f"`{self.kernel}` is a kernel of the package `{wanted[0]}`, not installed here",
+                helps=(f"install it: `{wanted[1]}`", f"or another kernel: `{wanted[2]}`"),
+            )
+
+    def settled(self, site: Site, plan: Plan, traced: Any) -> None:
+        """Refuse a kernel that would not be run: another row computes in its place."""
+        if plan.context_axes and self.kernel in ("flex_attention", "flash_attention"):
+            refuse(
+                "S878",
+                f"`{self.kernel}` and `context_parallel` both compute the attention of `{site}`",
+                notes=("attention over split sequences has its own kernels",),
+                helps=(f"drop the row `{site} {self}`",),
+            )
+        edges = traced.edges.get(site.fqn, ())
+        if not self.waits or not edges or [edge.head for edge in edges] == [True]:
+            return
+        rows = [
+            a for a in plan.actions if site.fqn in a.sites and "placement" in a.primitive.writes
+        ]
+        axis = edges[0].group.axes[0]
+        diagnostic = Diagnostic(
+            "S875",
+            f"`{site}` is sharded so that its logits would be computed before the loss",
+            also=tuple(Label(a.span, f"by `{a.primitive}`") for a in rows if a.span is not None),
+            notes=("the loss is computed with the product where the head is whole on every rank,"
+                   " or split over its words along one axis",),
+            helps=(f"split its words: `{site} shard(vocab, over={axis})`",
+                   f"or drop the row `{site} {self}`"),
+        )  # fmt: skip
+        raise Refusal(diagnostic)
 
     def apply(self, site: Site, build: Any) -> None:
         """Put the kernel into the module of the copy."""

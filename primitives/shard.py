@@ -84,6 +84,7 @@ class shard(Primitive):  # noqa: N801
         if getattr(module, "max_norm", None) is not None and self._named(site):
             refuse("S404", f"`{site}` bounds the norm of its rows while they are looked up",
                    helps=("leave it whole", "or make it without `max_norm`"))  # fmt: skip
+        self._check_blocks()
         for name, fact, dim in self._splits(site):
             self._check_split(site, plan, name, fact, dim)
         if kind is not None:
@@ -204,6 +205,14 @@ class shard(Primitive):  # noqa: N801
             f"`{site}` is a `{site.class_name}`, which the style `{self.style}` does not fit",
             helps=helps,
         )
+
+    def _check_blocks(self) -> None:
+        """Refuse what is no count of blocks, and no list of their sizes."""
+        sizes = (self.blocks,) if isinstance(self.blocks, int) else self.blocks
+        if not sizes or min(sizes) < 1:
+            refuse("S304", "`blocks` is how many blocks there are, or their sizes",
+                   f"this is {self.blocks}",
+                   helps=("`blocks=3`", "`blocks=[8, 4, 4]`"))  # fmt: skip
 
     def _check_together(self, site: Site) -> None:
         """Refuse a bias that does not lie as the outputs do, and classes in several blocks."""

@@ -10,6 +10,7 @@ from schedlang.verbs.diff import diff
 from schedlang.verbs.explain import explain
 from schedlang.verbs.fmt import fmt
 from schedlang.verbs.init import init
+from schedlang.verbs.lsp import lsp
 from schedlang.verbs.plan import plan
 from schedlang.verbs.run import run
 from schedlang.verbs.simulate import simulate
@@ -27,7 +28,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for verb in (fmt, check, tree, init, plan, diff, why, verify, ci, run, simulate, explain):
+for verb in (fmt, check, tree, init, plan, diff, why, verify, ci, run, simulate, explain, lsp):
     app.command(verb.__name__)(verb)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from schedlang.code_texts import models, proofs, reading, rows, running
+from schedlang.code_example import example
+from schedlang.code_texts import models, proofs, reading, rows, running, warnings
 
 FAMILIES: Mapping[str, str] = {
     "0": "reading the text",
@@ -28,14 +29,26 @@ CODES: Mapping[str, tuple[str, str]] = {
 }
 
 
-WARNINGS: Mapping[str, str] = {
-    "W101": "a knob is never used",
-    "W102": "a definition is never called",
-    "W701": "a step is never verified",
-}
+WARNINGS: Mapping[str, tuple[str, str]] = warnings.WARNINGS
 
 
 def explain(code: str) -> str:
-    """The page of a code; KeyError if there is none."""
-    title, text = CODES[code]
-    return f"{code}: {title}\n\n{text}\n\nCodes {code[:2]}.. are about {FAMILIES[code[1]]}.\n"
+    """The page of a code, with an example that produces it; KeyError if there is none."""
+    title, text = CODES[code] if code in CODES else WARNINGS[code]
+    family = f"Codes {code[:2]}.. are about {FAMILIES[code[1]]}."
+    said = family if code in CODES else "A warning refuses nothing."
+    shown = example(code)
+    parts = [f"{code}: {title}\n", f"{text}\n", f"{said}\n"]
+    return "\n".join([*parts, shown.page()] if shown else parts)
+
+
+def to_json(code: str) -> dict[str, object]:
+    """The same page for machines; KeyError if there is none."""
+    title, text = CODES[code] if code in CODES else WARNINGS[code]
+    shown = example(code)
+    made = (
+        {"command": shown.command, "files": dict(shown.files), "says": shown.says}
+        if shown
+        else None
+    )
+    return {"code": code, "title": title, "text": text, "example": made}

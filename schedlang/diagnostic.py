@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from schedlang.source import NOWHERE, Source, Span
+from schedlang.source import NOWHERE, Source, Span, python_span
 
 SIMILAR = 0.6  # below this a guess does more harm than good
 
@@ -78,6 +79,15 @@ class Refusal(Exception):
 
     def __str__(self) -> str:
         return "\n" + self.render()
+
+
+@contextmanager
+def at_the_callers_line() -> Iterator[None]:
+    """What is refused inside stands at the caller's line of Python, unless it has a place."""
+    try:
+        yield
+    except Refusal as refusal:
+        raise refusal.at(python_span()) from refusal.__cause__
 
 
 def closest(word: str, options: Iterable[str]) -> str | None:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostic import Diagnostic, Label, Refusal
+from schedlang.diagnostic import Diagnostic, Label, Refusal, at_the_callers_line
 from schedlang.source import python_span
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 Batches = Mapping[str, Any] | Callable[..., Mapping[str, Any]]
 
 
+@at_the_callers_line()
 def verify(
     sch: Schedule,
     *,

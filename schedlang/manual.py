@@ -28,16 +28,21 @@ def signature(primitive: type[Primitive]) -> str:
 def explain(primitive: type[Primitive]) -> str:
     """The whole page: signature, documentation, arguments, an example, facets, what it gives up."""
     parts = [signature(primitive), inspect.cleandoc(primitive.__doc__ or "")]
-    rows = [_row(primitive, f) for f in _own(primitive)]
-    if rows:
-        width = max(len(name) for name, _ in rows)
-        parts.append("\n".join(f"{name:<{width}}  {said}" for name, said in rows))
+    told = rows(primitive)
+    if told:
+        width = max(len(name) for name, _ in told)
+        parts.append("\n".join(f"{name:<{width}}  {said}" for name, said in told))
     parts.append(f"example   {primitive.example}")
     facts = [f"takes     {SUBJECT[primitive.takes]}"]
     facts += [f"{word:<9} {_names(getattr(primitive, word))}" for word in ("reads", "writes")]
     facts.append(f"gives up  {gives_up(primitive)}")
     facts += [f"{word:<9} {said}" for word, said in _order(primitive)]
     return "\n\n".join([*parts, "\n".join(facts)]) + "\n"
+
+
+def rows(primitive: type[Primitive]) -> list[tuple[str, str]]:
+    """The name of each argument, and what it may be."""
+    return [_row(primitive, f) for f in _own(primitive)]
 
 
 def gives_up(primitive: type[Primitive]) -> str:
@@ -52,7 +57,7 @@ def to_json(primitive: type[Primitive]) -> dict[str, object]:
         "name": primitive.__name__,
         "signature": signature(primitive),
         "documentation": inspect.cleandoc(primitive.__doc__ or ""),
-        "arguments": dict(_row(primitive, f) for f in _own(primitive)),
+        "arguments": dict(rows(primitive)),
         "example": primitive.example,
         "takes": primitive.takes,
         "reads": sorted(primitive.reads),

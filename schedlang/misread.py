@@ -11,9 +11,9 @@ from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedTok
 
 from schedlang import nodes as n
 from schedlang.diagnostic import Diagnostic, Label, closest
+from schedlang.editions import misfit
 from schedlang.source import Source, Span
 
-VERSION = "1"
 DEEPEST = 48  # brackets inside brackets; nothing a person writes comes near
 DECLARATIONS = (
     "use",
@@ -199,7 +199,7 @@ def _found(source: Source, token: Token) -> tuple[Span, str]:
 
 def form_problems(file: n.File) -> list[Diagnostic]:
     """S004 (a call on a glob or a type), S006 (the version), S007 (a reserved word bound)."""
-    found = list(_version(file.header))
+    found = list(misfit(file.header.version, file.header.span))
     for node in walk(file):
         if isinstance(node, n.Do):
             found += _call_on_path(node)
@@ -217,13 +217,6 @@ def walk(node: object) -> Iterator[n.Node]:
         for field in fields(node):
             if field.name not in ("span", "comments"):
                 yield from walk(getattr(node, field.name))
-
-
-def _version(header: n.Header) -> Iterator[Diagnostic]:
-    if header.version != VERSION:
-        title = f"this is version {header.version} of the language, which is not known here"
-        label = Label(header.span, f"this schedlang reads version {VERSION}")
-        yield Diagnostic("S006", title, label, helps=("install a newer schedlang",))
 
 
 def _bound(node: n.Node) -> Iterator[str]:

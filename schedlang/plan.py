@@ -141,6 +141,31 @@ class Compression:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What a module saves for backward is kept in numbers of `bits` bits, in blocks of `block`."""
+
+    fqn: str
+    bits: int
+    block: int
+
+
+@dataclass(frozen=True)
+class Cast:
+    """What a module computes in.
+
+    dtype    "bf16", "fp16" or "fp32"
+    params   parameters are cast as they are used, and all that comes in; else operations by a list
+    scale    of the loss at first, and after how many good steps it is doubled (fp16)
+    """
+
+    fqn: str
+    dtype: str
+    params: bool
+    scale: int
+    growth: int
+
+
+@dataclass(frozen=True)
 class Stored:
     """What a row keeps off the device of a module, and of all that it holds.
 
@@ -203,7 +228,9 @@ class Plan:
     replicas: tuple[Replicas, ...] = ()
     contexts: Mapping[str, tuple[Context, ...]] = field(default_factory=dict)  # by module
     compression: Compression | None = None  # of the sums of gradients over some data axes
+    casts: tuple[Cast, ...] = ()  # modules that compute in another dtype than they are stored in
     stores: tuple[Stored, ...] = ()  # what does not lie on the device
+    kept: tuple[Kept, ...] = ()  # what is saved for backward in fewer bits
     expected: tuple[Expectation, ...] = ()  # bounds on what it costs
 
     @staticmethod
@@ -292,6 +319,11 @@ class Plan:
     def gives_up(self) -> frozenset[str]:
         """All that the schedule's result may differ in from the original's."""
         return frozenset(name for a in self.actions for name in a.primitive.gives_up)
+
+    @property
+    def scaled(self) -> Cast | None:
+        """The row that says how the loss is scaled, if it is."""
+        return next((one for one in self.casts if one.dtype == "fp16"), None)
 
     @property
     def used_axes(self) -> frozenset[str]:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from schedlang import lift, patterns, printer
 from schedlang import nodes as n
 from schedlang.cursor import Caller, Cursor
-from schedlang.diagnostic import Diagnostic, Label, Refusal, closest
+from schedlang.diagnostic import Diagnostic, Label, Refusal, at_the_callers_line, closest
 from schedlang.passes.diff import Difference, compare
 from schedlang.passes.expand import Expander, expand
+from schedlang.passes.lint import lint
 from schedlang.passes.state import Settings, State, current, start
 from schedlang.passes.steps import open_step
 from schedlang.passes.why import why
@@ -139,6 +140,11 @@ class Schedule(Scope):
 
         return record(self.plan())
 
+    def warnings(self) -> list[Diagnostic]:
+        """What has no effect, and what is not verified as usual; none of it is an error."""
+        return lint(self.tree, self._state)
+
+    @at_the_callers_line()
     def why(self, fqn: str) -> str:
         """Which rows act on a module or a parameter, and where they are written."""
         return why(self.plan(), self.tree, fqn)
@@ -147,6 +153,7 @@ class Schedule(Scope):
         """How this schedule differs from another, action by action."""
         return compare(self.plan(), other.plan() if isinstance(other, Schedule) else other)
 
+    @at_the_callers_line()
     def build(
         self,
         *args: object,

@@ -91,6 +91,7 @@ def python_span() -> Span:
     if frame is None:
         return NOWHERE
     filename = frame.f_code.co_filename
+    linecache.checkcache(filename)  # a script that was edited and is run again in one process
     source = _interned(shown_path(filename), "".join(linecache.getlines(filename, frame.f_globals)))
     at = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
     line, end_line, col, end_col = at

@@ -116,6 +116,29 @@ def test_split_backward():
     assert_close([*first, *torch.autograd.grad(loss, params)], expected)
 
 
+def test_the_check_runs_with_dropout(monkeypatch):
+    """The compiled graph with masks in it is judged too: one that drops their scale is found."""
+    module, x = Block(0.3), torch.randn(3, 8)
+    fuse(module)
+    found = {one.name: one.ok for one in check_fused(module, (x,))}
+    assert found["output .x"] and found["output .x with dropout"] and all(found.values())
+    plain = F.dropout
+    monkeypatch.setattr(fuse_file, "_compile", lambda inner, *given: _unscaled(inner, plain))
+    wrong = {one.name: one.ok for one in check_fused(module, (x,))}
+    assert wrong["output .x"] and not wrong["output .x with dropout"]
+
+
+def _unscaled(inner, plain):
+    def call(*args, **kwargs):
+        F.dropout = lambda x, p, training: plain(x, p, training) * (1 - p if training else 1)
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            F.dropout = plain
+
+    return call
+
+
 class Breaks(nn.Module):
     def forward(self, x):
         print("a graph cannot print")
@@ -148,7 +171,7 @@ def test_refuses_endless_recompilation(monkeypatch):
         fuse(module)
     for module in modules[:2]:
         module(torch.ones(2))
-    with pytest.raises(Refusal, match="compiled anew too often"):
+    with pytest.raises(Refusal, match="S834.*compiled anew too often"):
         modules[2](torch.ones(2))
 
 
@@ -156,7 +179,7 @@ def test_refuses_before_it_starts(monkeypatch):
     """Without a compiler, or over a replaced kernel, `fuse` says so and changes nothing."""
     norm = nn.RMSNorm(4, eps=1e-6)
     replace(norm, match(norm, "rms_norm"))
-    with pytest.raises(Refusal, match="kernel of its own"):
+    with pytest.raises(Refusal, match="S832.*kernel of its own"):
         fuse(norm)
     from torch._inductor import config
 
@@ -165,7 +188,7 @@ def test_refuses_before_it_starts(monkeypatch):
     # the setting is a proxy that `monkeypatch` would delete instead of restoring
     with (
         config.patch({"cpp.cxx": (None, "/no/such/compiler")}),
-        pytest.raises(Refusal, match="no C\\+\\+ compiler"),
+        pytest.raises(Refusal, match="S831.*\n.*no C\\+\\+ compiler"),
     ):
         fuse(module)
     assert layers_of(module) is None

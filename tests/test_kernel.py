@@ -209,3 +209,11 @@ def test_match_on_the_meta_device_with_an_example():
     found = match(model.model.layers[1].self_attn, "sdpa", call)
     assert isinstance(found, Attention) and found.error < 1e-12
     assert all(p.is_meta for p in model.parameters())
+
+
+def test_a_kernel_is_given_one_tensor():
+    """What probing could not know: a call with more than the kernel takes is refused (S821)."""
+    norm = nn.RMSNorm(4, eps=1e-6)
+    replace(norm, match(norm, "rms_norm"))
+    with pytest.raises(Refusal, match="S821.*called with 2 arguments"):
+        norm(torch.ones(2, 4), torch.ones(4))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from schedlang.diagnostic import Refusal
 from schedlang.kernels.check import run_kernel_check
 from schedlang.kernels.linear_cross_entropy import (
     Case,
@@ -16,6 +17,7 @@ from schedlang.kernels.linear_cross_entropy import (
     statistics,
     weighed,
 )
+from schedlang.passes.prepare import prepare
 from schedlang.runtime.head import Head, probe_head
 from schedlang.runtime.kernel import kernel_of, match, replace
 from schedlang.runtime.lazy_logits import LazyLogits
@@ -201,6 +203,25 @@ def test_heads_over_ranks(name, pool):
     proven(pool, plan, [models.tokens(rows=6, seed=seed) for seed in (1, 2, 3)])
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        "shard(col, output=R, uneven=pad, over=tp)",
+        "shard(row, over=tp)",
+        "shard(input=S(seq), output=R, over=tp)",
+    ],
+)
+def test_a_head_that_would_not_wait_is_refused(row):
+    """Sharded in another way than over its words: both rows are named, and what would be legal."""
+    rows = f"lm_head replace_kernel(linear_cross_entropy)\nlm_head {row}"
+    plan = planned(models.llama(1), rows, "tp=2")
+    with pytest.raises(Refusal) as found:
+        prepare(plan, models.tokens())
+    said = found.value.render()
+    assert "S875" in said and "by `shard(" in said and "^^^" in said
+    assert "`lm_head shard(vocab, over=tp)`" in said and "or drop the row `lm_head repl" in said
+
+
 def test_what_is_no_head_is_told():
     """A module that is no linear layer, and an argument of another kernel, are refused."""
     model = models.llama(1)
@@ -208,7 +229,7 @@ def test_what_is_no_head_is_told():
         model, "model.norm replace_kernel(linear_cross_entropy)"
     )
     said = refused(model, "model.norm replace_kernel(rms_norm, chunk=1MiB)")
-    assert "S870" in said and "`rms_norm` holds no logits" in said
+    assert "S870" in said and "`rms_norm` holds no logits in parts" in said
 
     class Scaled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -102,9 +102,29 @@ def test_refuses_by_structure():
         (nn.Linear(3, 3), "parameters weight (3, 3)"),
         (nn.BatchNorm1d(3), "buffers"),
         (nn.Sequential(nn.LayerNorm(3)), "submodules"),
-        (nn.RMSNorm(3, elementwise_affine=False), "no parameters"),
+        (nn.GELU(), "differs from"),
     ]:
         assert said in probe_norm(module).reason
+
+
+def test_norms_without_a_weight():
+    """What has no parameters is told by what it computes, and of an activation it is not said."""
+    for module, kind, size in [
+        (nn.RMSNorm(12, eps=1e-6, elementwise_affine=False), "rms_norm", 12),
+        (nn.LayerNorm(12, eps=1e-6, elementwise_affine=False), "layer_norm", 12),
+        (Bare(), "rms_norm", 24),
+    ]:
+        found = probe_norm(module)
+        assert (found.kind, found.size, found.weight, found.bias) == (kind, size, None, None)
+        assert found.offset == 0.0 and found.eps == 1e-6
+    assert "does not run" in probe_norm(nn.LayerNorm((3, 4), elementwise_affine=False)).reason
+
+
+class Bare(nn.Module):
+    """The root mean square taken off, of rows of any size."""
+
+    def forward(self, x):
+        return (x.float() * inverse(x.float(), 1e-6)).to(x.dtype)
 
 
 def test_leaves_no_trace():

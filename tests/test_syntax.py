@@ -153,7 +153,7 @@ error[S003]: the line ends where `(` or `.` or `:` should be
 @pytest.mark.parametrize(
     "text, code, said",
     [
-        ("schedule 2\n", "S006", "version 2"),
+        ("schedule 2\n", "S006", "edition 2"),
         ("schedule 1\nknob step: int = 1\n", "S007", "`step` is a word of the language"),
         ("schedule 1\nmesh(model=2)\n", "S007", "`model`"),
         ("schedule 1\ndef at(x) { shard() }\n", "S00", ""),

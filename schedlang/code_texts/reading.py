@@ -25,7 +25,11 @@ CODES: Mapping[str, tuple[str, str]] = {
         "Most often a colon or nothing at all stands between a selector and its primitive:\n"
         "write `h.*  checkpoint()`, not `h.*: checkpoint()`.  A colon asks for modules of a type.",
     ),
-    "S006": ("another version of the language", "This schedlang reads `schedule 1`."),
+    "S006": (
+        "another edition of the language",
+        "This schedlang reads `schedule 1`.  Files of older editions are rewritten by\n"
+        "`schedlang fmt --upgrade FILE`; newer ones need a newer schedlang.",
+    ),
     "S007": (
         "a word of the language cannot be a name",
         "Knobs, axes, views, definitions and parameters need other names.  Modules may be called\n"

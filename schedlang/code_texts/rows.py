@@ -80,7 +80,6 @@ CODES: Mapping[str, tuple[str, str]] = {
         'Rounding is always allowed; anything else is named: `step "..." relax(rng) {`.',
     ),
     "S506": ("a tied weight is split on one side", "Both modules that share a weight name it."),
-    "S507": ("padding after splitting", "Pad first."),
     "S508": ("an axis cannot slice the state", "It is used otherwise, or sliced already."),
     "S509": ("the pipeline is arranged twice", "One axis cuts the model, one row orders it."),
     "S510": (

@@ -30,6 +30,14 @@ CODES: Mapping[str, tuple[str, str]] = {
         "A module draws from Python, from numpy, or keeps something from call to call.  Only\n"
         "torch's generators, also those that a module holds itself, are replayed.",
     ),
+    "S844": (
+        "nothing is left to move",
+        "Modules within a budget drop and make again what they save; no store sees it.",
+    ),
+    "S845": (
+        "two rows say where stages begin",
+        "`plan=adapipe` cuts the list of a `pipeline_split` row; named cuts or `balance` do, too.",
+    ),
     "S850": (
         "what a row puts on disk cannot be written",
         "The step is undone on all ranks.  Files lie in the temporary folder: set TMPDIR, or make\n"
@@ -43,6 +51,23 @@ CODES: Mapping[str, tuple[str, str]] = {
         "a step on whole tensors cannot be undone",
         "Parameters in parts are put together for an optimizer that looks at whole tensors; with\n"
         "anything on disk such a step might fail half done.",
+    ),
+    "S856": (
+        "half of a compression",
+        "Sums of gradients: `compress(gradients, powersgd | int8 | onebit, over=dp)`.\n"
+        "What modules save: `layers.*  compress(activations, int8 | int4 | int2)`.",
+    ),
+    "S857": (
+        "two rows about what a module saves",
+        "It is rounded, or recomputed, or moved, or saved by something else: one of them.",
+    ),
+    "S858": (
+        "parts of activations in fewer bits",
+        "Whole numbers stand for blocks of a tensor; those of a part are others.",
+    ),
+    "S859": (
+        "activations in fewer bits, in an order that saves several of them",
+        "Stale weights and cut sequences: one process would not save the same tensors.",
     ),
     "S860": (
         "the plan costs more than is expected",
@@ -67,6 +92,24 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S866": ("no collective of this number", "`why FILE --collectives` lists them."),
     "S870": ("the kernel takes no such argument", "`chunk` bounds the logits of a head's loss."),
+    "S871": (
+        "angles that are learned",
+        "The kernel `rope` turns queries and keys by constant angles: these need no gradient.",
+    ),
+    "S875": (
+        "a head whose logits could not wait for the loss",
+        "`linear_cross_entropy` works on a head that is whole, or split over its words along one\n"
+        "axis.  Sharded in another way the logits would be computed as without the kernel.",
+    ),
+    "S876": ("a package that is not installed", "Its kernel is called where the package is."),
+    "S877": (
+        "an attention that the kernel does not know",
+        "It is asked for with an argument that the kernel has not; leave the module as it is.",
+    ),
+    "S878": (
+        "two rows for one attention",
+        "`context_parallel` computes attention over ranks itself; no other kernel would be run.",
+    ),
     "S880": (
         "nothing that could replace a module",
         "`replacements` of the model file says what is.",
@@ -80,6 +123,32 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S884": ("nothing to gain", "One kernel is what fusing makes of several."),
     "S885": ("not a pattern", "Functions of torch, `+ - * / @`, literals and all its parameters."),
     "S886": ("a bias that cannot stand apart", "Linear layers have one that nothing looks at."),
+    "S887": (
+        "no chain of rows",
+        "A generated kernel takes pointwise operators, and sums and extremes along the last dim.\n"
+        "The message names the operator that is none of them; inductor may take it.",
+    ),
+    "S888": (
+        "nothing is gained by fusing",
+        "`plan` counts the kernels and the bytes of a fused region beside those of the model.",
+    ),
+    "S890": (
+        "a cast that means nothing",
+        "`fp32` is an island inside of a lower dtype; `scale` and `growth` are of `fp16`.",
+    ),
+    "S891": (
+        "no master weights",
+        "A parameter that is stored in few bits loses steps that are smaller than its rounding.",
+    ),
+    "S892": (
+        "casts within casts",
+        "A module computes in one dtype; only `cast(fp32)` may stand inside of a lower one.",
+    ),
+    "S893": ("two loss scales", "There is one loss, and all its gradients have one scale."),
+    "S894": (
+        "a scaled loss, and sums in fewer bytes",
+        "What a code leaves out is kept for the next step, which may have another scale.",
+    ),
     "S901": ("the model file has no batch", "Define `batch(seed)`: a dict of tensors."),
     "S902": ("`batch` returns something else", "Return the forward's keyword arguments as a dict."),
     "S903": ("`model` returns something else", "Return a torch.nn.Module."),
@@ -87,4 +156,5 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S905": ("the model file fails to import", "Its own error is shown, with the line."),
     "S906": ("the model file has no `model()`", "Define it; it may build on the meta device."),
     "S907": ("no plan to be read", "It must be one that `schedlang plan --out` wrote."),
+    "S909": ("no language server", "It needs pygls: `pip install 'schedlang[editors]'`."),
 }

@@ -155,7 +155,10 @@ def _encode(case: Case) -> dict[str, Any]:
 
 def _decode_case(found: dict[str, Any]) -> Case:
     fields = found["fields"] | {"shape": tuple(found["fields"]["shape"])}
-    made: Case = import_module(f"schedlang.kernels.{found['kernel']}").Case(**fields)
+    module = import_module(f"schedlang.kernels.{found['kernel']}")
+    if "form" in fields:
+        fields["form"] = module.Form(**fields["form"])
+    made: Case = module.Case(**fields)
     return made
 
 

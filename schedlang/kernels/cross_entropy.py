@@ -11,10 +11,14 @@ These are steps of other operators (kernels/linear_cross_entropy.py), not differ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from schedlang.kernels.device import runs_kernel, tl, triton, wide
+from schedlang.kernels.rows import launch
 
 _BLOCK = 4096  # logits that a program holds at a time
 
@@ -27,22 +31,7 @@ def statistics(
         return _statistics(z, target, scale, cap)
     found = torch.empty((3, z.shape[0]), dtype=torch.float32, device=z.device)
     lse, picked, total = found.unbind()
-    block, warps = _tile(z)
-    statistics_kernel[(z.shape[0],)](
-        z,
-        target.contiguous(),
-        lse,
-        picked,
-        total,
-        z.shape[1],
-        z.stride(0),
-        scale,
-        cap,
-        CAPPED=cap != 0,
-        BLOCK=block,
-        num_warps=warps,
-        enable_fp_fusion=True,
-    )
+    _launch(statistics_kernel, z, (target.contiguous(), lse, picked, total), scale, cap)
     return lse, picked, total
 
 
@@ -53,24 +42,17 @@ def gradient_(
     """The gradient of rows, written over `z`; `by` are the gradients of the three statistics."""
     if not _fits(z):
         return z.copy_(_gradient(z, target, lse, by, scale, cap))
-    block, warps = _tile(z)
-    gradient_kernel[(z.shape[0],)](
-        z,
-        target.contiguous(),
-        lse.contiguous(),
-        by[0].contiguous(),
-        by[1].contiguous(),
-        by[2].contiguous(),
-        z.shape[1],
-        z.stride(0),
-        scale,
-        cap,
-        CAPPED=cap != 0,
-        BLOCK=block,
-        num_warps=warps,
-        enable_fp_fusion=True,
-    )
+    _launch(gradient_kernel, z, [t.contiguous() for t in (target, lse, *by)], scale, cap)
     return z
+
+
+def _launch(kernel: Any, z: Tensor, rows: Sequence[Tensor], scale: float, cap: float) -> None:
+    """One program for each row of `z`, with the numbers of its row."""
+    block, warps = _tile(z)
+    launch(
+        kernel, (z.shape[0],), z, *rows, z.shape[1], z.stride(0), scale, cap, CAPPED=cap != 0,
+        BLOCK=block, warps=warps,
+    )  # fmt: skip
 
 
 def _fits(z: Tensor) -> bool:
@@ -115,35 +97,37 @@ if triton is not None:
         return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * value))
 
     @triton.jit  # type: ignore[untyped-decorator]
+    def _logits(z, row, start, stride, size, scale, cap, CAPPED, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        """A block of one row: (where, the columns, which are there, the logits, their slopes)."""
+        column = start + tl.arange(0, BLOCK)
+        inside = column < size
+        place = z + row * stride + column
+        value = tl.load(place, mask=inside, other=0.0).to(tl.float32) * scale
+        slope = scale
+        if CAPPED:
+            curve = _curve(value)
+            value = curve * cap
+            slope = (1.0 - curve * curve) * (cap * scale)
+        return place, column, inside, value, slope
+
+    @triton.jit  # type: ignore[untyped-decorator]
     def statistics_kernel(  # type: ignore[no-untyped-def]
-        z,
-        target,
-        lse,
-        picked,
-        total,
-        size,
-        stride,
-        scale,
-        cap,
-        CAPPED: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
+        z, target, lse, picked, total, size, stride, scale, cap,
+        CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
         """Read one row, block by block, and write its three numbers."""
         row = tl.program_id(0).to(tl.int64)
         wanted = tl.load(target + row)
-        column = tl.arange(0, BLOCK)
         largest = -float("inf")
         norm = 0.0
         chosen = 0.0
         added = 0.0
         for start in range(0, size, BLOCK):
-            inside = start + column < size
-            value = tl.load(z + row * stride + start + column, mask=inside, other=0.0)
-            value = value.to(tl.float32) * scale
-            if CAPPED:
-                value = _curve(value) * cap
+            _, column, inside, value, _ = _logits(
+                z, row, start, stride, size, scale, cap, CAPPED, BLOCK
+            )
             added += tl.sum(tl.where(inside, value, 0.0), 0)
-            chosen += tl.sum(tl.where(start + column == wanted, value, 0.0), 0)
+            chosen += tl.sum(tl.where(column == wanted, value, 0.0), 0)
             value = tl.where(inside, value, -float("inf"))
             top = tl.maximum(largest, tl.max(value, 0))
             norm = norm * tl.exp(largest - top) + tl.sum(tl.exp(value - top), 0)
@@ -154,19 +138,9 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def gradient_kernel(  # type: ignore[no-untyped-def]
-        z,
-        target,
-        lse,
-        by_lse,
-        by_picked,
-        by_total,
-        size,
-        stride,
-        scale,
-        cap,
-        CAPPED: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
+        z, target, lse, by_lse, by_picked, by_total, size, stride, scale, cap,
+        CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
         """Write the gradient of one row over it."""
         row = tl.program_id(0).to(tl.int64)
         wanted = tl.load(target + row)
@@ -174,16 +148,10 @@ if triton is not None:
         first = tl.load(by_lse + row).to(tl.float32)
         second = tl.load(by_picked + row).to(tl.float32)
         third = tl.load(by_total + row).to(tl.float32)
-        column = tl.arange(0, BLOCK)
         for start in range(0, size, BLOCK):
-            inside = start + column < size
-            place = z + row * stride + start + column
-            value = tl.load(place, mask=inside, other=0.0).to(tl.float32) * scale
-            slope = scale
-            if CAPPED:
-                curve = _curve(value)
-                value = curve * cap
-                slope = (1.0 - curve * curve) * (cap * scale)
+            place, column, inside, value, slope = _logits(
+                z, row, start, stride, size, scale, cap, CAPPED, BLOCK
+            )
             grad = tl.exp(value - level) * first + third
-            grad += tl.where(start + column == wanted, second, 0.0)
+            grad += tl.where(column == wanted, second, 0.0)
             tl.store(place, (grad * slope).to(z.dtype.element_ty), mask=inside)

@@ -21,8 +21,8 @@ try:
 except ImportError:  # triton is published for Linux on x86-64 only
     triton = tl = None
 
-__all__ = ["INTERPRETED", "LONGEST", "count", "matrix", "programs", "runs", "runs_kernel", "tile",
-           "tl", "triton", "wide"]  # fmt: skip
+__all__ = ["INTERPRETED", "LONGEST", "count", "matrix", "note", "programs", "runs", "runs_kernel",
+           "tile", "tl", "triton", "wide"]  # fmt: skip
 
 LONGEST = 16384  # elements of a row that one program holds in registers; twice as many spill
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
@@ -33,7 +33,7 @@ _runs: Counter[str] = Counter()
 
 
 def runs() -> dict[str, int]:
-    """How often each backend ran in this process: "triton", "interpreter" and "reference".
+    """How often each backend ran in this process: "triton", "interpreter", "torch", "reference".
 
     Forward and backward count one each.
     """
@@ -42,7 +42,12 @@ def runs() -> dict[str, int]:
 
 def count(kernel: bool) -> None:
     """Note that a kernel ran, or that its reference did."""
-    _runs[("interpreter" if INTERPRETED else "triton") if kernel else "reference"] += 1
+    note(("interpreter" if INTERPRETED else "triton") if kernel else "reference")
+
+
+def note(backend: str) -> None:
+    """Note that a backend ran; "torch" where a kernel is torch's own."""
+    _runs[backend] += 1
 
 
 def runs_kernel(x: Tensor, *others: Tensor | None, longest: int | None = LONGEST) -> bool:

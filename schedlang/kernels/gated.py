@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from schedlang.kernels.device import count, matrix, runs_kernel, tl, triton, wide
+from schedlang.kernels.rows import launch
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -91,53 +92,38 @@ if triton is not None:
             slope = 0.5 * (1.0 + curve) + 0.5 * value * (1.0 - curve * curve) * inner
         return result, slope
 
-    @triton.jit  # type: ignore[untyped-decorator]
-    def forward_kernel(  # type: ignore[no-untyped-def]
-        gate,
-        up,
-        y,
-        size,
-        gate_stride,
-        up_stride,
-        ACT: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
-        """Write a block of one row."""
+    @triton.jit
+    def _block(gate, up, size, gate_stride, up_stride, ACT, BLOCK):  # type: ignore[no-untyped-def]
+        """A block of one row: (row, columns, which are there, up, act(gate) rounded, its slope)."""
         row = tl.program_id(0).to(tl.int64)
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = column < size
         left = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
         right = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
-        value, _ = _activation(left, ACT)
-        value = value.to(gate.dtype.element_ty).to(tl.float32)
+        value, slope = _activation(left, ACT)
+        return row, column, inside, right, value.to(gate.dtype.element_ty).to(tl.float32), slope
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def forward_kernel(  # type: ignore[no-untyped-def]
+        gate, up, y, size, gate_stride, up_stride, ACT: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        """Write a block of one row."""
+        row, column, inside, right, value, _ = _block(
+            gate, up, size, gate_stride, up_stride, ACT, BLOCK
+        )
         result = (value * right).to(y.dtype.element_ty)
         tl.store(y + row * size + column, result, mask=inside)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def backward_kernel(  # type: ignore[no-untyped-def]
-        dy,
-        gate,
-        up,
-        dgate,
-        dup,
-        size,
-        dy_stride,
-        gate_stride,
-        up_stride,
-        dgate_stride,
-        dup_stride,
-        ACT: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
+        dy, gate, up, dgate, dup, size, dy_stride, gate_stride, up_stride, dgate_stride, dup_stride,
+        ACT: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
         """Write a block of one row of both gradients."""
-        row = tl.program_id(0).to(tl.int64)
-        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = column < size
+        row, column, inside, right, value, slope = _block(
+            gate, up, size, gate_stride, up_stride, ACT, BLOCK
+        )
         grad = tl.load(dy + row * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
-        left = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
-        right = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
-        value, slope = _activation(left, ACT)
-        value = value.to(gate.dtype.element_ty).to(tl.float32)
         by_gate = (grad * right * slope).to(dgate.dtype.element_ty)
         tl.store(dgate + row * dgate_stride + column, by_gate, mask=inside)
         by_up = (grad * value).to(dup.dtype.element_ty)
@@ -150,26 +136,22 @@ def tile(size: int) -> tuple[int, int]:
     return block, max(1, min(4, block // 256))
 
 
+def _launch(kernel: Any, act: str, tensors: list[Tensor], strides: list[int]) -> None:
+    """One launch over all rows; `tensors` are matrices whose rows have one size."""
+    rows, size = tensors[0].shape
+    block, warps = tile(size)
+    grid = (rows, triton.cdiv(size, block))
+    launch(kernel, grid, *tensors, size, *strides, ACT=act, BLOCK=block, warps=warps)
+    count(True)
+
+
 def _forward(gate: Tensor, up: Tensor, act: str) -> Tensor:
     if not runs_kernel(gate, up, longest=None):
         count(False)
         return reference(gate, up, act).contiguous()
     left, right = matrix(gate), matrix(up)
     y = torch.empty(gate.shape, dtype=_result(gate, up), device=gate.device)
-    block, warps = tile(left.shape[1])
-    forward_kernel[(left.shape[0], triton.cdiv(left.shape[1], block))](
-        left,
-        right,
-        y,
-        left.shape[1],
-        left.stride(0),
-        right.stride(0),
-        ACT=act,
-        BLOCK=block,
-        num_warps=warps,
-        enable_fp_fusion=True,
-    )
-    count(True)
+    _launch(forward_kernel, act, [left, right, y], [left.stride(0), right.stride(0)])
     return y
 
 
@@ -180,29 +162,14 @@ def _backward(dy: Tensor, gate: Tensor, up: Tensor, act: str, dgate: Tensor, dup
         for made, place in zip(_reference_backward(dy, gate, up, act), (dgate, dup)):
             place.copy_(made)
         return
-    grad, left, right = matrix(dy), matrix(gate), matrix(up)
-    size = left.shape[1]
-    block, warps = tile(size)
-    flat = dgate.view(-1, size) if dgate.is_contiguous() else dgate.flatten(0, -2)
-    other = dup.view(-1, size) if dup.is_contiguous() else dup.flatten(0, -2)
-    backward_kernel[(left.shape[0], triton.cdiv(size, block))](
-        grad,
-        left,
-        right,
-        flat,
-        other,
-        size,
-        grad.stride(0),
-        left.stride(0),
-        right.stride(0),
-        flat.stride(0),
-        other.stride(0),
-        ACT=act,
-        BLOCK=block,
-        num_warps=warps,
-        enable_fp_fusion=True,
-    )
-    count(True)
+    tensors = [matrix(dy), matrix(gate), matrix(up), *(_flat(t) for t in (dgate, dup))]
+    _launch(backward_kernel, act, tensors, [t.stride(0) for t in tensors])
+
+
+def _flat(place: Tensor) -> Tensor:
+    """As rows, never copied: it is to be written."""
+    size = place.shape[-1]
+    return place.view(-1, size) if place.is_contiguous() else place.flatten(0, -2)
 
 
 def _result(gate: Tensor, up: Tensor) -> torch.dtype:

@@ -16,7 +16,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from schedlang.kernels.device import count, matrix, programs, runs_kernel, tile, tl, triton, wide
+from schedlang.kernels.device import count, runs_kernel, tl, triton, wide
+from schedlang.kernels.rows import backward, forward
+
+if triton is not None:
+    from schedlang.kernels.rows import load_rows, load_vector, rounded, store_rows, tile_of
 
 LONGEST = 8192  # elements of a row; of twice as many in float32 some spill in backward
 
@@ -38,11 +42,11 @@ def reference(
     rounding: str = "late",
 ) -> Tensor:  # fmt: skip
     """The same in plain torch operations, in the input's own precision or float32 at least."""
-    y, _, _ = _reference_forward(x, weight, bias, eps, offset, rounding)
+    y, _, _ = forward_of(x, weight, bias, eps, offset, rounding)
     return y
 
 
-def _result(x: Tensor, weight: Tensor, bias: Tensor | None, rounding: str) -> torch.dtype:
+def result_of(x: Tensor, weight: Tensor, bias: Tensor | None, rounding: str) -> torch.dtype:
     """Early rounding multiplies by the weight last, so a wider weight makes the result wider."""
     if rounding == "late":
         return x.dtype
@@ -50,9 +54,10 @@ def _result(x: Tensor, weight: Tensor, bias: Tensor | None, rounding: str) -> to
     return found if bias is None else torch.promote_types(found, bias.dtype)
 
 
-def _reference_forward(
+def forward_of(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float, rounding: str
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, mean, 1 / deviation of each row), in plain torch operations."""
     kind = wide(x, weight, bias)
     value = x.to(kind)
     mean = value.mean(-1)
@@ -67,9 +72,10 @@ def _reference_forward(
     return (y if bias is None else y + bias.to(kind)).to(x.dtype), mean, rstd
 
 
-def _reference_backward(
+def backward_of(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, offset: float, rounding: str
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """(gradient of x, of weight, of bias), in plain torch operations."""
     kind = torch.promote_types(wide(x, weight), rstd.dtype)
     normal = (x.to(kind) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
     grad = dy.to(kind)
@@ -84,97 +90,76 @@ def _reference_backward(
 
 if triton is not None:
 
-    @triton.jit  # type: ignore[untyped-decorator]
-    def forward_kernel(  # type: ignore[no-untyped-def]
-        x,
-        weight,
-        bias,
-        y,
-        mean,
-        rstd,
-        rows,
-        size,
-        stride,
-        eps,
-        offset,
-        BIAS: tl.constexpr,
-        EARLY: tl.constexpr,
-        ROWS: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
-        """Write y, the mean and 1/deviation of ROWS rows."""
-        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        column = tl.arange(0, BLOCK)
-        inside = (row[:, None] < rows) & (column[None, :] < size)
-        value = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
-        value = value.to(tl.float32)
+    @triton.jit
+    def normal_of(value, inside, size, eps):  # type: ignore[no-untyped-def]
+        """(the rows with mean 0 and deviation 1, their means, what they were multiplied by)."""
         middle = tl.sum(value, 1) / size
         centred = tl.where(inside, value - middle[:, None], 0.0)
         inverse = tl.rsqrt(tl.sum(centred * centred, 1) / size + eps)
-        normal = centred * inverse[:, None]
-        scale = tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32) + offset
-        scale = scale.to(weight.dtype.element_ty).to(tl.float32)
-        if EARLY:
-            normal = normal.to(x.dtype.element_ty).to(tl.float32)
+        return centred * inverse[:, None], middle, inverse
+
+    @triton.jit
+    def through(scaled, normal, inverse, size):  # type: ignore[no-untyped-def]
+        """The gradient of the rows, from that of the normalised ones."""
+        along = tl.sum(scaled * normal, 1) / size
+        shift = tl.sum(scaled, 1) / size
+        return inverse[:, None] * (scaled - normal * along[:, None] - shift[:, None])
+
+    @triton.jit
+    def scale_and_shift(normal, weight, bias, y, column, size, offset, BIAS, EARLY):  # type: ignore[no-untyped-def]
+        """The normalised rows times the weight plus the bias, rounded where eager rounds."""
+        scale = rounded(load_vector(weight, column, size) + offset, weight)
         result = normal * scale[None, :]
         if BIAS:
             if EARLY:
-                result = result.to(y.dtype.element_ty).to(tl.float32)
-            shift = tl.load(bias + column, mask=column < size, other=0.0).to(tl.float32)
-            result += shift[None, :]
-        place = row[:, None] * size + column[None, :]
-        tl.store(y + place, result.to(y.dtype.element_ty), mask=inside)
+                result = rounded(result, y)
+            result += load_vector(bias, column, size)[None, :]
+        return result
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def forward_kernel(  # type: ignore[no-untyped-def]
+        x, weight, bias, y, mean, rstd, rows, size, stride, eps, offset,
+        BIAS: tl.constexpr, EARLY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """Write y, the mean and 1/deviation of ROWS rows."""
+        number = tl.program_id(0).to(tl.int64)
+        row, column, inside = tile_of(number, rows, size, ROWS, BLOCK)
+        value = load_rows(x, row, column, stride, inside)
+        normal, middle, inverse = normal_of(value, inside, size, eps)
+        if EARLY:
+            normal = rounded(normal, x)
+        result = scale_and_shift(normal, weight, bias, y, column, size, offset, BIAS, EARLY)
+        store_rows(y, row, column, size, inside, result)
         tl.store(mean + row, middle, mask=row < rows)
         tl.store(rstd + row, inverse, mask=row < rows)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def backward_kernel(  # type: ignore[no-untyped-def]
-        dy,
-        x,
-        weight,
-        mean,
-        rstd,
-        dx,
-        partial,
-        rows,
-        size,
-        dy_stride,
-        x_stride,
-        tiles,
-        offset,
-        EARLY: tl.constexpr,
-        ROWS: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
+        dy, x, weight, mean, rstd, dx, partial, rows, size, dy_stride, x_stride, tiles, offset,
+        EARLY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
         """Write dx of some tiles of rows, and their part of the gradients of weight and bias."""
-        # each program takes every so many tiles of rows and keeps its own sums, one above the other
         program = tl.program_id(0).to(tl.int64)
-        column = tl.arange(0, BLOCK)
-        scale = tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32) + offset
-        scale = scale.to(weight.dtype.element_ty).to(tl.float32)
+        columns = tl.arange(0, BLOCK)
+        scale = rounded(load_vector(weight, columns, size) + offset, weight)
         by_weight = tl.zeros((BLOCK,), tl.float32)
         by_bias = tl.zeros((BLOCK,), tl.float32)
         for tile in range(tiles):
-            row = (program + tile * tl.num_programs(0)) * ROWS + tl.arange(0, ROWS)
-            inside = (row[:, None] < rows) & (column[None, :] < size)
-            grad = tl.load(dy + row[:, None] * dy_stride + column[None, :], mask=inside, other=0.0)
-            grad = grad.to(tl.float32)
-            value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
+            number = program + tile * tl.num_programs(0)
+            row, column, inside = tile_of(number, rows, size, ROWS, BLOCK)
+            grad = load_rows(dy, row, column, dy_stride, inside)
             middle = tl.load(mean + row, mask=row < rows, other=0.0)
             inverse = tl.load(rstd + row, mask=row < rows, other=0.0)
-            normal = (value.to(tl.float32) - middle[:, None]) * inverse[:, None]
-            scaled = grad * scale[None, :]
-            along = tl.sum(scaled * normal, 1) / size
-            shift = tl.sum(scaled, 1) / size
-            result = inverse[:, None] * (scaled - normal * along[:, None] - shift[:, None])
-            place = row[:, None] * size + column[None, :]
-            tl.store(dx + place, result.to(dx.dtype.element_ty), mask=inside)
+            value = load_rows(x, row, column, x_stride, inside)
+            normal = (value - middle[:, None]) * inverse[:, None]
+            result = through(grad * scale[None, :], normal, inverse, size)
+            store_rows(dx, row, column, size, inside, result)
             if EARLY:
-                normal = normal.to(x.dtype.element_ty).to(tl.float32)
+                normal = rounded(normal, x)
             by_weight += tl.sum(grad * normal, 0)
             by_bias += tl.sum(grad, 0)
-        tl.store(partial + 2 * program * size + column, by_weight, mask=column < size)
-        tl.store(partial + (2 * program + 1) * size + column, by_bias, mask=column < size)
+        tl.store(partial + 2 * program * size + columns, by_weight, mask=columns < size)
+        tl.store(partial + (2 * program + 1) * size + columns, by_bias, mask=columns < size)
 
 
 @torch.library.custom_op("schedlang::layer_norm_forward", mutates_args=())
@@ -184,34 +169,15 @@ def layer_norm_forward(
     """(y, mean, 1 / deviation of each row); contiguous, the last two in float32 at least."""
     if not runs_kernel(x, weight, bias, longest=LONGEST):
         count(False)
-        y, mean, rstd = _reference_forward(x, weight, bias, eps, offset, rounding)
+        y, mean, rstd = forward_of(x, weight, bias, eps, offset, rounding)
         return y.contiguous(), mean.contiguous(), rstd.contiguous()
-    rows, scale = matrix(x), weight.contiguous()
-    y = torch.empty(x.shape, dtype=_result(x, weight, bias, rounding), device=x.device)
-    mean = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    rstd = torch.empty_like(mean)
-    length, size = rows.shape
-    height, block, warps = tile(size)
-    forward_kernel[(triton.cdiv(length, height),)](
-        rows,
-        scale,
-        scale if bias is None else bias.contiguous(),
-        y,
-        mean,
-        rstd,
-        length,
-        size,
-        rows.stride(0),
-        eps,
-        offset,
-        BIAS=bias is not None,
-        EARLY=rounding == "early",
-        ROWS=height,
-        BLOCK=block,
-        num_warps=warps,
-        enable_fp_fusion=True,
-    )
-    count(True)
+    scale = weight.contiguous()
+    given = scale, scale if bias is None else bias.contiguous()
+    kinds = (result_of(x, weight, bias, rounding),)
+    y, mean, rstd = forward(
+        forward_kernel, (x,), given, kinds, 2, eps, offset,
+        BIAS=bias is not None, EARLY=rounding == "early",
+    )  # fmt: skip
     return y, mean, rstd
 
 
@@ -222,36 +188,12 @@ def layer_norm_backward(
     """(gradient of x, of weight, of bias), contiguous; the last two in the type of the weight."""
     if not runs_kernel(x, weight, dy, rstd, longest=LONGEST):
         count(False)
-        found = _reference_backward(dy, x, weight, mean, rstd, offset, rounding)
+        found = backward_of(dy, x, weight, mean, rstd, offset, rounding)
         return found[0].contiguous(), found[1].contiguous(), found[2].contiguous()
-    grads, rows = matrix(dy), matrix(x)
-    length, size = rows.shape
-    height, block, warps = tile(size)
-    parts = min(triton.cdiv(length, height), programs(x))
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    partial = torch.empty((parts, 2, size), dtype=torch.float32, device=x.device)
-    backward_kernel[(parts,)](
-        grads,
-        rows,
-        weight.contiguous(),
-        mean.contiguous(),
-        rstd.contiguous(),
-        dx,
-        partial,
-        length,
-        size,
-        grads.stride(0),
-        rows.stride(0),
-        triton.cdiv(triton.cdiv(length, height), parts),
-        offset,
-        EARLY=rounding == "early",
-        ROWS=height,
-        BLOCK=block,
-        num_warps=warps,
-        enable_fp_fusion=True,
+    given = (weight.contiguous(), mean.contiguous(), rstd.contiguous())
+    dx, dweight, dbias = backward(
+        backward_kernel, (dy, x), given, x.dtype, 2, offset, EARLY=rounding == "early"
     )
-    count(True)
-    dweight, dbias = partial[:, 0].sum(0), partial[:, 1].sum(0)
     return dx, dweight.to(weight.dtype), dbias.to(weight.dtype)
 
 
@@ -259,7 +201,7 @@ def layer_norm_backward(
 def _(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float, rounding: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y = x.new_empty(x.shape, dtype=_result(x, weight, bias, rounding))
+    y = x.new_empty(x.shape, dtype=result_of(x, weight, bias, rounding))
     mean = x.new_empty(x.shape[:-1], dtype=wide(x, weight, bias))
     return y, mean, torch.empty_like(mean)
 

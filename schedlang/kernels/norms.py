@@ -26,13 +26,14 @@ class Norm:
     """What a norm module computes: (x / sqrt(mean(x^2) + eps)) * (weight + offset) [+ bias].
 
     `kind` is "rms_norm", or "layer_norm" where x is centred first.  `weight` and `bias` are names
-    of the module's parameters; `eps` None follows the type computed in, as torch.nn.RMSNorm does.
+    of the module's parameters, None where it has none (a weight is then one); `eps` None follows
+    the type computed in, as torch.nn.RMSNorm does.
     `rounding` is "early" or "late" (see kernels/rms_norm.py and kernels/layer_norm.py).
     """
 
     kind: str
     size: int
-    weight: str
+    weight: str | None
     bias: str | None
     offset: float
     eps: float | None
@@ -68,8 +69,8 @@ def probe_norm(module: nn.Module) -> Norm | Mismatch:
     if refused:
         return refused
     copied = bare_copy(module, torch.float64)
-    params = dict(copied.named_parameters(recurse=False))
-    size = next(iter(params.values())).numel()
+    size = _size(module)
+    params = _vectors(copied, size)
     with torch.random.fork_rng(devices=[]), ambient(Float64):
         try:
             fits = [_fit(copied, params, size, center) for center in (False, True)]
@@ -92,7 +93,7 @@ def probe_norm(module: nn.Module) -> Norm | Mismatch:
 def _finish(
     module: nn.Module, copied: nn.Module, fit: _Fit, kind: str, size: int
 ) -> Norm | Mismatch:
-    params = dict(copied.named_parameters(recurse=False))
+    params = _vectors(copied, size)
     weight = next(name for name in params if name != fit.bias)
     if len(params) - 1 != (fit.bias is not None):
         return Mismatch(f"has parameters that do not matter to its result: {', '.join(params)}")
@@ -102,7 +103,21 @@ def _finish(
     rounding = _rounding(module, fit, eps, size)
     if rounding not in ("early", "late"):
         return Mismatch(rounding)
-    return Norm(kind, size, weight, fit.bias, fit.offset, eps, rounding)
+    return Norm(kind, size, weight or None, fit.bias, fit.offset, eps, rounding)
+
+
+def _size(module: nn.Module) -> int:
+    """The size of a row; any will do where neither a parameter nor the module says one."""
+    for parameter in module.parameters():
+        return parameter.numel()
+    shape = getattr(module, "normalized_shape", None)
+    return shape[-1] if isinstance(shape, tuple) and shape else 24
+
+
+def _vectors(module: nn.Module, size: int) -> dict[str, Tensor]:
+    """The parameters by name; of a norm that has none a weight of ones, named ""."""
+    ones = torch.ones(size, dtype=torch.float64)
+    return dict(module.named_parameters(recurse=False)) or {"": ones}
 
 
 def _structure(module: nn.Module) -> Mismatch | None:
@@ -111,12 +126,10 @@ def _structure(module: nn.Module) -> Mismatch | None:
         return Mismatch("has submodules, and a norm has none")
     if "forward" in vars(module):
         return Mismatch("had its forward replaced already")
-    if not params:
-        return Mismatch("has no parameters, and a norm has a weight")
     if any(p.dim() != 1 for p in params.values()) or len(params) > 2:
         shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in params.items())
         return Mismatch(f"has the parameters {shapes}, and a norm has a vector or two")
-    if len({p.numel() for p in params.values()}) != 1:
+    if len({p.numel() for p in params.values()}) > 1:
         return Mismatch("has two vectors of different sizes")
     if next(module.buffers(), None) is not None:
         return Mismatch("keeps buffers, and a norm keeps none")
@@ -132,7 +145,7 @@ def _run(module: nn.Module, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _fit(module: nn.Module, params: dict[str, nn.Parameter], size: int, center: bool) -> _Fit:
+def _fit(module: nn.Module, params: dict[str, Tensor], size: int, center: bool) -> _Fit:
     """The parameters of the formula that fit best; whether they fit is judged afterwards."""
     shift = _run(module, torch.zeros(1, 1, size, dtype=torch.float64))[0, 0]
     near = (shift.norm() + 1.0) * TOLERANCE
@@ -162,9 +175,7 @@ def _normal(x: Tensor, center: bool, eps: float) -> Tensor:
     )
 
 
-def _formula(
-    x: Tensor, fit: _Fit, params: dict[str, nn.Parameter], rounding: str = "late"
-) -> Tensor:
+def _formula(x: Tensor, fit: _Fit, params: dict[str, Tensor], rounding: str = "late") -> Tensor:
     weight = next(p for name, p in params.items() if name != fit.bias or len(params) == 1)
     bias = params[fit.bias] if fit.bias is not None else None
     if fit.center:
@@ -174,7 +185,7 @@ def _formula(
 
 
 @torch.no_grad()
-def _distance(module: nn.Module, fit: _Fit, params: dict[str, nn.Parameter], size: int) -> float:
+def _distance(module: nn.Module, fit: _Fit, params: dict[str, Tensor], size: int) -> float:
     """The largest relative difference over scales of the input, in training and evaluation."""
     worst = 0.0
     for number, scale in enumerate(_SCALES):
@@ -187,12 +198,10 @@ def _distance(module: nn.Module, fit: _Fit, params: dict[str, nn.Parameter], siz
     return worst
 
 
-def _gradient_distance(
-    module: nn.Module, fit: _Fit, params: dict[str, nn.Parameter], size: int
-) -> float:
+def _gradient_distance(module: nn.Module, fit: _Fit, params: dict[str, Tensor], size: int) -> float:
     x = rows_of(size, seed=20).requires_grad_()
     grad = rows_of(size, seed=21)
-    leaves = [x, *params.values()]
+    leaves = [x, *(p for p in params.values() if p.requires_grad)]
     y = _run(module, x)
     if not y.requires_grad:
         return float("inf")
@@ -214,7 +223,7 @@ def _named_eps(module: nn.Module, fit: _Fit, size: int) -> float | None:
         single = bare_copy(module, torch.float32)
         x = (rows_of(size, seed=30) * 1e-3).float()
         follows = replace(fit, eps=torch.finfo(torch.float32).eps)
-        exact = {name: nn.Parameter(p.double()) for name, p in single.named_parameters()}
+        exact = {name: p.double() for name, p in _vectors(single, size).items()}
         with torch.no_grad():
             same = relative(_run(single, x), _formula(x.double(), follows, exact))
         if same <= 1e-6:
@@ -228,7 +237,7 @@ def _rounding(module: nn.Module, fit: _Fit, eps: float | None, size: int) -> str
     Bit by bit, for nearly all elements: sums may run in another order.
     """
     copied = bare_copy(module, torch.bfloat16, seed=3)
-    params = dict(copied.named_parameters(recurse=False))
+    params = {name: p.bfloat16() for name, p in _vectors(copied, size).items()}
     x = rows_of(size, seed=4, rows=64).bfloat16()
     small = torch.finfo(torch.float32).eps if eps is None else eps
     same: dict[str, float] = {}

@@ -15,7 +15,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from schedlang.kernels.device import count, matrix, programs, runs_kernel, tile, tl, triton, wide
+from schedlang.kernels.device import count, runs_kernel, tl, triton, wide
+from schedlang.kernels.rows import backward, forward
+
+if triton is not None:
+    from schedlang.kernels.rows import load_rows, load_vector, rounded, store_rows, tile_of
 
 
 def rms_norm(
@@ -36,18 +40,19 @@ def reference(
     x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, rounding: str = "late"
 ) -> Tensor:
     """The same in plain torch operations, in the input's own precision or float32 at least."""
-    y, _ = _reference_forward(x, weight, eps, offset, rounding)
+    y, _ = forward_of(x, weight, eps, offset, rounding)
     return y
 
 
-def _result(x: Tensor, weight: Tensor, rounding: str) -> torch.dtype:
+def result_of(x: Tensor, weight: Tensor, rounding: str) -> torch.dtype:
     """Early rounding multiplies by the weight last, so a wider weight makes the result wider."""
     return torch.promote_types(x.dtype, weight.dtype) if rounding == "early" else x.dtype
 
 
-def _reference_forward(
+def forward_of(
     x: Tensor, weight: Tensor, eps: float, offset: float, rounding: str
 ) -> tuple[Tensor, Tensor]:
+    """(y, 1 / root mean square of each row), in plain torch operations."""
     value = x.to(wide(x, weight))
     rstd = torch.rsqrt(value.square().mean(-1) + eps)
     normal = value * rstd.unsqueeze(-1)
@@ -56,9 +61,10 @@ def _reference_forward(
     return (normal * (weight.to(value.dtype) + offset)).to(x.dtype), rstd
 
 
-def _reference_backward(
+def backward_of(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float, rounding: str
 ) -> tuple[Tensor, Tensor]:
+    """(gradient of x, of weight), in plain torch operations."""
     kind = wide(x, weight)
     normal = x.to(kind) * rstd.unsqueeze(-1)
     scaled = dy.to(kind) * (weight.to(kind) + offset)
@@ -71,78 +77,56 @@ def _reference_backward(
 
 if triton is not None:
 
+    @triton.jit
+    def normal_of(value, size, eps):  # type: ignore[no-untyped-def]
+        """(the rows divided by their root mean square, what they were multiplied by)."""
+        inverse = tl.rsqrt(tl.sum(value * value, 1) / size + eps)
+        return value * inverse[:, None], inverse
+
+    @triton.jit
+    def through(scaled, normal, inverse, size):  # type: ignore[no-untyped-def]
+        """The gradient of the rows, from that of the normalised ones."""
+        along = tl.sum(scaled * normal, 1) / size
+        return inverse[:, None] * (scaled - normal * along[:, None])
+
     @triton.jit  # type: ignore[untyped-decorator]
     def forward_kernel(  # type: ignore[no-untyped-def]
-        x,
-        weight,
-        y,
-        rstd,
-        rows,
-        size,
-        stride,
-        eps,
-        offset,
-        EARLY: tl.constexpr,
-        ROWS: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
+        x, weight, y, rstd, rows, size, stride, eps, offset,
+        EARLY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
         """Write y and 1/rms of ROWS rows."""
-        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        column = tl.arange(0, BLOCK)
-        inside = (row[:, None] < rows) & (column[None, :] < size)
-        value = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
-        value = value.to(tl.float32)
-        scale = tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32) + offset
-        inverse = tl.rsqrt(tl.sum(value * value, 1) / size + eps)
-        normal = value * inverse[:, None]
+        number = tl.program_id(0).to(tl.int64)
+        row, column, inside = tile_of(number, rows, size, ROWS, BLOCK)
+        normal, inverse = normal_of(load_rows(x, row, column, stride, inside), size, eps)
+        scale = load_vector(weight, column, size) + offset
         if EARLY:
-            scale = scale.to(weight.dtype.element_ty).to(tl.float32)
-            normal = normal.to(x.dtype.element_ty).to(tl.float32)
-        result = (normal * scale[None, :]).to(y.dtype.element_ty)
-        tl.store(y + row[:, None] * size + column[None, :], result, mask=inside)
+            scale = rounded(scale, weight)
+            normal = rounded(normal, x)
+        store_rows(y, row, column, size, inside, normal * scale[None, :])
         tl.store(rstd + row, inverse, mask=row < rows)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def backward_kernel(  # type: ignore[no-untyped-def]
-        dy,
-        x,
-        weight,
-        rstd,
-        dx,
-        partial,
-        rows,
-        size,
-        dy_stride,
-        x_stride,
-        tiles,
-        offset,
-        EARLY: tl.constexpr,
-        ROWS: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
+        dy, x, weight, rstd, dx, partial, rows, size, dy_stride, x_stride, tiles, offset,
+        EARLY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
         """Write dx of some tiles of rows, and their part of the gradient of the weight."""
-        # each program takes every so many tiles of rows and keeps its own sum for the weight
         program = tl.program_id(0).to(tl.int64)
-        column = tl.arange(0, BLOCK)
-        scale = tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32) + offset
+        columns = tl.arange(0, BLOCK)
+        scale = load_vector(weight, columns, size) + offset
         total = tl.zeros((BLOCK,), tl.float32)
         for tile in range(tiles):
-            row = (program + tile * tl.num_programs(0)) * ROWS + tl.arange(0, ROWS)
-            inside = (row[:, None] < rows) & (column[None, :] < size)
-            grad = tl.load(dy + row[:, None] * dy_stride + column[None, :], mask=inside, other=0.0)
-            grad = grad.to(tl.float32)
-            value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
+            number = program + tile * tl.num_programs(0)
+            row, column, inside = tile_of(number, rows, size, ROWS, BLOCK)
+            grad = load_rows(dy, row, column, dy_stride, inside)
             inverse = tl.load(rstd + row, mask=row < rows, other=0.0)
-            normal = value.to(tl.float32) * inverse[:, None]
-            scaled = grad * scale[None, :]
-            along = tl.sum(scaled * normal, 1) / size
-            result = inverse[:, None] * (scaled - normal * along[:, None])
-            place = row[:, None] * size + column[None, :]
-            tl.store(dx + place, result.to(dx.dtype.element_ty), mask=inside)
+            normal = load_rows(x, row, column, x_stride, inside) * inverse[:, None]
+            result = through(grad * scale[None, :], normal, inverse, size)
+            store_rows(dx, row, column, size, inside, result)
             if EARLY:
-                normal = normal.to(x.dtype.element_ty).to(tl.float32)
+                normal = rounded(normal, x)
             total += tl.sum(grad * normal, 0)
-        tl.store(partial + program * size + column, total, mask=column < size)
+        tl.store(partial + program * size + columns, total, mask=columns < size)
 
 
 @torch.library.custom_op("schedlang::rms_norm_forward", mutates_args=())
@@ -152,30 +136,13 @@ def rms_norm_forward(
     """(y, 1 / root mean square of each row); both contiguous, the second in float32 at least."""
     if not runs_kernel(x, weight):
         count(False)
-        y, rstd = _reference_forward(x, weight, eps, offset, rounding)
+        y, rstd = forward_of(x, weight, eps, offset, rounding)
         return y.contiguous(), rstd.contiguous()
-    rows, scale = matrix(x), weight.contiguous()
-    y = torch.empty(x.shape, dtype=_result(x, weight, rounding), device=x.device)
-    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    length, size = rows.shape
-    height, block, warps = tile(size)
-    forward_kernel[(triton.cdiv(length, height),)](
-        rows,
-        scale,
-        y,
-        rstd,
-        length,
-        size,
-        rows.stride(0),
-        eps,
-        offset,
+    kinds = (result_of(x, weight, rounding),)
+    y, rstd = forward(
+        forward_kernel, (x,), (weight.contiguous(),), kinds, 1, eps, offset,
         EARLY=rounding == "early",
-        ROWS=height,
-        BLOCK=block,
-        num_warps=warps,
-        enable_fp_fusion=True,
-    )
-    count(True)
+    )  # fmt: skip
     return y, rstd
 
 
@@ -186,40 +153,18 @@ def rms_norm_backward(
     """(gradient of x, gradient of weight), contiguous, in the types of x and weight."""
     if not runs_kernel(x, weight, dy):
         count(False)
-        dx, dweight = _reference_backward(dy, x, weight, rstd, offset, rounding)
+        dx, dweight = backward_of(dy, x, weight, rstd, offset, rounding)
         return dx.contiguous(), dweight.contiguous()
-    grads, rows, scale = matrix(dy), matrix(x), weight.contiguous()
-    length, size = rows.shape
-    height, block, warps = tile(size)
-    parts = min(triton.cdiv(length, height), programs(x))
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    partial = torch.empty((parts, size), dtype=torch.float32, device=x.device)
-    backward_kernel[(parts,)](
-        grads,
-        rows,
-        scale,
-        rstd.contiguous(),
-        dx,
-        partial,
-        length,
-        size,
-        grads.stride(0),
-        rows.stride(0),
-        triton.cdiv(triton.cdiv(length, height), parts),
-        offset,
-        EARLY=rounding == "early",
-        ROWS=height,
-        BLOCK=block,
-        num_warps=warps,
-        enable_fp_fusion=True,
+    given = (weight.contiguous(), rstd.contiguous())
+    dx, dweight = backward(
+        backward_kernel, (dy, x), given, x.dtype, 1, offset, EARLY=rounding == "early"
     )
-    count(True)
-    return dx, partial.sum(0).to(weight.dtype)
+    return dx, dweight.to(weight.dtype)
 
 
 @rms_norm_forward.register_fake
 def _(x: Tensor, weight: Tensor, eps: float, offset: float, rounding: str) -> tuple[Tensor, Tensor]:
-    y = x.new_empty(x.shape, dtype=_result(x, weight, rounding))
+    y = x.new_empty(x.shape, dtype=result_of(x, weight, rounding))
     return y, x.new_empty(x.shape[:-1], dtype=wide(x, weight))
 
 

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from schedlang.regions import Tree, places
+
+if TYPE_CHECKING:
+    from schedlang.regions.operators import Operator
 
 SLOTS = 500  # steps of memory that are told apart
 NEVER = np.inf
@@ -29,11 +32,16 @@ class Cost:
     work   of its forward, in any unit
     saved  bytes that it keeps where it is not recomputed
     input  bytes of what it is called with, that a region which begins here keeps
+    operators  those whose results can be kept; `fixed` is what the others work a second time
+    forward    all the work of its forward, counted as that of operators is
     """
 
     work: float
     saved: int
     input: int
+    operators: tuple[Operator, ...] = ()
+    fixed: float = 0.0
+    forward: float = 0.0
 
 
 def peak(tree: Tree, chain: Sequence[Cost]) -> int:

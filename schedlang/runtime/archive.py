@@ -62,6 +62,7 @@ def save(program: Program, path: str | os.PathLike[str]) -> None:
         "buffers": {name: list(buffer.shape) for name, buffer in _buffers(program).items()},
         "dtypes": _dtypes(program), "ties": [list(names) for names in a.ties],
         "sums": residue.described(program),
+        "loss scale": program.loss_scale.described() if program.loss_scale is not None else None,
     }  # fmt: skip
     values: dict[tuple[str, ...], Any] = {CONTENTS: contents} if rank == 0 else {}
     tensors = [*_model_tensors(program), *_moment_tensors(program), *residue.tensors(program)]
@@ -94,6 +95,8 @@ def load(program: Program, path: str | os.PathLike[str]) -> None:
     _take_over(program, {name: tensor.local for name, tensor in model.items()})
     put_back(program, told, {key: tensor.local for key, tensor in moments.items()})
     residue.put_back(program, contents.get("sums"), kept)
+    if program.loss_scale is not None:
+        program.loss_scale.put_back(contents.get("loss scale"))
     program.step = contents["step"]
 
 

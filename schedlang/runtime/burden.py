@@ -26,7 +26,7 @@ class Burden:
 
     def leave_out(self, tensor: torch.Tensor) -> None:
         """A parameter or buffer: it is there anyway."""
-        self._never.add(_key(tensor))
+        self._never.add(key_of(tensor))
 
     @contextmanager
     def of(self, unit: int, arguments: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -36,11 +36,15 @@ class Burden:
         seen = set(self._never)
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            self.saved[unit] += self._size(tensor, seen)
+            self.keeps(unit, tensor, self._size(tensor, seen))
             return tensor
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
+
+    def keeps(self, unit: int, tensor: torch.Tensor, size: int) -> None:
+        """Count what autograd saves: bytes that no tensor of this call had before."""
+        self.saved[unit] += size
 
     def ran(self, unit: int, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Count the operations of one operator, where torch has a formula for it."""
@@ -49,7 +53,7 @@ class Burden:
             self.flops[unit] += int(formula(*args, **kwargs, out_val=output))
 
     def _size(self, tensor: torch.Tensor, seen: set[int]) -> int:
-        key = _key(tensor)
+        key = key_of(tensor)
         if key in seen:
             return 0
         seen.add(key)
@@ -60,7 +64,16 @@ class Burden:
             return tensor.numel() * tensor.element_size()
 
 
-def _key(tensor: torch.Tensor) -> int:
+def operations(func: Any, args: Any, kwargs: Any, output: Any) -> float:
+    """Of one operator, by torch's formula; where there is none, one for each element it makes."""
+    formula = flop_counter.flop_registry.get(func._overloadpacket)
+    if formula is not None:
+        return float(formula(*args, **kwargs, out_val=output))
+    return float(sum(one.numel() for one in tree_leaves(output) if isinstance(one, torch.Tensor)))
+
+
+def key_of(tensor: torch.Tensor) -> int:
+    """What tells one storage from others, as long as it lives."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):

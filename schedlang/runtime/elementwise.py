@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+from schedlang.diagnostic import Diagnostic, Refusal
 
 
 def is_elementwise(optimizer: Callable[[Any], torch.optim.Optimizer]) -> bool:
@@ -55,7 +58,22 @@ def _moved(
 ) -> torch.Tensor:
     parameter = nn.Parameter(value.clone())
     made = optimizer([("probe.weight", parameter)])
+    check_closure(made)
     for grad in grads:
         parameter.grad = grad.clone()
         made.step()
     return parameter.detach()
+
+
+def check_closure(made: torch.optim.Optimizer) -> None:
+    """Raises Refusal S622 for an optimizer that would compute the loss again in it."""
+    given = inspect.signature(made.step).parameters.get("closure")
+    if given is not None and given.default is inspect.Parameter.empty:
+        raise Refusal(
+            Diagnostic(
+                "S622", f"`{type(made).__name__}` computes the loss again within its step",
+                notes=("its `step(closure)` has to be given the forward and backward; a program's"
+                       " step has made them already",),
+                helps=("use an optimizer that steps on gradients as they are (SGD, AdamW, Muon)",),
+            )
+        )  # fmt: skip

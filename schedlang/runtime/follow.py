@@ -125,7 +125,9 @@ class Follower(TorchFunctionMode):
     def _unfit(self, frame: Frame, error: Exception) -> Mismatch:
         """A module that computes with its parts failed: they do not fit what it is given."""
         helps = ("leave out `input=` and `output=`: a style says how its parts fit together",)
-        return Mismatch(frame, str(error).split("\n")[0], None, (), self.agreed, helps)
+        failure = Mismatch(frame, str(error).split("\n")[0], None, (), self.agreed, helps)
+        failure.raw = True
+        return failure
 
     def _failed(
         self, frame: Frame, expected: Call | None, inputs: list[Tensor], error: Exception
@@ -133,6 +135,7 @@ class Follower(TorchFunctionMode):
         axis = next((a for t in inputs for a in self.note(t).tags), None)
         integers = expected.integers if expected is not None and axis is not None else ()
         failure = Mismatch(frame, str(error).split("\n")[0], axis, integers, self.agreed)
+        failure.raw = True
         failure.unit = unevens.met_whole([self.note(tensor) for tensor in inputs], axis)
         failure.mixed = unevens.mixed([self.note(tensor) for tensor in inputs])
         failure.by = unevens.by(inputs, axis)

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from schedlang.kernels.held_cross_entropy import held_statistics
 from schedlang.kernels.linear_cross_entropy import Form, statistics, weighed
 from schedlang.runtime import collective
 from schedlang.runtime.collective import Group
-from schedlang.runtime.modes import again
+from schedlang.runtime.stand_in import StandIn, as_torchs, made_whole, reduced, takes_rows
 
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -67,10 +68,11 @@ class _Joined(torch.autograd.Function):
 
 
 @dataclass(eq=False)
-class LazyLogits:
+class LazyLogits(StandIn):
     """x @ weight.T + bias [..., classes], and what was done to it since.
 
     `like` is an empty tensor of the type that the logits have now; `steps` repeat what was done.
+    `budget` bytes of them may exist at a time; `held`: all of them, from the loss to its backward.
     """
 
     x: Tensor
@@ -78,6 +80,7 @@ class LazyLogits:
     bias: Tensor | None
     part: Part
     budget: int = 0
+    held: bool = False
     like: Tensor = field(default_factory=lambda: torch.empty(0))
     form: Form | None = field(default_factory=Form)  # None: no form that a kernel knows
     steps: tuple[Callable[[Tensor], Tensor], ...] = ()
@@ -90,10 +93,6 @@ class LazyLogits:
         """The shape of the logits."""
         return torch.Size((*self.x.shape[:-1], self.part.classes))
 
-    def size(self, dim: int | None = None) -> Any:
-        """As Tensor.size."""
-        return self.shape if dim is None else self.shape[dim]
-
     @property
     def dtype(self) -> torch.dtype:
         """The type that the logits have now."""
@@ -103,11 +102,6 @@ class LazyLogits:
     def device(self) -> torch.device:
         """Where they would lie."""
         return self.x.device
-
-    @property
-    def ndim(self) -> int:
-        """As Tensor.ndim."""
-        return self.x.ndim
 
     @property
     def requires_grad(self) -> bool:
@@ -137,6 +131,10 @@ class LazyLogits:
                 z = step(z)
             self.real = z
         return self.real
+
+    def whole(self) -> Tensor:
+        """As a plain tensor."""
+        return self.computed()
 
     # -- what keeps them lazy --------------------------------------------------------------------
 
@@ -199,11 +197,7 @@ class LazyLogits:
     reshape = view
 
     def __getitem__(self, index: Any) -> Any:
-        parts = index if isinstance(index, tuple) else (index,)
-        plain = all(isinstance(part, slice | int) or part is Ellipsis for part in parts)
-        named = len(parts) - (Ellipsis in parts) if plain else 0
-        whole = named < self.ndim and Ellipsis not in parts or parts[-1] == slice(None)
-        if self.real is None and plain and whole:
+        if self.real is None and takes_rows(index, self.ndim):
             return self._moved(self.x[index])
         return self.computed()[index]
 
@@ -220,19 +214,24 @@ class LazyLogits:
         return (
             None
             if self.real is not None or self.form is None
-            else replace(self.form, budget=self.budget)
+            else replace(self.form, budget=self.budget, held=self.held)
         )
+
+    def has_loss(self) -> bool:
+        """Unless they are computed already, or in no form that a kernel knows."""
+        return self._known() is not None
 
     def statistics(self, target: Tensor, form: Form) -> Three:
         """Those of whole rows; `target` are places among all classes, or negative."""
         rows, part = self.x.reshape(-1, self.x.shape[-1]), self.part
+        made = held_statistics if form.held else statistics
         if part.group is None:
-            return statistics(rows, self.weight, self.bias, target, form)
+            return made(rows, self.weight, self.bias, target, form)
         local = target - part.first
         local = torch.where((local >= 0) & (local < part.mine), local, -1)
         if part.mine:
             bias = None if self.bias is None else self.bias[: part.mine]
-            found = statistics(rows, self.weight[: part.mine], bias, local, form)
+            found = made(rows, self.weight[: part.mine], bias, local, form)
         else:  # padding alone: nothing of a sum of exponentials
             none = rows[:, 0] * 0.0
             found = (none - torch.inf, none.clone(), none.clone())
@@ -245,64 +244,44 @@ class LazyLogits:
         if form is None or dim not in (-1, self.ndim - 1, (-1,), [-1]):
             return self.computed().logsumexp(dim, keepdim)
         nothing = torch.full((self.shape[:-1].numel(),), -1, device=self.device)
-        lse = self.statistics(nothing, form)[0].to(self.dtype).view(self.shape[:-1])
+        # apart from the loss: held, it would be a second tensor of logits
+        lse = (
+            self.statistics(nothing, replace(form, held=False))[0]
+            .to(self.dtype)
+            .view(self.shape[:-1])
+        )
         return lse.unsqueeze(-1) if keepdim else lse
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Functions of torch: the fused loss, what stays lazy, or a call with the logits."""
-        kwargs = dict(kwargs or {})
-        if "input" in kwargs and func in _LAZY:
-            args = (kwargs.pop("input"), *args)
-        if func in _LAZY and args and isinstance(args[0], cls):
-            with again():  # a mode that saw the call first is off inside of it
-                return _LAZY[func](*args, **kwargs)
-        whole = {name: _whole(value) for name, value in kwargs.items()}
-        with again():
-            return func(*(_whole(value) for value in args), **whole)
+    def known(cls) -> Mapping[Any, Callable[..., Any]]:
+        """The fused loss, and what keeps them lazy."""
+        return _LAZY
 
 
+@as_torchs
 def cross_entropy(
-    logits: LazyLogits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
+    logits: LazyLogits, target: Tensor, counts: Tensor, reduction: str, smoothing: float
 ) -> Tensor:
     """`torch.nn.functional.cross_entropy` of [tokens, classes] and a vector of classes."""
     form = logits._known()
-    plain = logits.ndim == 2 and not target.is_floating_point() and form is not None
-    if not plain or weight is not None or size_average is not None or reduce is not None:
-        return F.cross_entropy(
-            logits.computed(), target, weight, size_average, ignore_index, reduce, reduction,
-            label_smoothing,
-        )  # fmt: skip
     assert form is not None
-    counts = target != ignore_index
     target = target.masked_fill(~counts, -1)
     # a gradient made in forward has not been scaled yet, and float16 has no room below
-    if reduction != "none" and logits.part.group is None and logits.x.dtype != torch.float16:
+    if (
+        not form.held
+        and reduction != "none"
+        and logits.part.group is None
+        and logits.x.dtype != torch.float16
+    ):
         number = counts.sum() if reduction == "mean" else torch.ones_like(counts.sum())
         share = 1.0 / number.to(torch.promote_types(logits.x.dtype, torch.float32))
         by = torch.where(counts, share, 0.0)
-        loss = weighed(logits.x, logits.weight, logits.bias, target, by, label_smoothing, form)
+        loss = weighed(logits.x, logits.weight, logits.bias, target, by, smoothing, form)
         # without any label the mean is not a number, and the gradient is zero, as torch's are
         return torch.where(number > 0, loss, torch.nan).to(logits.dtype)
     lse, picked, total = logits.statistics(target, form)
-    loss = lse - (1 - label_smoothing) * picked - label_smoothing * total / logits.part.classes
-    loss = loss.masked_fill(~counts, 0.0).to(logits.dtype)
-    if reduction == "none":
-        return loss
-    return loss.sum() / counts.sum() if reduction == "mean" else loss.sum()
+    loss = lse - (1 - smoothing) * picked - smoothing * total / logits.part.classes
+    return reduced(loss.to(logits.dtype), counts, reduction)
 
 
 def _is_number(value: Any) -> bool:
@@ -318,12 +297,6 @@ def _keeps_last(sizes: list[Any], shape: torch.Size) -> bool:
     return known == rows if -1 not in sizes[:-1] else bool(known) and rows % known == 0
 
 
-def _whole(value: Any) -> Any:
-    if isinstance(value, LazyLogits):
-        return value.computed()
-    return type(value)(map(_whole, value)) if type(value) in (list, tuple) else value
-
-
 def _casting(name: str) -> Callable[..., Any]:
     def cast(self: LazyLogits, *args: Any, **kwargs: Any) -> Any:
         return self._cast(name, *args, **kwargs)
@@ -334,7 +307,7 @@ def _casting(name: str) -> Callable[..., Any]:
 
 def _computing(name: str) -> Callable[..., Any]:
     def compute(self: LazyLogits, *args: Any) -> Any:
-        return getattr(self.computed(), name)(*map(_whole, args))
+        return getattr(self.computed(), name)(*map(made_whole, args))
 
     return compute
 

@@ -73,5 +73,6 @@ class Mismatch(Exception):
         self.integers, self.place, self.helps = integers, place, helps
         self.by = ""  # the sharded module that split what fails
         self.counted: int | None = None  # into how many parts (heads) a view takes the split dim
+        self.raw = False  # the reason is in the words of torch
         self.mixed = False  # parts that one rank holds met parts that several do
         self.unit = 0  # heads of a split tensor that met a whole one; 0: none did

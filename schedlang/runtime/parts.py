@@ -100,7 +100,8 @@ def split(batch: Batch, replicas: int, micro: int) -> list[list[Part]]:
         raise Refusal(
             Diagnostic(
                 "S606", f"{count} rows cannot fill {replicas * micro} parts",
-                notes=(f"{replicas} data-parallel ranks with {micro} microbatches each",),
+                notes=(f"{replicas} data-parallel ranks with {micro}"
+                       f" microbatch{'es' * (micro > 1)} each",),
                 helps=(f"give a batch of at least {replicas * micro} rows",),
             )
         )  # fmt: skip

@@ -23,7 +23,9 @@ from schedlang.runtime.gradient import (
     square_sum,
     sum_gradients,
 )
+from schedlang.runtime.graph import GIVE_LOSS, refusal
 from schedlang.runtime.leaving import drop_gradient
+from schedlang.runtime.loss_scale import LossScale
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.outputs import whole_output
 from schedlang.runtime.parts import Batch, Part, followed, rows_of, split
@@ -60,6 +62,7 @@ class Program:
     whole: WholeStep | None = None  # parameters are put together for each step of the optimizer
     away: Away | None = None  # what lies off the device
     watch: Watch | None = None  # notes when the operations of a step run
+    loss_scale: LossScale | None = None  # of float16; a step that overflows is skipped
     left_out: dict[str, str] = field(default_factory=dict)  # of the last output: place -> why
     _inputs: list[Part] = field(default_factory=list)
     _totals: Mapping[int, float] = field(default_factory=dict)  # update -> its weight
@@ -105,6 +108,8 @@ class Program:
         own microbatches; the loss is that of all of them, each under the weights that it met.
         """
         self._check_names(batch)
+        if self.assembly.lossless:  # on all ranks: those without the last stage would wait for it
+            raise refusal("S615", "", "the model gives no loss", GIVE_LOSS)
         self._training.off() if self.evaluate else self._training.on()
         self._zero()
         if self.away is not None:
@@ -113,7 +118,8 @@ class Program:
         if self.follow_inputs:
             parts = self._inputs = [replace(part, inputs=followed(part.inputs)) for part in parts]
         if self._versions is None:
-            results = self._run(parts, [w / total for w in weights], train=True)
+            times = 1.0 if self.loss_scale is None else self.loss_scale.scale
+            results = self._run(parts, [times * w / total for w in weights], train=True)
             self._sum()
         else:
             self._versions.begin()
@@ -125,7 +131,7 @@ class Program:
         loss = self._finish(results, weights, total)
         if self.keep_output:
             self.output = self._whole(results, parts, weights)
-        if self._versions is None:
+        if self._versions is None and (self.loss_scale is None or self.loss_scale.next()):
             self._step_weights()
         self.step += 1
         return loss
@@ -283,6 +289,8 @@ class Program:
         sum_gradients(a.parameters, a.sums if a.early is None else a.early.rest)
         if a.compressor is not None:
             a.compressor.sum(a.parameters)
+        if self.loss_scale is not None:
+            self.loss_scale.unscale(a.parameters)
 
     def _finish(
         self, results: Mapping[int, Result], weights: Sequence[float], total: float
@@ -306,8 +314,10 @@ class Program:
         squares = square_sum(a.parameters, lambda name: name in speaks)
         names = [name for name, holding in a.holdings.items() if holding.sliced]
         used = used_anywhere(a.sliced, a.parameters, names)
-        both = torch.cat([torch.stack([squares.cpu(), value]), used])
+        scale = self.loss_scale or LossScale()
+        both = torch.cat([torch.stack([squares.cpu(), value]), used, scale.told(used)])
         dist.all_reduce(both)
+        scale.hear(both[2 + len(used) :])
         for name, count in zip(names, both[2:].tolist()):
             if not count and name in a.parameters:  # of what nobody used, as in a plain loop
                 drop_gradient(a.parameters[name])
@@ -330,7 +340,8 @@ class Program:
         """
         if self.assembly.ends_early:
             return None
-        return whole.input_gradients(self.assembly, self._inputs)
+        times = 1.0 if self.loss_scale is None else self.loss_scale.last
+        return whole.input_gradients(self.assembly, self._inputs, times)
 
     def trained(self) -> list[str]:
         """Names of all parameters that an optimizer of some rank updates."""

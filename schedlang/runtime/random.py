@@ -84,10 +84,10 @@ class LogicalDropout(Ambient):
         kwargs = dict(kwargs or {})
         if scope.current() is not None:
             if illogical(func, args, kwargs):
-                raise _refusal(f"`{_name(func)}` in `{scope.site()}` has no logical form")
+                raise _refusal(f"`{_name(func)}` in {_here()} has no logical form")
             if func in LOGICAL:
                 if any(hasattr(x, "placements") for x in args):
-                    raise _refusal(f"`{_name(func)}` in `{scope.site()}` is given a DTensor")
+                    raise _refusal(f"`{_name(func)}` in {_here()} is given a DTensor")
                 kwargs.pop("generator", None)
                 return LOGICAL[func](self, func, *args, **kwargs)
         return self.run(func, types, args, kwargs)
@@ -210,4 +210,10 @@ def _refusal(title: str) -> Refusal:
 
 
 def _name(func: Any) -> str:
-    return str(getattr(func, "__qualname__", None) or getattr(func, "__name__", func))
+    said = str(getattr(func, "__qualname__", None) or getattr(func, "__name__", func))
+    return said.replace("_VariableFunctionsClass.", "torch.")
+
+
+def _here() -> str:
+    """The module that runs, in words."""
+    return f"`{scope.site()}`" if scope.site() else "the model's forward"

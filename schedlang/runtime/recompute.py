@@ -28,7 +28,9 @@ from torch.utils.checkpoint import (
 )
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.regions.operators import Key
 from schedlang.runtime.arguments import put, take
+from schedlang.runtime.chosen import Chosen, draws
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.generators import Replayed, own_generators
 from schedlang.runtime.kept import KeepCollectives
@@ -56,17 +58,20 @@ CLASSES = tuple(_OPERATORS)
 Versions = dict[str, tuple[int, int]]  # of buffers: identity and count of changes in place
 
 
-def checkpoint(module: nn.Module, save: Collection[str] = ()) -> None:
+def checkpoint(module: nn.Module, save: Collection[str] = (), chosen: Collection[Key] = ()) -> None:
     """Recompute `module` in backward, in place; gradients stay the same bit by bit.
 
     `save` names classes of operators (of CLASSES) whose results are kept: `linear` matrix products,
     `attention` the fused attention kernels, `collective` communication, which then is not repeated.
+    `chosen`, without `save`, are single operators instead (see chosen.py).
     A kernel that draws random numbers is recomputed all the same: were it skipped, the draws after
     it would differ.  The random state is restored for the recomputation, and the ambient modes are
     entered again.  Raises Refusal when a forward changes a buffer, which would change it twice.
     """
     assert set(save) <= set(CLASSES), save
-    wrap(module, "checkpoint", Checkpoint(module, tuple(sorted(save))))
+    layer = Checkpoint(module, tuple(sorted(save)))
+    layer.chosen = frozenset(chosen)
+    wrap(module, "checkpoint", layer)
 
 
 def updates_buffers(model: nn.Module, run: Callable[[], object]) -> dict[str, tuple[str, ...]]:
@@ -126,6 +131,7 @@ class Checkpoint:
     def __init__(self, module: nn.Module, save: tuple[str, ...]) -> None:
         self.module = module
         self.save = save
+        self.chosen: frozenset[Key] = frozenset()
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `inner` under checkpoint; plainly where no gradient is recorded."""
@@ -139,7 +145,7 @@ class Checkpoint:
             region,
             *tensors,
             use_reentrant=False,
-            context_fn=partial(contexts, self.save, own_generators(self.module)),
+            context_fn=partial(contexts, self.save, own_generators(self.module), self.chosen),
         )
         written_twice(self.module, before)
         return out
@@ -178,8 +184,9 @@ class _Region:
 
 
 def contexts(
-    save: tuple[str, ...], generators: Sequence[torch.Generator] = ()
-) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    save: tuple[str, ...], generators: Sequence[torch.Generator] = (),
+    chosen: frozenset[Key] = frozenset(),
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:  # fmt: skip
     """The contexts of the forward and of the recomputation, in which `generators` draw alike."""
     forward: list[AbstractContextManager[Any]] = []
     again: list[AbstractContextManager[Any]] = [reentry(), Replayed(generators)]
@@ -187,6 +194,10 @@ def contexts(
         keep = KeepCollectives()
         forward.append(keep.forward)
         again.append(keep.again)
+    if chosen:
+        some = Chosen(chosen)
+        forward.append(some.forward)
+        again.append(some.again)
     if save:
         policy = partial(_policy, _operators(save))
         pair = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
@@ -220,17 +231,6 @@ def _policy(
     kept: frozenset[str], context: Any, operator: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
     schema = getattr(operator, "_schema", None)
-    if schema is None or schema.name not in kept or _draws(operator, args, kwargs):
+    if schema is None or schema.name not in kept or draws(operator, args, kwargs):
         return CheckpointPolicy.PREFER_RECOMPUTE
     return CheckpointPolicy.MUST_SAVE
-
-
-def _draws(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call moves the random state on."""
-    if torch.Tag.nondeterministic_seeded not in operator.tags:
-        return False
-    for place, argument in enumerate(operator._schema.arguments):
-        if argument.name == "dropout_p":
-            given = kwargs.get("dropout_p", args[place] if place < len(args) else 0.0)
-            return float(given) > 0.0
-    return True

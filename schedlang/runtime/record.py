@@ -228,7 +228,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "S611",
                 "",
                 "the code between units reads the value of a tensor, and there is no data",
-                "record it on real tensors",
+                "decide by shapes, or inside of a module: a stage runs whole modules",
                 note=f"after `{self.labels[self.called[-1]]}`" if self.called else "",
             )
         for tensor in self.arguments:

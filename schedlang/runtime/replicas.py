@@ -17,12 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
+    MixedPrecisionPolicy,
     OffloadPolicy,
     UnshardHandle,
     fully_shard,
 )
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.cast import DTYPES
 from schedlang.runtime.gathered import groups_of, name_in, settle
 from schedlang.runtime.operations import Handler
 from schedlang.runtime.tiers import CPU, DEVICE
@@ -32,11 +34,13 @@ from schedlang.timeline import Kind
 @dataclass(frozen=True)
 class Unit:
     """How what a module holds is sliced: the `root` of its stage, or one of which parts compute
-    after its forward (`waits`), and the tier on which its slices lie."""
+    after its forward (`waits`), the tier on which its slices lie, and the dtype in which they are
+    gathered (None: as stored; their gradients are reduced as stored either way)."""
 
     root: bool = False
     waits: bool = False
     tier: str = DEVICE
+    low: str | None = None
 
 
 class Sliced:
@@ -73,8 +77,11 @@ class Sliced:
         pinned = unit.tier == CPU and mesh.device_type != "cpu"
         policy = OffloadPolicy() if unit.tier == DEVICE else CPUOffloadPolicy(pin_memory=pinned)
         places = {n for n, p in module.named_parameters() if p in self.met}
+        low = MixedPrecisionPolicy() if unit.low is None else MixedPrecisionPolicy(
+            DTYPES[unit.low], torch.float32, cast_forward_inputs=False
+        )  # fmt: skip
         fully_shard(
-            module, mesh=mesh, ignored_params=self.ignored, offload_policy=policy,
+            module, mesh=mesh, ignored_params=self.ignored, offload_policy=policy, mp_policy=low,
             reshard_after_forward=self.between and not (unit.root or unit.waits),
         )  # fmt: skip
         assert isinstance(module, FSDPModule)

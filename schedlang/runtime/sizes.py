@@ -8,7 +8,13 @@ from typing import Any
 import torch
 
 from schedlang.runtime.flight import Message
+from schedlang.runtime.graph import refusal
 from schedlang.runtime.mail import Layout, layout_of
+
+FIXED = (
+    "make shapes depend on those of the batch alone",
+    "or cut elsewhere, so that these values stay within one stage",
+)
 
 
 class Sizes:
@@ -29,10 +35,15 @@ class Sizes:
         self._layouts[_key(signature, name)] = layout
 
     def told(self, signature: Any, name: Message, tensors: Sequence[torch.Tensor]) -> bool:
-        """Note what is sent; whether the receiver must be told its layout first."""
+        """Note what is sent; whether the receiver must be told its layout first.
+
+        Raises Refusal S612 for another layout than before, of which the receiver knows nothing.
+        """
         layout = layout_of(tensors)
         before = self.known(signature, name)
-        assert before in (None, layout), "shapes between stages depend on values"
+        if before not in (None, layout):
+            reason = f"stage {name.source} hands on tensors whose shapes depend on values"
+            raise refusal("S612", "", reason, *FIXED, note="who receives them has to know them")
         self.learn(signature, name, layout)
         return before is None
 

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from schedlang.runtime.bag import Bag
 from schedlang.runtime.flight import Carried, Flight, Message, Work
-from schedlang.runtime.graph import Token, refusal
+from schedlang.runtime.graph import GIVE_LOSS, Token, refusal
 from schedlang.runtime.kept_inputs import Kept
 from schedlang.runtime.lazy_logits import LazyLogits
 from schedlang.runtime.mail import Layout, layout_of
@@ -102,7 +102,7 @@ class Step:
             self.deliver(False, work.stage, target, work, values)
         if stage.last:
             if self.train and done.loss is None:
-                raise refusal("S615", "", "the model gives no loss", "give `loss(output, batch)`")
+                raise refusal("S615", "", "the model gives no loss", GIVE_LOSS)
             loss = None if done.loss is None else done.loss.detach()
             self.finish(work, loss, _detached(done.output, self.keep))
 

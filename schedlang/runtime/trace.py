@@ -65,6 +65,7 @@ class Recording:
     order: list[str] = field(default_factory=list)  # modules in the order of their first call
     labels: list[LabelRule] = field(default_factory=list)
     random: bool = False  # some call drew random numbers
+    lossless: bool = False  # neither the model nor a function of the user's gave a loss
     asked: bool = False  # the model asked for values, and may call other modules for others
     reached: frozenset[str] = frozenset()  # parameters that the loss depends on
 

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from schedlang.runtime import collective
 from schedlang.runtime.collective import Group
-from schedlang.runtime.modes import again
+from schedlang.runtime.stand_in import StandIn, as_torchs, reduced, takes_rows
 
 
 class _Statistics(torch.autograd.Function):
@@ -56,39 +56,23 @@ class _Statistics(torch.autograd.Function):
         return out, None, None
 
 
+@as_torchs
 def cross_entropy(
-    logits: ShardedLogits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
+    logits: ShardedLogits, target: Tensor, counts: Tensor, reduction: str, smoothing: float
 ) -> Tensor:
     """`torch.nn.functional.cross_entropy` on logits (..., classes) split over the last dim."""
-    local, group = logits.local, logits.group
-    plain = local.ndim == 2 and not target.is_floating_point()
-    if not plain or weight is not None or size_average is not None or reduce is not None:
-        return F.cross_entropy(
-            logits.gathered(), target, weight, size_average, ignore_index, reduce, reduction,
-            label_smoothing,
-        )  # fmt: skip
-    counts = target != ignore_index
-    stats = _Statistics.apply(local, target.masked_fill(~counts, 0), group)  # type: ignore[no-untyped-call]
+    filled = target.masked_fill(~counts, 0)
+    stats = _Statistics.apply(logits.local, filled, logits.group)  # type: ignore[no-untyped-call]
     logsumexp, picked, total = cast(tuple[Tensor, Tensor, Tensor], stats)
     loss = logsumexp - picked
-    if label_smoothing:
+    if smoothing:
         flat = logsumexp - total / logits.classes
-        loss = (1 - label_smoothing) * loss + label_smoothing * flat
-    loss = loss.masked_fill(~counts, 0.0)
-    if reduction == "none":
-        return loss
-    return loss.sum() / counts.sum() if reduction == "mean" else loss.sum()
+        loss = (1 - smoothing) * loss + smoothing * flat
+    return reduced(loss, counts, reduction)
 
 
 @dataclass(eq=False)  # fully_shard looks for tensors in dataclasses, to gather before backward
-class ShardedLogits:
+class ShardedLogits(StandIn):
     """Logits (..., classes) of which each rank holds an equal part of the last dim.
 
     `classes` is the true number; what lies beyond is padding and must hold -inf.
@@ -105,12 +89,8 @@ class ShardedLogits:
         """The shape of the whole."""
         return torch.Size((*self.local.shape[:-1], self.classes))
 
-    def size(self, dim: int | None = None) -> Any:
-        """As Tensor.size."""
-        return self.shape if dim is None else self.shape[dim]
-
     def __getattr__(self, name: str) -> Any:
-        if name in ("dtype", "device", "ndim", "requires_grad", "is_floating_point", "dim"):
+        if name in ("dtype", "device", "requires_grad", "is_floating_point", "dim"):
             return getattr(self.local, name)
         if name in _ALONG:
             return lambda *a, **k: self._with(getattr(self.local, name)(*a, **k))
@@ -122,6 +102,10 @@ class ShardedLogits:
         """The whole, on every rank alike."""
         whole = collective.gather(self.local, -1, self.group, consumers_differ=False)
         return whole[..., : self.classes]
+
+    def whole(self) -> Tensor:
+        """As a plain tensor."""
+        return self.gathered()
 
     # -- what keeps the split --------------------------------------------------------------------
 
@@ -142,10 +126,7 @@ class ShardedLogits:
     reshape = view
 
     def __getitem__(self, index: Any) -> Any:
-        parts = index if isinstance(index, tuple) else (index,)
-        plain = all(isinstance(part, slice | int) or part is Ellipsis for part in parts)
-        named = len(parts) - (Ellipsis in parts) if plain else 0
-        if plain and (named < self.local.ndim or parts[-1] == slice(None)):
+        if takes_rows(index, self.local.ndim):
             return self._with(self.local[index])
         return self.gathered()[index]
 
@@ -162,32 +143,13 @@ class ShardedLogits:
         return self.gathered() / other
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Functions of torch: the parallel loss, or the gathered logits."""
-        kwargs = dict(kwargs or {})
-        if func is F.cross_entropy:
-            args = (kwargs.pop("input"), *args) if "input" in kwargs else args
-            if isinstance(args[0], cls):
-                return cross_entropy(*args, **kwargs)
-        whole = {name: _whole(value) for name, value in kwargs.items()}
-        with again():  # a mode that saw the call first is off inside of it
-            return func(*(_whole(value) for value in args), **whole)
+    def known(cls) -> Mapping[Any, Callable[..., Any]]:
+        """The parallel loss alone."""
+        return {F.cross_entropy: cross_entropy}
 
 
 # methods that act on each element, or that need no whole last dim
 _ALONG = frozenset(["float", "double", "half", "bfloat16", "to", "contiguous", "clone", "detach"])
-
-
-def _whole(value: Any) -> Any:
-    if isinstance(value, ShardedLogits):
-        return value.gathered()
-    return type(value)(map(_whole, value)) if type(value) in (list, tuple) else value
 
 
 def _parts(logits: ShardedLogits) -> tuple[list[Any], Any]:

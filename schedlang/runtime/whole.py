@@ -95,7 +95,12 @@ def load_state_dict(a: Assembly, state: Mapping[str, Tensor]) -> None:
         if name in state and tuple(state[name].shape) != shape
     ]
     if wrong:
-        raise Refusal(Diagnostic("S641", "this state is not of this model", notes=tuple(wrong[:8])))
+        more = (f"and {len(wrong) - 8} more like these",) * (len(wrong) > 8)
+        helps = ("give the whole state of this model: names as in `model.state_dict()`",)
+        notes = (*wrong[:8], *more)
+        raise Refusal(
+            Diagnostic("S641", "this state is not of this model", notes=notes, helps=helps)
+        )
     with torch.no_grad():
         for name, parameter in a.parameters.items():
             part = take(state[name], a.holdings[name], a.ranks.mesh, a.ranks.rank)
@@ -154,10 +159,19 @@ def _slot(a: Assembly, own: Mapping[str, Mapping[str, Any]], key: str) -> dict[s
     return found
 
 
-def input_gradients(a: Assembly, parts: Sequence[Part]) -> dict[str, Tensor | None]:
-    """Gradients of the batch's float tensors: the rows of all replicas, summed over stages."""
+def input_gradients(
+    a: Assembly, parts: Sequence[Part], times: float = 1.0
+) -> dict[str, Tensor | None]:
+    """Gradients of the batch's float tensors: the rows of all replicas, summed over stages.
+
+    The loss was multiplied by `times`.
+    """
     mine = [
-        {k: v.grad for k, v in named_tensors(part.inputs).items() if v.requires_grad}
+        {
+            k: None if v.grad is None else v.grad / times
+            for k, v in named_tensors(part.inputs).items()
+            if v.requires_grad
+        }
         for part in parts
     ]
     everyone = gathered(mine, a.ranks.mesh.world)

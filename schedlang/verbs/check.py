@@ -55,8 +55,7 @@ def check(
     for file in files:
         try:
             tree = parse(read(file))
-            expand(tree, None, given)
-            warnings += lint(tree)
+            warnings += lint(tree, expand(tree, None, given))
         except Refusal as refusal:
             problems += refusal.diagnostics
     if problems:

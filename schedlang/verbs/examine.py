@@ -101,8 +101,8 @@ def check(file: Path, wish: Wish) -> Outcome:
         from schedlang.verbs.settings import settings
 
         tree = parse(read(file))
-        expand(tree, None, settings(wish.knobs, wish.mesh))
-        return replace(outcome, text="\n\n".join(d.render() for d in lint(tree)))
+        state = expand(tree, None, settings(wish.knobs, wish.mesh))
+        return replace(outcome, text="\n\n".join(d.render() for d in lint(tree, state)))
 
     outcome = _asked(Outcome(file, CHECK), ask)
     # most mistakes show only with the model: that a check holds says nothing yet

@@ -33,16 +33,11 @@ def explain(
     elif name in known:
         page: object = manual.to_json(known[name]) if as_json else manual.explain(known[name])
         _show(page, as_json)
-    elif name.upper() in codes.CODES:
-        title, text = codes.CODES[name.upper()]
-        page = {"code": name.upper(), "title": title, "text": text}
-        _show(page if as_json else codes.explain(name.upper()), as_json)
-    elif name.upper() in codes.WARNINGS:
-        title = codes.WARNINGS[name.upper()]
-        page = {"code": name.upper(), "title": title, "text": "A warning refuses nothing."}
-        _show(page if as_json else f"{name.upper()}: {title}; a warning refuses nothing\n", as_json)
+    elif name.upper() in codes.CODES or name.upper() in codes.WARNINGS:
+        code = name.upper()
+        _show(codes.to_json(code) if as_json else codes.explain(code), as_json)
     else:
-        near = closest(name, [*known, *codes.CODES])
+        near = closest(name, [*known, *codes.CODES, *codes.WARNINGS])
         helps = (f"did you mean `{near}`?",) if near else ("`schedlang explain` lists them all",)
         title = f"there is no primitive and no code `{name}`"
         raise Refusal(Diagnostic("S301", title, helps=helps))

@@ -16,6 +16,7 @@ import typer
 from schedlang.verbs.outcome import FAILS
 
 if TYPE_CHECKING:
+    from schedlang.diagnostic import Diagnostic
     from schedlang.modelfile import ModelFile
     from schedlang.nodes import File
     from schedlang.passes.account import Account
@@ -24,13 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Planned:
-    """A schedule file, its plan for the model on the meta device, and the model file."""
+    """A schedule file, its plan for the model on the meta device, the model file, warnings."""
 
     file: Path
     tree: File
     plan: Plan
     model: ModelFile
     imports: float = 0.0  # seconds spent on importing the model file
+    warnings: tuple[Diagnostic, ...] = ()
 
 
 def planned(
@@ -49,12 +51,13 @@ def planned(
     import torch  # noqa: F401  (a model file may put it off; it is counted among the imports)
 
     imports = time.perf_counter() - start
-    made = Schedule(found.model(meta=True), tree, given).plan()
+    schedule = Schedule(found.model(meta=True), tree, given)
+    made = schedule.plan()
     if made.completing:
         from schedlang.passes.complete import completed
 
         made = completed(made, found.batch(0) if found.has_batch else None, found.loss)
-    return Planned(file, tree, made, found, imports)
+    return Planned(file, tree, made, found, imports, tuple(schedule.warnings()))
 
 
 def accounted(one: Planned, *, memory: bool = False) -> Account:

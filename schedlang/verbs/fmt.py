@@ -19,22 +19,30 @@ def fmt(
     check: Annotated[
         bool, typer.Option("--check", help="Change nothing; exit 1 if a file would change.")
     ] = False,
+    upgrade: Annotated[
+        bool, typer.Option("--upgrade", help="Rewrite older editions of the language.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Format schedules in place: one style, no options.  Comments are kept.
 
-    Nothing is written unless every file can be read.
+    Nothing is written unless every file can be read.  `--upgrade` first brings files of an older
+    edition (`schedule 1` names it) into the one that is read here, and says what it changed.
     """
     from schedlang.diagnostic import Diagnostic, Refusal
+    from schedlang.editions import Upgraded, upgraded
     from schedlang.printer import fmt as canonical
     from schedlang.syntax import read
 
     made: dict[Path, tuple[str, str]] = {}
+    told: dict[Path, list[str]] = {}  # what was upgraded
     problems: list[Diagnostic] = []
     for file in files:
         try:
             source = read(file)
-            made[file] = (source.text, canonical(source))
+            newer = upgraded(source) if upgrade else Upgraded(source)
+            made[file] = (source.text, canonical(newer.source))
+            told[file] = [change.says for change in newer.changes]
         except Refusal as refusal:
             problems += refusal.diagnostics
     if problems:
@@ -44,10 +52,13 @@ def fmt(
         _write(file, made[file][1])
     code = FAILS if check and changed else 0
     if as_json:
-        show_json({"exit": code, "changed": [str(file) for file in changed]})
+        upgrades = {str(file): said for file, said in told.items() if said}
+        show_json({"exit": code, "changed": [str(f) for f in changed], "upgraded": upgrades})
     else:
         for file in changed:
             print(f"{'would format' if check else 'formatted'} {file}")
+            for said in told[file]:
+                print(f"  {said}")
     raise typer.Exit(code)
 
 

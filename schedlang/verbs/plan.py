@@ -53,6 +53,8 @@ def plan(
         demand_lock(file, model, as_json, show=True)
         return
     found = planned(file, model, knob, mesh)
+    for warning in () if as_json else found.warnings:
+        print(warning.render() + "\n", file=sys.stderr)
     shown = view(found.plan, accounted(found, memory=True), file.name, each=each)
     _write(shown, svg, html, trace)
     value = shown.to_json()
@@ -61,7 +63,7 @@ def plan(
     if lock:
         write_lock(found, shown.account, knob, mesh)
     if as_json:
-        show_json(value)
+        show_json({**value, "warnings": [one.to_json() for one in found.warnings]})
     else:
         print(text(shown, each=each))
         spent = time.perf_counter() - start - found.imports

@@ -36,20 +36,18 @@ from schedlang.runtime.launch import Pool, progress
 from schedlang.schedule import create_schedule
 from tests.benchmarks.counting import Counted
 from tests.benchmarks.pairs import Ratio, interleaved
-from tests.benchmarks.ways import CLIP, VOCAB, adamw, clip, llama
+from tests.benchmarks.ways import CLIP, VOCAB, Trained, adamw, clip, llama
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What is trained: `rows` a step over all data-parallel ranks."""
+class Sizes(Trained):
+    """And the mesh of its ranks."""
 
     hidden: int = 384
-    layers: int = 4
     seq: int = 192
-    rows: int = 4
+    pairs: int = 40
     dp: int = 2
     tp: int = 2
-    pairs: int = 40
 
 
 def batch(sizes: Sizes) -> dict[str, Tensor]:

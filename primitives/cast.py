@@ -1,0 +1,104 @@
+"""cast: compute in fewer bits than parameters are stored in."""
+
+from __future__ import annotations
+
+from dataclasses import field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from schedlang.plan import Cast, Plan
+from schedlang.primitive import Primitive, refuse
+
+if TYPE_CHECKING:
+    from schedlang.model import Site
+
+HALVES = ("bfloat16", "float16")
+
+
+class cast(Primitive):  # noqa: N801
+    """Compute inside a module in `bf16` or `fp16`; parameters stay as they are stored.
+
+    before   y = w x                       all in float32
+    after    y = bf16(w) bf16(x)           w, its gradient and its moments in float32
+
+      bf16, fp16      torch.autocast: each operation in the dtype of torch's lists
+      params=true     the whole module: what comes in, and each parameter where it is used, is cast
+      fp32            an island inside of these: computed in float32
+
+    What a module gives goes on in the dtype that came in.  Without a selector the row is for the
+    whole model and for the loss after it.  Gradients of parameters are added up in the dtype that
+    they are stored in, over microbatches and over ranks.
+
+    Any `fp16` row scales the loss, as torch.amp.GradScaler does: from `scale` on, halved where any
+    rank finds an infinite gradient (then no rank steps), doubled after `growth` steps without one.
+
+    A float64 tensor is never cast: there the model is the original, to the last rule.
+
+    Micikevicius et al., Mixed precision training (2018); torch.amp; FSDP2's MixedPrecisionPolicy.
+    """
+
+    dtype: Literal["bf16", "fp16", "fp32"]
+    params: bool = field(default=False, kw_only=True)
+    scale: int = field(default=65536, kw_only=True)
+    growth: int = field(default=2000, kw_only=True)
+
+    example = "layers.*  cast(bf16)"
+    reads = frozenset({"structure"})
+    writes = frozenset({"dtype"})
+    gives_up = frozenset({"rounding", "dtype"})
+
+    def check(self, site: Site, plan: Plan) -> None:
+        """Refuse arguments without meaning, casts within casts, and weights stored in few bits."""
+        self._check_arguments()
+        self._check_others(site, plan)
+        names = [n for n in plan.model.parameters if _within(n, site.fqn)]
+        short = next((n for n in names if plan.model.parameters[n].dtype in HALVES), None)
+        if short is not None and self.dtype != "fp32":
+            refuse("S891", f"`{short}` is stored in {plan.model.parameters[short].dtype}",
+                   "there is no master weight to step on",
+                   notes=("a step smaller than its rounding would be lost, and nobody told",),
+                   helps=("build the model in float32 and let `cast` choose what it computes in",
+                          "or leave this row out: the model computes in it already"))  # fmt: skip
+
+    def _check_arguments(self) -> None:
+        if self.dtype == "fp32" and self.params:
+            refuse("S890", "an island of float32 has its parameters as they are stored",
+                   helps=("`cast(fp32)`",))  # fmt: skip
+        if self.dtype != "fp16" and (self.scale, self.growth) != (65536, 2000):
+            refuse("S890", f"no loss is scaled for `{self.dtype}`",
+                   notes=("it has float32's range: no gradient becomes zero or infinite by it",),
+                   helps=(f"`cast({self.dtype})`",))  # fmt: skip
+        if self.scale < 1 or self.scale & (self.scale - 1) or self.growth < 1:
+            refuse("S890", "a scale is a power of two, `growth` a number of steps",
+                   notes=("other scales would round gradients a second time",),
+                   helps=("leave them out: `scale=65536`, `growth=2000`",))  # fmt: skip
+
+    def _check_others(self, site: Site, plan: Plan) -> None:
+        """One row for a module, one level of casts, one loss scale."""
+        for other in plan.casts:
+            if _within(other.fqn, site.fqn):
+                refuse("S892", f"`{other.fqn}`, inside of `{site}`, is cast above",
+                       helps=("put the row for what is around it first",))  # fmt: skip
+            if _within(site.fqn, other.fqn) and (self.dtype != "fp32" or other.dtype == "fp32"):
+                refuse("S892", f"`{site}` lies inside of what is cast to {other.dtype} already",
+                       notes=("only float32 may stand inside of a lower dtype, once",),
+                       helps=(f"`{site}  cast(fp32)`", "or select the modules apart"))  # fmt: skip
+            scales = (other.scale, other.growth), (self.scale, self.growth)
+            if other.dtype == self.dtype == "fp16" and scales[0] != scales[1]:
+                refuse("S893", "two loss scales", f"{other.scale} and {self.scale}",
+                       helps=("give all `fp16` rows the same `scale` and `growth`",))  # fmt: skip
+
+    def effect(self, site: Site, plan: Plan) -> Plan:
+        """Note it."""
+        made = Cast(site.fqn, self.dtype, self.params, self.scale, self.growth)
+        return replace(plan, casts=(*plan.casts, made))
+
+    def apply(self, site: Site, build: Any) -> None:
+        """Put the casts around the module of the copy."""
+        from schedlang.runtime.cast import cast as put
+
+        put(build.module, site.fqn, self.dtype, self.params)
+
+
+def _within(name: str, fqn: str) -> bool:
+    """Is this the module, or anything inside of it?"""
+    return not fqn or name == fqn or name.startswith(f"{fqn}.")

@@ -1,0 +1,45 @@
+"""Codes of warnings: what a schedule says that has no effect, or promises less than usual."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+WARNINGS: Mapping[str, tuple[str, str]] = {
+    "W101": (
+        "a knob is never used",
+        "Neither a row, nor the mesh, nor a `require` reads it: setting it changes nothing.",
+    ),
+    "W102": (
+        "a definition is never called",
+        "Its rows are no part of the schedule.  A file of definitions alone is a library, and is\n"
+        "not warned about.",
+    ),
+    "W103": ("a pattern is never used", "Neither `fuse` nor another row names it."),
+    "W104": ("a view is never used", "No row, and no other expression, names these axes by it."),
+    "W105": (
+        "a condition is never true",
+        "For no values that the knobs may have does this `when` hold, so that its rows are never\n"
+        "part of the plan: a value is misspelt, or missing among those of the knob.",
+    ),
+    "W201": (
+        "a row selects nothing",
+        "Its selector, or one around it, ends in `?`, which takes what there is: here nothing.\n"
+        "Without the `?` it would be refused (S201).",
+    ),
+    "W401": (
+        "a row over one rank",
+        "The axis is sized by a knob whose default is one, and nothing has set it: every row over\n"
+        "the axis is the identity, and what is verified is not what runs on several ranks.",
+    ),
+    "W701": (
+        "a step is never verified",
+        "`schedlang verify` compares the whole schedule with the original; a step that ends with\n"
+        "`verify(forward, backward)` is compared by itself, so that a failure names the step.",
+    ),
+    "W702": (
+        "a loose tolerance",
+        "`rtol` replaces the rule of rounding in the working dtype.  Usual is about\n"
+        "what `torch.testing` allows: 1.3e-6 in float32, 1e-3 in float16, 2e-2 in bfloat16.  The\n"
+        "comparison in float64 keeps its bound either way.",
+    ),
+}

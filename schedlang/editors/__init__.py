@@ -1,0 +1,1 @@
+"""What editors need of the language: colours, findings, completion, hovers, definitions."""

@@ -1,0 +1,163 @@
+"""Products of rows with the matrix of each one's group: no padding, no row dropped, one launch.
+
+Rows are sorted by group; `ends` says where each group's rows end, as torch's grouped matrix product
+takes them.  On bfloat16 that product is used, whose groups are as long as they are (Gale et al.,
+"MegaBlocks", 2022; Tan et al., "ScatterMoE", 2024); else groups are multiplied one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from schedlang.kernels.device import note
+
+_ALIGNED = 16  # bytes at which the rows of a matrix begin that torch's product takes
+
+
+def grouped(x: Tensor, weight: Tensor, ends: Tensor, across: bool = False) -> Tensor:
+    """The rows [rows, in] of `x` times `weight` [groups, in, out]; differentiable once, in both.
+
+    `ends` are int32, one for each group, the last the number of rows.  `across`: the weight lies
+    as [groups, out, in], as those of linear layers do.
+    """
+    y: Tensor = grouped_forward(x, weight, ends, across)
+    return y
+
+
+def reference(x: Tensor, weight: Tensor, ends: Tensor, across: bool = False) -> Tensor:
+    """The same in plain products, one for each group that has rows."""
+    matrix = weight.mT if across else weight
+    parts = [x[rows] @ matrix[group] for group, rows in _spans(ends)]
+    return torch.cat(parts) if parts else x.new_empty(0, matrix.shape[2])
+
+
+def _spans(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    """Every group that has rows, and which."""
+    start = 0
+    for group, end in enumerate(ends.tolist()):
+        if end > start:
+            yield group, slice(start, end)
+            start = end
+
+
+def _reference_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, ends: Tensor, across: bool
+) -> tuple[Tensor, Tensor]:
+    dx, dweight = torch.empty_like(x), torch.zeros_like(weight)
+    for group, rows in _spans(ends):
+        matrix = weight[group] if across else weight[group].T
+        torch.mm(dy[rows], matrix, out=dx[rows])
+        left, right = (dy, x) if across else (x, dy)
+        torch.mm(left[rows].T, right[rows], out=dweight[group])
+    return dx, dweight
+
+
+def _fits(*tensors: Tensor) -> bool:
+    """Whether torch's product takes these: bfloat16, on a GPU that has it, sizes that align."""
+    first = tensors[0]
+    if first.is_cuda and torch.cuda.get_device_capability(first.device) < (8, 0):
+        return False
+    return first.numel() > 0 and all(
+        t.dtype == torch.bfloat16 and t.shape[-1] * t.element_size() % _ALIGNED == 0
+        for t in tensors
+    )
+
+
+@torch.library.custom_op("schedlang::grouped_forward", mutates_args=())
+def grouped_forward(x: Tensor, weight: Tensor, ends: Tensor, across: bool) -> Tensor:
+    """The products, [rows, out]."""
+    x, weight = x.contiguous(), weight.contiguous()
+    if not _fits(x, weight):
+        note("reference")
+        return reference(x, weight, ends, across)
+    note("torch")
+    return torch._grouped_mm(x, weight.mT if across else weight, ends).contiguous()
+
+
+@torch.library.custom_op("schedlang::grouped_backward", mutates_args=())
+def grouped_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, ends: Tensor, across: bool
+) -> tuple[Tensor, Tensor]:
+    """(gradient of x, gradient of weight), contiguous."""
+    dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
+    if not _fits(dy, x, weight):
+        note("reference")
+        return _reference_backward(dy, x, weight, ends, across)
+    note("torch")
+    dx = torch._grouped_mm(dy, weight if across else weight.mT, ends)
+    left, right = (dy, x) if across else (x, dy)
+    return dx.contiguous(), torch._grouped_mm(left.mT, right, ends).contiguous()
+
+
+@grouped_forward.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor, across: bool) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1 if across else 2])
+
+
+@grouped_backward.register_fake
+def _(dy: Tensor, x: Tensor, weight: Tensor, ends: Tensor, across: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.across = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    dx, dweight = grouped_backward(dy, *ctx.saved_tensors, ctx.across)
+    return dx, dweight, None, None
+
+
+grouped_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.schedlang.grouped_forward)
+def _flop(x: Any, weight: Any, *_: Any, **__: Any) -> int:
+    """Two for each row and element of its matrix."""
+    return int(2 * x[0] * weight[1] * weight[2])
+
+
+@register_flop_formula(torch.ops.schedlang.grouped_backward)
+def _flop_backward(dy: Any, x: Any, weight: Any, *_: Any, **__: Any) -> int:
+    return 2 * _flop(x, weight)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One product to run: the shape of the rows, the type, the groups' sizes drawn, one empty."""
+
+    kernel: ClassVar[str] = "grouped"
+    shape: tuple[int, ...]
+    dtype: str = "bfloat16"
+    groups: int = 4
+    out: int = 16
+    across: bool = False
+    seed: int = 0
+    strided: bool = False
+
+    def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
+        """The tensors that it is differentiated by, in float32."""
+        width = self.shape[-1]
+        sizes = (self.out, width) if self.across else (width, self.out)
+        weight = normal(self.groups, *sizes) / width**0.5
+        return {"input": normal(*self.shape), "weight": weight}
+
+    def ends(self) -> Tensor:
+        """Where groups end: the second has no rows."""
+        rows, generator = self.shape[0], torch.Generator().manual_seed(self.seed)
+        cuts = torch.randint(0, rows + 1, (self.groups - 1,), generator=generator).sort().values
+        cuts[1:2] = cuts[0:1]
+        return torch.cat([cuts, torch.tensor([rows])]).int()
+
+    def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
+        """What the product gives, or its reference."""
+        ends = self.ends().to(given["input"].device)
+        call = grouped if kernel else reference
+        return call(given["input"], given["weight"], ends, self.across)

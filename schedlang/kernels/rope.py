@@ -1,0 +1,312 @@
+"""Rotary position embeddings of queries and keys: one Triton kernel, both in one launch.
+
+Su et al., "RoFormer: enhanced transformer with rotary position embedding" (2021): pairs of numbers
+of a head are turned by angles that depend on the token.  Of a pair (a, b) of the first `width`
+numbers of a head a * cos - b * sin and b * cos + a * sin come out; the rest passes.  A gradient is
+turned back by the same kernel.  `Form` says which numbers are a pair, and which angle is whose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from schedlang.kernels.device import count, runs_kernel, tl, triton, wide
+from schedlang.kernels.rows import launch
+
+if triton is not None:
+    from schedlang.kernels.rows import rounded
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a model writes its rotation.
+
+    `pairs`: pair j is (2j, 2j + 1), else (j, j + width / 2); `paired`: the same of the result.
+    `own`: each number has cosine and sine of its own place in the result, else pair j has the j-th.
+    `heads` is the dim of heads in [rows, heads, tokens, size] (1), or [rows, tokens, heads, size].
+    `early`: both products are rounded, and the sum; else the sum alone.  `keeps`: the result has
+    the type of its input, where that of the angles is wider, too.
+    """
+
+    pairs: bool = False
+    paired: bool = False
+    own: bool = True
+    heads: int = 1
+    early: bool = True
+    keeps: bool = False
+
+
+def rope(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, width: int, form: Form) -> Any:
+    """(q, k) turned; q alone where `k` is None.  `cos` and `sin` [rows or 1, tokens, angles].
+
+    Differentiable in `q` and `k`, as often as one likes.
+    """
+    turned, other = rope_turn(
+        q, k, cos, sin, width, form.pairs, form.paired, form.own, form.heads, form.early,
+        form.keeps, False,
+    )  # fmt: skip
+    return turned if k is None else (turned, other)
+
+
+def reference(x: Tensor, cos: Tensor, sin: Tensor, width: int, form: Form) -> Tensor:
+    """One of them turned, in plain torch operations."""
+    return _turned(x, cos, sin, width, form, False)
+
+
+def _result(x: Tensor, cos: Tensor, form: Form) -> torch.dtype:
+    keeps = form.keeps or not form.early
+    return x.dtype if keeps else torch.promote_types(x.dtype, cos.dtype)
+
+
+def _split(x: Tensor, pairs: bool) -> tuple[Tensor, Tensor]:
+    if pairs:
+        return x[..., 0::2], x[..., 1::2]
+    first, second = x.chunk(2, -1)
+    return first, second
+
+
+def _joined(a: Tensor, b: Tensor, pairs: bool) -> Tensor:
+    return torch.stack((a, b), -1).flatten(-2) if pairs else torch.cat((a, b), -1)
+
+
+def _angles(table: Tensor, width: int, form: Form) -> tuple[Tensor, Tensor]:
+    """Those of both numbers of each pair, with a dim for heads."""
+    table = table.unsqueeze(form.heads)
+    if form.own:
+        return _split(table[..., :width], form.paired)
+    return table[..., : width // 2], table[..., : width // 2]
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, width: int, form: Form, back: bool) -> Tensor:
+    kind = _result(x, cos, form)
+    if not form.early:
+        inner = wide(x, cos)
+        x, cos, sin = x.to(inner), cos.to(inner), sin.to(inner)
+    a, b = _split(x[..., :width], form.paired if back else form.pairs)
+    (c, d), (s, t) = _angles(cos, width, form), _angles(sin, width, form)
+    made = (a * c + b * t, b * d - a * s) if back else (a * c - b * s, b * d + a * t)
+    turned = _joined(*made, form.pairs if back else form.paired).to(kind)
+    return torch.cat((turned, x[..., width:].to(kind)), -1) if width < x.shape[-1] else turned
+
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _load(x, line, there, half, PAIRS, LINES: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Both numbers of each pair in float32; `line` [LINES, 1] is where each line starts."""
+        if PAIRS:  # side by side: one access, taken apart in registers
+            column = tl.arange(0, 2 * HALF)[None, :]
+            both = tl.load(x + line + column, mask=there & (column < 2 * half), other=0.0)
+            first, second = tl.split(tl.reshape(both.to(tl.float32), (LINES, HALF, 2)))
+        else:
+            column = tl.arange(0, HALF)[None, :]
+            inside = there & (column < half)
+            first = tl.load(x + line + column, mask=inside, other=0.0).to(tl.float32)
+            second = tl.load(x + line + half + column, mask=inside, other=0.0).to(tl.float32)
+        return first, second
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _store(y, line, there, half, first, second, PAIRS, LINES: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Write both numbers of each pair."""
+        first = first.to(y.dtype.element_ty)
+        second = second.to(y.dtype.element_ty)
+        if PAIRS:
+            column = tl.arange(0, 2 * HALF)[None, :]
+            both = tl.reshape(tl.join(first, second), (LINES, 2 * HALF))
+            tl.store(y + line + column, both, mask=there & (column < 2 * half))
+        else:
+            column = tl.arange(0, HALF)[None, :]
+            inside = there & (column < half)
+            tl.store(y + line + column, first, mask=inside)
+            tl.store(y + line + half + column, second, mask=inside)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _turn(  # type: ignore[no-untyped-def]
+        x, y, heads, half, size, x_head, y_head, c, d, s, t,
+        SOURCE, TARGET, EARLY, BACK, LINES: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    ):  # fmt: skip
+        """Turn all heads of one token."""
+        for start in range(0, heads, LINES):
+            head = (start + tl.arange(0, LINES)[:, None]).to(tl.int64)
+            there = head < heads
+            a, b = _load(x, head * x_head, there, half, SOURCE, LINES, HALF)
+            if BACK:
+                left, right, under, over = a * c, b * t, b * d, -(a * s)
+            else:
+                left, right, under, over = a * c, -(b * s), b * d, a * t
+            if EARLY:
+                left, right = rounded(left, x), rounded(right, x)
+                under, over = rounded(under, x), rounded(over, x)
+            line = head * y_head
+            _store(y, line, there, half, left + right, under + over, TARGET, LINES, HALF)
+            if REST > 0:
+                column = 2 * half + tl.arange(0, REST)[None, :]
+                inside = there & (column < size)
+                passed = tl.load(x + head * x_head + column, mask=inside, other=0.0)
+                tl.store(y + line + column, passed.to(y.dtype.element_ty), mask=inside)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def turn_kernel(  # type: ignore[no-untyped-def]
+        q, k, yq, yk, cos, sin, tokens, q_heads, k_heads, half, size,
+        q_row, q_token, q_head, k_row, k_token, k_head,
+        yq_row, yq_token, yq_head, yk_row, yk_token, yk_head,
+        cos_row, cos_token, sin_row, sin_token,
+        SOURCE: tl.constexpr, TARGET: tl.constexpr, OWN: tl.constexpr, PAIRED: tl.constexpr,
+        EARLY: tl.constexpr, BACK: tl.constexpr, KEYS: tl.constexpr, Q_LINES: tl.constexpr,
+        K_LINES: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    ):  # fmt: skip
+        """Turn the query and the key of one token."""
+        number = tl.program_id(0).to(tl.int64)
+        row = number // tokens
+        token = number % tokens
+        cos += row * cos_row + token * cos_token
+        sin += row * sin_row + token * sin_token
+        none = tl.zeros((1, 1), tl.int64)
+        if OWN:
+            c, d = _load(cos, none, none == 0, half, PAIRED, 1, HALF)
+            s, t = _load(sin, none, none == 0, half, PAIRED, 1, HALF)
+        else:
+            column = tl.arange(0, HALF)[None, :]
+            c = tl.load(cos + column, mask=column < half, other=0.0).to(tl.float32)
+            s = tl.load(sin + column, mask=column < half, other=0.0).to(tl.float32)
+            d = c
+            t = s
+        x = q + row * q_row + token * q_token
+        y = yq + row * yq_row + token * yq_token
+        _turn(x, y, q_heads, half, size, q_head, yq_head, c, d, s, t,
+              SOURCE, TARGET, EARLY, BACK, Q_LINES, HALF, REST)  # fmt: skip
+        if KEYS:
+            x = k + row * k_row + token * k_token
+            y = yk + row * yk_row + token * yk_token
+            _turn(x, y, k_heads, half, size, k_head, yk_head, c, d, s, t,
+                  SOURCE, TARGET, EARLY, BACK, K_LINES, HALF, REST)  # fmt: skip
+
+
+def lines(heads: int, half: int) -> int:
+    """Heads that a program turns at a time."""
+    return max(1, min(_power(heads), 2048 // _power(half)))
+
+
+def _power(size: int) -> int:
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(x: Tensor, heads: int) -> tuple[int, int, int]:
+    return x.stride(0), x.stride(3 - heads), x.stride(heads)
+
+
+def _launch(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, width: int, form: Form, back: bool
+) -> tuple[Tensor, Tensor]:
+    """Both in one launch; each result lies in memory as its input does."""
+    given = [_dense(x) for x in ((q,) if k is None else (q, k))]
+    made = [torch.empty_like(x, dtype=_result(x, cos, form)) for x in given]
+    first, last = given[0], given[-1]
+    tables = [_dense(t) for t in (cos, sin)]
+    rows, tokens, size = q.shape[0], q.shape[3 - form.heads], q.shape[3]
+    early = form.early and torch.promote_types(q.dtype, cos.dtype) == q.dtype
+    half = width // 2
+    heads = [x.shape[form.heads] for x in (first, last)]
+    strides = [s for x in (first, last, made[0], made[-1]) for s in _strides(x, form.heads)]
+    angles = [s for t in tables for s in (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1))]
+    launch(
+        turn_kernel, (rows * tokens,), first, last, made[0], made[-1], *tables, tokens, *heads,
+        half, size, *strides, *angles,
+        SOURCE=form.paired if back else form.pairs, TARGET=form.pairs if back else form.paired,
+        OWN=form.own, PAIRED=form.paired, EARLY=early, BACK=back, KEYS=k is not None,
+        Q_LINES=lines(heads[0], half), K_LINES=lines(heads[1], half), HALF=_power(half),
+        REST=_power(size - width) if size > width else 0, warps=4,
+    )  # fmt: skip
+    return made[0], q.new_empty(0) if k is None else made[1]
+
+
+@torch.library.custom_op("schedlang::rope_turn", mutates_args=())
+def rope_turn(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, width: int, pairs: bool, paired: bool,
+    own: bool, heads: int, early: bool, keeps: bool, back: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(q, k) turned, or turned back; the second is empty where there is no `k`."""
+    form = Form(pairs, paired, own, heads, early, keeps)
+    kernel = runs_kernel(q, k, cos, sin, longest=None)
+    count(kernel)
+    if kernel:
+        return _launch(q, k, cos, sin, width, form, back)
+    made = []
+    for x in (q,) if k is None else (q, k):
+        y = torch.empty_like(_dense(x), dtype=_result(x, cos, form))
+        made.append(y.copy_(_turned(x, cos, sin, width, form, back)))
+    return made[0], q.new_empty(0) if k is None else made[1]
+
+
+@rope_turn.register_fake
+def _(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, width: int, pairs: bool, paired: bool,
+    own: bool, heads: int, early: bool, keeps: bool, back: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    form = Form(pairs, paired, own, heads, early, keeps)
+    made = torch.empty_like(_dense(q), dtype=_result(q, cos, form))
+    if k is None:
+        return made, q.new_empty(0)
+    return made, torch.empty_like(_dense(k), dtype=_result(k, cos, form))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, cos, sin, *ctx.form, ctx.back = inputs
+    ctx.kinds = q.dtype, None if k is None else k.dtype
+    ctx.save_for_backward(cos, sin)
+
+
+def _differentiate(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+    assert not (ctx.needs_input_grad[2] or ctx.needs_input_grad[3]), "angles that are learned"
+    first, second = ctx.kinds
+    cos, sin = ctx.saved_tensors
+    q, k = rope_turn(dq, None if second is None else dk, cos, sin, *ctx.form, not ctx.back)
+    return q.to(first), None if second is None else k.to(second), *(None,) * 10
+
+
+rope_turn.register_autograd(_differentiate, setup_context=_save)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rotation to run: `shape` is [rows, tokens, heads of q, heads of k, size of a head]."""
+
+    kernel: ClassVar[str] = "rope"
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    width: int = 0  # 0: the whole head
+    form: Form = Form()
+    shared: bool = True  # the angles are those of all rows
+    scale: float = 1.0
+    seed: int = 0
+    strided: bool = False  # heads lie one after the other for each token, as projections give them
+
+    def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
+        """The tensors that it is differentiated by, in float32."""
+        rows, tokens, *heads, size = self.shape
+        by_head = self.form.heads == 1
+        shapes = [(rows, n, tokens, size) if by_head else (rows, tokens, n, size) for n in heads]
+        return {n: normal(*s) * self.scale for n, s in zip(("query", "key"), shapes)}
+
+    def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
+        """What the kernel gives, or its reference."""
+        width = self.width or self.shape[-1]
+        rows, tokens = 1 if self.shared else self.shape[0], self.shape[1]
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        angle = torch.rand((rows, tokens, width), generator=generator) * 7
+        q, k = given["query"], given["key"]
+        cos, sin = (t.to(q.device, q.dtype) for t in (angle.cos(), angle.sin()))
+        if kernel:
+            turned = rope(q, k, cos, sin, width, self.form)
+        else:
+            turned = tuple(reference(x, cos, sin, width, self.form) for x in (q, k))
+        return torch.cat(turned, self.form.heads)

@@ -1,0 +1,101 @@
+"""The frame of kernels over whole rows: loads and stores of a tile, and the two kinds of launch.
+
+Forward, a program takes one tile of rows.  Backward, it takes every so many tiles and keeps its own
+sums over rows, which are added up afterwards: one launch, and no two programs write to one place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from schedlang.kernels.device import count, matrix, programs, tile, tl, triton
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *given: Any, warps: int, **constants: Any) -> None:
+    """Run a kernel once; what may be fused into a multiply-add is said, not left to a version."""
+    kernel[grid](*given, num_warps=warps, enable_fp_fusion=True, **constants)
+
+
+def forward(
+    kernel: Any, inputs: tuple[Tensor, ...], given: tuple[Tensor, ...],
+    made: tuple[torch.dtype, ...], numbers: int, *scalars: float, **constants: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Results of the inputs' shape, of the types `made`, and `numbers` float32 for each row.
+
+    The kernel takes inputs, given, results, numbers, how many rows, their size, the inputs' strides
+    and the scalars.
+    """
+    rows = [matrix(x) for x in inputs]
+    x, (length, size) = inputs[0], rows[0].shape
+    height, block, warps = tile(size)
+    results = [torch.empty(x.shape, dtype=kind, device=x.device) for kind in made]
+    results += [
+        torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) for _ in range(numbers)
+    ]
+    strides = (each.stride(0) for each in rows)
+    launch(
+        kernel, (triton.cdiv(length, height),), *rows, *given, *results, length, size, *strides,
+        *scalars, ROWS=height, BLOCK=block, warps=warps, **constants,
+    )  # fmt: skip
+    count(True)
+    return tuple(results)
+
+
+def backward(
+    kernel: Any, inputs: tuple[Tensor, ...], given: tuple[Tensor, ...], kind: torch.dtype,
+    sums: int, *scalars: float, **constants: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """A gradient of the inputs' shape in the type `kind`, and so many float32 sums over rows.
+
+    The kernel takes inputs, given, the gradient, the sums of each program, how many rows, their
+    size, the inputs' strides, how many tiles a program takes, and the scalars.
+    """
+    rows = [matrix(x) for x in inputs]
+    x, (length, size) = inputs[0], rows[0].shape
+    height, block, warps = tile(size)
+    tiles = triton.cdiv(length, height)
+    parts = min(tiles, programs(x))
+    dx = torch.empty(x.shape, dtype=kind, device=x.device)
+    partial = torch.empty((parts, sums, size), dtype=torch.float32, device=x.device)
+    strides = (each.stride(0) for each in rows)
+    launch(
+        kernel, (parts,), *rows, *given, dx, partial, length, size, *strides,
+        triton.cdiv(tiles, parts), *scalars, ROWS=height, BLOCK=block, warps=warps, **constants,
+    )  # fmt: skip
+    count(True)
+    return dx, *(partial[:, i].sum(0) for i in range(sums))  # each its own: no views of one
+
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def tile_of(number, rows, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        """(rows, columns, which elements are there) of one tile of ROWS rows."""
+        row = number * ROWS + tl.arange(0, ROWS)
+        column = tl.arange(0, BLOCK)
+        return row, column, (row[:, None] < rows) & (column[None, :] < size)
+
+    @triton.jit
+    def load_rows(x, row, column, stride, inside):  # type: ignore[no-untyped-def]
+        """A tile of a matrix in float32, zero where nothing is."""
+        place = x + row[:, None] * stride + column[None, :]
+        return tl.load(place, mask=inside, other=0.0).to(tl.float32)
+
+    @triton.jit
+    def store_rows(y, row, column, stride, inside, value):  # type: ignore[no-untyped-def]
+        """Write a tile of a matrix, rounded to its type."""
+        place = y + row[:, None] * stride + column[None, :]
+        tl.store(place, value.to(y.dtype.element_ty), mask=inside)
+
+    @triton.jit
+    def load_vector(vector, column, size):  # type: ignore[no-untyped-def]
+        """What all rows share, in float32."""
+        return tl.load(vector + column, mask=column < size, other=0.0).to(tl.float32)
+
+    @triton.jit
+    def rounded(value, like):  # type: ignore[no-untyped-def]
+        """Rounded to the type of what `like` points to, in float32 again."""
+        return value.to(like.dtype.element_ty).to(tl.float32)

@@ -1,0 +1,145 @@
+"""Single operators of a module whose results are kept when it is recomputed.
+
+An operator is known by its name and by which of its calls in the module it is. Counted are calls
+that autograd records and that give something new: what is made without a gradient may be made in
+one run and not in the other (what a module makes once, parameters that are gathered), and would
+shift the count. Both runs are held against each other all the same: where they call different
+operators there is an error, never another call's result.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from schedlang.regions.operators import Key
+
+ATTENTION = "attention"  # whichever kernel computes it
+
+
+class Turns:
+    """Numbers the calls of operators whose results could be kept."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.order: list[str] = []
+
+    def of(self, operator: Any, args: Any, kwargs: Any) -> Key | None:
+        """The name of this call; None for one that is not counted."""
+        if not fresh(operator) or not torch.is_grad_enabled() or draws(operator, args, kwargs):
+            return None
+        given = tree_leaves((args, kwargs))
+        if not any(isinstance(one, Tensor) and one.requires_grad for one in given):
+            return None
+        return self.named(
+            ATTENTION if "_scaled_dot_product_" in operator._schema.name else operator._schema.name
+        )
+
+    def named(self, name: str) -> Key:
+        """The next call of this name."""
+        self.counts[name] += 1
+        self.order.append(name)
+        return name, self.counts[name] - 1
+
+
+class Chosen:
+    """Two dispatch modes over one store: `forward` keeps what was chosen, `again` finds it there.
+
+    Both count; a second backward through a retained graph finds the same again.
+    """
+
+    def __init__(self, kept: frozenset[Key]) -> None:
+        self.kept = kept
+        self.order: list[str] = []
+        self.store: dict[Key, Any] = {}
+        self.forward, self.again = _First(self), _Second(self)
+
+
+class _First(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, chosen: Chosen) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.chosen, self.turns = chosen, Turns()
+        self.turns.order = chosen.order
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        key = self.turns.of(func, args, kwargs or {})
+        out = func(*args, **(kwargs or {}))
+        if key is not None and key in self.chosen.kept:
+            self.chosen.store[key] = tree_map_only(Tensor, _Held, out)
+        return out
+
+
+class _Second(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, chosen: Chosen) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.chosen, self.turns = chosen, Turns()
+
+    def __enter__(self) -> Any:
+        self.turns = Turns()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        key = self.turns.of(func, args, kwargs or {})
+        if key is None:
+            return func(*args, **(kwargs or {}))
+        self._check(len(self.turns.order) - 1)
+        if key not in self.chosen.store:
+            return func(*args, **(kwargs or {}))
+        return tree_map_only(_Held, _Held.get, self.chosen.store[key])
+
+    def _check(self, place: int) -> None:
+        first, second = self.chosen.order, self.turns.order
+        if place >= len(first) or first[place] != second[place]:
+            was = f"`{first[place]}`" if place < len(first) else "nothing"
+            raise RuntimeError(
+                f"recomputation took another way: `{second[place]}` where there was {was}"
+            )
+
+
+class _Held:
+    """A result that is kept, and that nobody may write into."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = alias(tensor)
+        self.version = tensor._version
+
+    def get(self) -> Tensor:
+        """The same values, for autograd to make its own."""
+        if self.tensor._version != self.version:
+            raise RuntimeError("the result of an operator that was kept has been overwritten")
+        return alias(self.tensor)
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """The same storage and count of writes, without history."""
+    # within a dispatch mode a plain detach would not share the count
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def fresh(operator: Any) -> bool:
+    """Whether it gives something new, and writes into nothing."""
+    schema = operator._schema
+    if schema.name == "aten::_unsafe_view":  # a view that does not say so
+        return False
+    return all(one.alias_info is None for one in (*schema.arguments, *schema.returns))
+
+
+def draws(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call moves the random state on."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    for place, argument in enumerate(operator._schema.arguments):
+        if argument.name == "dropout_p":
+            given = kwargs.get("dropout_p", args[place] if place < len(args) else 0.0)
+            return float(given) > 0.0
+    return True

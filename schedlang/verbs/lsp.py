@@ -1,0 +1,30 @@
+"""lsp: the language server, for editors."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from schedlang.verbs.outcome import verb
+
+
+@verb
+def lsp(
+    model: Annotated[
+        bool, typer.Option("--model/--no-model", help="Import model files, for paths and shapes.")
+    ] = True,
+) -> None:
+    """Serve editors over standard input and output: diagnostics, completion, hover, formatting."""
+    from importlib.metadata import version
+
+    from schedlang.diagnostic import Diagnostic, Refusal
+
+    try:
+        from schedlang.editors.features import server
+    except ImportError:
+        title = "the language server needs `pygls`, which is not installed"
+        raise Refusal(
+            Diagnostic("S909", title, helps=("pip install 'schedlang[editors]'",))
+        ) from None
+    server(version("schedlang"), model=model).start_io()

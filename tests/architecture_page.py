@@ -1,0 +1,89 @@
+"""docs/architecture.md, drawn from the imports: `python -m tests.architecture_page` writes it."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "architecture.md"
+HEAD = """# Architecture
+
+The floors of the house, from the top down. A file imports only from floors below its own; files of
+one floor that stand in one room may know each other, rooms of one floor do not. import-linter holds
+the code to this table, and `python -m tests.architecture_page` draws it from the imports: what each
+room uses is what its files import, inside functions too.
+
+Why it is so: the language (text, names, plan) can be read and tested without torch; a primitive is
+one file that no pass knows by name; what runs on ranks (`runtime`, `kernels`) knows nothing of
+schedules. [How it works](how_it_works.md) follows one schedule through the floors.
+
+"""
+
+
+@cache
+def floors() -> list[list[str]]:
+    """The rooms of each floor, the top floor first."""
+    told = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (contract,) = told["tool"]["importlinter"]["contracts"]
+    return [[room.strip() for room in floor.split(":")] for floor in contract["layers"]]
+
+
+def files(room: str) -> list[Path]:
+    """The Python files of a room; links to the folders beside the package are followed."""
+    folder = ROOT / "schedlang" / room
+    return sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
+
+
+def said(room: str) -> str:
+    """The first sentence of a room about itself."""
+    path = ROOT / "schedlang" / room
+    text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+    first = (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
+    return first.removeprefix(f"{room}: ").removesuffix(".").replace("|", "\\|")
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """The rooms that a file imports; what only the type checker reads is left out."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module == "schedlang":
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("schedlang."):
+            yield (node.module or "").split(".")[1]
+        else:
+            yield from imported(node)
+
+
+@cache
+def uses() -> Mapping[str, frozenset[str]]:
+    """The other rooms that each room's files import."""
+    rooms = {room for floor in floors() for room in floor}
+    found = {}
+    for room in rooms:
+        named = {name for file in files(room) for name in imported(ast.parse(file.read_text()))}
+        found[room] = frozenset(named & rooms - {room})
+    return found
+
+
+def page() -> str:
+    """The text of docs/architecture.md."""
+    text = HEAD
+    for number, floor in enumerate(floors()):
+        text += f"## Floor {len(floors()) - number - 1}\n\n"
+        text += "| room | does | uses |\n|---|---|---|\n"
+        for room in sorted(floor):
+            below = ", ".join(f"`{name}`" for name in sorted(uses()[room]))
+            count = len(files(room))
+            name = f"`{room}`" + (f", {count} files" if count > 1 else "")
+            text += f"| {name} | {said(room)} | {below} |\n"
+        text += "\n"
+    return text.rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

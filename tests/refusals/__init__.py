@@ -1,0 +1,1 @@
+"""Every code produced as its page shows it."""

@@ -1,0 +1,28 @@
+"""Codes that no page can produce, with the test that does: they need more than files.
+
+A full disk, a machine without a compiler, a broken package, ranks that go different ways; and what
+the static proofs find, which only a defect of schedlang's own brings about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+ELSEWHERE: Mapping[str, str] = {
+    "S009": "test_extension.py",
+    "S614": "test_stage_units.py",
+    "S657": "test_slices.py",
+    "S663": "test_uneven_use.py",
+    "S669": "test_statistics.py",
+    "S711": "test_static.py",
+    "S712": "test_static.py",
+    "S713": "test_static.py",
+    "S714": "test_static.py",
+    "S715": "test_static.py",
+    "S716": "test_static.py",
+    "S821": "test_kernel.py",
+    "S831": "test_fuse.py",
+    "S832": "test_fuse.py",
+    "S834": "test_fuse.py",
+    "S850": "test_residence.py",
+}

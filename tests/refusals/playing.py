@@ -1,0 +1,74 @@
+"""Examples of codes, played: their files written, their command given, what it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from typer.testing import CliRunner
+
+from schedlang.cli import app
+from schedlang.code_example import MODEL, Example, model
+from schedlang.diagnostic import Refusal
+
+HERE = "/net"  # what a page calls the folder
+TIMES = re.compile(r"^(planned|written) in .*\n", re.MULTILINE)
+
+
+@contextmanager
+def _inside(folder: Path) -> Iterator[None]:
+    """In the folder, from which modules may be imported; afterwards nothing is left of it."""
+    before, known = os.getcwd(), set(sys.modules)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        os.chdir(before)
+        for name in set(sys.modules) - known:
+            if getattr(sys.modules[name], "__file__", None) in map(str, folder.iterdir()):
+                del sys.modules[name]
+
+
+def said(example: Example, folder: Path, threads: Any) -> str:
+    """What the command says to the user, warnings and refusals alike; the folder is `/net`."""
+    for name, text in {MODEL: model(), **example.files}.items():
+        (folder / name).write_text(text)
+    with _inside(folder):
+        told = _told(example, threads)
+    return told.replace(str(folder), HERE)
+
+
+def _told(example: Example, threads: Any) -> str:
+    if example.ranks:
+        answers = threads.run(_script, example.ranks, example.words[-1])
+        assert len(set(answers)) == 1, answers  # all ranks refuse alike
+        return str(answers[0])
+    if example.is_python:
+        return _script(example.words[-1])
+    with patch("schedlang.runtime.launch.Pool", lambda **_: nullcontext(threads)):
+        done = CliRunner().invoke(app, example.words)
+    assert done.exit_code in (0, 1, 2), done.output
+    return TIMES.sub("", done.stderr)
+
+
+def _script(name: str) -> str:
+    """The refusal that a script of the user's ends in; empty if it ends well."""
+    try:
+        exec(compile(Path(name).read_text(), name, "exec"), {"__name__": "__main__"})
+    except Refusal as refusal:
+        return refusal.render() + "\n"
+    return ""
+
+
+def rewritten(example: Example, folder: Path, threads: Any) -> Example:
+    """The example with what is said today."""
+    return replace(example, says=said(example, folder, threads))
