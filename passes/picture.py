@@ -48,7 +48,7 @@ def picture(view: View) -> str:
     """The plan as SVG text."""
     y = 44
     parts: list[str] = []
-    for draw in (_head, _tree, _memory, _timeline):
+    for draw in (_head, _tree, _memory, _over_time, _timeline):
         found, height = draw(view, y)
         parts += found
         y += height
@@ -261,7 +261,8 @@ def _memory(view: View, y: int) -> Drawn:
         parts.append(f'<rect x="{x:.0f}" y="{y - 10}" width="12" height="12" fill="{fill}"/>')
         parts.append(_say(x + 17, y, name))
         x += 110
-    parts.append(_say(x, y, "activations not estimated", "s"))
+    if not view.account.memory:
+        parts.append(_say(x, y, "activations not estimated", "s"))
     most = max(one.state for one in classes) or 1
     for place, one in enumerate(classes[:MOST_BARS]):
         parts += _bar(view, one, y + 14 + place * 20, 560 / most)
@@ -269,6 +270,15 @@ def _memory(view: View, y: int) -> Drawn:
     if rest > 0:
         parts.append(_say(MARGIN, y + 28 + MOST_BARS * 20, f"and {rest} more kinds of ranks", "s"))
     return parts, 60 + min(len(classes), MOST_BARS) * 20 + 20 * (rest > 0)
+
+
+def _over_time(view: View, y: int) -> Drawn:
+    """The estimate of the whole step, where it was made."""
+    from schedlang.passes.memory_picture import over_time
+
+    if not view.account.memory:
+        return [], 0
+    return over_time(view.account.memory, view.plan.cuts[0].axis if view.plan.cuts else "", y)
 
 
 def _bar(view: View, one: RankClass, y: int, scale: float) -> Iterator[str]:

@@ -13,6 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from schedlang.runtime.memo import Memo
+
 LIMIT = 1 << 22  # bytes; padding masks and positions are small, anything larger is not followed
 
 
@@ -25,6 +27,7 @@ class Constants:
 
     def __init__(self) -> None:
         self.values: dict[int, torch.Tensor] = {}  # meta storage to a flat real tensor
+        self.memo = Memo()
         self._alive: dict[int, Any] = {}  # as long as a meta storage lives its value is known
 
     def know(self, real: Any, meta: Any) -> None:
@@ -46,7 +49,7 @@ class Constants:
             value = self.real(args[0])
             return unknown(func) if value is None else value.item()
         try:
-            output = SHAPES.get(func, func)(*args, **kwargs)
+            output = self.memo.run(func, SHAPES.get(func, func), args, kwargs)
         except NotImplementedError:  # the shape depends on values
             return self._sized(func, args, kwargs, unknown)
         made = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.is_meta]

@@ -62,6 +62,8 @@ class Answers(TorchFunctionMode):
                 return torch.ones(given.shape, device="cpu").tolist()
             if func is Tensor.__float__ and self.outside:
                 return 1.0
+            if func is Tensor.__bool__ and self.outside:
+                return False  # as where nothing overflows
         if self.outside and func in SCALES and isinstance(args[1], int | float):
             at, factor = storage(args[0]), float(args[1])
             times = factor if SCALES[func] else 1 / factor
