@@ -25,4 +25,5 @@ ELSEWHERE: Mapping[str, str] = {
     "S832": "test_fuse.py",
     "S834": "test_fuse.py",
     "S850": "test_residence.py",
+    "S909": "test_lsp.py",
 }
