@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Refusal
+from schedlang.passes.gains import Gained, gains
 from schedlang.passes.memory import RankClass, rank_classes
 from schedlang.passes.traffic import Collective, collectives
 from schedlang.plan import Plan
@@ -32,6 +33,7 @@ class Account:
     stages       unit -> stage; empty without a pipeline
     notes        what is assumed or left out, in words
     memory       bytes over the step by class; None where it was not asked for, or cannot be told
+    gains        kernels and bytes of fused modules, where memory was asked for
     """
 
     classes: tuple[RankClass, ...] | None
@@ -41,6 +43,7 @@ class Account:
     places: tuple[int, ...]
     notes: tuple[str, ...]
     memory: tuple[RankMemory, ...] | None = None
+    gains: tuple[Gained, ...] = ()
 
     @property
     def bubble(self) -> float | None:
@@ -70,6 +73,7 @@ class Account:
             "bubble": self.bubble,
             "timeline": None if self.timeline is None else self.timeline.text().split("\n"),
             "notes": list(self.notes),
+            "fused": [one.to_json() for one in self.gains],
         }
 
 
@@ -98,15 +102,17 @@ def account(
     sent = collectives(plan, prepared, sample, loss)
     if any(one.what == "tokens" for one in sent):
         notes.append("tokens are counted as if all experts were chosen equally often")
-    held = None
+    held: tuple[RankMemory, ...] | None = None
+    gained: tuple[Gained, ...] = ()
     if memory:
+        gained = gains(plan, sample)
         held, why = _memory(plan, batch, loss, prepared)
         notes += [why] if why else []
     staged = prepared.staged
     return Account(
         rank_classes(plan, staged, prepared.holdings),
         sent,
-        _timeline(staged), _stages(staged), staged.ranks, tuple(notes), held,
+        _timeline(staged), _stages(staged), staged.ranks, tuple(notes), held, gained,
     )  # fmt: skip
 
 

@@ -84,7 +84,7 @@ def _put(module: nn.Module, one: Cast, islands: Sequence[str]) -> None:
     found = module.get_submodule(one.fqn)
     dtype = _dtype(one.dtype)
     if one.dtype != "fp32" and not one.params:
-        found.forward = _autocast(found.forward, one.dtype)
+        found.forward = _autocast(found.forward, one.dtype, back=bool(one.fqn))
         return
     inner = [i[len(one.fqn) + 1 :] if one.fqn else i for i in islands]
     found.forward = _whole(found, found.forward, dtype, inner)
@@ -96,12 +96,13 @@ def _dtype(word: str) -> Any:
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[word]
 
 
-def _autocast(call: Callable[..., Any], word: str) -> Callable[..., Any]:
+def _autocast(call: Callable[..., Any], word: str, back: bool = False) -> Callable[..., Any]:
     import torch
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast("cpu", dtype=_dtype(word)):
-            return call(*args, **kwargs)
+            out = call(*args, **kwargs)
+        return _to(out, _first(args, kwargs)) if back else out
 
     return run
 
@@ -117,7 +118,7 @@ def _whole(
         named = module.named_parameters(remove_duplicate=False)
         cast = {
             n: p.to(dtype) for n, p in named
-            if p.dtype == torch.float32 and not any(n == i or n.startswith(f"{i}.") for i in islands)
+            if p.dtype == torch.float32 and not any(n.startswith(f"{i}.") for i in islands)
         } if dtype != torch.float32 else {}  # fmt: skip
         came = _first(args, kwargs)
         with torch.autocast("cpu", enabled=False), _reparametrize_module(module, cast):

@@ -57,7 +57,7 @@ def _used_in(plan: Plan, name: str) -> str | None:
 
 
 def lowest(plan: Plan) -> float:
-    """The spacing at 1 of the coarsest dtype that some module computes in; 0: there are no casts."""
+    """The spacing at 1 of the coarsest dtype that a module computes in; 0: none is cast."""
     import torch
 
     from schedlang.runtime.cast import DTYPES

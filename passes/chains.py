@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from schedlang.passes.weights import in_flight
 from schedlang.plan import Action, Plan
-from schedlang.regions import Tree
 from schedlang.regions.rotor import Cost
 
 if TYPE_CHECKING:
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from schedlang.passes.staging import Staged
     from schedlang.runtime.context.tokens import Tokens
 
-# the sites of a row -> the chains that it forms, each with its tree
-Chains = Mapping[tuple[str, ...], tuple[tuple[tuple[str, ...], Tree], ...]]
+# the sites of a row -> the chains that it forms, each with what is done: a tree, choices, a budget
+Chains = Mapping[tuple[str, ...], tuple[tuple[tuple[str, ...], Any], ...]]
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Counting:
 
     plan: Plan
     traced: Traced
-    staged: Staged
+    staged: Staged | None  # None: before it is cut
     sample: Mapping[str, Any]
     loss: Loss | None = None
     tokens: Tokens | None = None
@@ -51,18 +52,20 @@ def chains_of(counting: Counting) -> Chains:
 
 def _chosen(
     counting: Counting, action: Action, costs: Mapping[str, Cost]
-) -> list[tuple[tuple[str, ...], Tree]]:
+) -> list[tuple[tuple[str, ...], Any]]:
     from schedlang.diagnostic import Refusal
 
     found = []
     limit = action.primitive.limit
-    assert limit is not None
+    assert limit is not None and counting.staged is not None
     for names, share in _by_stage(counting.staged, action.sites):
         try:
-            tree = action.primitive.fit([costs[name] for name in names], int(limit / share))
+            chain = [costs[name] for name in names]
+            play = partial(_played, counting, action, names)
+            chosen = action.primitive.fit(chain, int(limit / share), play)
         except Refusal as refusal:
             raise refusal.at(action.span) if action.span is not None else refusal from None
-        found.append((names, tree))
+        found.append((names, chosen))
     return found
 
 
@@ -89,25 +92,73 @@ def _by_stage(staged: Staged, sites: tuple[str, ...]) -> list[tuple[tuple[str, .
     return found
 
 
-def costs_of(counting: Counting, names: Sequence[str]) -> list[Cost]:
-    """Operations of a forward, bytes saved and bytes of the input of modules, on one rank."""
+@dataclass(frozen=True)
+class Skeleton:
+    """What a primitive's `apply` is given: a local model on the meta device, module by module."""
+
+    plan: Plan
+    module: Any
+    chains: Chains
+
+    def at(self, fqn: str) -> Any:
+        """The module of this name."""
+        return self.module.get_submodule(fqn)
+
+
+def _played(counting: Counting, action: Action, names: tuple[str, ...], chosen: Any) -> Any:
+    """The local model, in which these modules did as chosen, after a forward and a backward."""
+    from schedlang.runtime import crossing
+
+    def apply(model: Any) -> None:
+        sites = tuple(counting.plan.model.sites[name] for name in names)
+        given = Skeleton(counting.plan, model, {names: ((names, chosen),)})
+        action.primitive.apply(sites, given)
+
+    with _running(counting, apply) as (model, root):
+        if root is not None:
+            root.backward()
+    crossing.forget()
+    return model
+
+
+@contextmanager
+def _running(
+    counting: Counting, change: Callable[[Any], None], watch: Callable[[Any], Any] = nullcontext
+) -> Iterator[tuple[Any, Any]]:
+    """The local model after a forward on the meta device, and where its backward begins."""
     from schedlang.passes.context import seated
     from schedlang.passes.root import backward_root
     from schedlang.passes.staging import local_skeleton
-    from schedlang.runtime.burden import counted
     from schedlang.runtime.constants import OnMeta
-    from schedlang.runtime.menu import Menu
     from schedlang.runtime.meta import hollow_batch
 
     model = local_skeleton(counting.plan, counting.traced)
     model.train()
+    change(model)
     batch, sitting = seated(counting.plan, model, counting.tokens, counting.sample)
     inputs = hollow_batch(dict(batch))
+    with sitting, OnMeta(dict(batch), inputs), watch(model):
+        yield model, backward_root(model, inputs, counting.loss)
+
+
+def costs_of(counting: Counting, names: Sequence[str]) -> list[Cost]:
+    """Operations of a forward, bytes saved and bytes of the input of modules, on one rank."""
+    from schedlang.runtime.burden import counted
+    from schedlang.runtime.menu import Menu
+
     menu = Menu(len(names))
-    with sitting, OnMeta(dict(batch), inputs), counted(menu, model, names), menu.attention():
-        backward_root(model, inputs, counting.loss)
+
+    @contextmanager
+    def watch(model: Any) -> Iterator[None]:
+        with counted(menu, model, names), menu.attention():
+            yield
+
+    with _running(counting, lambda model: None, watch):
+        pass
     known = sum(menu.flops)  # without a formula for any operator all count the same
+    own = zip(menu.flops, menu.saved, menu.given)
     return [
-        Cost(float(flops) if known else 1.0, saved, given, menu.operators(unit), menu.fixed[unit])
-        for unit, (flops, saved, given) in enumerate(zip(menu.flops, menu.saved, menu.given))
-    ]
+        Cost(float(flops) if known else 1.0, saved, given,
+             menu.operators(unit), menu.fixed[unit], menu.forward[unit])
+        for unit, (flops, saved, given) in enumerate(own)
+    ]  # fmt: skip

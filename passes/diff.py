@@ -27,6 +27,12 @@ class Change:
     name: str
     said: str
 
+    @property
+    def where(self) -> str:
+        """Its modules, folded, and how many there are."""
+        count = f" x{len(self.sites)}" if len(self.sites) > 1 else ""
+        return folded(self.sites) + count
+
     def __str__(self) -> str:
         count = f"  x{len(self.sites)}" if len(self.sites) > 1 else ""
         return f"  {self.sign} {folded(self.sites):<28} {self.name:<14} {self.said}{count}".rstrip()

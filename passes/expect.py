@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,7 +17,11 @@ from schedlang.value import UNKNOWN, Names, shown
 
 if TYPE_CHECKING:
     from schedlang.passes.account import Account
+    from schedlang.passes.dryrun import Loss
+    from schedlang.passes.weigh import Weight
+    from schedlang.report import Bound
 
+UNTOLD = "S862"
 ORDER: Mapping[str, Callable[[float, float], bool]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
 }  # fmt: skip
@@ -102,6 +107,60 @@ def unmet(plan: Plan, account: Account) -> tuple[Diagnostic, ...]:
     )
 
 
+def bounds(
+    plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None, weight: Weight | None = None
+) -> tuple[Bound, ...]:
+    """Every expectation that applies, with what is counted for it with a whole step's batch.
+
+    A plan that cannot be built for this batch tells nothing, and why.
+    """
+    from schedlang.report import Bound
+
+    mine = [one for one in plan.expected if _applies(plan, one)]
+    try:
+        costs = counted(plan, batch, loss, weight) if mine else None
+    except Refusal as refusal:
+        why = tuple(one.title for one in refusal.diagnostics)
+        return tuple(Bound(one.said, None, why=why) for one in mine)
+    made = []
+    for one in mine:
+        assert costs is not None
+        found, problem = _found(plan, costs, one), next(_problems(plan, costs, one), None)
+        said = "" if found is None else _text(one, found)
+        why = () if problem is None else (*problem.notes, *problem.helps)
+        made.append(Bound(one.said, None if found is None else problem is None, said, why))
+    return tuple(made)
+
+
+def counted(
+    plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None, weight: Weight | None = None
+) -> Account:
+    """What the plan costs, as far as its expectations ask for it."""
+    from schedlang.passes.account import account
+
+    memory = any(one.measure == "peak_memory" for one in plan.expected if _applies(plan, one))
+    return account(plan, batch, loss, weight=weight, memory=memory)
+
+
+def demand(
+    plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None, weight: Weight | None = None
+) -> None:
+    """Refuse (S860) a plan that costs more than is expected, before anything is built.
+
+    What cannot be told (memory, where this process is a rank of a job already) is no refusal, but
+    a warning.
+    """
+    if not any(_applies(plan, one) for one in plan.expected):
+        return
+    told = unmet(plan, counted(plan, batch, loss, weight))
+    for problem in told:
+        if problem.code == UNTOLD:
+            warnings.warn(problem.render(), stacklevel=3)
+    wrong = [problem for problem in told if problem.code != UNTOLD]
+    if wrong:
+        raise Refusal(*wrong)
+
+
 def _applies(plan: Plan, one: Expectation) -> bool:
     """An expectation on a machine is about plans on that machine, or on none that is named."""
     return one.on is None or plan.mesh.device is None or one.on == plan.mesh.device
@@ -113,7 +172,7 @@ def _problems(plan: Plan, account: Account, one: Expectation) -> Iterator[Diagno
     if found is None:
         title = f"`{one.said}` cannot be told"
         batch = ("let the model file have a batch: `batch(seed)`",)
-        yield Diagnostic("S862", title, label, notes=account.notes, helps=batch)
+        yield Diagnostic(UNTOLD, title, label, notes=account.notes, helps=batch)
     elif not ORDER[one.op](found, one.bound):
         notes, helps = _why(plan, account, one)
         title = f"`{one.said}` does not hold: it is {_text(one, found)}"

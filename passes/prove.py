@@ -13,6 +13,7 @@ from schedlang.passes.asked import STEPS, Asked, asked
 from schedlang.passes.changed import changed_rows
 from schedlang.passes.curves import curve_rows
 from schedlang.passes.exact import IN_ORACLE, baseline, exact_rows, given_up
+from schedlang.passes.expect import bounds
 from schedlang.passes.flips import undecided
 from schedlang.passes.observe import Condition, Observation, observe
 from schedlang.passes.reductions import is_lossy
@@ -65,7 +66,9 @@ def prove(
     start = time.perf_counter()
     check_world(case.plan)
     pool = pool or launch.shared()
-    wanted = asked(case.plan)
+    wanted, (meant, whole) = asked(case.plan), case.meant or (case.plan, case.batches[0])
+    held = bounds(meant, whole, case.loss, case.weight)
+    case = replace(case, meant=None)
     case = prepared(_lengthened(case, wanted.steps))
     working, case = as_worked(case), widened(case)
     progress("the original")
@@ -85,7 +88,7 @@ def prove(
         (*rows, *bits, *extra, *changed_rows(case)),
         title=title, facts=_facts(case, ran), command=command,
         equivalence=_class(case), unchecked=(*unsure, *unchecked, *more),
-        gaps=_gaps(case, ran, expected, actual, drawn),
+        gaps=_gaps(case, ran, expected, actual, drawn), bounds=held,
     )  # fmt: skip
     if not report.ok and any(not row.ok for row in rows):
         progress("the row to blame")

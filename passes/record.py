@@ -11,13 +11,24 @@ if TYPE_CHECKING:
     from schedlang.plan import Plan
 
 
+EXPECTED = ("measure", "axes", "op", "bound", "said", "on")
+
+
 def record(plan: Plan) -> dict[str, object]:
-    """Knob decisions, mesh, and each row with its sites, arguments and place."""
+    """Knob decisions, mesh, what is expected, and each row with its sites, arguments and place."""
     return {
         "schedule": 1,
         "decisions": {name: plain(value) for name, value in plan.decisions},
         "mesh": dict(plan.mesh.sizes),
         "views": {name: list(axes) for name, axes in plan.mesh.views},
+        "device": plan.mesh.device,
+        "expected": [
+            {
+                **{name: plain(getattr(one, name)) for name in EXPECTED},
+                "from": _place(one.span or NOWHERE),
+            }
+            for one in plan.expected
+        ],
         "relaxed": {step: list(names) for step, names in plan.relaxed},
         "actions": [
             {

@@ -13,7 +13,8 @@ from schedlang.diagnostic import Diagnostic, Label, Refusal
 from schedlang.evaluate import evaluate
 from schedlang.mesh import Mesh
 from schedlang.passes import legality
-from schedlang.plan import Plan
+from schedlang.passes.record import EXPECTED
+from schedlang.plan import Expectation, Plan
 from schedlang.primitive import Primitive, load_all, registry
 from schedlang.source import NOWHERE, Source, Span
 from schedlang.syntax import parse_expr
@@ -47,7 +48,7 @@ def restored(record: Mapping[str, Any], facts: ModelFacts) -> Plan:
     """The plan of a record on this model; every row is checked again, as if it were written."""
     load_all()
     views = tuple((name, tuple(axes)) for name, axes in record.get("views", {}).items())
-    mesh = Mesh(tuple(record["mesh"].items()), views)
+    mesh = Mesh(tuple(record["mesh"].items()), views, record.get("device"))
     plan = Plan.empty(facts, mesh)
     relaxed = tuple((step, tuple(names)) for step, names in record.get("relaxed", {}).items())
     decisions = tuple(record.get("decisions", {}).items())
@@ -64,7 +65,18 @@ def restored(record: Mapping[str, Any], facts: ModelFacts) -> Plan:
             plan = plan.add(primitive, sites, step=action["step"], span=span)
         except Refusal as refusal:
             raise refusal.at(span) from None
-    return replace(plan, decisions=decisions, relaxed=relaxed)
+    expected = tuple(_expectation(one) for one in record.get("expected", ()))
+    return replace(plan, decisions=decisions, relaxed=relaxed, expected=expected)
+
+
+def _expectation(one: Mapping[str, Any]) -> Expectation:
+    """A recorded bound; refuses (S907) what is none."""
+    try:
+        given = {name: one[name] for name in EXPECTED}
+        return Expectation(**given | {"axes": tuple(one["axes"])}, span=_span(one))
+    except (KeyError, TypeError):
+        title = f"the plan expects `{one}`, which is no bound"
+        raise Refusal(Diagnostic("S907", title)) from None
 
 
 def _span(action: Mapping[str, Any]) -> Span:

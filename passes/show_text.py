@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from schedlang.memory import CLASSES
 from schedlang.passes.account import ACTIVATIONS
+from schedlang.passes.fold import pattern
 from schedlang.value import shown
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ def text(view: View, *, each: bool = False, width: int = WIDTH) -> str:
         lines.append((f'step "{step.name}"' if step.name else "outside of steps") + relaxed)
         lines += [_join(row, widths) for line in rows for row in line]
         lines.append("")
-    return "\n".join([*lines, *_ranks(view, each), *_traffic(view), *_timeline(view, width),
+    return "\n".join([*lines, *_ranks(view, each), *_fused(view), *_traffic(view),
+                      *_timeline(view, width),
                       *_foot(view)])  # fmt: skip
 
 
@@ -99,6 +101,20 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
     widths = _widths(rows)
     yield from (_join(row, widths) for row in rows)
     yield ""
+
+
+def _fused(view: View) -> Iterator[str]:
+    """Kernels and bytes of fused modules, as they are and as they will be."""
+    if not view.account.gains:
+        return
+    rows: list[Row] = [("kernels of one", "", "forward", "backward", "bytes moved")]
+    for one in view.account.gains:
+        before, after = one.gain.before, one.gain.after
+        where = pattern(one.sites, view.plan.model.sites)
+        rows.append((where, one.what, f"{before.forward} -> {after.forward}",
+                     f"{before.backward} -> {after.backward}",
+                     f"{size(before.bytes)} -> {size(after.bytes)}"))  # fmt: skip
+    yield from _table(rows)
 
 
 def _ranks(view: View, each: bool) -> Iterator[str]:

@@ -26,12 +26,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shrunk:
-    """What is verified in place of the whole: a plan with values, batches, and what was done."""
+    """What is verified in place of the whole: a plan with values, batches, and what was done.
+
+    `whole` is the plan in full size.
+    """
 
     plan: Plan
     batches: tuple[Batch, ...]
     said: str
     gaps: tuple[Gap, ...]
+    whole: Plan
 
 
 def shrink(
@@ -55,7 +59,8 @@ def shrink(
 
     def at(mesh: Mapping[str, int], requires: bool) -> Shrunk:
         plan, fewer, sizes = narrowing.at(mesh, requires)
-        return Shrunk(plan, fewer, _said(recipe, sizes, full.plan, plan), _gaps(full.plan, plan))
+        said = _said(recipe, sizes, full.plan, plan)
+        return Shrunk(plan, fewer, said, _gaps(full.plan, plan), full.plan)
 
     return _first(full, at)
 
@@ -71,7 +76,8 @@ def given(
     def at(mesh: Mapping[str, int], requires: bool) -> Shrunk:
         plan = full.at(smaller, mesh, requires)
         said = f"to the model of `small()`, mesh {full.plan.mesh} -> {plan.mesh}"
-        return Shrunk(plan, tuple(batches), said, _gaps(full.plan, plan))
+        gaps = _gaps(full.plan, plan)
+        return Shrunk(plan, tuple(batches), said, gaps, full.plan)
 
     return _first(full, at)
 

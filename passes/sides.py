@@ -43,6 +43,8 @@ class Case:
     dtype: str | None = None
     prepared: Prepared | None = None
     parted: bool = False  # compare with the original trained by parts: statistics are relaxed
+    # the plan that expectations are about and a batch of it, where another one is run
+    meant: tuple[Plan, Batch] | None = None
 
     @property
     def cuts(self) -> tuple[int, int]:

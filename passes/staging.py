@@ -10,7 +10,7 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.casts import cast_modules
 from schedlang.passes.legality import check_cuts
 from schedlang.passes.propagate import Traced
-from schedlang.passes.stages import Unit, at_units, balanced, check_regions, even
+from schedlang.passes.stages import Unit, Weight, at_units, balanced, check_regions, even
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
     Training(skeleton).on()
     try:
         graph = _graph(plan, traced, skeleton, batch, loss)
-        made = cut(graph, _stage_numbers(plan, graph, timeline))
+        made = cut(graph, _stage_numbers(_Cutting(plan, traced, batch, loss), graph, timeline))
     except Refusal as refusal:
         raise placed(refusal, plan, "stage") from refusal
     homes = tuple(tuple(row) for row in timeline.homes.tolist())
@@ -185,17 +185,29 @@ def _one_stage(plan: Plan, timeline: Timeline) -> Staged:
     return Staged(Cut(whole, (0,)), timeline, ((0,),), None, _trunk(plan))
 
 
-def _stage_numbers(plan: Plan, graph: StageGraph, timeline: Timeline) -> tuple[int, ...]:
+@dataclass(frozen=True)
+class _Cutting:
+    """What is cut, and with what it is counted."""
+
+    plan: Plan
+    traced: Traced
+    batch: Mapping[str, Any]
+    loss: Loss | None
+
+
+def _stage_numbers(
+    cutting: _Cutting, graph: StageGraph, timeline: Timeline
+) -> tuple[int, ...]:  # fmt: skip
     """The stage of every unit, from the cuts of the plan; no cut lies inside of a region."""
-    found = _numbers(plan, graph, timeline)
-    check_regions(plan, graph, found)
+    found = _numbers(cutting, graph, timeline)
+    check_regions(cutting.plan, graph, found)
     return found
 
 
-def _numbers(plan: Plan, graph: StageGraph, timeline: Timeline) -> tuple[int, ...]:
-    from schedlang.passes.weights import weight_of
+def _numbers(cutting: _Cutting, graph: StageGraph, timeline: Timeline) -> tuple[int, ...]:
     from schedlang.runtime.units import in_trunk
 
+    plan = cutting.plan
     trunks = [fqn for c in plan.cuts for fqn in c.trunks]
     inside = in_trunk(plan.model.model, graph.units, trunks, dict(plan.unrolled))
     units = [
@@ -205,10 +217,25 @@ def _numbers(plan: Plan, graph: StageGraph, timeline: Timeline) -> tuple[int, ..
     starts = [fqn for c in plan.cuts for fqn in c.before]
     if starts:
         return at_units(units, starts)
-    balance = plan.cuts[0].balance
-    if balance == "even":
+    weight = _weight(cutting, graph, timeline)
+    if weight is None:
         return even(units, timeline.stages)
-    return balanced(units, timeline.stages, weight_of(balance, plan, graph, timeline))
+    return balanced(units, timeline.stages, weight)
+
+
+def _weight(cutting: _Cutting, graph: StageGraph, timeline: Timeline) -> Weight | None:
+    """What stages are balanced by; None: by nothing, they are even."""
+    from schedlang.passes.adapipe import time_of
+    from schedlang.passes.chains import Counting
+    from schedlang.passes.weights import weight_of
+
+    plan = cutting.plan
+    rows = [action for action in plan.actions if action.primitive.cuts]
+    if rows:
+        counting = Counting(plan, cutting.traced, None, cutting.batch, cutting.loss)
+        return time_of(counting, rows, graph, timeline)
+    balance = plan.cuts[0].balance
+    return None if balance == "even" else weight_of(balance, plan, graph, timeline)
 
 
 def _trunk(plan: Plan) -> frozenset[str]:

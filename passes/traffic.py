@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.passes.chains import Chains
+from schedlang.passes.chains import Chains, Skeleton
 from schedlang.passes.gathers import gathers
 from schedlang.passes.holdings import slicing
 from schedlang.passes.memory import gathered_bytes
@@ -211,23 +211,11 @@ def _heard(context: _Context, batch: Mapping[str, Any], loss: Loss | None) -> li
 
 def at_skeleton(plan: Plan, model: Any, chains: Chains) -> None:
     """Recompute modules of a local model on meta where rows ask for it."""
-    at = _At(plan, model, chains)
+    at = Skeleton(plan, model, chains)
     for action in plan.actions:
         if "recompute" in action.primitive.writes:
             for target in plan.targets(action):
                 action.primitive.apply(target, at)
-
-
-@dataclass(frozen=True)
-class _At:
-    """What a primitive's `apply` is given: the copy, module by module."""
-
-    plan: Plan
-    module: Any
-    chains: Chains
-
-    def at(self, fqn: str) -> Any:
-        return self.module.get_submodule(fqn)
 
 
 # (from, to) -> kind in forward, kind in backward; of an entry the backward only where ranks differ

@@ -29,13 +29,13 @@ def why(plan: Plan, file: n.File, fqn: str) -> str:
         fact = facts.parameters[fqn]
         head += f"   {fact.dtype}{plan.layout(fqn).show()}"
     acting = (a for a in plan.rows_at(site) if a.primitive.writes)  # a marker acts on nothing
-    items = spliced(file).items
-    rows = [_row(action, items) for action in acting]
+    rows = [row_text(action, file) for action in acting]
     return "\n".join([head, *(rows or ["  no row acts on it"])])
 
 
-def _row(action: Action, items: tuple[n.Item, ...]) -> str:
-    span = action.span
+def row_text(action: Action, file: n.File) -> str:
+    """One row: its place, its text, its step, and the selectors around it."""
+    span, items = action.span, spliced(file).items
     text = str(action.primitive)
     place = str(span) if span else ""
     if span:

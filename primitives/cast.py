@@ -21,12 +21,12 @@ class cast(Primitive):  # noqa: N801
     after    y = bf16(w) bf16(x)           w, its gradient and its moments in float32
 
       bf16, fp16      torch.autocast: each operation in the dtype of torch's lists
-      params=true     the whole module: what comes in, and each parameter where it is used, is cast;
-                      what goes out comes back in the dtype that came in
+      params=true     the whole module: what comes in, and each parameter where it is used, is cast
       fp32            an island inside of these: computed in float32
 
-    Without a selector the row is for the whole model and for the loss after it.  Gradients of
-    parameters are added up in the dtype that they are stored in, over microbatches and over ranks.
+    What a module gives goes on in the dtype that came in.  Without a selector the row is for the
+    whole model and for the loss after it.  Gradients of parameters are added up in the dtype that
+    they are stored in, over microbatches and over ranks.
 
     Any `fp16` row scales the loss, as torch.amp.GradScaler does: from `scale` on, halved where any
     rank finds an infinite gradient (then no rank steps), doubled after `growth` steps without one.
@@ -85,7 +85,7 @@ class cast(Primitive):  # noqa: N801
             scales = (other.scale, other.growth), (self.scale, self.growth)
             if other.dtype == self.dtype == "fp16" and scales[0] != scales[1]:
                 refuse("S893", "two loss scales", f"{other.scale} and {self.scale}",
-                       helps=("give all rows of `fp16` the same `scale` and `growth`",))  # fmt: skip
+                       helps=("give all `fp16` rows the same `scale` and `growth`",))  # fmt: skip
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Note it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from schedlang.plan import Plan
 from schedlang.primitive import Primitive, refuse
@@ -11,7 +11,7 @@ from schedlang.regions import Tree, groups, regions, root, runs
 from schedlang.value import Bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from schedlang.model import Site
     from schedlang.regions.rotor import Cost
@@ -42,7 +42,7 @@ class checkpoint(Primitive):  # noqa: N801
     save: tuple[Literal["linear", "attention", "collective"], ...] = field(default=(), kw_only=True)
     group: int | Literal["sqrt"] = field(default=1, kw_only=True)
     every: int = field(default=1, kw_only=True)
-    plan: Literal["rotor", "pareto"] | None = field(default=None, kw_only=True)
+    plan: Literal["rotor", "pareto", "adapipe", "dtr"] | None = field(default=None, kw_only=True)
     memory: Bytes | None = field(default=None, kw_only=True)
 
     example = "layers.*  checkpoint()"
@@ -78,6 +78,7 @@ class checkpoint(Primitive):  # noqa: N801
 
     def apply(self, sites: tuple[Site, ...], build: Any) -> None:
         """Recompute modules of the copy."""
+        from schedlang.runtime.dynamic import dynamic
         from schedlang.runtime.recompute import checkpoint as recompute
         from schedlang.runtime.region import regions as recompute_as
 
@@ -89,6 +90,9 @@ class checkpoint(Primitive):  # noqa: N801
         if self.plan is None:
             for run in runs(names):
                 recompute_as([build.at(name) for name in run], self._tree(run), self.save)
+            return
+        if self.plan == "dtr":
+            dynamic([build.at(name) for name in names], build.chains[names][0][1])
             return
         for run, found in build.chains[names]:
             if self.plan == "rotor":
@@ -103,28 +107,46 @@ class checkpoint(Primitive):  # noqa: N801
         """The memory that a plan fits its modules into."""
         return self.memory if self.plan is not None else None
 
-    def fit(self, chain: Sequence[Cost], memory: int) -> Tree:
+    @property
+    def cuts(self) -> bool:
+        """Whether the stages of a pipeline are cut by what the plan repeats on each."""
+        return self.plan == "adapipe"
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the plan drops and makes again while it runs."""
+        return self.plan == "dtr"
+
+    def fit(self, chain: Sequence[Cost], memory: int, play: Callable[[Any], Any]) -> Any:
         """What a plan does with modules of these costs; refuses memory that is too little."""
         from schedlang.regions.operators import needed, pareto
         from schedlang.regions.rotor import least, rotor
 
+        if self.plan == "dtr":
+            return self._budget(len(chain), memory, play)
         found = rotor(chain, memory) if self.plan == "rotor" else pareto(chain, memory)
         if found is None:
-            need = least(chain)[0] if self.plan == "rotor" else needed(chain)
-            refuse(
-                "S841",
-                f"{memory} bytes hold no plan for these {len(chain)} modules",
-                "too little for one microbatch",
-                notes=(
-                    f"the largest keeps {max(c.saved for c in chain)} bytes by itself when it"
-                    f" is recomputed, all kept are {sum(c.saved for c in chain)}",
-                ),
-                helps=(
-                    f"each microbatch needs {need} bytes at least",
-                    "or make them smaller: recompute inside of a module instead",
-                ),
-            )
+            largest, whole = max(c.saved for c in chain), sum(c.saved for c in chain)
+            _too_little(
+                memory, least(chain)[0] if self.plan == "rotor" else needed(chain), len(chain),
+                f"the largest keeps {largest} bytes by itself when it is recomputed, all kept"
+                f" are {whole}",
+            )  # fmt: skip
         return found
+
+    def _budget(self, count: int, memory: int, play: Callable[[Any], Any]) -> int:
+        """The bytes that all modules share while they run; tried with a share of them first."""
+        from schedlang.runtime.dynamic import pools
+
+        def peak(budget: int) -> int:
+            return max(pool.peak for pool in pools(play(budget)))
+
+        if peak(memory) > memory:
+            _too_little(memory, peak(0), count,
+                        "what enters a module stays, and so does what an operator needs at a time"
+                        " when it runs again")  # fmt: skip
+        assert self.memory is not None
+        return self.memory
 
     def _check_plan(self, names: tuple[str, ...]) -> None:
         """A plan needs its memory, and one list of modules; it chooses groups by itself."""
@@ -151,3 +173,10 @@ class checkpoint(Primitive):  # noqa: N801
     def _tree(self, run: tuple[str, ...]) -> Tree:
         size = root(len(run)) if self.group == "sqrt" else self.group
         return groups(len(run), size, self.every)
+
+
+def _too_little(memory: int, need: int, count: int, why: str) -> NoReturn:
+    refuse("S841", f"{memory} bytes hold no plan for these {count} modules",
+           "too little for one microbatch", notes=(why,),
+           helps=(f"each microbatch needs {need} bytes at least",
+                  "or make them smaller: recompute inside of a module instead"))  # fmt: skip

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from schedlang.diagnostic import Refusal, closest
 from schedlang.patterns import read as _read
 from schedlang.plan import Plan
-from schedlang.primitive import Primitive, Trial, refuse
+from schedlang.primitive import Gain, Primitive, Trial, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,17 +35,22 @@ class fuse(Primitive):  # noqa: N801
     Masks of dropout are drawn as the model draws them.  A region is compiled once for all modules
     where it is the same.
 
+    `backend=rowwise` makes a Triton kernel of a chain of pointwise operators and reductions along
+    rows (sums, means, extremes of the last dim): one kernel forward and one backward, for a pattern
+    or for a module that is nothing else.  What goes across rows is refused by name (S887).  `auto`
+    is inductor.
+
       rounding   `eager`: intermediate results are rounded as the model rounds them; `fp32`: they
                  stay in float32 until they leave the region
 
     Under `verify` in float64 regions run uncompiled, and the compiled ones are checked in their
-    working dtype.
+    working dtype: generated kernels on a GPU, or in Triton's interpreter.
 
     Slapo (Chen et al. 2024): `.find` and `.fuse`.
     """
 
     pattern: str = ""
-    backend: Literal["auto", "inductor"] = "auto"
+    backend: Literal["auto", "inductor", "rowwise"] = "auto"
     rounding: Literal["eager", "fp32"] = "fp32"
 
     example = "layers.*.mlp  fuse()"
@@ -74,7 +79,8 @@ class fuse(Primitive):  # noqa: N801
                 "a region is a part of the model",
                 helps=("name a module: `layers.*  fuse()`",),
             )
-        if self.pattern:
+        _outside(site, plan)
+        if self.pattern or self.backend == "rowwise":
             _matched(site, plan, self)
         elif _kernels(site, plan) == 1:
             refuse("S884", f"`{site}` is one kernel already", "nothing is there to fuse it with",
@@ -88,7 +94,7 @@ class fuse(Primitive):  # noqa: N801
         from schedlang.runtime.fuse import fuse as compiled
         from schedlang.runtime.regions.layer import fuse_pattern
 
-        if self.pattern:
+        if self.pattern or self.backend == "rowwise":
             fuse_pattern(module, _told(site, plan, self))
         else:
             compiled(module, rounding=self.rounding)
@@ -96,13 +102,30 @@ class fuse(Primitive):  # noqa: N801
     def trial(self, site: Site, plan: Plan, call: tuple[Any, Any]) -> list[Trial]:
         """Run the compiled region in the working dtype, on the arguments of a real call."""
         import copy
+        from contextlib import nullcontext
 
         from schedlang.runtime.fuse import check_fused
+        from schedlang.runtime.rowwise.child import interpreted
 
         module = copy.deepcopy(plan.model.model.get_submodule(site.fqn))
         self._compile(module, site, plan)
-        found = check_fused(module, *call)
-        return [Trial(f"{c.name} by inductor", c.error, c.allowed, c.ok) for c in found]
+        device = next((p.device.type for p in module.parameters()), "cpu")
+        generated = self.backend == "rowwise"
+        with interpreted(device) if generated else nullcontext("inductor") as by:
+            found = check_fused(module, *call)
+        return [
+            Trial(f"{c.name} by {by}", c.error, c.allowed, c.ok, by != "reference") for c in found
+        ]
+
+    def gain(self, site: Site, plan: Plan, call: tuple[Any, Any]) -> Gain:
+        """Of the regions of one module, or of all of it."""
+        from schedlang.runtime.gained import of_module, of_regions
+        from schedlang.runtime.meta import hollow_model
+
+        module = hollow_model(plan.model.model.get_submodule(site.fqn), {})
+        if self.pattern or self.backend == "rowwise":
+            return of_regions(module, _told(site, plan, self), *call)
+        return of_module(module, *call)
 
     def __str__(self) -> str:
         said = [_read(self.pattern).name] if self.pattern else []
@@ -115,17 +138,33 @@ def _told(site: Site, plan: Plan, row: fuse) -> Told:
     """The pattern, and what rows above have done to children."""
     from schedlang.runtime.regions.flow import Looked
     from schedlang.runtime.regions.layer import Told
+    from schedlang.runtime.regions.rewrite import How
 
-    found = _read(row.pattern)
+    found = _read(row.pattern) if row.pattern else None
     inside: dict[str, set[str]] = {"decompose": set(), "": set()}
     for action in plan.actions:
         if "structure" in action.primitive.writes and not action.primitive.anew:
             inside[action.name if action.name in inside else ""].update(
                 s.removeprefix(f"{site.fqn}.") for s in action.sites if s.startswith(f"{site.fqn}.")
             )
-    products = any(f"{name}(" in str(found.body) for name in ("linear", "matmul"))
+    body = str(found.body) if found is not None else ""
+    products = any(f"{name}(" in body for name in ("linear", "matmul"))
     looked = Looked(frozenset(inside[""]), frozenset(inside["decompose"]), products)
-    return Told(found, looked, row.rounding, site.fqn)
+    backend = "inductor" if row.backend == "auto" else row.backend
+    return Told(found, looked, How(row.rounding, backend), site.fqn)
+
+
+def _outside(site: Site, plan: Plan) -> None:
+    """Refuse what lies inside a module whose flow was looked at by a row above."""
+    for action in plan.actions:
+        row: Any = action.primitive
+        looked = isinstance(row, fuse) and (row.pattern or row.backend == "rowwise")
+        around = next((s for s in action.sites if site.fqn.startswith(f"{s}.")), None)
+        if looked and around is not None:
+            refuse(
+                "S503", f"`{site}` lies inside `{around}`, which `{row}` above has looked through",
+                helps=(f"move this row above `{row}`, or drop it",),
+            )  # fmt: skip
 
 
 def _matched(site: Site, plan: Plan, row: fuse) -> None:
@@ -134,7 +173,7 @@ def _matched(site: Site, plan: Plan, row: fuse) -> None:
     from schedlang.runtime.regions.layer import found_in
 
     told = _told(site, plan, row)
-    if told.pattern.body.size == 1:
+    if told.pattern is not None and told.pattern.body.size == 1:
         refuse("S884", f"`{told.pattern.name}` is one kernel already",
                helps=("say what stands before or after it",))  # fmt: skip
     module = plan.model.model.get_submodule(site.fqn)

@@ -49,6 +49,14 @@ class offload(Primitive):  # noqa: N801
         if self.what not in MOVES and self.prefetch != 1:
             refuse("S306", f"nothing of the {self.what} comes back module by module",
                    helps=("leave out `prefetch`",))  # fmt: skip
+        row = next(
+            (a for a in plan.actions if a.primitive.keeps and _meet(a.sites, site.fqn)), None
+        )
+        if row is not None and self.what in MOVES:
+            refuse("S844", f"`{row.name}` keeps by itself what a backward of these modules needs",
+                   f"nothing would leave the device: `{row.primitive}`",
+                   helps=("drop one of the two",
+                          "or choose before it runs: `checkpoint(plan=rotor, ...)`"))  # fmt: skip
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Note what lies where."""
@@ -66,3 +74,11 @@ class offload(Primitive):  # noqa: N801
             key = ("offload", self.prefetch, self.to)
             store = build.shared(key, lambda: Store(self.prefetch, scratch=scratch))
             move(build.at(site.fqn), store)
+
+
+def _meet(sites: tuple[str, ...], fqn: str) -> bool:
+    """Whether one of these modules is that one, lies in it or around it."""
+    return any(
+        f"{one}.".startswith(f"{fqn}." if fqn else "") or f"{fqn}.".startswith(f"{one}.")
+        for one in sites
+    )

@@ -68,6 +68,14 @@ class pipeline_split(Primitive):  # noqa: N801
                 "single modules are where stages start: nothing is left to balance",
                 helps=("leave out `balance`", "or name the list of modules that is to be cut"),
             )
+        row = next((a for a in plan.actions if a.primitive.cuts), None)
+        if row is not None and (not lists or self.balance != "even"):
+            refuse(
+                "S845", "two rows say where stages begin",
+                f"`{row.primitive}` balances the stages by what each of them repeats",
+                helps=("leave out `balance`, and name the list of modules that is to be cut",
+                       "or let it keep the cut: `checkpoint(plan=pareto, memory=...)`"),
+            )  # fmt: skip
         if plan.cuts and (lists or plan.cuts[0].trunks):
             refuse("S509", "the model is already cut", helps=("one row cuts a list",))
         self._check_enough(lists, plan)

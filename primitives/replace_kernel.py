@@ -13,6 +13,18 @@ if TYPE_CHECKING:
     from schedlang.model import Site
 
 
+# kernel -> its package, how to install it, what does without
+PACKAGES = {
+    "flash_attention": (
+        "flash_attn",
+        "pip install flash-attn --no-build-isolation",
+        "replace_kernel(flex_attention)",
+    ),
+    "liger.rms_norm": ("liger_kernel", "pip install liger-kernel", "replace_kernel(rms_norm)"),
+    "liger.layer_norm": ("liger_kernel", "pip install liger-kernel", "replace_kernel(layer_norm)"),
+}
+
+
 class replace_kernel(Primitive):  # noqa: N801
     """Swap the computation between a module's parameters; its parameters, children and names stay.
 
@@ -22,18 +34,29 @@ class replace_kernel(Primitive):  # noqa: N801
       rms_norm, layer_norm   our Triton kernels, forward and backward; offset, epsilon and rounding
                              order are found by probing
       gated                  SwiGLU and its kin between the projections of an MLP, split or packed
+      add_norm               residual sums and the norms after them, in a module that has both
+      rope                   rotary embeddings of an attention's queries and keys, in one launch
+      cross_entropy          a head and the loss after it: logits once, their gradient over them
       linear_cross_entropy   a head and the loss after it, `chunk` bytes of logits at a time; the
                              model's own code finds the loss, its casts, scale and soft cap
       sdpa                   attention by torch's scaled_dot_product_attention, for transformers'
                              modules
+      flex_attention         attention by torch's FlexAttention, with its soft cap, sinks and masks;
+      flash_attention        by the package flash_attn, where it is installed: in transformers'
+                             modules, and in others that call scaled_dot_product_attention
       grouped                experts by grouped matrix products: tokens sorted by expert, one
                              product for all of them, nothing padded and no token left out
+      liger.rms_norm, liger.layer_norm     those of the package liger_kernel, where it is installed
 
     A module is replaced only if a copy of it, in float64 on random input, computes what the kernel
     computes; otherwise the refusal gives the measured difference.
     """
 
-    kernel: Literal["rms_norm", "layer_norm", "gated", "linear_cross_entropy", "sdpa", "grouped"]
+    kernel: Literal[
+        "rms_norm", "layer_norm", "add_norm", "gated", "rope", "cross_entropy",
+        "linear_cross_entropy", "sdpa", "flex_attention", "flash_attention", "grouped",
+        "liger.rms_norm", "liger.layer_norm",
+    ]  # fmt: skip
     chunk: Bytes | None = None
 
     example = "layers.*.norm  replace_kernel(rms_norm)"
@@ -44,16 +67,17 @@ class replace_kernel(Primitive):  # noqa: N801
     @property
     def waits(self) -> bool:
         """Whether the module's parameters are needed after its forward."""
-        return self.kernel == "linear_cross_entropy"
+        return self.kernel in ("cross_entropy", "linear_cross_entropy")
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse a module that computes something else, with the measured mismatch."""
         if self.chunk is not None and self.kernel != "linear_cross_entropy":
             refuse(
                 "S870",
-                f"`{self.kernel}` holds no logits, and takes no `chunk`",
+                f"`{self.kernel}` holds no logits in parts, and takes no `chunk`",
                 helps=(f"leave it out: `replace_kernel({self.kernel})`",),
             )
+        self._check_package()
         found = self._found(site, plan)
         if type(found).__name__ == "Mismatch":
             refuse(
@@ -63,8 +87,27 @@ class replace_kernel(Primitive):  # noqa: N801
                 helps=("leave this module as it is",),
             )
 
+    def _check_package(self) -> None:
+        """Refuse a kernel of a package that is not installed (S876)."""
+        from importlib.util import find_spec
+
+        wanted = PACKAGES.get(self.kernel)
+        if wanted is not None and find_spec(wanted[0]) is None:
+            refuse(
+                "S876",
+                f"`{self.kernel}` is a kernel of the package `{wanted[0]}`, not installed here",
+                helps=(f"install it: `{wanted[1]}`", f"or another kernel: `{wanted[2]}`"),
+            )
+
     def settled(self, site: Site, plan: Plan, traced: Any) -> None:
-        """Refuse a head that is sharded so that its logits would be computed all the same."""
+        """Refuse a kernel that would not be run: another row computes in its place."""
+        if plan.context_axes and self.kernel in ("flex_attention", "flash_attention"):
+            refuse(
+                "S878",
+                f"`{self.kernel}` and `context_parallel` both compute the attention of `{site}`",
+                notes=("attention over split sequences has its own kernels",),
+                helps=(f"drop the row `{site} {self}`",),
+            )
         edges = traced.edges.get(site.fqn, ())
         if not self.waits or not edges or [edge.head for edge in edges] == [True]:
             return

@@ -16,6 +16,7 @@ from schedlang.verbs.run import run
 from schedlang.verbs.simulate import simulate
 from schedlang.verbs.tree import tree
 from schedlang.verbs.verify import verify
+from schedlang.verbs.why import why
 
 app = typer.Typer(
     name="schedlang",
@@ -27,7 +28,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for verb in (fmt, check, tree, init, plan, diff, verify, ci, run, simulate, explain, lsp):
+for verb in (fmt, check, tree, init, plan, diff, why, verify, ci, run, simulate, explain, lsp):
     app.command(verb.__name__)(verb)
 
 

@@ -45,17 +45,18 @@ def verify(
     from schedlang.passes.shrink import shrink as reduce
     from schedlang.passes.sides import Case
 
-    plan, small = sch.plan(), None
+    plan, small, meant = sch.plan(), None, None
     batches: tuple[Mapping[str, Any], ...] = _batches(batch, seed, steps_of(plan))
     model = plan.model.model
     if shrink or (shrink is None and lies_on_meta(model)):
         make = shrink if callable(shrink) else None
         small = reduce(sch.tree, sch._settings, model, batches, loss=loss, make=make, seed=seed)
+        meant = small.whole, batches[0]
         plan, batches = small.plan, small.batches
     elif lies_on_meta(model):
         title = "the model has no values: it lies on the meta device"
         raise Refusal(Diagnostic("S623", title, helps=("verify a reduced one: `shrink=True`",)))
-    case = Case(plan, batches, loss, weight, seed, dtype)
+    case = Case(plan, batches, loss, weight, seed, dtype, meant=meant)
     return remarked(prove(case, title=type(model).__name__), small)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -54,6 +54,38 @@ class Trial:
     allowed: float
     ok: bool
     ran: bool = True
+
+
+@dataclass(frozen=True)
+class Count:
+    """What one call costs a device: kernels of its forward and of its backward, bytes that both
+    read and write."""
+
+    forward: int
+    backward: int
+    bytes: int
+
+    @property
+    def kernels(self) -> int:
+        """Of both."""
+        return self.forward + self.backward
+
+    def __add__(self, other: Count) -> Count:
+        return Count(self.forward + other.forward, self.backward + other.backward,
+                     self.bytes + other.bytes)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What a row makes of its module's kernels and bytes."""
+
+    before: Count
+    after: Count
+
+    @property
+    def any(self) -> bool:
+        """Whether there are fewer kernels, or fewer bytes."""
+        return self.after.kernels < self.before.kernels or self.after.bytes < self.before.bytes
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -116,8 +148,21 @@ class Primitive:
         None: as many as they do."""
         return None
 
-    def fit(self, chain: Sequence[Any], memory: int) -> Any:
-        """What is done with modules of these costs, in `memory` bytes; `apply` finds it again."""
+    @property
+    def cuts(self) -> bool:
+        """Whether stages begin where what a row with a limit repeats leaves them in balance."""
+        return False
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a row keeps by itself what a backward needs, so that nothing else can move it."""
+        return False
+
+    def fit(self, chain: Sequence[Any], memory: int, play: Callable[[Any], Any]) -> Any:
+        """What is done with modules of these costs, in `memory` bytes; `apply` finds it again.
+
+        `play` does it with a model without values, which it gives back after a backward.
+        """
         raise NotImplementedError
 
     def effect(self, site: Any, plan: Plan) -> Plan:
@@ -137,6 +182,11 @@ class Primitive:
         `call` are the arguments and keyword arguments of one real call of the module.
         """
         return ()
+
+    def gain(self, site: Any, plan: Plan, call: tuple[Any, Any]) -> Gain | None:
+        """Kernels and bytes before and after, where a row is there for them; counted on the meta
+        device, for arguments that lie there.  Default: it is not."""
+        return None
 
     def __str__(self) -> str:
         own = [f for f in fields(self) if f.init]  # type: ignore[arg-type]

@@ -47,6 +47,23 @@ class Gap:
 
 
 @dataclass(frozen=True)
+class Bound:
+    """What the schedule expects of its plan's costs; `holds` is None where that cannot be told.
+
+    `found` is the figure in words, `why` what it is made of and what would lower it.
+    """
+
+    said: str
+    holds: bool | None
+    found: str = ""
+    why: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        word = {True: "holds", False: "does not hold", None: "cannot be told"}[self.holds]
+        return f"{self.said}   {word}" + (f": it is {self.found}" if self.found else "")
+
+
+@dataclass(frozen=True)
 class Report:
     """The outcome of one verification; `str()` is the table."""
 
@@ -62,16 +79,18 @@ class Report:
     seconds: float = 0.0
     more: dict[str, Any] = field(default_factory=dict, hash=False)
     localised: tuple[tuple[str, str], ...] = ()  # where a difference arose: words and their heads
+    bounds: tuple[Bound, ...] = ()  # what the schedule expects of its costs
 
     @property
     def ok(self) -> bool:
-        """Whether everything was compared and everything is equal."""
-        return bool(self.rows) and all(row.ok for row in self.rows) and not self.unchecked
+        """Whether everything was compared, everything is equal, and what is expected holds."""
+        equal = bool(self.rows) and all(row.ok for row in self.rows) and not self.unchecked
+        return equal and all(bound.holds for bound in self.bounds)
 
     @property
     def exit_code(self) -> int:
-        """0 equal, 1 not equal, 3 not (fully) checked."""
-        if any(not row.ok for row in self.rows):
+        """0 equal, 1 not equal or dearer than expected, 3 not (fully) checked."""
+        if any(not row.ok for row in self.rows) or any(b.holds is False for b in self.bounds):
             return 1
         return 0 if self.ok else 3
 
@@ -110,7 +129,8 @@ class Report:
 
         head = [Text(self.title, style="bold")] if self.title else []
         head += [Text(f"  {line}") for line in _lines(self.facts)]
-        return Group(*head, _table(self), *_failure(self), *_remarks(self), _verdict(self))
+        parts = (*_failure(self), *_bounds(self), *_remarks(self), _verdict(self))
+        return Group(*head, _table(self), *parts)
 
 
 def _lines(facts: tuple[tuple[str, str], ...]) -> list[str]:
@@ -188,6 +208,17 @@ def _failure(report: Report) -> list[Any]:
     if report.command:
         lines.append(f" repeat             {report.command}")
     return [Text(line, style="red") for line in lines]
+
+
+def _bounds(report: Report) -> list[Any]:
+    from rich.text import Text
+
+    styles = {True: "green", False: "red", None: "yellow"}
+    return [
+        Text(line, style=styles[bound.holds])
+        for bound in report.bounds
+        for line in (f" expected           {bound}", *(f"   {text}" for text in bound.why))
+    ]
 
 
 def _remarks(report: Report) -> list[Any]:

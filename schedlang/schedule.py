@@ -176,7 +176,9 @@ class Schedule(Scope):
         seed       draw dropout logically from this seed; on several ranks it always is (0)
         """
         from schedlang.passes.build import build, check_job
+        from schedlang.passes.expect import demand
         from schedlang.passes.options import check_options
+        from schedlang.passes.roles import repeated
         from schedlang.runtime.waiting import Waiting
 
         plan = self.plan()
@@ -185,9 +187,15 @@ class Schedule(Scope):
         )
         check_options(args, unknown, {"batch": batch, **options})
         if batch is not None:
+            demand(plan, batch, loss, weight)
             return build(plan, batch, **options)
         check_job(plan)
-        return Waiting(lambda first, local: build(plan, first, local=local, **options))
+
+        def later(first: Mapping[str, Any], local: bool) -> Program:
+            demand(plan, repeated(first, plan.shares) if local else first, loss, weight)
+            return build(plan, first, local=local, **options)
+
+        return Waiting(later)
 
     # ---- declarations -------------------------------------------------------------------
 
@@ -244,7 +252,7 @@ class Schedule(Scope):
         self._declare(n.Use(path, as_, args or None, span=NOWHERE))
 
     def expect(self, test: str, on: str | None = None) -> None:
-        """A bound on what the plan costs, held against it by the verb `plan`."""
+        """A bound on what the plan costs; `plan`, `verify`, `run` and `build` hold it to that."""
         span = python_span()
         self._declare(n.Expect(parse_expr(test, span), on, span=span))
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.kernels.probe import Mismatch
+from schedlang.runtime.attention import implementation
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.kernel import match, replace
 from schedlang.runtime.lazy_logits import LazyLogits
@@ -87,11 +88,38 @@ def put_in(model: nn.Module) -> dict[str, Any]:
     return {"replaced": dict(done), "not": not_done}
 
 
+def attending(model: nn.Module) -> dict[str, int]:
+    """Attentions of the classes that one takes over, and those left, with the reason."""
+    found: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        if implementation(module) is None or not type(module).__name__.endswith("Attention"):
+            continue
+        fits = match(module, "flex_attention")
+        found[getattr(fits, "reason", "replaced")[:160]] += 1
+        if not isinstance(fits, Mismatch):
+            replace(model.get_submodule(name), fits)
+    return dict(found)
+
+
+def mixing(model: nn.Module) -> dict[str, int]:
+    """Modules of experts that grouped products take over, and those left, with the reason."""
+    found: Counter[str] = Counter()
+    for module in model.modules():
+        if not any(p.ndim == 3 for p in module.parameters(recurse=False)):
+            continue
+        fits = match(module, "grouped")
+        found[getattr(fits, "reason", "replaced")[:160]] += 1
+        if not isinstance(fits, Mismatch):
+            replace(module, fits)
+    return dict(found)
+
+
 def survey(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
     """What was replaced, and the largest relative difference of a gradient."""
     model.train()
     expected, _ = results(copy.deepcopy(model), batch)
-    made = put_in(model)
+    made: dict[str, Any] = {"attention": attending(model), "experts": mixing(model)}
+    made |= put_in(model)  # norms inside of attentions, too
     head = model.get_output_embeddings()  # type: ignore[operator]
     found = match(head, "linear_cross_entropy") if head is not None else Mismatch("has no head")
     if not isinstance(found, Mismatch):

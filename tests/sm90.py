@@ -17,6 +17,10 @@ from triton.backends.compiler import GPUTarget
 
 from schedlang.kernels import cross_entropy, gated, layer_norm, rms_norm
 from schedlang.kernels.device import LONGEST, tile
+from schedlang.runtime.rowwise import launch
+from schedlang.runtime.rowwise.graphs import Sort
+from schedlang.runtime.rowwise.operator import pair_of
+from tests.chains import CHAINS
 
 
 class Sm90Driver:
@@ -140,9 +144,38 @@ def cross_entropy_kernels() -> Made:
             yield {"kernel": "gradient"} | named, made
 
 
+def rowwise_kernels() -> Made:
+    """Both generated kernels of each chain: of rows that fit a program, and of longer ones."""
+    sizes = ((4096, torch.bfloat16), (launch.LONGEST, torch.float32), (20480, torch.bfloat16))
+    for size, dtype in sizes:
+        for name, (function, kinds) in CHAINS.items():
+            sorts = tuple(
+                Sort((64, size) if k == "m" else (size,), dtype, "cpu", True) for k in kinds
+            )
+            pair = pair_of(function, sorts, "eager")
+            for way, made in zip(("forward", "backward"), pair.kernels):
+                yield {"kernel": way, "chain": name, "size": size, "dtype": str(dtype)}, _warm(made)
+
+
+def _warm(made: launch.Kernel) -> Any:
+    """A generated kernel, compiled for tensors as its graph takes them."""
+    chain = made.chain
+    places = [n.meta["val"] for n in made.graph.nodes if n.op == "placeholder"]
+    shape = launch.shape_of(made, torch.zeros(1))
+    given = [torch.zeros(places[v.place].shape, dtype=v.dtype) for v in chain.given]
+    stored = [torch.zeros(s.shape, dtype=s.dtype) for s in chain.stored]
+    sums = [torch.zeros(shape.programs, chain.grid.size) for _ in chain.sums]
+    strides = [chain.grid.size for v in chain.given if v.rows and v.cols]
+    numbers = [chain.grid.rows, chain.grid.size, *strides, shape.tiles]
+    return launch.jitted(made.text).warmup(
+        *given, *stored, *sums, *numbers, ROWS=shape.rows, BLOCK=shape.block,
+        num_warps=shape.warps, grid=(1,),
+    )  # fmt: skip
+
+
 KERNELS = {
     "rms_norm": rms_norm_kernels, "layer_norm": layer_norm_kernels, "gated": gated_kernels,
-    "cross_entropy": cross_entropy_kernels,
+    "cross_entropy": cross_entropy_kernels, "rowwise": rowwise_kernels,
 }  # fmt: skip
 
 

@@ -34,7 +34,21 @@ SCHEDULES = {
     "recomputed": ("tp=2", MLP + "model.layers.*  checkpoint()"),
     "moved": ("dp=1", "zero(stage=0, over=dp)\nmodel.layers.*  offload(activations)"),
     "cut": ("pp=2", CUT + 'pipeline(order="1F1B", micro=4)'),
+    "cut, gathered": (
+        "dp=2, pp=2",
+        CUT + 'zero(stage=3, over=dp)\npipeline(order="1F1B", micro=4)',
+    ),
+    "cut, recomputed": (
+        "pp=2",
+        f'model.layers.*  checkpoint()\n{CUT}pipeline(order="1F1B", micro=4)',
+    ),
+    "split, sliced state": ("dp=2, tp=2", f"{MLP}zero(stage=1, over=dp)"),
+    "interleaved": ("pp=2", CUT + 'pipeline(order="Interleaved1F1B", micro=4, chunks=2)'),
+    "weights later": ("pp=2", CUT + 'pipeline(order="ZB-H1", micro=4)'),
 }
+NEAR = 0.015  # of the bytes counted
+# gloo does not tell what has arrived: a rank keeps the gradients that it has sent until the end
+HELD = {"interleaved": 0.04}
 
 
 def llama() -> nn.Module:
@@ -60,9 +74,14 @@ def estimated(plan: Plan, given: Mapping[str, Any]) -> tuple[RankMemory, ...]:
     return estimate(plan, given, None, prepare(plan, sample))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+DEEP = ("interleaved", "weights later", "split, sliced state")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.deep) if n in DEEP else n for n in SCHEDULES]
+)
 def test_peak_is_that_of_real_storages(name: str, threads: Threads) -> None:
-    """On every rank the most bytes of a step lie within 5 % of what its storages add up to."""
+    """On every rank the most bytes of a step are near what its storages add up to."""
     mesh, rows = SCHEDULES[name]
     plan, given = planned(llama(), rows, mesh), batch()
     told, real = estimated(plan, given), threads.run(count, plan.mesh.world, plan, given)
@@ -71,7 +90,7 @@ def test_peak_is_that_of_real_storages(name: str, threads: Threads) -> None:
         counted = real[one.first]
         assert one.moments[0].most[0] == counted.parameters
         assert one.moments[0].most[2] == counted.optimizer
-        assert abs(one.peak - counted.most) <= 0.05 * counted.most, (one.classes, counted)
+        assert abs(one.peak / counted.most - 1) <= HELD.get(name, NEAR), (one.classes, counted)
 
 
 def test_activations_are_what_autograd_keeps(threads: Threads) -> None:

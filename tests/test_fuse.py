@@ -116,6 +116,29 @@ def test_split_backward():
     assert_close([*first, *torch.autograd.grad(loss, params)], expected)
 
 
+def test_the_check_runs_with_dropout(monkeypatch):
+    """The compiled graph with masks in it is judged too: one that drops their scale is found."""
+    module, x = Block(0.3), torch.randn(3, 8)
+    fuse(module)
+    found = {one.name: one.ok for one in check_fused(module, (x,))}
+    assert found["output .x"] and found["output .x with dropout"] and all(found.values())
+    plain = F.dropout
+    monkeypatch.setattr(fuse_file, "_compile", lambda inner, *given: _unscaled(inner, plain))
+    wrong = {one.name: one.ok for one in check_fused(module, (x,))}
+    assert wrong["output .x"] and not wrong["output .x with dropout"]
+
+
+def _unscaled(inner, plain):
+    def call(*args, **kwargs):
+        F.dropout = lambda x, p, training: plain(x, p, training) * (1 - p if training else 1)
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            F.dropout = plain
+
+    return call
+
+
 class Breaks(nn.Module):
     def forward(self, x):
         print("a graph cannot print")

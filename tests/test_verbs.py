@@ -64,9 +64,9 @@ def test_plan_refuses(folder: Path) -> None:
     """Without a pipeline there is nothing to trace; unknown modules have no rows: exit 2."""
     assert run("plan", folder / "a.sched", "--trace", folder / "t.json").exit_code == 2
     assert not (folder / "t.json").exists()
-    found = run("plan", folder / "a.sched", "--why", "upp")
+    found = run("why", folder / "a.sched", "upp")
     assert found.exit_code == 2 and "did you mean `up`?" in found.output
-    said = run("plan", folder / "a.sched", "--why", "up.weight")
+    said = run("why", folder / "a.sched", "up.weight")
     assert said.exit_code == 0 and "a.sched:5" in said.stdout
 
 

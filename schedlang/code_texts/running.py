@@ -30,6 +30,14 @@ CODES: Mapping[str, tuple[str, str]] = {
         "A module draws from Python, from numpy, or keeps something from call to call.  Only\n"
         "torch's generators, also those that a module holds itself, are replayed.",
     ),
+    "S844": (
+        "nothing is left to move",
+        "Modules within a budget drop and make again what they save; no store sees it.",
+    ),
+    "S845": (
+        "two rows say where stages begin",
+        "`plan=adapipe` cuts the list of a `pipeline_split` row; named cuts or `balance` do, too.",
+    ),
     "S850": (
         "what a row puts on disk cannot be written",
         "The step is undone on all ranks.  Files lie in the temporary folder: set TMPDIR, or make\n"
@@ -82,11 +90,25 @@ CODES: Mapping[str, tuple[str, str]] = {
         "They are tried on the meta device first: they see the output, and the batch's tensors,\n"
         "without values.",
     ),
+    "S866": ("no collective of this number", "`why FILE --collectives` lists them."),
     "S870": ("the kernel takes no such argument", "`chunk` bounds the logits of a head's loss."),
+    "S871": (
+        "angles that are learned",
+        "The kernel `rope` turns queries and keys by constant angles: these need no gradient.",
+    ),
     "S875": (
         "a head whose logits could not wait for the loss",
         "`linear_cross_entropy` works on a head that is whole, or split over its words along one\n"
         "axis.  Sharded in another way the logits would be computed as without the kernel.",
+    ),
+    "S876": ("a package that is not installed", "Its kernel is called where the package is."),
+    "S877": (
+        "an attention that the kernel does not know",
+        "It is asked for with an argument that the kernel has not; leave the module as it is.",
+    ),
+    "S878": (
+        "two rows for one attention",
+        "`context_parallel` computes attention over ranks itself; no other kernel would be run.",
     ),
     "S880": (
         "nothing that could replace a module",
@@ -101,6 +123,15 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S884": ("nothing to gain", "One kernel is what fusing makes of several."),
     "S885": ("not a pattern", "Functions of torch, `+ - * / @`, literals and all its parameters."),
     "S886": ("a bias that cannot stand apart", "Linear layers have one that nothing looks at."),
+    "S887": (
+        "no chain of rows",
+        "A generated kernel takes pointwise operators, and sums and extremes along the last dim.\n"
+        "The message names the operator that is none of them; inductor may take it.",
+    ),
+    "S888": (
+        "nothing is gained by fusing",
+        "`plan` counts the kernels and the bytes of a fused region beside those of the model.",
+    ),
     "S890": (
         "a cast that means nothing",
         "`fp32` is an island inside of a lower dtype; `scale` and `growth` are of `fp16`.",

@@ -42,11 +42,11 @@ def reference(
     rounding: str = "late",
 ) -> Tensor:  # fmt: skip
     """The same in plain torch operations, in the input's own precision or float32 at least."""
-    y, _, _ = _reference_forward(x, weight, bias, eps, offset, rounding)
+    y, _, _ = forward_of(x, weight, bias, eps, offset, rounding)
     return y
 
 
-def _result(x: Tensor, weight: Tensor, bias: Tensor | None, rounding: str) -> torch.dtype:
+def result_of(x: Tensor, weight: Tensor, bias: Tensor | None, rounding: str) -> torch.dtype:
     """Early rounding multiplies by the weight last, so a wider weight makes the result wider."""
     if rounding == "late":
         return x.dtype
@@ -54,9 +54,10 @@ def _result(x: Tensor, weight: Tensor, bias: Tensor | None, rounding: str) -> to
     return found if bias is None else torch.promote_types(found, bias.dtype)
 
 
-def _reference_forward(
+def forward_of(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float, rounding: str
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, mean, 1 / deviation of each row), in plain torch operations."""
     kind = wide(x, weight, bias)
     value = x.to(kind)
     mean = value.mean(-1)
@@ -71,9 +72,10 @@ def _reference_forward(
     return (y if bias is None else y + bias.to(kind)).to(x.dtype), mean, rstd
 
 
-def _reference_backward(
+def backward_of(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, offset: float, rounding: str
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """(gradient of x, of weight, of bias), in plain torch operations."""
     kind = torch.promote_types(wide(x, weight), rstd.dtype)
     normal = (x.to(kind) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
     grad = dy.to(kind)
@@ -167,11 +169,11 @@ def layer_norm_forward(
     """(y, mean, 1 / deviation of each row); contiguous, the last two in float32 at least."""
     if not runs_kernel(x, weight, bias, longest=LONGEST):
         count(False)
-        y, mean, rstd = _reference_forward(x, weight, bias, eps, offset, rounding)
+        y, mean, rstd = forward_of(x, weight, bias, eps, offset, rounding)
         return y.contiguous(), mean.contiguous(), rstd.contiguous()
     scale = weight.contiguous()
     given = scale, scale if bias is None else bias.contiguous()
-    kinds = (_result(x, weight, bias, rounding),)
+    kinds = (result_of(x, weight, bias, rounding),)
     y, mean, rstd = forward(
         forward_kernel, (x,), given, kinds, 2, eps, offset,
         BIAS=bias is not None, EARLY=rounding == "early",
@@ -186,7 +188,7 @@ def layer_norm_backward(
     """(gradient of x, of weight, of bias), contiguous; the last two in the type of the weight."""
     if not runs_kernel(x, weight, dy, rstd, longest=LONGEST):
         count(False)
-        found = _reference_backward(dy, x, weight, mean, rstd, offset, rounding)
+        found = backward_of(dy, x, weight, mean, rstd, offset, rounding)
         return found[0].contiguous(), found[1].contiguous(), found[2].contiguous()
     given = (weight.contiguous(), mean.contiguous(), rstd.contiguous())
     dx, dweight, dbias = backward(
@@ -199,7 +201,7 @@ def layer_norm_backward(
 def _(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float, rounding: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y = x.new_empty(x.shape, dtype=_result(x, weight, bias, rounding))
+    y = x.new_empty(x.shape, dtype=result_of(x, weight, bias, rounding))
     mean = x.new_empty(x.shape[:-1], dtype=wide(x, weight, bias))
     return y, mean, torch.empty_like(mean)
 

@@ -31,12 +31,14 @@ PARTS = 16  # and of how many chunks the logits are then
 class Form:
     """What a model does with the product before the loss, and how large a chunk may be in bytes.
 
-    The logits are cap * tanh(scale * z), or scale * z where `cap` is 0.
+    The logits are cap * tanh(scale * z), or scale * z where `cap` is 0.  `held`: they are made at
+    once, and kept for backward (kernels/held_cross_entropy.py).
     """
 
     scale: float = 1.0
     cap: float = 0.0
     budget: int = 0
+    held: bool = False
 
     def rows(self, tokens: int, classes: int, dtype: torch.dtype) -> int:
         """Tokens of a chunk: a sixteenth of all, at most 256 MiB, if no budget is given."""
@@ -99,7 +101,7 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-class _Sums:
+class Sums:
     """The gradients of one operator, added up chunk by chunk."""
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, inputs: bool, own: bool):
@@ -151,7 +153,7 @@ def linear_statistics_backward(
     own: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(gradient of x, of weight, of bias); empty where they are not asked for."""
-    sums = _Sums(x, weight, bias, inputs, own)
+    sums = Sums(x, weight, bias, inputs, own)
     count(runs_kernel(x, weight, longest=None))
     for part in _chunks(len(x), rows):
         z = _logits(x[part], weight, bias)
@@ -167,7 +169,7 @@ def linear_weighed(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(loss, gradients of x, of weight and of bias), each chunk of logits made once."""
     classes = weight.shape[0]
-    sums = _Sums(x, weight, bias, inputs, own)
+    sums = Sums(x, weight, bias, inputs, own)
     kind = wide(x, weight)
     loss = torch.zeros((), dtype=kind, device=x.device)
     count(runs_kernel(x, weight, longest=None))
@@ -192,9 +194,10 @@ def _(
     return found, torch.empty_like(found), torch.empty_like(found)
 
 
-def _fake_gradients(
+def fake_gradients(
     x: Tensor, weight: Tensor, bias: Tensor | None, inputs: bool, own: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """What `Sums.results` are like."""
     dbias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape if own else (0,))
     return (
         x.new_empty(x.shape if inputs else (0,)),
@@ -209,7 +212,7 @@ def _(
     by_picked: Tensor, by_total: Tensor, scale: float, cap: float, rows: int, inputs: bool,
     own: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _fake_gradients(x, weight, bias, inputs, own)
+    return fake_gradients(x, weight, bias, inputs, own)
 
 
 @linear_weighed.register_fake
@@ -218,7 +221,7 @@ def _(
     scale: float, cap: float, rows: int, inputs: bool, own: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     loss = x.new_empty((), dtype=wide(x, weight))
-    return loss, *_fake_gradients(x, weight, bias, inputs, own)
+    return loss, *fake_gradients(x, weight, bias, inputs, own)
 
 
 def _save_statistics(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -232,7 +235,7 @@ def _through_statistics(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     found = linear_statistics_backward(
         x, weight, bias, target, lse, *grads, *ctx.form, asked[0], asked[1] or asked[2]
     )
-    return *_asked(asked, found, bias), None, None, None, None
+    return *asked_for(asked, found, bias), None, None, None, None
 
 
 def _save_weighed(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -244,10 +247,13 @@ def _through_weighed(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None,
     saved: tuple[Tensor, ...] = ctx.saved_tensors
     # the factor in its own precision: in that of a gradient it would be rounded once more
     found = [(one * grad).to(one.dtype) for one in saved]
-    return *_asked(ctx.needs_input_grad, found, ctx.bias or None), *(None,) * 8
+    return *asked_for(ctx.needs_input_grad, found, ctx.bias or None), *(None,) * 8
 
 
-def _asked(asked: Any, found: Any, bias: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def asked_for(
+    asked: Any, found: Any, bias: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of those inputs that need one."""
     return (
         found[0] if asked[0] else None,
         found[1] if asked[1] else None,

@@ -40,18 +40,19 @@ def reference(
     x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, rounding: str = "late"
 ) -> Tensor:
     """The same in plain torch operations, in the input's own precision or float32 at least."""
-    y, _ = _reference_forward(x, weight, eps, offset, rounding)
+    y, _ = forward_of(x, weight, eps, offset, rounding)
     return y
 
 
-def _result(x: Tensor, weight: Tensor, rounding: str) -> torch.dtype:
+def result_of(x: Tensor, weight: Tensor, rounding: str) -> torch.dtype:
     """Early rounding multiplies by the weight last, so a wider weight makes the result wider."""
     return torch.promote_types(x.dtype, weight.dtype) if rounding == "early" else x.dtype
 
 
-def _reference_forward(
+def forward_of(
     x: Tensor, weight: Tensor, eps: float, offset: float, rounding: str
 ) -> tuple[Tensor, Tensor]:
+    """(y, 1 / root mean square of each row), in plain torch operations."""
     value = x.to(wide(x, weight))
     rstd = torch.rsqrt(value.square().mean(-1) + eps)
     normal = value * rstd.unsqueeze(-1)
@@ -60,9 +61,10 @@ def _reference_forward(
     return (normal * (weight.to(value.dtype) + offset)).to(x.dtype), rstd
 
 
-def _reference_backward(
+def backward_of(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float, rounding: str
 ) -> tuple[Tensor, Tensor]:
+    """(gradient of x, of weight), in plain torch operations."""
     kind = wide(x, weight)
     normal = x.to(kind) * rstd.unsqueeze(-1)
     scaled = dy.to(kind) * (weight.to(kind) + offset)
@@ -134,9 +136,9 @@ def rms_norm_forward(
     """(y, 1 / root mean square of each row); both contiguous, the second in float32 at least."""
     if not runs_kernel(x, weight):
         count(False)
-        y, rstd = _reference_forward(x, weight, eps, offset, rounding)
+        y, rstd = forward_of(x, weight, eps, offset, rounding)
         return y.contiguous(), rstd.contiguous()
-    kinds = (_result(x, weight, rounding),)
+    kinds = (result_of(x, weight, rounding),)
     y, rstd = forward(
         forward_kernel, (x,), (weight.contiguous(),), kinds, 1, eps, offset,
         EARLY=rounding == "early",
@@ -151,7 +153,7 @@ def rms_norm_backward(
     """(gradient of x, gradient of weight), contiguous, in the types of x and weight."""
     if not runs_kernel(x, weight, dy):
         count(False)
-        dx, dweight = _reference_backward(dy, x, weight, rstd, offset, rounding)
+        dx, dweight = backward_of(dy, x, weight, rstd, offset, rounding)
         return dx.contiguous(), dweight.contiguous()
     given = (weight.contiguous(), rstd.contiguous())
     dx, dweight = backward(
@@ -162,7 +164,7 @@ def rms_norm_backward(
 
 @rms_norm_forward.register_fake
 def _(x: Tensor, weight: Tensor, eps: float, offset: float, rounding: str) -> tuple[Tensor, Tensor]:
-    y = x.new_empty(x.shape, dtype=_result(x, weight, rounding))
+    y = x.new_empty(x.shape, dtype=result_of(x, weight, rounding))
     return y, x.new_empty(x.shape[:-1], dtype=wide(x, weight))
 
 

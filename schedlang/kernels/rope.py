@@ -96,7 +96,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, width: int, form: Form, back: b
 
 if triton is not None:
 
-    @triton.jit
+    @triton.jit  # type: ignore[untyped-decorator]
     def _load(x, line, there, half, PAIRS, LINES: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
         """Both numbers of each pair in float32; `line` [LINES, 1] is where each line starts."""
         if PAIRS:  # side by side: one access, taken apart in registers
@@ -110,7 +110,7 @@ if triton is not None:
             second = tl.load(x + line + half + column, mask=inside, other=0.0).to(tl.float32)
         return first, second
 
-    @triton.jit
+    @triton.jit  # type: ignore[untyped-decorator]
     def _store(y, line, there, half, first, second, PAIRS, LINES: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
         """Write both numbers of each pair."""
         first = first.to(y.dtype.element_ty)
@@ -125,7 +125,7 @@ if triton is not None:
             tl.store(y + line + column, first, mask=inside)
             tl.store(y + line + half + column, second, mask=inside)
 
-    @triton.jit
+    @triton.jit  # type: ignore[untyped-decorator]
     def _turn(  # type: ignore[no-untyped-def]
         x, y, heads, half, size, x_head, y_head, c, d, s, t,
         SOURCE, TARGET, EARLY, BACK, LINES: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,

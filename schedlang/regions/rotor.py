@@ -32,7 +32,8 @@ class Cost:
     work   of its forward, in any unit
     saved  bytes that it keeps where it is not recomputed
     input  bytes of what it is called with, that a region which begins here keeps
-    operators  those whose results can be kept, and what all others work that run a second time
+    operators  those whose results can be kept; `fixed` is what the others work a second time
+    forward    all the work of its forward, counted as that of operators is
     """
 
     work: float
@@ -40,6 +41,7 @@ class Cost:
     input: int
     operators: tuple[Operator, ...] = ()
     fixed: float = 0.0
+    forward: float = 0.0
 
 
 def peak(tree: Tree, chain: Sequence[Cost]) -> int:

@@ -146,12 +146,12 @@ def _probe_attention(
     copied = bare_copy(module, torch.float64).eval()
     for parameter in copied.parameters():
         parameter.data.sub_(1.0).mul_(0.3)  # around zero, and no score wins alone
-    args, kwargs = _random_call(module, call)
-    plain = _results(copied, args, kwargs)
+    args, kwargs = random_call(module, call)
+    plain = results(copied, args, kwargs)
     with _counted() as calls:
         for name in names:
             switch(copied.get_submodule(name), _SDPA)
-        fused = _results(copied, args, kwargs)
+        fused = results(copied, args, kwargs)
     if not calls:
         return Mismatch("never asked for the attention function that its config names")
     if len(plain) != len(fused):
@@ -183,7 +183,7 @@ def _counted() -> Iterator[list[int]]:
         ALL_ATTENTION_FUNCTIONS.register(_SDPA, attend)
 
 
-def _results(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def results(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The first output, and the gradients of parameters and input that it reaches."""
     out = module(*args, **kwargs)
     first = out if isinstance(out, Tensor) else out[0]
@@ -194,10 +194,11 @@ def _results(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return [first.detach(), *(grad for grad in grads if grad is not None)]
 
 
-def _random_call(module: nn.Module, call: Call | None) -> tuple[list[Any], dict[str, Any]]:
+def random_call(module: nn.Module, call: Call | None) -> tuple[list[Any], dict[str, Any]]:
+    """Random arguments in float64: like those of an example, or by the names modules share."""
     generator = torch.Generator().manual_seed(0)
     if call is None:
-        return [], _common_call(module, generator)
+        return [], common_call(module, generator)
     args = [_random(value, "", generator) for value in call[0]]
     return args, {name: _random(value, name, generator) for name, value in call[1].items()}
 
@@ -227,7 +228,7 @@ def _mask(rows: int, queries: int, keys: int) -> Tensor:
     return torch.where(allowed, 0.0, lowest).double()
 
 
-def _common_call(module: nn.Module, generator: torch.Generator) -> dict[str, Any]:
+def common_call(module: nn.Module, generator: torch.Generator) -> dict[str, Any]:
     """Arguments under the names that attention modules of transformers share."""
     rows, length = 2, 6
     config = next(m.config for m in module.modules() if implementation(m) is not None)

@@ -64,6 +64,14 @@ class Burden:
             return tensor.numel() * tensor.element_size()
 
 
+def operations(func: Any, args: Any, kwargs: Any, output: Any) -> float:
+    """Of one operator, by torch's formula; where there is none, one for each element it makes."""
+    formula = flop_counter.flop_registry.get(func._overloadpacket)
+    if formula is not None:
+        return float(formula(*args, **kwargs, out_val=output))
+    return float(sum(one.numel() for one in tree_leaves(output) if isinstance(one, torch.Tensor)))
+
+
 def key_of(tensor: torch.Tensor) -> int:
     """What tells one storage from others, as long as it lives."""
     try:

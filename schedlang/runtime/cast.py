@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from schedlang.runtime.autocast import Imitated, autocast
@@ -41,20 +42,26 @@ def cast(model: nn.Module, fqn: str, dtype: str, params: bool) -> None:
         for module in model.modules():  # it may use parameters that others hold
             if not isinstance(module._parameters, Used):
                 module._parameters = Used(module._parameters)
-    layer: Any = Whole(DTYPES[dtype]) if params or dtype == "fp32" else Auto(DTYPES[dtype])
+    low = DTYPES[dtype]
+    layer: Any = Whole(low) if params or dtype == "fp32" else Auto(low, inner=bool(fqn))
     wrap(model.get_submodule(fqn), "cast", layer)
 
 
 class Auto:
-    """The layer around a module's forward: torch.autocast."""
+    """The layer around a module's forward: torch.autocast.
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    What an inner module gives goes on in the dtype that came in, as that of `Whole` does: what
+    follows computes in it.
+    """
+
+    def __init__(self, dtype: torch.dtype, inner: bool) -> None:
+        self.dtype, self.inner = dtype, inner
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `inner` under it, on the device of what comes in."""
         with _region(None, autocast(device_of((args, kwargs)), self.dtype)):
-            return inner(*args, **kwargs)
+            out = inner(*args, **kwargs)
+        return casted(out, _came(args, kwargs)) if self.inner else out
 
 
 class Whole:
@@ -68,11 +75,16 @@ class Whole:
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `inner` with cast arguments and parameters."""
-        came = next((t.dtype for t in tensors_in((args, kwargs))), torch.float32)
+        came = _came(args, kwargs)
         own = self.dtype if self.dtype != torch.float32 else None
         with _region(own, autocast(device_of((args, kwargs)), None)):
             args, kwargs = casted((args, kwargs), self.dtype)
             return casted(inner(*args, **kwargs), came)
+
+
+def _came(args: Any, kwargs: Any) -> torch.dtype:
+    """The dtype of the first float that came in, else the one that parameters are stored in."""
+    return next((t.dtype for t in tensors_in((args, kwargs))), torch.float32)
 
 
 class Used(dict[str, Any]):
@@ -92,6 +104,8 @@ class Used(dict[str, Any]):
 def _used(parameter: Any) -> Any:
     dtype = _here.dtype
     if dtype is None or parameter is None or parameter.dtype not in FLOATS:
+        return parameter
+    if isinstance(parameter, DTensor):  # a slice: who gathers it asks for it as it is
         return parameter
     return parameter.to(dtype)
 

@@ -24,6 +24,12 @@ from schedlang.runtime.expert_probe import NoExperts, Trial, probe_experts, scal
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 
+# activations that stand alone, without a gate, beside those of gated MLPs
+PLAIN: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh,
+    "relu2": lambda x: torch.relu(x).square(),
+}
+
 
 @dataclass(frozen=True)
 class Matrix:
@@ -36,7 +42,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Middle:
-    """What stands between the products: `act` of ACTIVATIONS, or a callable of the module's own.
+    """What stands between the products: `act` of ACTIVATIONS or PLAIN, or the module's own.
 
     `lie` is how gate and up lie: "gate first", "up first" or "in turn" in one tensor, "apart" in
     two; "" where there is no gate.
@@ -172,6 +178,7 @@ def _middles(module: nn.Module, products: int) -> Iterator[Middle]:
     own = [name for name, child in module.named_children() if not list(child.parameters())]
     acts = [*((act, False) for act in gated.ACTIVATIONS), *((name, True) for name in own)]
     yield from (Middle(act, lie, mine) for lie in lies for act, mine in acts)
+    yield from (Middle(act, "") for act in PLAIN if products == 1)
     if products == 1 and callable(getattr(module, "_apply_gate", None)):
         yield Middle("_apply_gate", "", True)  # as experts of transformers call theirs
 
@@ -212,7 +219,9 @@ def _multiplied(
 def _between(module: nn.Module, middle: Middle, both: Sequence[Tensor]) -> Tensor:
     """The activation of one tensor, or that of the gate times the other."""
     own: Callable[[Tensor], Tensor] = (
-        getattr(module, middle.act) if middle.own else gated.ACTIVATIONS[middle.act]
+        getattr(module, middle.act)
+        if middle.own
+        else gated.ACTIVATIONS.get(middle.act) or PLAIN[middle.act]
     )
     if not middle.lie:
         return own(both[0])

@@ -19,6 +19,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -220,14 +221,33 @@ def check_fused(
 ) -> list[Comparison]:
     """Judge a fused module in its working dtype against float64, as kernels/check.py does.
 
-    One call with these arguments, in evaluation mode; outputs and all gradients.  The module is not
-    changed: copies run.
+    One call with these arguments in evaluation mode, and one in training mode where that draws
+    random numbers: a program that is proven draws them logically, with the module run as it stands.
+    Outputs and all gradients.  The module is not changed: copies run.
     """
-    twins = [copy.deepcopy(module).eval() for _ in range(3)]
+    found = _checked(module, args, kwargs or {}, training=False)
+    if draws(module, args, kwargs or {}):
+        drawn = _checked(module, args, kwargs or {}, training=True)
+        found += [replace(one, name=f"{one.name} with dropout") for one in drawn]
+    return found
+
+
+def draws(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the module draws random numbers in training, as it stands."""
+    twin = copy.deepcopy(module).train()
+    with torch.random.fork_rng(), torch.no_grad():
+        before = torch.get_rng_state()
+        plain_forward(twin)(*args, **kwargs)
+        return not torch.equal(before, torch.get_rng_state())
+
+
+def _checked(
+    module: nn.Module, args: Sequence[Any], named: Mapping[str, Any], *, training: bool
+) -> list[Comparison]:
+    twins = [copy.deepcopy(module).train(training) for _ in range(3)]
     twins[2].double()
     layers = layers_of(twins[0])
     assert layers is not None and "fuse" in layers.kinds, "not a fused module"
-    named = kwargs or {}
     whole = partial(layers.kinds["fuse"], plain_forward(twins[0]))
     fused = _values(twins[0], whole, args, named, torch.Tensor.clone)
     eager = _values(twins[1], plain_forward(twins[1]), args, named, torch.Tensor.clone)
@@ -266,7 +286,9 @@ def _values(
         return new
 
     given = [prepared(value, str(place)) for place, value in enumerate(args)]
-    out = forward(*given, **{name: prepared(value, name) for name, value in kwargs.items()})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # the same masks, whatever the type: they are drawn in float64
+        out = forward(*given, **{name: prepared(value, name) for name, value in kwargs.items()})
     found = {f"output {n}": t for n, t in _tensors(out, "") if t.is_floating_point()}
     total = torch.stack([_weighed(t) for t in found.values() if t.requires_grad]).sum()
     used = [name for name, leaf in leaves.items() if leaf.requires_grad]

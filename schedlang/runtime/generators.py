@@ -39,7 +39,7 @@ class Draws(AbstractContextManager[None]):
     def __init__(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
         kinds = sorted({t.device.type for t in tensors} | {"cpu"} - {"meta"})
         self.casts = [_autocast(kind) for kind in kinds if kind != "meta"]
-        self.replayed = Replayed([*_defaults(tensors), *own_generators(module)])
+        self.replayed = Replayed([*default_generators(tensors), *own_generators(module)])
         self.stacks: list[ExitStack] = []
 
     def __enter__(self) -> None:
@@ -53,7 +53,7 @@ class Draws(AbstractContextManager[None]):
         self.stacks.pop().__exit__(*error)
 
 
-def _defaults(tensors: Sequence[Tensor]) -> list[Generator]:
+def default_generators(tensors: Sequence[Tensor]) -> list[Generator]:
     """The generators that operators draw from where none is given."""
     found = [torch.default_generator]
     for device in {t.device for t in tensors if t.is_cuda}:

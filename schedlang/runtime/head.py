@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from schedlang.kernels.held_cross_entropy import Case as HeldCase
 from schedlang.kernels.linear_cross_entropy import Case
 from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy, relative, rows_of
 from schedlang.runtime.collective import Group
@@ -30,13 +31,32 @@ class Head:
     width: int
     classes: int
 
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[Any]:
         """Runs of the kernel on as many classes, or fewer where there are very many."""
         shape, classes = (7, min(self.width, 128)), min(self.classes, 512)
         return [
             Case(shape, dtype, classes, self.bias is not None, smoothing)
             for dtype, smoothing in (("float32", 0.0), ("bfloat16", 0.0), ("float32", 0.1))
         ]
+
+
+@dataclass(frozen=True)
+class HeldHead(Head):
+    """The same, whose logits are to be made once and overwritten by their gradient."""
+
+    def cases(self) -> list[Any]:
+        """Runs of that kernel."""
+        shape, classes = (7, min(self.width, 128)), min(self.classes, 512)
+        return [
+            HeldCase(shape, dtype, classes, self.bias is not None, smoothing)
+            for dtype, smoothing in (("float32", 0.1), ("bfloat16", 0.0))
+        ]
+
+
+def probe_held(module: nn.Module) -> HeldHead | Mismatch:
+    """As `probe_head`, for logits in place."""
+    found = probe_head(module)
+    return found if isinstance(found, Mismatch) else HeldHead(**vars(found))
 
 
 def probe_head(module: nn.Module) -> Head | Mismatch:
@@ -86,10 +106,10 @@ def _with_gradients(y: Tensor, x: Tensor, params: dict[str, nn.Parameter]) -> li
 class Waiting:
     """The layer of a head: lazy logits in training, its own product otherwise."""
 
-    kernel = "linear_cross_entropy"
-
     def __init__(self, module: nn.Module, head: Head, budget: int = 0) -> None:
         self.module, self.head, self.budget = module, head, budget
+        self.held = isinstance(head, HeldHead)
+        self.kernel = "cross_entropy" if self.held else "linear_cross_entropy"
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wait where there will be a gradient."""
@@ -111,7 +131,7 @@ class Waiting:
             bias = None if bias is None else bias.to(wanted)
         width = weight.shape[0]
         part = Part(0, width, width) if group is None else Part.of(group, width, classes)
-        return LazyLogits(x, weight, bias, part, self.budget, x.new_empty(0))
+        return LazyLogits(x, weight, bias, part, self.budget, self.held, x.new_empty(0))
 
 
 def waiting(module: nn.Module) -> Waiting | None:

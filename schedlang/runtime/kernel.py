@@ -18,6 +18,9 @@ from schedlang.kernels.layer_norm import layer_norm
 from schedlang.kernels.norms import Norm, probe_norm
 from schedlang.kernels.probe import Mismatch
 from schedlang.kernels.rms_norm import rms_norm
+from schedlang.kernels.sharding import install
+from schedlang.runtime.adapters import ATTENTIONS, Adapted, kernel_in, match_adapter, put_in
+from schedlang.runtime.add_norm import Summing, Sums, probe_sums
 from schedlang.runtime.attention import (
     Attention,
     Call,
@@ -27,11 +30,13 @@ from schedlang.runtime.attention import (
 )
 from schedlang.runtime.expert_kernel import GroupedExperts, GroupedForm, probe_grouped
 from schedlang.runtime.forward import Layer, layers_of, the_input, wrap
-from schedlang.runtime.head import Head, Waiting, probe_head
+from schedlang.runtime.head import Head, Waiting, probe_head, probe_held
 from schedlang.runtime.mlp import Gated, GatedMlp, probe_gated
 from schedlang.runtime.modes import outside
+from schedlang.runtime.named import NAMED, Named, NamedNorm, probe_named
+from schedlang.runtime.rope import Rotary, Turning, probe_rope
 
-Found = Norm | Attention | Head | Gated | GroupedForm
+Found = Norm | Attention | Adapted | Head | Gated | GroupedForm | Named | Rotary | Sums
 
 
 def _norm(kind: str) -> Callable[[nn.Module, Call | None], Norm | Mismatch]:
@@ -44,12 +49,25 @@ def _norm(kind: str) -> Callable[[nn.Module, Call | None], Norm | Mismatch]:
     return probe
 
 
+def _adapter(kernel: str) -> Callable[[nn.Module, Call | None], Adapted | Mismatch]:
+    return lambda module, call: match_adapter(module, kernel, call)
+
+
+def _library(kernel: str) -> Callable[[nn.Module, Call | None], Named | Mismatch]:
+    return lambda module, call: probe_named(module, kernel)
+
+
 KERNELS: Mapping[str, Callable[[nn.Module, Call | None], Found | Mismatch]] = {
     "rms_norm": _norm("rms_norm"),
     "layer_norm": _norm("layer_norm"),
     "gated": lambda module, call: probe_gated(module),
+    "add_norm": lambda module, call: probe_sums(module),
+    "rope": lambda module, call: probe_rope(module),
+    "cross_entropy": lambda module, call: probe_held(module),
     "linear_cross_entropy": lambda module, call: probe_head(module),
     "sdpa": match_attention,
+    **{name: _adapter(name) for name in ATTENTIONS},
+    **{name: _library(name) for name in NAMED},
     "grouped": lambda module, call: probe_grouped(module),
 }
 
@@ -70,8 +88,11 @@ def replace(module: nn.Module, found: Found, chunk: int = 0) -> None:
 
     `chunk` are the bytes of logits that a head may hold at a time.
     """
+    install()  # of our operators on DTensors, for whoever splits what lies around
     if isinstance(found, Attention):
         replace_attention(module, found)
+    elif isinstance(found, Adapted):
+        put_in(module, found.kernel, found.modules)
     elif isinstance(found, Head):
         wrap(module, "kernel", Waiting(module, found, chunk))
     else:
@@ -108,7 +129,8 @@ class Normed:
 
 
 LAYERS: Mapping[type, Callable[[nn.Module, Any], Layer]] = {
-    Norm: Normed, Gated: GatedMlp, GroupedForm: GroupedExperts,
+    Norm: Normed, Gated: GatedMlp, GroupedForm: GroupedExperts, Named: NamedNorm,
+    Rotary: Turning, Sums: Summing,
 }  # fmt: skip
 
 
@@ -118,4 +140,4 @@ def kernel_of(module: nn.Module) -> str | None:
     if layers is not None and "kernel" in layers.kinds:
         found: str = getattr(layers.kinds["kernel"], "kernel")  # noqa: B009
         return found
-    return "sdpa" if is_fused(module) else None
+    return "sdpa" if is_fused(module) else kernel_in(module)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from schedlang.kernels.held_cross_entropy import held_statistics
 from schedlang.kernels.linear_cross_entropy import Form, statistics, weighed
 from schedlang.runtime import collective
 from schedlang.runtime.collective import Group
@@ -71,6 +72,7 @@ class LazyLogits(StandIn):
     """x @ weight.T + bias [..., classes], and what was done to it since.
 
     `like` is an empty tensor of the type that the logits have now; `steps` repeat what was done.
+    `budget` bytes of them may exist at a time; `held`: all of them, from the loss to its backward.
     """
 
     x: Tensor
@@ -78,6 +80,7 @@ class LazyLogits(StandIn):
     bias: Tensor | None
     part: Part
     budget: int = 0
+    held: bool = False
     like: Tensor = field(default_factory=lambda: torch.empty(0))
     form: Form | None = field(default_factory=Form)  # None: no form that a kernel knows
     steps: tuple[Callable[[Tensor], Tensor], ...] = ()
@@ -211,7 +214,7 @@ class LazyLogits(StandIn):
         return (
             None
             if self.real is not None or self.form is None
-            else replace(self.form, budget=self.budget)
+            else replace(self.form, budget=self.budget, held=self.held)
         )
 
     def has_loss(self) -> bool:
@@ -221,13 +224,14 @@ class LazyLogits(StandIn):
     def statistics(self, target: Tensor, form: Form) -> Three:
         """Those of whole rows; `target` are places among all classes, or negative."""
         rows, part = self.x.reshape(-1, self.x.shape[-1]), self.part
+        made = held_statistics if form.held else statistics
         if part.group is None:
-            return statistics(rows, self.weight, self.bias, target, form)
+            return made(rows, self.weight, self.bias, target, form)
         local = target - part.first
         local = torch.where((local >= 0) & (local < part.mine), local, -1)
         if part.mine:
             bias = None if self.bias is None else self.bias[: part.mine]
-            found = statistics(rows, self.weight[: part.mine], bias, local, form)
+            found = made(rows, self.weight[: part.mine], bias, local, form)
         else:  # padding alone: nothing of a sum of exponentials
             none = rows[:, 0] * 0.0
             found = (none - torch.inf, none.clone(), none.clone())
@@ -240,7 +244,12 @@ class LazyLogits(StandIn):
         if form is None or dim not in (-1, self.ndim - 1, (-1,), [-1]):
             return self.computed().logsumexp(dim, keepdim)
         nothing = torch.full((self.shape[:-1].numel(),), -1, device=self.device)
-        lse = self.statistics(nothing, form)[0].to(self.dtype).view(self.shape[:-1])
+        # apart from the loss: held, it would be a second tensor of logits
+        lse = (
+            self.statistics(nothing, replace(form, held=False))[0]
+            .to(self.dtype)
+            .view(self.shape[:-1])
+        )
         return lse.unsqueeze(-1) if keepdim else lse
 
     @classmethod
@@ -258,7 +267,12 @@ def cross_entropy(
     assert form is not None
     target = target.masked_fill(~counts, -1)
     # a gradient made in forward has not been scaled yet, and float16 has no room below
-    if reduction != "none" and logits.part.group is None and logits.x.dtype != torch.float16:
+    if (
+        not form.held
+        and reduction != "none"
+        and logits.part.group is None
+        and logits.x.dtype != torch.float16
+    ):
         number = counts.sum() if reduction == "mean" else torch.ones_like(counts.sum())
         share = 1.0 / number.to(torch.promote_types(logits.x.dtype, torch.float32))
         by = torch.where(counts, share, 0.0)

@@ -21,32 +21,46 @@ BACKOFF, GROWTH = 0.5, 2.0
 
 @dataclass
 class LossScale:
-    """By what a loss is multiplied before backward; `good` steps have followed the last change."""
+    """By what a loss is multiplied before backward; `growth` 0: it is not, and nobody is told.
 
-    scale: float
-    growth: int
+    good      steps that have followed the last change
+    overflow  the last step was skipped, on all ranks
+    last      what the loss of the last step was multiplied by
+    """
+
+    scale: float = 1.0
+    growth: int = 0
     good: int = 0
-    overflow: bool = False  # the last step was skipped, on all ranks
+    overflow: bool = False
+    last: float = 1.0
 
-    def unscale(self, parameters: Mapping[str, nn.Parameter]) -> bool:
-        """Divide this rank's gradients; whether any of them was infinite or no number."""
+    def unscale(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Divide this rank's gradients, and note whether any of them is infinite or no number."""
         grads = [g for p in parameters.values() if (g := local_gradient(p)) is not None]
         grads = [g for g in grads if g.numel()]
-        if not grads:
-            return False
+        self.last, self.overflow = self.scale, False
         with torch._C.DisableTorchFunction():  # a power of two: nothing is rounded here
-            torch._foreach_mul_(grads, 1.0 / self.scale)
-            return not all(bool(norm.isfinite()) for norm in _largest(grads))
+            if grads:
+                torch._foreach_mul_(grads, 1.0 / self.scale)
+            self.overflow = not all(bool(norm.isfinite()) for norm in _largest(grads))
 
-    def update(self, overflow: bool) -> None:
-        """What the next step is scaled by; `overflow` is what all ranks found together."""
-        self.overflow = overflow
-        if overflow:
+    def told(self, like: Tensor) -> Tensor:
+        """What this rank has noted, to be added up over all ranks; nothing without a scale."""
+        return like.new_full((int(self.growth > 0),), float(self.overflow))
+
+    def hear(self, total: Tensor) -> None:
+        """Take over what all ranks together have noted."""
+        self.overflow = bool(total.any())
+
+    def next(self) -> bool:
+        """Change the scale for the next step; whether this step's update is to be made."""
+        if self.overflow:
             self.scale, self.good = self.scale * BACKOFF, 0
         elif self.good + 1 == self.growth:
             self.scale, self.good = self.scale * GROWTH, 0
         else:
             self.good += 1
+        return not self.overflow
 
     def described(self) -> dict[str, Any]:
         """What a checkpoint keeps."""

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import flop_counter
 from torch.utils._pytree import tree_leaves
 
 from schedlang.regions.operators import Key, Operator
-from schedlang.runtime.burden import Burden, key_of
+from schedlang.runtime.burden import Burden, key_of, operations
 from schedlang.runtime.chosen import ATTENTION, Turns, fresh
 
 
@@ -48,6 +47,7 @@ class Menu(Burden):
     def __init__(self, units: int) -> None:
         super().__init__(units)
         self.fixed = [0.0] * units  # the work of what runs again in any case
+        self.forward = [0.0] * units  # of all that runs once
         self._found: list[dict[Key, Operator]] = [{} for _ in range(units)]
         self._calls: dict[int, _Call] = {}
         self._inside: list[_Ran] = []  # attention that is computed by several operators here
@@ -89,12 +89,11 @@ class Menu(Burden):
 
     def ran(self, unit: int, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Note one operator of a unit."""
-        before = self.flops[unit]
         super().ran(unit, func, args, kwargs, output)
         made = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
         new = fresh(func)
-        counts = func._overloadpacket in flop_counter.flop_registry
-        work = float(self.flops[unit] - before if counts else sum(t.numel() for t in made) * new)
+        work = operations(func, args, kwargs, output) if new else 0.0
+        self.forward[unit] += work
         call = self._calls[unit]
         if self._inside:
             self._inside[0].work += work

@@ -66,7 +66,6 @@ class Program:
     left_out: dict[str, str] = field(default_factory=dict)  # of the last output: place -> why
     _inputs: list[Part] = field(default_factory=list)
     _totals: Mapping[int, float] = field(default_factory=dict)  # update -> its weight
-    _was: float = 1.0  # the scale of the last step's loss
     _everyone: Sequence[Sequence[float]] = ()  # the weights of a step: replica, microbatch
 
     def __post_init__(self) -> None:
@@ -129,11 +128,10 @@ class Program:
             scale = [w / _positive(self._totals[made[k]]) for k, w in enumerate(weights)]
             results = self._run(parts, scale, train=True)
             self._versions.end()
-        overflow = self.loss_scale is not None and self.loss_scale.unscale(self.assembly.parameters)
-        loss = self._finish(results, weights, total, overflow)
+        loss = self._finish(results, weights, total)
         if self.keep_output:
             self.output = self._whole(results, parts, weights)
-        if self._versions is None and not (self.loss_scale and self.loss_scale.overflow):
+        if self._versions is None and (self.loss_scale is None or self.loss_scale.next()):
             self._step_weights()
         self.step += 1
         return loss
@@ -291,11 +289,12 @@ class Program:
         sum_gradients(a.parameters, a.sums if a.early is None else a.early.rest)
         if a.compressor is not None:
             a.compressor.sum(a.parameters)
+        if self.loss_scale is not None:
+            self.loss_scale.unscale(a.parameters)
 
     def _finish(
-        self, results: Mapping[int, Result], weights: Sequence[float], total: float,
-        overflow: bool = False,
-    ) -> Tensor:  # fmt: skip
+        self, results: Mapping[int, Result], weights: Sequence[float], total: float
+    ) -> Tensor:
         """Clip by the global norm; the loss and the norm cross the world in one reduction."""
         a = self.assembly
         mesh, rank = a.ranks.mesh, a.ranks.rank
@@ -310,16 +309,15 @@ class Program:
                     [x.double().cpu() * shares[k] for k, x in losses.items() if x is not None]
                 ).sum()
         if mesh.world == 1:
-            self._scaled(overflow)
             self.grad_norm = norm_alone(a.parameters, self.clip)
             return value.to(a.loss_dtype)
         squares = square_sum(a.parameters, lambda name: name in speaks)
         names = [name for name, holding in a.holdings.items() if holding.sliced]
         used = used_anywhere(a.sliced, a.parameters, names)
-        found = squares.new_full((int(self.loss_scale is not None),), float(overflow)).cpu()
-        both = torch.cat([torch.stack([squares.cpu(), value]), used, found])
+        scale = self.loss_scale or LossScale()
+        both = torch.cat([torch.stack([squares.cpu(), value]), used, scale.told(used)])
         dist.all_reduce(both)
-        self._scaled(bool(found.numel() and both[-1]))
+        scale.hear(both[2 + len(used) :])
         for name, count in zip(names, both[2:].tolist()):
             if not count and name in a.parameters:  # of what nobody used, as in a plain loop
                 drop_gradient(a.parameters[name])
@@ -328,12 +326,6 @@ class Program:
             # as torch.nn.utils.clip_grad_norm_
             scale_gradients(a.parameters, self.clip / (self.grad_norm + 1e-6))
         return both[1].to(a.loss_dtype)
-
-    def _scaled(self, overflow: bool) -> None:
-        """Every rank has heard whether any found an infinite gradient."""
-        if self.loss_scale is not None:
-            self._was = self.loss_scale.scale
-            self.loss_scale.update(overflow)
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -348,8 +340,8 @@ class Program:
         """
         if self.assembly.ends_early:
             return None
-        found = whole.input_gradients(self.assembly, self._inputs)
-        return {name: None if g is None else g / self._was for name, g in found.items()}
+        times = 1.0 if self.loss_scale is None else self.loss_scale.last
+        return whole.input_gradients(self.assembly, self._inputs, times)
 
     def trained(self) -> list[str]:
         """Names of all parameters that an optimizer of some rank updates."""

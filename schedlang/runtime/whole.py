@@ -159,10 +159,19 @@ def _slot(a: Assembly, own: Mapping[str, Mapping[str, Any]], key: str) -> dict[s
     return found
 
 
-def input_gradients(a: Assembly, parts: Sequence[Part]) -> dict[str, Tensor | None]:
-    """Gradients of the batch's float tensors: the rows of all replicas, summed over stages."""
+def input_gradients(
+    a: Assembly, parts: Sequence[Part], times: float = 1.0
+) -> dict[str, Tensor | None]:
+    """Gradients of the batch's float tensors: the rows of all replicas, summed over stages.
+
+    The loss was multiplied by `times`.
+    """
     mine = [
-        {k: v.grad for k, v in named_tensors(part.inputs).items() if v.requires_grad}
+        {
+            k: None if v.grad is None else v.grad / times
+            for k, v in named_tensors(part.inputs).items()
+            if v.requires_grad
+        }
         for part in parts
     ]
     everyone = gathered(mine, a.ranks.mesh.world)

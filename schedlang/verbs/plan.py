@@ -5,16 +5,15 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, show_json, verb
 
 if TYPE_CHECKING:
-    from schedlang.passes.account import Account
     from schedlang.passes.show import View
-    from schedlang.plan import Plan
+    from schedlang.verbs.files import Planned
 
 Out = Annotated[Path | None, typer.Option("--out", help="Save the plan, for `run --plan`.")]
 
@@ -26,9 +25,6 @@ def plan(
     knob: Knobs = None,
     mesh: MeshSizes = None,
     each: Annotated[bool, typer.Option("--each", help="One line for each module.")] = False,
-    why: Annotated[
-        str | None, typer.Option("--why", metavar="PATH", help="Only the rows at this module.")
-    ] = None,
     svg: Annotated[Path | None, typer.Option("--svg", help="Draw it into this file.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="The same as a page.")] = None,
     trace: Annotated[
@@ -48,8 +44,7 @@ def plan(
     """
     from schedlang.passes.show import view
     from schedlang.passes.show_text import text
-    from schedlang.passes.why import why as why_of
-    from schedlang.verbs.files import accounted, planned
+    from schedlang.verbs.files import accounted, demand_expected, planned
     from schedlang.verbs.lockfile import demand_lock, write_lock
 
     start = time.perf_counter()
@@ -58,17 +53,13 @@ def plan(
         demand_lock(file, model, as_json, show=True)
         return
     found = planned(file, model, knob, mesh)
-    if why is not None:
-        said = why_of(found.plan, found.tree, why)
-        show_json({"why": said.split("\n")}) if as_json else print(said)
-        return
     for warning in () if as_json else found.warnings:
         print(warning.render() + "\n", file=sys.stderr)
     shown = view(found.plan, accounted(found, memory=True), file.name, each=each)
     _write(shown, svg, html, trace)
     value = shown.to_json()
     if out is not None:
-        _save(out, value, found)
+        _save(out, found)
     if lock:
         write_lock(found, shown.account, knob, mesh)
     if as_json:
@@ -77,18 +68,7 @@ def plan(
         print(text(shown, each=each))
         spent = time.perf_counter() - start - found.imports
         print(f"planned in {spent:.1f} s, imports {found.imports:.1f} s", file=sys.stderr)
-    _demand(found.plan, shown.account)
-
-
-def _demand(plan: Plan, account: Account) -> None:
-    """Tell what an `expect` wants and the plan does not give; exit 1."""
-    from schedlang.passes.expect import unmet
-
-    problems = unmet(plan, account)
-    for problem in problems:
-        print(problem.render(), file=sys.stderr)
-    if problems:
-        raise typer.Exit(1)
+    demand_expected(found.plan, shown.account)
 
 
 def _check_lock_alone(knob: object, mesh: object, lock: bool) -> None:
@@ -121,11 +101,12 @@ def _write(shown: View, svg: Path | None, html: Path | None, trace: Path | None)
         write_text(trace, traced(timing(timeline)))
 
 
-def _save(out: Path, value: dict[str, Any], found: Any) -> None:
+def _save(out: Path, found: Planned) -> None:
     """All that running it again needs: text, model, decisions, mesh and actions."""
     import json
 
     from schedlang import printer
+    from schedlang.passes.record import record
     from schedlang.verbs.files import write_text
 
     path = found.model.path
@@ -134,6 +115,6 @@ def _save(out: Path, value: dict[str, Any], found: Any) -> None:
         "schedule_file": str(found.file),
         "schedule_text": printer.to_text(found.tree),
         "model_file": str(path) if path is not None else found.model.name,
-        **{key: value[key] for key in ("decisions", "mesh", "views", "relaxed", "actions")},
+        **{key: value for key, value in record(found.plan).items() if key != "schedule"},
     }
     write_text(out, json.dumps(saved, indent=1, ensure_ascii=False) + "\n")

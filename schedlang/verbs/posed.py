@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from schedlang.modelfile import ModelFile
+    from schedlang.nodes import File
     from schedlang.passes.shrink import Shrunk
     from schedlang.passes.sides import Case
     from schedlang.passes.state import Settings
+    from schedlang.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,28 @@ def posed(
     else:
         plan = Schedule(module, tree, given).plan()
         batches = _batches(found, seed, steps_of(plan))
-    if only is not None:
-        plan = only_lines(plan, only)
-    case = Case(plan, batches, found.loss, found.weight, seed, dtype)
+    meant = None
+    if only is not None:  # what a part of the rows costs, nobody has said anything about
+        plan = replace(only_lines(plan, only), expected=())
+    elif plan.expected:
+        meant = _meant(tree, found, given, small.whole if small is not None else plan, seed)
+    case = Case(plan, batches, found.loss, found.weight, seed, dtype, meant=meant)
     command = repeated(file, plan, seed, model, only) + (" --shrink" if small else "")
     return Posed(case, small, command)
+
+
+def _meant(
+    tree: File, found: ModelFile, given: Settings, whole: Plan, seed: int
+) -> tuple[Plan, Any]:
+    """What expectations are about: the whole model on the file's own mesh, whatever is run here."""
+    from schedlang.diagnostic import Refusal
+    from schedlang.schedule import Schedule
+
+    if given.mesh:
+        # its own mesh may ask for ranks that only a job has: then that of the command
+        with suppress(Refusal):
+            whole = Schedule(whole.model.model, tree, replace(given, mesh={})).plan()
+    return whole, found.batch(seed)
 
 
 def _batches(found: ModelFile, seed: int, steps: int) -> tuple[Any, ...]:

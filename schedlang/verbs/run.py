@@ -59,6 +59,7 @@ def run(
             WATCHED if timeline is not None else 0,
         )  # fmt: skip
         check(course)
+        _demand(course)
         shown = _Shown(course, quiet=as_json or not first)
         title = file or plan
         assert title is not None
@@ -75,6 +76,17 @@ def run(
                   | trained.to_json())  # fmt: skip
     elif first:
         print(_report(title.name, course, trained))
+
+
+def _demand(course: Course) -> None:
+    """Before any rank starts: exit 1 where the plan costs more than the schedule expects."""
+    from schedlang.passes.expect import counted
+    from schedlang.verbs.files import demand_expected
+
+    if course.plan.expected:
+        batch = course.batch(course.seed)
+        costs = counted(course.plan, batch, course.loss, course.weight)
+        demand_expected(course.plan, costs)
 
 
 def _job() -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.engine.arithmetic import COMPUTE, Post, Results
 from tests.engine.baton import Baton
@@ -25,14 +26,23 @@ class _Meeting:
     posts: dict[int, Post] = field(default_factory=dict)
     results: Results | None = None
 
+    def let_go(self) -> None:
+        """All is done: keep no tensor, whoever still waits for its turn."""
+        self.results = None
+        for post in self.posts.values():
+            post.inputs, post.outputs = [], []
+
 
 @dataclass
 class _Message:
-    """One send and the receive that it meets."""
+    """One send and the receive that it meets; no tensor is kept for longer than it is needed."""
 
+    sends: bool = False
+    receives: bool = False
     sent: Tensor | None = None
     buffer: Tensor | None = None
-    data: Tensor | None = None  # what was sent, once it is read
+    data: Tensor | None = None  # what was sent, once it is read and until it is written
+    arrived: bool = False
 
 
 class Exchange:
@@ -62,9 +72,11 @@ class Exchange:
         meeting.posts[place] = post
         here = len(meeting.posts) == len(ranks)
         if here and not self.faults.delay:
-            meeting.results = _compute(meeting)
-            for each, (one, results) in enumerate(zip(_ordered(meeting), meeting.results)):
-                _write(one.outputs, results, one.kind, ranks[each])
+            with _disable_current_modes():
+                meeting.results = _compute(meeting)
+                for each, (one, results) in enumerate(zip(_ordered(meeting), meeting.results)):
+                    _write(one.outputs, results, one.kind, ranks[each])
+            meeting.let_go()
         if here:
             del self._meetings[key]
 
@@ -74,9 +86,9 @@ class Exchange:
             missing = [ranks[k] for k in range(len(ranks)) if k not in meeting.posts]
             self.baton.wait(ranks[place], there, f"{what}, where {_told(missing)} did not come")
             if self.faults.delay:
-                if meeting.results is None:
-                    meeting.results = _compute(meeting)
-                _write(post.outputs, meeting.results[place], post.kind, ranks[place])
+                with _disable_current_modes():
+                    meeting.results = meeting.results or _compute(meeting)
+                    _write(post.outputs, meeting.results[place], post.kind, ranks[place])
 
         return wait
 
@@ -86,13 +98,14 @@ class Exchange:
         """Post the next message of a lane from ranks[0] to ranks[1]."""
         self.baton.check()
         message, number = self._message(lane, "send")
-        message.sent = tensor
+        message.sent, message.sends = tensor, True
         self._met(message, ranks)
 
         def wait() -> None:
             what = f"its message {number} to rank {ranks[1]} to be received"
-            self.baton.wait(ranks[0], lambda: message.buffer is not None, what)
-            _read(message, ranks)  # from now on the sender may write into it
+            self.baton.wait(ranks[0], lambda: message.receives, what)
+            if not message.arrived:
+                _read(message, ranks)  # from now on the sender may write into it
 
         return wait
 
@@ -100,16 +113,17 @@ class Exchange:
         """Post a buffer at ranks[1] for the next message of a lane from ranks[0]."""
         self.baton.check()
         message, number = self._message(lane, "receive")
-        message.buffer = buffer
+        message.buffer, message.receives = buffer, True
         if self.faults.poison:
             poison([buffer])
         self._met(message, ranks)
 
         def wait() -> None:
             what = f"message {number} of rank {ranks[0]}"
-            self.baton.wait(ranks[1], lambda: message.sent is not None, what)
-            if self.faults.delay:
-                buffer.copy_(_read(message, ranks))
+            self.baton.wait(ranks[1], lambda: message.sends, what)
+            if not message.arrived:
+                _read(message, ranks)
+                _deliver(message)
 
         return wait
 
@@ -126,7 +140,8 @@ class Exchange:
             told = f"rank {ranks[0]} sends {one}, rank {ranks[1]} receives {other}"
             raise Mismatch(f"a message differs in size: {told}")
         if not self.faults.delay:
-            buffer.copy_(_read(message, ranks))
+            _read(message, ranks)
+            _deliver(message)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -139,8 +154,8 @@ class Exchange:
             kind = next(iter(meeting.posts.values())).kind
             found.append(f"{kind} number {number} of ranks {_told(ranks)}: only {_told(here)} came")
         for key, message in self._messages.items():
-            if message.sent is None or message.buffer is None:
-                end = "was never received" if message.buffer is None else "was never sent"
+            if not message.sends or not message.receives:
+                end = "was never sent" if message.receives else "was never received"
                 found.append(f"message {key[-1]} from {key[-4]} to {key[-3]} {end}")
         return found
 
@@ -161,13 +176,22 @@ def _compute(meeting: _Meeting) -> Results:
     return COMPUTE[posts[0].kind](posts)
 
 
-def _read(message: _Message, ranks: tuple[int, int]) -> Tensor:
-    """What was sent, read once and no earlier than this."""
+def _read(message: _Message, ranks: tuple[int, int]) -> None:
+    """Take what was sent, once and no earlier than this."""
     if message.data is None:
         assert message.sent is not None and message.buffer is not None
         _check_there([message.sent], f"what rank {ranks[0]} sends to {ranks[1]}")
-        message.data = message.sent.reshape(message.buffer.shape).clone()
-    return message.data
+        with _disable_current_modes():  # whoever counts a rank's memory does not count this
+            message.data = message.sent.reshape(message.buffer.shape).clone()
+        message.sent = None
+
+
+def _deliver(message: _Message) -> None:
+    """Write what was read into the receiver's buffer."""
+    assert message.buffer is not None and message.data is not None
+    with _disable_current_modes():
+        message.buffer.copy_(message.data)
+    message.buffer, message.data, message.arrived = None, None, True
 
 
 def _check_there(tensors: Sequence[Tensor], what: str) -> None:

@@ -10,13 +10,19 @@ from tests.properties.models import Config, Short
 # verbs in the order in which their rows may stand
 PHASES = (
     *("tie", "untie", "freeze"),
-    *("replace", "replace_kernel", "decompose", "fuse", "pad", "shard", "grid", "complete"),
+    *("replace", "replace_kernel", "decompose", "fuse", "cast", "pad", "shard", "grid", "complete"),
     *("context_parallel", "expert_parallel"),
     *("checkpoint", "offload", "unroll"),
     *("pipeline_split", "split_backward", "zero", "compress", "overlap", "pipeline", "verify"),
 )
 # what the step of a verb must allow
-RELAX = {"freeze": "updates", "tie": "model", "untie": "model", "compress": "lossy"}
+RELAX = {
+    "freeze": "updates",
+    "tie": "model",
+    "untie": "model",
+    "compress": "lossy",
+    "cast": "dtype",
+}
 Axes = tuple[tuple[str, int], ...]
 
 

@@ -157,13 +157,34 @@ def replace_(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
 
 @generator
 def replace_kernel(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """At every RMSNorm."""
-    return [
-        step("replace_kernel", [f"{_at(place)}.norm  replace_kernel(rms_norm)"],
-             [f"kernel {_at(place)}"])
-        for place, block in enumerate(config.blocks)
-        if block.kind in ("mlp", "attention") and block.norm == "rms"
-    ]  # fmt: skip
+    """At every RMSNorm, at experts in one module, at attentions that torch computes."""
+    found = []
+    for place, block in enumerate(config.blocks):
+        at, rows = _at(place), []
+        if block.kind in ("mlp", "attention") and block.norm == "rms":
+            rows.append(f"{at}.norm  replace_kernel(rms_norm)")
+        if block.kind == "routed":
+            rows.append(f"{at}.experts  replace_kernel(grouped)")
+        if block.kind == "attention" and (block.flag or not block.plain) and "cp" not in sizes:
+            rows.append(f"{at}  replace_kernel(flex_attention)")
+        found += [step("replace_kernel", [row], [f"kernel {at}"]) for row in rows]
+    return found
+
+
+@generator
+def cast(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
+    """In the limit, where nothing is rounded: the model or a block, with and without its norm."""
+    found = [
+        step("cast", [row], ["cast"])
+        for row in ("cast(bf16)", "cast(fp16, scale=1024)", "cast(bf16, params=true)")
+    ]
+    for place, block in enumerate(config.blocks):
+        at, claims = _at(place), [f"replace {_at(place)}", "cast"]
+        found.append(step("cast", [f"{at}  cast(fp16, params=true)"], claims))
+        if block.kind in ("mlp", "attention"):
+            rows = ["cast(bf16, params=true)", f"{at}.norm  cast(fp32)"]
+            found.append(step("cast", rows, claims))
+    return found
 
 
 @generator

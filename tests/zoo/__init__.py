@@ -2,6 +2,7 @@
 
 # entering its bugs is all that such a module does
 from tests.zoo import (  # noqa: F401
+    adapted,
     away,
     context,
     experts,

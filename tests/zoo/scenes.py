@@ -268,6 +268,14 @@ SCENES: dict[str, Scene] = {
         "",
         lambda seed: models.left(models.tokens(rows=6, seed=seed)),
     ),
+    "attending by flex": Scene(
+        models.gemma2, "model.layers.*.self_attn replace_kernel(flex_attention)", "", _tokens()
+    ),
+    "grouped": Scene(
+        lambda: expert_models.tiny(layers=1), "layers.*.experts replace_kernel(grouped)\n"
+        "layers.*.experts expert_parallel(over=dp)\nzero(stage=0, over=dp)", "dp=2",
+        expert_models.batch,
+    ),
     "cp": Scene(lambda: models.gpt2(2), "transformer.h.*.attn context_parallel(ring, over=cp, "
                 "layout=zigzag)", "cp=2", _tokens()),
     "cp, rotary": Scene(lambda: models.llama(2), "model.layers.*.self_attn "

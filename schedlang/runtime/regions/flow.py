@@ -37,6 +37,7 @@ class Looked:
     whole: frozenset[str] = frozenset()
     decomposed: frozenset[str] = frozenset()
     products: bool = False  # look into linear layers, too
+    bare: bool = False  # follow the forward inside of its decorators, which someone else keeps
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,11 @@ class Tracer(fx.Tracer):
         self.module, self.given, self.looked = module, given, looked
         self.whole = looked.whole | whole
         self.inside: list[str] = []
+
+    def create_args_for_root(self, root_fn: Any, *given: Any) -> Any:
+        """The function that is followed, and its arguments."""
+        followed = inspect.unwrap(root_fn) if self.looked.bare else root_fn
+        return super().create_args_for_root(followed, *given)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Large kernels, and whatever something was done to."""

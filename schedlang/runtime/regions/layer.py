@@ -14,46 +14,50 @@ from schedlang.runtime.forward import layers_of, wrap
 from schedlang.runtime.fuse import unavailable
 from schedlang.runtime.regions.flow import Given, Looked, flow, given_of, owned
 from schedlang.runtime.regions.match import Match, Miss, matches
-from schedlang.runtime.regions.rewrite import Region, Rewritten, rewritten
+from schedlang.runtime.regions.rewrite import How, Region, Rewritten, rewritten
+from schedlang.runtime.regions.whole import whole
 
 
 @dataclass(frozen=True)
 class Told:
-    """A pattern and how it is to be matched and compiled."""
+    """A pattern (or None: all of the module) and how it is to be matched and compiled."""
 
-    pattern: Pattern
+    pattern: Pattern | None
     looked: Looked
-    rounding: str = "eager"
+    how: How = How()
     name: str = ""  # of the module, for messages
 
 
 def found_in(module: nn.Module, told: Told, given: Given) -> tuple[Any, list[Match]]:
     """The flow of a call and where the pattern stands in it; S882 if nowhere."""
     graph = flow(module, given, told.looked)
+    if told.pattern is None:
+        return graph, [whole(graph, module)]
     found, miss = matches(told.pattern, graph, module)
     if not found:
-        raise nowhere(told, miss)
+        raise nowhere(told, told.pattern, miss)
     return graph, found
 
 
-def nowhere(told: Told, miss: Miss) -> Refusal:
+def nowhere(told: Told, pattern: Pattern, miss: Miss) -> Refusal:
     """S882, with the attempt that came furthest."""
     fitted = max(miss.fitted, 0)
-    of = f"{fitted} of its {told.pattern.body.size} calls fit"
+    of = f"{fitted} of its {pattern.body.size} calls fit"
     helps = ("`schedlang explain fuse` says what a pattern may be made of",)
     if miss.bias:
         row = f"{told.name}.{miss.bias}".lstrip(".")
         helps = (f"if its bias is meant, add it apart, above: `{row}  decompose(bias)`",)
     return Refusal(
-        Diagnostic("S882", f"`{told.pattern.name}` is nowhere in `{told.name or 'the model'}`",
-                   notes=(f"{of}: {miss.reason}", told.pattern.text), helps=helps)
+        Diagnostic("S882", f"`{pattern.name}` is nowhere in `{told.name or 'the model'}`",
+                   notes=(f"{of}: {miss.reason}", pattern.text), helps=helps)
     )  # fmt: skip
 
 
 def fuse_pattern(module: nn.Module, told: Told) -> None:
     """Let a built module compute each match as one region, in place."""
     device = next((p.device.type for p in module.parameters()), "cpu")
-    missing = unavailable(device) if device != "meta" else None
+    inductor = told.how.backend == "inductor" and device != "meta"
+    missing = unavailable(device) if inductor else None
     if missing:
         raise Refusal(Diagnostic("S831", "inductor cannot compile here", notes=(missing,)))
     wrap(module, "fuse", Regions(module, told))
@@ -80,7 +84,7 @@ class Regions:
         key = given.key, tuple(m.training for m in self.module.modules())
         if key not in self.made:
             graph, found = found_in(self.module, self.told, given)
-            self.made[key] = rewritten(graph, found, self.module, self.told.rounding)
+            self.made[key] = rewritten(graph, found, self.module, self.told.how)
         made = self.made[key]
         return made.run(self.module, *(given.tensors[name] for name in made.names))
 

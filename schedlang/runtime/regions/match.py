@@ -18,11 +18,17 @@ class Match:
 
     nodes: tuple[fx.Node, ...]
     bound: Mapping[str, Any]
+    several: tuple[fx.Node, ...] = ()  # results, where they are more than the last call's
 
     @property
     def root(self) -> fx.Node:
         """The call that gives the result."""
         return self.nodes[-1]
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        """What it gives."""
+        return self.several or (self.root,)
 
 
 @dataclass

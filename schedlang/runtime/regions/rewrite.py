@@ -7,7 +7,9 @@ very calls that drew them, of ones: so they are the same, whoever draws them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +22,17 @@ from schedlang.runtime.regions.compile import compiled
 from schedlang.runtime.regions.flow import plain_torch
 from schedlang.runtime.regions.match import Match
 from schedlang.runtime.regions.ops import name_of, operation
+from schedlang.runtime.rowwise.layer import Generated
 
-_regions: dict[tuple[str, str], Region] = {}
+_regions: dict[tuple[str, str, str], Region] = {}
+
+
+@dataclass(frozen=True)
+class How:
+    """How regions are compiled: by inductor, or as generated kernels; and what is rounded."""
+
+    rounding: str = "fp32"
+    backend: str = "inductor"
 
 
 @dataclass(eq=False)  # two are equal if they are one
@@ -31,21 +42,43 @@ class Region:
     source: str
     plain: Callable[..., Any]
     rounding: str
+    backend: str = "inductor"
     graphs: int = 0
     fast: Callable[..., Any] | None = field(default=None, repr=False)
     __name__ = "region"
 
     def __call__(self, *given: Any) -> Any:
         """Compiled; as it stands where a mode changes arithmetic."""
+        if _watchers:
+            _watchers[-1].append((self, given))
         if _widened() or not all(t.device.type != "meta" for t in given if isinstance(t, Tensor)):
             return self.plain(*given)
         if self.fast is None:
-            self.fast = compiled(self.plain, self._counted, self.rounding)
+            self.fast = self._made()
         with plain_torch():  # nothing in it is drawn
             return self.fast(*given)
 
+    def _made(self) -> Callable[..., Any]:
+        if self.backend == "rowwise":
+            return Generated(self.plain, self.source, self.rounding)
+        fast: Callable[..., Any] = compiled(self.plain, self._counted, self.rounding)
+        return fast
+
     def _counted(self) -> None:
         self.graphs += 1
+
+
+_watchers: list[list[tuple[Region, tuple[Any, ...]]]] = []
+
+
+@contextmanager
+def watched() -> Iterator[list[tuple[Region, tuple[Any, ...]]]]:
+    """The regions that are called inside, and what they are given."""
+    _watchers.append([])
+    try:
+        yield _watchers[-1]
+    finally:
+        _watchers.pop()
 
 
 def _widened() -> bool:
@@ -65,9 +98,9 @@ class Rewritten:
     regions: tuple[Region, ...]
 
 
-def rewritten(graph: fx.Graph, found: Sequence[Match], root: nn.Module, rounding: str) -> Rewritten:
+def rewritten(graph: fx.Graph, found: Sequence[Match], root: nn.Module, how: How) -> Rewritten:
     """The flow with each match as one region; the graph is changed."""
-    made = [_taken_out(graph, match, root, rounding) for match in found]
+    made = [_taken_out(graph, match, root, how) for match in found]
     graph.lint()
     names = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
     return Rewritten(_function(graph, "self"), names, tuple(made))
@@ -82,7 +115,7 @@ def _function(graph: fx.Graph, owner: str) -> Callable[..., Any]:
     return made
 
 
-def _taken_out(graph: fx.Graph, match: Match, root: nn.Module, rounding: str) -> Region:
+def _taken_out(graph: fx.Graph, match: Match, root: nn.Module, how: How) -> Region:
     inside = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     outer: list[fx.Node] = []
@@ -99,14 +132,25 @@ def _taken_out(graph: fx.Graph, match: Match, root: nn.Module, rounding: str) ->
         else:
             copies[node] = inside.node_copy(node, inner)
             copies[node].meta.clear()
-    inside.output(copies[match.root])
-    region = region_of(inside, rounding)
-    with graph.inserting_before(match.root):
+    results = match.results
+    inside.output(tuple(copies[n] for n in results) if len(results) > 1 else copies[match.root])
+    region = region_of(inside, how)
+    with graph.inserting_after(match.nodes[-1]):
         call = graph.call_function(region, tuple(outer))
-    match.root.replace_all_uses_with(call)
+    _used_instead(graph, results, call)
     for node in reversed(match.nodes):
         graph.erase_node(node)
     return region
+
+
+def _used_instead(graph: fx.Graph, results: tuple[fx.Node, ...], call: fx.Node) -> None:
+    """What used a result of the match uses that of the region."""
+    if len(results) == 1:
+        results[0].replace_all_uses_with(call)
+        return
+    for place, node in reversed(list(enumerate(results))):
+        with graph.inserting_after(call):
+            node.replace_all_uses_with(graph.call_function(operator.getitem, (call, place)))
 
 
 def _masked(
@@ -156,7 +200,7 @@ class Shape:
         return torch.ones(shape, dtype=dtype, device=first.device)
 
 
-def region_of(graph: fx.Graph, rounding: str) -> Region:
+def region_of(graph: fx.Graph, how: How) -> Region:
     """The region of a graph of its own; equal ones are one."""
     # placeholders may have been made between calls: torch wants them first
     first = next((n for n in graph.nodes if n.op != "placeholder"), None)
@@ -165,14 +209,14 @@ def region_of(graph: fx.Graph, rounding: str) -> Region:
             first.prepend(node)
     graph.lint()
     source = graph.python_code("self").src
-    key = (source, rounding)
+    key = (source, how.rounding, how.backend)
     if key not in _regions:
         whole = _function(graph, "self")
 
         def plain(*given: Any) -> Any:
             return whole(None, *given)
 
-        _regions[key] = Region(source, plain, rounding)
+        _regions[key] = Region(source, plain, how.rounding, how.backend)
     return _regions[key]
 
 

@@ -1,0 +1,202 @@
+"""Attention by torch's FlexAttention (Dong et al., 2024), beside its reference in plain products.
+
+Masks, soft caps, sinks and biases become functions of one score, which are compiled into the
+kernel.  It runs on a GPU, in float32 and below: there is no backward on a CPU, and none in float64.
+Elsewhere the reference is computed, as eager attention does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from schedlang.kernels.device import note, triton
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is done to scores: times `scale` (None: one over the root of a head's size), capped.
+
+    cap * tanh(score / cap) where `cap` is not 0; `causal` counts from the first key and query.
+    """
+
+    scale: float | None = None
+    cap: float = 0.0
+    causal: bool = False
+
+
+def flex_attention(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, mask: Tensor | None = None,
+    bias: Tensor | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of [rows, heads, length, size]; keys and values may have fewer heads.
+
+    mask   [rows or 1, heads or 1, queries, keys]: True where a key is seen, or added to scores
+    bias   added to scores, [rows or 1, heads, queries, keys]
+    sinks  a score for each head that takes weight and gives no value
+    """
+    if not runs_flex(q):
+        note("reference")
+        return reference(q, k, v, rule, mask, bias, sinks)
+    note("torch")
+    return _flex(q, k, v, rule, mask, bias, sinks)
+
+
+def runs_flex(q: Tensor) -> bool:
+    """Whether FlexAttention has a kernel, forward and backward, for tensors like this one here."""
+    kinds = (torch.float32, torch.bfloat16, torch.float16)
+    return q.is_cuda and triton is not None and q.dtype in kinds
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, mask: Tensor | None = None,
+    bias: Tensor | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The same by plain products, the softmax in float32 at least."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if rule.scale is None else rule.scale)
+    if rule.cap:
+        scores = torch.tanh(scores / rule.cap) * rule.cap
+    scores = scores if bias is None else scores + bias
+    seen = None if mask is None or mask.dtype != torch.bool else mask[..., : k.shape[2]]
+    if mask is not None and seen is None:
+        scores = scores + mask[..., : k.shape[2]]
+    if rule.causal:
+        ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        seen = ones if seen is None else seen & ones
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -torch.inf)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return _weights(scores.to(wide), seen, sinks).to(q.dtype) @ v
+
+
+def _weights(scores: Tensor, seen: Tensor | None, sinks: Tensor | None) -> Tensor:
+    """Softmax; a query that sees no key gives weight to none."""
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    if seen is None:
+        return scores.softmax(-1)
+    blind = ~seen.any(-1, keepdim=True)
+    return scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+
+
+def _flex(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, mask: Tensor | None, bias: Tensor | None,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    added = mask if mask is not None and mask.dtype != torch.bool else None
+
+    def score(value: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        if rule.cap:
+            value = torch.tanh(value / rule.cap) * rule.cap
+        for more in (bias, added):
+            if more is not None:
+                full = more.expand(*more.shape[:2], q.shape[2], more.shape[3])
+                at = (row if more.shape[0] > 1 else 0, head if more.shape[1] > 1 else 0)
+                value = value + full[(*at, query, key)]
+        return value
+
+    plain = not rule.cap and bias is None and added is None
+    out, lse = compiled()(
+        q, k, v, score_mod=None if plain else score, block_mask=_blocks(q, k, rule, mask),
+        scale=rule.scale, enable_gqa=q.shape[1] != k.shape[1], return_lse=True,
+    )  # fmt: skip
+    if sinks is None:
+        return out  # type: ignore[no-any-return]
+    # weights that the sinks take: exp(lse) / (exp(lse) + exp(sink)) is left for the keys
+    left = torch.sigmoid(lse - sinks.to(lse.dtype).view(1, -1, 1))
+    return (out * left.unsqueeze(-1)).to(q.dtype)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def compiled() -> Callable[..., Any]:
+    """torch's function, compiled once: as it is it would write all scores."""
+    from torch.nn.attention.flex_attention import flex_attention as flex
+
+    made: Callable[..., Any] = torch.compile(flex)
+    return made
+
+
+def _blocks(q: Tensor, k: Tensor, rule: Rule, mask: Tensor | None) -> Any:
+    """Which blocks of scores are computed at all: those in which some query sees a key."""
+    lengths = (q.shape[2], k.shape[2])
+    if mask is None:
+        return _causal_blocks(lengths, q.device) if rule.causal else None
+    known = _BLOCKS.setdefault(mask, {})
+    key = (lengths, rule.causal)
+    if key not in known:  # layers share a mask
+        known[key] = _mask_blocks(mask.detach(), lengths, rule.causal)
+    return known[key]
+
+
+_BLOCKS: MutableMapping[Tensor, dict[Any, Any]] = WeakTensorKeyDictionary()
+
+
+@functools.lru_cache(maxsize=16)
+def _causal_blocks(lengths: tuple[int, int], device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key
+
+    return create_block_mask(seen, None, None, *lengths, device=device)
+
+
+def _mask_blocks(mask: Tensor, lengths: tuple[int, int], causal: bool) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    known = mask
+    if mask.dtype != torch.bool:  # of a query that sees nothing all scores are as low
+        known = mask > torch.finfo(mask.dtype).min / 2
+        known = known | ~known.any(-1, keepdim=True)
+    rows, heads = known.shape[:2]
+    full = known.expand(rows, heads, lengths[0], known.shape[-1])
+
+    def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        found = full[row if rows > 1 else 0, head if heads > 1 else 0, query, key]
+        return found & (query >= key) if causal else found
+
+    sizes = (rows if rows > 1 else None, heads if heads > 1 else None)
+    return create_block_mask(seen, *sizes, *lengths, device=mask.device)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention to run: [rows, heads, length, size], of the type, in the form of a model."""
+
+    kernel: ClassVar[str] = "flex_attention"
+    shape: tuple[int, ...]
+    dtype: str = "bfloat16"
+    keys: int = 2
+    cap: float = 0.0
+    sinks: bool = False
+    padded: bool = False
+    seed: int = 0
+    strided: bool = False
+
+    def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
+        """The tensors that it is differentiated by, in float32."""
+        rows, _, length, size = self.shape
+        few = (rows, self.keys, length, size)
+        found = {"query": normal(*self.shape), "key": normal(*few), "value": normal(*few)}
+        return found | ({"sinks": normal(self.shape[1])} if self.sinks else {})
+
+    def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
+        """What the kernel gives, or its reference."""
+        q, length = given["query"], self.shape[2]
+        mask = None
+        if self.padded:
+            mask = torch.ones(self.shape[0], 1, length, length, dtype=torch.bool).tril()
+            mask[0, :, 1:, 0] = False
+            mask = mask.to(q.device)
+        rule = Rule(cap=self.cap, causal=not self.padded)
+        call = flex_attention if kernel else reference
+        return call(q, given["key"], given["value"], rule, mask, None, given.get("sinks"))

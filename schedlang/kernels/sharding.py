@@ -1,0 +1,96 @@
+"""How DTensor may split what our operators take, and how their results then lie.
+
+Rows of a norm, a gate or a loss are independent of each other: any dim of them may be split, and
+the gradients of weights are then parts of a sum.  Without a rule DTensor refuses an operator of
+ours; with one of these it never gathers a sequence to normalise it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor.placement_types import Placement
+
+from schedlang.kernels import gated, grouped, layer_norm, linear_cross_entropy, rms_norm
+
+# one way to split: how the results lie, and how each argument does (None: it is no tensor)
+Way = tuple[list[Placement], list[Placement | None]]
+Rule = Callable[..., list[Way]]
+MODULES = (gated, grouped, layer_norm, linear_cross_entropy, rms_norm)  # who define the operators
+
+
+def _rows(results: Sequence[str], arguments: str, last: bool = False) -> Rule:
+    """A rule for operators on rows: split along any dim of the first argument but its last.
+
+    Letters say what each result and argument is: "x" rows, split along; "w" the same for all rows,
+    "p" a sum over rows, "-" no tensor.  `last`: the last dim may be split as well.
+    """
+
+    def rule(first: Any, *others: Any) -> list[Way]:
+        given = [first, *others]
+        none = [not hasattr(value, "ndim") for value in given]
+
+        def lie(letters: Sequence[str], along: Placement | None) -> list[Placement]:
+            summed = Partial() if along else Replicate()
+            kinds: dict[str, Placement] = {"x": along or Replicate(), "w": Replicate(), "p": summed}
+            return [kinds[letter] for letter in letters]
+
+        ways: list[Way] = []
+        for along in (None, *map(Shard, range(first.ndim - (not last)))):
+            inputs: list[Placement | None] = [*lie(arguments.replace("-", "w"), along)]
+            for place, missing in enumerate(none):
+                inputs[place] = None if missing else inputs[place]
+            ways.append((lie(results, along), inputs))
+        return ways
+
+    return rule
+
+
+def _grouped(x: Any, weight: Any, ends: Any, across: bool) -> list[Way]:
+    """Columns of the matrices, or what they sum over; rows lie by group and stay whole."""
+    into, out = (2, 1) if across else (1, 2)
+    whole = Replicate()
+    return [
+        ([whole], [whole, whole, whole, None]),
+        ([Shard(1)], [whole, Shard(out), whole, None]),
+        ([Partial()], [Shard(1), Shard(into), whole, None]),
+    ]
+
+
+def _grouped_backward(dy: Any, x: Any, weight: Any, ends: Any, across: bool) -> list[Way]:
+    into, out = (2, 1) if across else (1, 2)
+    whole = Replicate()
+    return [
+        ([whole, whole], [whole, whole, whole, whole, None]),
+        ([Partial(), Shard(out)], [Shard(1), whole, Shard(out), whole, None]),
+        ([Shard(1), Shard(into)], [whole, Shard(1), Shard(into), whole, None]),
+    ]
+
+
+RULES: dict[str, Rule] = {
+    "rms_norm_forward": _rows("xx", "xw---"),
+    "rms_norm_backward": _rows("xp", "xxwx--"),
+    "layer_norm_forward": _rows("xxx", "xww---"),
+    "layer_norm_backward": _rows("xpp", "xxwxx--"),
+    "gated_forward": _rows("x", "xx-", last=True),
+    "gated_backward": _rows("xx", "xxx-", last=True),
+    "packed_forward": _rows("x", "x--"),
+    "packed_backward": _rows("x", "xx--"),
+    "linear_statistics_forward": _rows("xxx", "xwwx---"),
+    "linear_statistics_backward": _rows("xpp", "xwwxxxxx-----"),
+    "linear_weighed": _rows("pxpp", "xwwxx------"),
+    "grouped_forward": _grouped,
+    "grouped_backward": _grouped_backward,
+}
+
+
+@functools.cache
+def install() -> None:
+    """Tell DTensor of every operator, once."""
+    for name, rule in RULES.items():
+        register_sharding(getattr(torch.ops.schedlang, name).default)(rule)

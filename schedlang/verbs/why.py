@@ -1,0 +1,47 @@
+"""why: which rows act on a module, and what a collective is for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, show_json, verb
+
+
+@verb
+def why(
+    file: Annotated[Path, typer.Argument(help="A schedule.", metavar="FILE")],
+    name: Annotated[
+        str | None, typer.Argument(help="A module or a parameter.", metavar="FQN")
+    ] = None,
+    collective: Annotated[
+        int | None, typer.Option("--collective", metavar="N", help="One of `--collectives`.")
+    ] = None,
+    collectives: Annotated[
+        bool, typer.Option("--collectives", help="All that ranks send in a step, numbered.")
+    ] = False,
+    model: Model = None,
+    knob: Knobs = None,
+    mesh: MeshSizes = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say which rows act on a module or a parameter, or why ranks send something to each other."""
+    from schedlang.diagnostic import Diagnostic, Refusal
+    from schedlang.passes.why import why as rows
+    from schedlang.passes.why_collective import listed, why_collective
+    from schedlang.verbs.files import accounted, planned
+
+    if (name is not None) + (collective is not None) + collectives != 1:
+        title = "`why` explains a module or a collective, and one of them"
+        helps = ("`why FILE transformer.h.0`, `why FILE --collectives`, `why FILE --collective 3`",)
+        raise Refusal(Diagnostic("S109", title, helps=helps))
+    found = planned(file, model, knob, mesh)
+    if name is not None:
+        said = rows(found.plan, found.tree, name)
+    elif collective is None:
+        said = listed(accounted(found))
+    else:
+        said = why_collective(found.plan, found.tree, accounted(found), collective)
+    show_json({"why": said.split("\n")}) if as_json else print(said)

@@ -1,0 +1,1 @@
+"""Where the package publishes its functions."""

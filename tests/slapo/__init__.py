@@ -1,0 +1,1 @@
+"""Slapo's own tests restated, and its silent mistakes: each is refused or right here."""

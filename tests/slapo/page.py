@@ -1,0 +1,39 @@
+"""docs/slapo.md: from Slapo to schedlang; `python -m tests.slapo.page` writes it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from tests.slapo.behaviours import behaviours
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent.parent / "docs" / "slapo.md"
+MARK = "<!-- the rest is written by python -m tests.slapo.page -->\n"
+
+
+def _title(node: ast.FunctionDef) -> str:
+    return (ast.get_docstring(node) or "").split("\n")[0]
+
+
+def page() -> str:
+    """The text of docs/slapo.md: what a person wrote, and below the mark what tests tell."""
+    every = behaviours()
+    same = sum(not one.differs for one in every)
+    text = PAGE.read_text().partition(MARK)[0] + MARK + "\n## Its tests, restated\n\n"
+    text += f"{same} of {len(every)} hold as they are; where ours differs it says why.\n\n"
+    text += "| Slapo tests | here | ours differs |\n|---|---|---|\n"
+    for one in every:
+        text += f"| {one.theirs} | `{one.ours.partition('::')[2]}` | {one.differs} |\n"
+    text += "\n## Its silent mistakes\n\n"
+    text += "What goes wrong there without a word; here it is right or refused, by a test each.\n\n"
+    tree = ast.parse((HERE / "test_silent_bugs.py").read_text())
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_s"):
+            numbers = [part.upper() for part in node.name.split("_") if part[1:].isdigit()]
+            text += f"* {', '.join(numbers)}: {_title(node)}\n"
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,218 @@
+"""The mistakes that Slapo makes without a word (S1 to S22): here each is right, or refused."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schedlang.diagnostic import Refusal
+from schedlang.passes.build import build
+from schedlang.patterns import read
+from schedlang.runtime.regions.flow import Looked, flow, imagined
+from schedlang.runtime.regions.layer import Told, fuse_pattern
+from schedlang.runtime.regions.match import matches
+from schedlang.schedule import create_schedule
+from tests.engine import Threads
+from tests.proofs import planned, proven, refused
+from tests.slapo import nets
+
+IDS = [nets.every_id(seed) for seed in range(2)]
+SPLIT = "body.fc1  shard(col, over=tp)\nbody.fc2  shard(row, over=tp)\n"
+
+
+def found(pattern: str, body: Any) -> int:
+    """How often a pattern stands in a forward."""
+    module = nets.Body(body)
+    graph = flow(module, imagined(module), Looked())
+    return len(matches(read(pattern), graph, module)[0])
+
+
+def fused(pattern: str, body: Any) -> nn.Module:
+    """A module whose pattern runs as a region, uncompiled as in float64."""
+    module = nets.Body(body).double()
+    fuse_pattern(module, Told(read(pattern), Looked()))
+    return module
+
+
+def test_s1_writes_in_place_stay() -> None:
+    """What a forward writes in place is not lost where a pattern of it is taken out."""
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        y = m.fc(x)
+        y.mul_(0)
+        return F.relu(y + 1) * x
+
+    module, x = fused("p(a) { relu(a + 1) }", body), torch.randn(3, 8, dtype=torch.double)
+    torch.testing.assert_close(module(x), x)
+
+
+def test_s2_dropout_follows_the_mode() -> None:
+    """After a region was made in training, evaluation drops nothing, and training still drops."""
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        return F.relu(F.dropout(x, 0.5, m.training) + 1)
+
+    module, x = fused("p(a) { relu(dropout(a) + 1) }", body), torch.rand(40, 8).double()
+    module.train()
+    assert (module(x) == 1).sum() > 50
+    module.eval()
+    assert torch.equal(module(x), x + 1) and not module.training
+
+
+@pytest.mark.parametrize(("pattern", "body"), [
+    ("p(x) { relu(x + 1) }", lambda m, x: F.relu(x + 2)),
+    ("p(a) { softmax(a, -1) * 2 }", lambda m, x: F.softmax(x, 0) * 2),
+])  # fmt: skip
+def test_s3_constants_count(pattern: str, body: Any) -> None:
+    """A literal that a pattern writes is the model's own, or there is no match."""
+    assert found(pattern, body) == 0
+
+
+def test_s4_data_flow_counts() -> None:
+    """Calls that merely stand one after the other are no match."""
+    assert found("p(x, y) { relu(x + y) }", lambda m, x: (x + m.fc(x)).sum() + F.relu(x)) == 0
+
+
+def test_s5_arguments_are_bound_by_name() -> None:
+    """A pattern taken out and put back is the same function, whichever is used first."""
+    module = fused("p(a, b) { relu(b - a) }", lambda m, x: F.relu(m.fc(x) - x))
+    x = torch.randn(3, 8, dtype=torch.double)
+    torch.testing.assert_close(module(x), F.relu(module.fc(x) - x))  # type: ignore[operator]
+
+
+def test_s6_a_name_is_a_name() -> None:
+    """`fc1` is not `fc10`; what is meant for both says so."""
+    model = nets.Net(nets.Mlp())
+    chosen = [action.sites for action in planned(model, "body.fc1  checkpoint()").actions]
+    assert chosen == [("body.fc1",)]
+    assert len(planned(model, "body.fc1*  checkpoint()").actions[0].sites) == 2
+
+
+def test_s7_arguments_of_recomputed_modules(threads: Threads) -> None:
+    """An argument given by name arrives under its name in the recomputation too."""
+    model = nets.Net(nets.Calls())
+    assert proven(threads, planned(model, "body.inner  checkpoint()"), IDS).ok
+
+
+def test_s8_hooks_run_once() -> None:
+    """A hook that changes what a recomputed module gives is applied once."""
+    model = nets.Net(nets.Mlp())
+    model.body.register_forward_hook(lambda module, args, out: out * 2)
+    expected = model(**IDS[0])["loss"]
+    program = build(planned(model, "body  checkpoint()"), IDS[0])
+    torch.testing.assert_close(program.module(**IDS[0])["loss"], expected)
+
+
+def test_s9_s10_values_and_ties_stay(threads: Threads) -> None:
+    """A program starts with the model's values, and what was one tensor is one tensor."""
+    model = nets.Tied()
+    program = build(planned(model, ""), IDS[0])
+    assert all(torch.equal(value, model.state_dict()[name])
+               for name, value in program.state_dict().items())  # fmt: skip
+    module: Any = program.module
+    assert module.embed.weight is module.head.weight
+
+
+def test_s11_every_id_of_a_split_table(threads: Threads) -> None:
+    """Each id has its own row and its own gradient, the first of every part as well."""
+    rows = "embed  shard(vocab, over=tp)"
+    assert proven(threads, planned(nets.Net(nets.Mlp()), rows, "tp=4"), IDS).ok
+
+
+def test_s12_a_second_split_is_refused() -> None:
+    """A tensor is split once over an axis; the message names both rows."""
+    said = refused(nets.Net(nets.Mlp()), SPLIT + "body.fc1  shard(col, over=tp)", "tp=2")
+    assert said.count("body.fc1") >= 2 and "error[S" in said
+
+
+def test_s13_dims_count_from_the_end_too() -> None:
+    """`S(-2)` of a matrix is `S(0)`: the same parts, the same edges, or a refusal."""
+    edges = "bias=S(0), input=R, output=S(-1), over=tp)\nbody.fc2  shard(row, over=tp)"
+    model = nets.Net(nets.Mlp())
+    first = planned(model, f"body.fc1  shard(weight=S(0), {edges}", "tp=2")
+    second = planned(model, f"body.fc1  shard(weight=S(-2), {edges}", "tp=2")
+    assert first.layouts == second.layouts
+
+
+def test_s14_s15_gathered_outputs(threads: Threads) -> None:
+    """An output gathered along its last dim, before whole layers: no gradient is counted twice."""
+    rows = "body.fc1  shard(col, output=R, over=tp)"
+    assert proven(threads, planned(nets.Net(nets.Mlp()), rows, "tp=2"), IDS).ok
+
+
+def test_s16_the_bias_of_a_sum(threads: Threads) -> None:
+    """Channels of a convolution split on the way in: its bias is added once."""
+    rows = "first  shard(weight=S(0), bias=S(0), input=R, output=S(1), over=tp)\n" \
+        "second  shard(weight=S(1), bias=R, input=S(1), output=R, over=tp)"  # fmt: skip
+    batches = [nets.pictures(seed) for seed in range(2)]
+    assert proven(threads, planned(nets.Picture(), rows, "tp=2"), batches).ok
+
+
+def test_s17_a_sum_is_not_written_over_what_autograd_keeps(threads: Threads) -> None:
+    """A function behind a sum over ranks, whose gradient needs its own result."""
+    assert proven(threads, planned(nets.Net(nets.Mlp()), SPLIT, "tp=2"), IDS).ok
+
+
+def test_s18_a_tied_pair_is_split_alike() -> None:
+    """One side of a tie alone is refused, and the other side's row is offered."""
+    said = refused(nets.Tied(), "embed  shard(vocab, over=tp)", "tp=2", IDS[0])
+    assert "S506" in said and "head shard(vocab, over=tp)" in said
+
+
+class Gate(nn.Module):
+    """A gated MLP with a function of its own."""
+
+    def __init__(self, act: Any) -> None:
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.three(self.act(self.one(x)) * self.two(x))
+        return out
+
+
+def test_s19_kernels_compute_what_the_module_does() -> None:
+    """The gate's function, tanh or erf, is told apart; one that drops in evaluation is neither."""
+    from schedlang.runtime.mlp import probe_gated
+
+    erf, tanh, drops = (
+        probe_gated(Gate(act))
+        for act in (
+            F.gelu,
+            lambda x: F.gelu(x, approximate="tanh"),
+            lambda x: F.dropout(F.gelu(x), 0.5),
+        )
+    )
+    assert (erf.act, tanh.act) == ("gelu", "gelu_tanh")
+    assert "differ" in drops.reason
+
+
+def test_s20_a_missing_sum_is_refused() -> None:
+    """Parts that meet the whole without a sum are refused before anything runs."""
+    said = refused(nets.Net(nets.Mlp()), "body.fc1  shard(col, over=tp)", "tp=2", IDS[0])
+    assert "S4" in said and "body.fc2" in said
+
+
+def test_s21_nothing_is_left_to_hooks_of_the_user(threads: Threads) -> None:
+    """What enters a split layer is whole on every rank, and its gradient is summed, by the row."""
+    rows = "body.fc1  shard(col, output=R, over=tp)"
+    plan = planned(nets.Net(nets.Mlp()), rows, "tp=2")
+    program = build(planned(nets.Net(nets.Mlp()), rows, "tp=1"), IDS[0])
+    assert not any(module._forward_pre_hooks for module in program.module.modules())
+    assert proven(threads, plan, IDS).ok
+
+
+def test_s22_a_failed_proof_leaves_nothing(threads: Threads) -> None:
+    """Neither a proof that fails nor a refusal leaves a tracer, a mode or a hook behind."""
+    model, before = nets.Net(nets.Mlp()), sys.gettrace()
+    with pytest.raises(Refusal):
+        create_schedule(model)["body.fc1"].shard("col", over="nothing")
+    assert sys.gettrace() is before
+    assert not any(module._forward_hooks for module in model.modules())
+    assert not torch.overrides._get_current_function_mode_stack()

@@ -1,0 +1,195 @@
+"""Slapo's tests of subgraphs, replacements and fusions, as patterns and rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schedlang.diagnostic import Refusal
+from schedlang.patterns import read
+from schedlang.runtime.regions.flow import Looked, flow, imagined
+from schedlang.runtime.regions.match import matches
+from schedlang.schedule import create_schedule
+from tests.engine import Threads
+from tests.proofs import planned, proven
+from tests.slapo import nets
+
+IDS = [nets.every_id(seed) for seed in range(2)]
+
+
+class Parts(nn.Module):
+    """Modules of several kinds under a forward that is given."""
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.body = body
+        self.conv, self.relu, self.bn = nn.Conv2d(3, 3, 1), nn.ReLU(), nn.BatchNorm2d(3)
+        self.fc, self.fc1, self.fc2 = nn.Linear(8, 4), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.body(self, x)
+        return out
+
+
+def found(pattern: str, body: Any) -> list[int]:
+    """The number of calls of each match."""
+    module = Parts(body)
+    graph = flow(module, imagined(module), Looked(products="linear" in pattern))
+    return [len(match.nodes) for match in matches(read(pattern), graph, module)[0]]
+
+
+LINEAR_RELU = "p(x, w, b) { relu(linear(x, w, b)) }"
+
+
+@pytest.mark.parametrize(("pattern", "body", "calls"), [
+    ("p(y, x) { relu(y) + x }", lambda m, x: F.relu(m.conv(x)) + x, [2]),
+    ("p(y, x) { relu(y) + x }", lambda m, x: m.relu(m.conv(x)) + x, [2]),
+    (LINEAR_RELU, lambda m, x: F.relu(m.fc1(F.relu(m.fc(x)))), [2, 2]),
+    (LINEAR_RELU, lambda m, x: m.relu(m.fc1(m.relu(m.fc(x)))), [2, 2]),
+    ("p(a, b) { relu(a + b) }", lambda m, x: F.relu(m.fc(x) + m.fc2(x)), [2]),
+    ("p(x, y, z) { (x + y) * (y - z) }", lambda m, x: (x + (y := x.exp())) * (y - x.sin()), [3]),
+])  # fmt: skip
+def test_found(pattern: str, body: Any, calls: list[int]) -> None:
+    """By data flow; a function is the module that computes it, sizes are not asked."""
+    assert found(pattern, body) == calls
+
+
+def test_statistics_are_no_region() -> None:
+    """A norm that writes its statistics cannot be taken out of a forward, and is told so."""
+    with pytest.raises(Refusal) as refusal:
+        found("p(x) { relu(x) }", lambda m, x: F.relu(m.bn(x)))
+    assert refusal.value.diagnostic.code == "S883"
+
+
+class Deep(nn.Module):
+    """Activations at several depths, in lists too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.ReLU()
+        self.mod = nn.ModuleList([nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)])
+        self.seq = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.mod:
+            x = layer(x)
+        out: Tensor = self.act(self.seq(x))
+        return out
+
+
+class Gelu(nn.GELU):
+    """What takes the place of another function."""
+
+    def __init__(self, old: nn.Module) -> None:
+        super().__init__()
+
+
+class Wide(nn.Module):
+    """A linear layer and a function behind it; the old layer is its child."""
+
+    def __init__(self, old: nn.Linear) -> None:
+        super().__init__()
+        self.mod, self.act = old, nn.ReLU()
+
+    def forward(self, input: Tensor) -> Tensor:
+        out: Tensor = self.act(self.mod(input))
+        return out
+
+
+def replaced(path: str, make: Any) -> nn.Module:
+    """The model of a plan in which modules are replaced."""
+    sch = create_schedule(nets.Net(Deep()))
+    sch[path].replace(make)
+    facts = sch.plan().model
+    assert facts is not None
+    return facts.model
+
+
+def test_replaced_everywhere() -> None:
+    """Modules of a class at any depth, in lists and sequences; nothing else."""
+    model = replaced("body.**:ReLU", Gelu)
+    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    assert {name for name, kind in kinds.items() if kind == "Gelu"} == {
+        "body.act", "body.mod.1", "body.seq.1"
+    }  # fmt: skip
+    assert "ReLU" not in kinds.values()
+
+
+def test_what_replaces_is_not_replaced_again() -> None:
+    """A replacement that holds a module of the same class is not looked into by its own row."""
+    sch = create_schedule(nets.Net(Deep()))
+    names = {"mod.weight": "weight", "mod.bias": "bias"}
+    sch["body.**:Linear"].replace(lambda old: (Wide(old), names))
+    assert sch.plan().actions[0].sites == ("body.mod.0", "body.mod.2", "body.seq.0")
+
+
+def test_a_replacement_that_takes_other_arguments_is_refused() -> None:
+    """Two inputs where the model gives one."""
+
+    class Two(nn.Module):
+        def __init__(self, old: nn.Module) -> None:
+            super().__init__()
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x + y
+
+    with pytest.raises(Refusal) as refusal:
+        replaced("body.act", Two)
+    assert refusal.value.diagnostic.code == "S881"
+
+
+def test_fused_chains_train_as_the_model(threads: Threads) -> None:
+    """A projection's bias apart, its function fused with it; names of parameters stay."""
+    model = nets.Net(nets.Mlp(F.gelu))
+    sch = create_schedule(model)
+    sch.pattern("bias_gelu(x, b) { gelu(x + b) }")
+    sch["body.fc1"].decompose("bias")
+    sch["body"].fuse("bias_gelu")
+    assert proven(threads, sch.plan(), IDS).ok
+
+
+def test_bias_dropout_residual_norm(threads: Threads) -> None:
+    """Four calls in a row, a dropout among them, draw the model's own masks."""
+
+    class Out(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.drop, self.norm = nn.Linear(8, 8), nn.Dropout(0.2), nn.LayerNorm(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.norm(self.drop(self.fc(x)) + x)
+            return out
+
+    sch = create_schedule(nets.Net(Out()))
+    sch.pattern("tail(x, c, r, w, b) { layer_norm(dropout(x + c) + r, w, b) }")
+    sch["body.fc"].decompose("bias")
+    sch["body"].fuse("tail")
+    assert proven(threads, sch.plan(), IDS).ok
+
+
+def test_hooks_outlive_rows(threads: Threads) -> None:
+    """Hooks before and after a module run once under rows that change how it computes."""
+    model, seen = nets.Net(nets.Mlp(F.gelu)), []
+    model.body.register_forward_pre_hook(lambda module, args: seen.append("before"))
+    model.body.register_forward_hook(lambda module, args, out: seen.append("after"))
+    from schedlang.passes.build import build
+
+    sch = create_schedule(model)
+    sch["body"].checkpoint()
+    program = build(sch.plan(), IDS[0])
+    seen.clear()
+    with torch.no_grad():
+        program.module(**IDS[0])
+    assert seen == ["before", "after"]
+
+
+def test_names_of_modules_stay() -> None:
+    """After every row the model's own paths still name its modules (Slapo renames children)."""
+    model = nets.Net(nets.Mlp(F.gelu))
+    rows = "body.fc1  decompose(bias)\nbody  checkpoint()\nbody.fc2  offload(activations)"
+    sites = [action.sites for action in planned(model, rows).actions]
+    assert sites == [("body.fc1",), ("body",), ("body.fc2",)]

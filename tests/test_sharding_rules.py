@@ -1,0 +1,142 @@
+"""Our operators on DTensors: each way to split them gives what the whole gives, gradients too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from schedlang.kernels import sharding
+from schedlang.kernels.gated import gated, packed
+from schedlang.kernels.grouped import grouped
+from schedlang.kernels.layer_norm import layer_norm
+from schedlang.kernels.linear_cross_entropy import Form, statistics, weighed
+from schedlang.kernels.rms_norm import rms_norm
+
+ROWS, WIDTH, WORDS = (4, 6), 8, 10
+S, R = Shard, Replicate()
+ENDS = torch.tensor([1, 1, 4], dtype=torch.int32)
+TARGET = torch.tensor([3, 0, 9, 1])
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    """Standard normal, in float64."""
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.double)
+
+
+def multiplied(x: Tensor, weight: Tensor, across: bool = False) -> Tensor:
+    """Grouped products of either kind of tensor: ends are one too."""
+    if isinstance(x, DTensor):
+        return grouped(x, weight, distribute_tensor(ENDS, x.device_mesh, [R]), across)
+    return grouped(x, weight, ENDS, across)
+
+
+# name -> (operator, its tensors, how they are split, how the result and each gradient then lie)
+X, W = drawn(*ROWS, WIDTH), drawn(WIDTH)
+CASES: dict[str, Any] = {
+    **{
+        f"{name} by {split}": (call, [X, *more], [split, *[R] * len(more)], split,
+                               [split, *[Partial()] * len(more)])
+        for split in (S(0), S(1))
+        for name, call, more in [
+            ("rms_norm", lambda x, w: rms_norm(x, w, 1e-6, 1.0, "early"), [W]),
+            ("layer_norm", lambda x, w, b: layer_norm(x, w, b, 1e-6), [W, W + 1]),
+            ("layer_norm without bias", lambda x, w: layer_norm(x, w, None, 1e-6), [W]),
+            ("packed", lambda x: packed(x, "silu", False), []),
+        ]
+    },
+    "whole": (lambda x, w: rms_norm(x, w, 1e-6), [X, W], [R, R], R, [R, R]),
+    "columns of a gate": (lambda a, b: gated(a, b, "gelu"), [X, X + 1], [S(2), S(2)], S(2),
+                          [S(2), S(2)]),
+    "columns of matrices": (multiplied, [drawn(4, 6), drawn(3, 6, 8)],
+                            [R, S(2)], S(1), [Partial(), S(2)]),
+    "sums over columns": (lambda x, w: multiplied(x, w, True), [drawn(4, 6), drawn(3, 8, 6)],
+                          [S(1), S(2)], Partial(), [S(1), S(2)]),
+}  # fmt: skip
+
+
+def _on_ranks(names: list[str]) -> list[str]:
+    """On every rank: what differs from the whole, or lies otherwise than said."""
+    sharding.install()
+    mesh = init_device_mesh("cpu", (2,))
+    wrong = []
+    for name in names:
+        call, tensors, split, lies, grads = CASES[name]
+        whole = [t.clone().requires_grad_() for t in tensors]
+        parts = [distribute_tensor(t, mesh, [p]).requires_grad_() for t, p in zip(tensors, split)]
+        y, z = call(*whole), call(*parts)
+        if z.placements != (lies,):
+            wrong.append(f"{name} gives {z.placements}")
+        by = drawn(*y.shape, seed=5)
+        expected = torch.autograd.grad(y, whole, by)
+        found = torch.autograd.grad(z, parts, distribute_tensor(by, mesh, [R]).redistribute(
+            placements=[R if isinstance(lies, Partial) else lies]))  # fmt: skip
+        for place, (a, b) in enumerate(zip([y, *expected], [z, *found])):
+            if (b.full_tensor() - a).norm() > 1e-12 * a.norm():
+                wrong.append(f"{name}: tensor {place} differs")
+            if place and b.placements != (grads[place - 1],):
+                wrong.append(f"{name}: gradient {place} lies {b.placements}")
+    return wrong
+
+
+def _heads(_: None) -> list[str]:
+    """The same of the loss over rows: its sum, and three numbers of each row."""
+    sharding.install()
+    mesh = init_device_mesh("cpu", (2,))
+    x, weight, bias, by = drawn(4, WIDTH), drawn(WORDS, WIDTH), drawn(WORDS), drawn(4, seed=3)
+    wrong = []
+
+    def losses(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, by: Tensor) -> Tensor:
+        lse, picked, total = statistics(x, weight, bias, target, Form(cap=2.0))
+        loss: Tensor = weighed(x, weight, bias, target, by, 0.1, Form())
+        return loss + (lse - picked).sum() + total.sum()
+
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    whole = losses(*leaves, TARGET, by)
+    split = [distribute_tensor(t, mesh, [p]).requires_grad_()
+             for t, p in zip((x, weight, bias), (S(0), R, R))]  # fmt: skip
+    others = [distribute_tensor(t, mesh, [S(0)]) for t in (TARGET, by)]
+    part = losses(*split, *others)
+    pairs = zip([whole, *torch.autograd.grad(whole, leaves)],
+                [part, *torch.autograd.grad(part, split)])  # fmt: skip
+    for place, (a, b) in enumerate(pairs):
+        assert isinstance(b, DTensor)
+        if (b.full_tensor() - a).norm() > 1e-12 * a.norm():
+            wrong.append(f"tensor {place} differs")
+    return wrong
+
+
+def test_every_way_gives_what_the_whole_gives(pool: Any) -> None:
+    """Results and gradients of split rows; those of weights are parts of a sum, not gathered."""
+    assert pool.run(_on_ranks, 2, list(CASES)) == [[], []]
+
+
+def test_losses_of_split_rows(pool: Any) -> None:
+    """The head's operators, with rows split: loss and gradients of hidden states and weights."""
+    assert pool.run(_heads, 2, None) == [[], []]
+
+
+def test_every_operator_has_a_rule() -> None:
+    """An operator that is added without one would fail under DTensor alone."""
+    library = {
+        name.split("::")[1].split(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("schedlang::")
+    }
+    kernels = {op for op in library if any(
+        hasattr(module, op) for module in sharding.MODULES)}  # fmt: skip
+    assert kernels and kernels <= set(sharding.RULES)
+
+
+@pytest.mark.parametrize("name", sorted(sharding.RULES))
+def test_a_rule_names_every_argument(name: str) -> None:
+    """As many placements as the operator has arguments and results."""
+    schema = getattr(torch.ops.schedlang, name).default._schema
+    given = [torch.zeros(2, 3, 4) if "Tensor" in str(a.type) else 0.0 for a in schema.arguments]
+    for results, arguments in sharding.RULES[name](*given):
+        assert len(results) == len(schema.returns) and len(arguments) == len(given)
