@@ -262,7 +262,9 @@ def use(node: n.Use, state: State, above: tuple[Path, ...] = ()) -> State:
 
 
 def resolved(primitive: Primitive, state: State, span: Span) -> Primitive:
-    """A row with the pattern that it names (S885)."""
+    """A row with the pattern that it names (S885); what only a model can tell stays open."""
+    if any(value is UNKNOWN for value in vars(primitive).values()):
+        return primitive
     try:
         return primitive.resolved(state.patterns)
     except Refusal as refusal:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from schedlang import nodes as n
+from schedlang import spelling
 from schedlang.binding import Argument, bind
 from schedlang.diagnostic import Diagnostic, Label, Refusal
 from schedlang.evaluate import evaluate
@@ -192,7 +193,8 @@ class Expander:
     @contextmanager
     def inside(self, node: n.Step) -> Iterator[None]:
         """The state within a step, and after it."""
-        self.attempt(lambda: open_step(node, self.state))
+        if not self.attempt(lambda: open_step(node, self.state)):
+            self.state = replace(self.state, steps=(*self.state.steps, node.name))
         self.state = replace(self.state, step=node)
         yield
         self.state = replace(self.state, step=None)
@@ -204,28 +206,41 @@ class Expander:
         try:
             self._statement(node, roots, names)
         except Refusal as refusal:
-            broken = self.state.broken
-            self.problems += [
-                d
-                for d in refusal.diagnostics
-                if not self._follows(d, broken) and d not in self.problems
-            ]
+            self._note(refusal)
 
     def _statement(self, node: n.Stmt, roots: Roots, names: Names) -> None:
         match node:
             case n.Rule(call=call):
-                sites = self._select(node.paths, roots, names)
+                sites = self._or_nowhere(lambda: self._select(node.paths, roots, names))
                 self._call(call, sites, names, chosen=True)
             case n.Do(_, call):
                 self._call(call, roots, names, chosen=False)
             case n.At(block=block):
-                inner = self._scope(node, roots, names)
+                inner = self._or_nowhere(lambda: self._scope(node, roots, names))
                 for statement in block.body:
                     self.statement(statement, inner, names)
             case n.When(test, block, orelse):
                 self._when(test, block, orelse, roots, names)
             case n.Expect():
                 self._expect(node, names)
+
+    def _or_nowhere(self, select: Callable[[], Roots]) -> Roots:
+        """The modules of a selection; of one that is refused none, and what is done with them is
+        checked for its names and arguments only."""
+        try:
+            return select()
+        except Refusal as refusal:
+            self._note(refusal)
+            return None
+
+    def _note(self, refusal: Refusal) -> None:
+        """What is wrong and does not follow from what was said already."""
+        broken = self.state.broken
+        self.problems += [
+            d
+            for d in refusal.diagnostics
+            if not self._follows(d, broken) and d not in self.problems
+        ]
 
     def _expect(self, node: n.Expect, names: Names) -> None:
         """Note a bound on the plan; it is held against it once its costs are counted."""
@@ -289,7 +304,7 @@ class Expander:
         kind = registry()[call.name.text]
         if kind.takes == "model" and chosen:
             title = f"`{kind.__name__}` takes no selector"
-            help_ = f"write it without: `{kind.example}`"
+            help_ = f"leave the selector out: `{spelling.expr(call)}`"
             label = Label(call.span, "acts on the whole scope")
             raise Refusal(Diagnostic("S306", title, label, helps=(help_,)))
         primitive = bind(kind, arguments(call, names), call.span, names.axes)
@@ -299,7 +314,7 @@ class Expander:
     def add(self, primitive: Primitive, sites: Roots, span: Span) -> None:
         """One row: all its sites, or none and a refusal."""
         plan = self.state.plan
-        if plan is not None and not sites:
+        if plan is not None and sites is not None and not sites:
             self.state = replace(self.state, idle=(*self.state.idle, span))
         if plan is None or not sites:
             return

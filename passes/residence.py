@@ -116,7 +116,8 @@ def tier_of_unit(plan: Plan, fqn: str, names: Sequence[str]) -> str:
             Diagnostic(
                 "S854", f"`zero` gathers {unit} as one, and its parameters lie apart",
                 notes=(f"`{near}` lies on `{kinds[-1]}`, `{away}` on `{kinds[0]}`",),
-                helps=("select whole layers, or all: `offload(parameters, to=cpu)`",),
+                helps=("select whole layers",
+                       "or leave the selector out: `offload(parameters, to=cpu)`"),
             )
         )  # fmt: skip
         raise refusal.at(row.span) if row is not None and row.span is not None else refusal

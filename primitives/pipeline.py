@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 TABLES = (".csv",)
 
+MOST = 2**16  # microbatches, chunks and slices of a step: what can be planned at once
+
 
 class pipeline(Primitive):  # noqa: N801
     """Split each rank's rows into microbatches and say in which order stages run them.
@@ -91,6 +93,10 @@ class pipeline(Primitive):  # noqa: N801
                 "S304", "there is at least one microbatch, one chunk and one slice",
                 helps=("use 1 or more",),
             )  # fmt: skip
+        parts = self.micro * (self.chunks or 1) * self.slices
+        if parts > MOST:
+            refuse("S304", f"a step has at most {MOST} parts", f"these are {parts}",
+                   helps=("make `micro`, `chunks` or `slices` smaller",))  # fmt: skip
         self._check_order(plan)
 
     def _check_order(self, plan: Plan) -> None:

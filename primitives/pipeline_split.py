@@ -78,6 +78,7 @@ class pipeline_split(Primitive):  # noqa: N801
             )  # fmt: skip
         if plan.cuts and (lists or plan.cuts[0].trunks):
             refuse("S509", "the model is already cut", helps=("one row cuts a list",))
+        self._check_enough(lists, plan)
         if self.tied == "refuse" and plan.model.ties and plan.mesh.size(self.over) > 1:
             names = plan.model.ties[0]
             refuse(
@@ -86,6 +87,15 @@ class pipeline_split(Primitive):  # noqa: N801
                 notes=(f"`{names[0]}` and `{names[-1]}` are the same tensor",),
                 helps=("keep a copy on each side and sum their gradients: `tied=replicate`",),
             )
+
+    def _check_enough(self, lists: list[Site], plan: Plan) -> None:
+        """Refuse more stages than there are modules to cut between."""
+        times, ranks = dict(plan.unrolled), plan.mesh.size(self.over)
+        parts = sum(times.get(one.fqn) or len(plan.model.children(one.fqn)) for one in lists)
+        if lists and parts < ranks:
+            refuse("S613", f"{parts} modules cannot be cut into {ranks} stages",
+                   f"`{self.over}` has {ranks} ranks",
+                   helps=(f"`{self.over}` may be 1 to {parts}",))  # fmt: skip
 
     def effect(self, sites: tuple[Site, ...], plan: Plan) -> Plan:
         """Note the cuts; stages are numbered when the number of chunks is known."""

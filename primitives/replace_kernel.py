@@ -122,7 +122,7 @@ class replace_kernel(Primitive):  # noqa: N801
             notes=("the loss is computed with the product where the head is whole on every rank,"
                    " or split over its words along one axis",),
             helps=(f"split its words: `{site} shard(vocab, over={axis})`",
-                   f"or drop the row `{site} {self}`"),
+                   f"or drop the row `{site} replace_kernel({self.kernel})`"),
         )  # fmt: skip
         raise Refusal(diagnostic)
 

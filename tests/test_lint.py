@@ -46,26 +46,26 @@ def test_where_warnings_are_shown(file: Path, verb: str, codes: list[str]) -> No
     as_json = run(verb, file, "--json")
     found = json.loads(as_json.stdout)
     shown = found["diagnostics"] if verb == "check" else found["warnings"]
-    assert [one["code"] for one in shown] == codes and {one["level"] for one in shown} == {
-        "warning"
-    }
+    assert [(one["code"], one["level"]) for one in shown] == [(code, "warning") for code in codes]
     assert "warning[" not in as_json.stderr
 
 
 NOTHING = {
     "a knob that sizes": "knob tp: int = 2\nmesh(tp=tp)\n",
     "a knob of a bound": "knob n: int = 2\nlayers[:n]  checkpoint()\n",
-    "a knob of a base": 'knob n: int = 2\nuse "examples/llama/megatron.sched" as m\nrequire n > 1\n',
+    "a knob of a condition": "knob n: int = 2\nrequire n > 1\n",
     "a pattern by its text": 'pattern p(x) { gelu(x) * 2 }\nh  fuse("p")\n',
     "a library": "pattern p(x) { gelu(x) * 2 }\ndef d() {\n  checkpoint()\n}\n",
     "a view": "mesh(a=2, b=2)\nview c of (a, b)\nzero(stage=0, over=c)\n",
-    "what another value makes true": "knob n: int = 2 in 1..8\nwhen n > 7 {\n  h  checkpoint()\n}\n",
+    "what another value makes true": "knob n: int = 2 in 1..8\nwhen n > 7 {\n"
+    "  h  checkpoint()\n}\n",
     "what no domain bounds": "knob n: int = 2\nwhen n > 7 {\n  h  checkpoint()\n}\n",
     "what another mesh makes true": "knob n: int = 1 in [1, 2]\nmesh(tp=n)\nwhen tp > 1 {\n"
     "  h  checkpoint()\n}\n",
     "what a choice may be": "knob k: choice = a in [a, b]\nwhen k == b {\n  h  checkpoint()\n}\n",
     "what the model decides": "when model.config.n > 3 {\n  h  checkpoint()\n}\n",
-    "an argument": "def d(seq: bool = false) {\n  when seq {\n    checkpoint()\n  }\n}\nh  d(seq=true)\n",
+    "an argument": "def d(seq: bool = false) {\n  when seq {\n    checkpoint()\n  }\n}\n"
+    "h  d(seq=true)\n",
     "one rank that is said": "mesh(tp=1)\nh  shard(col, over=tp)\n",
     "one rank of one": "knob tp: int = 1 in [1]\nmesh(tp=tp)\nh  shard(col, over=tp)\n",
     "a usual tolerance": 'step "a" {\n  h  checkpoint()\n  verify(forward, rtol=1e-3)\n}\n',
@@ -89,8 +89,7 @@ def test_empty_rows_of_a_scope(file: Path) -> None:
     rows = "at layers.*.gate? {\n  checkpoint()\n}\n"
     file.write_text(f"schedule 1 for Net\n\n{rows}")
     assert "warning[W201]" in run("plan", file).stderr
-    meant = (
-        "knob n: int = 0 in 0..4\nlayers[:n]  checkpoint()\nwhen n > 2 {\n  x?  checkpoint()\n}\n"
-    )
+    meant = "knob n: int = 0 in 0..4\nlayers[:n]  checkpoint()\n"
+    meant += "when n > 2 {\n  x?  checkpoint()\n}\n"
     file.write_text(f"schedule 1 for Net\n\n{meant}")
     assert "warning" not in run("plan", file).stderr

@@ -60,6 +60,14 @@ def _told(example: Example, threads: Any) -> str:
     return TIMES.sub("", done.stderr)
 
 
+def told_as_json(example: Example, folder: Path, threads: Any) -> str:
+    """The document that the command prints for machines."""
+    for name, text in {MODEL: model(), **example.files}.items():
+        (folder / name).write_text(text)
+    with _inside(folder), patch("schedlang.runtime.launch.Pool", lambda **_: nullcontext(threads)):
+        return CliRunner().invoke(app, [*example.words, "--json"]).stdout
+
+
 def _script(name: str) -> str:
     """The refusal that a script of the user's ends in; empty if it ends well."""
     try:
