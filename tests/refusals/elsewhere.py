@@ -24,7 +24,7 @@ ELSEWHERE: Mapping[str, str] = {
     "S831": "test_fuse.py",
     "S832": "test_fuse.py",
     "S834": "test_fuse.py",
-    "S846": "test_remat.py",
+    "S846": "test_dynamic.py",
     "S850": "test_residence.py",
     "S871": "test_rope.py",
     "S877": "test_adapters.py",

@@ -14,7 +14,7 @@ from schedlang.runtime.rowwise import evaluate
 from tests.zoo.bug import Operator, Patch, Site, bug
 
 
-@bug("F24", "decompose", Operator.DETACH, "decomposed")
+@bug("F50", "decompose", Operator.DETACH, "decomposed")
 def bias_without_history(patch: Patch, site: Site) -> None:
     """The bias that is added apart gets no gradient."""
 
@@ -24,7 +24,7 @@ def bias_without_history(patch: Patch, site: Site) -> None:
     patch.setattr(Decomposed, "__call__", called)
 
 
-@bug("F25", "decompose", Operator.REDUCTION, "decomposed")
+@bug("F51", "decompose", Operator.REDUCTION, "decomposed")
 def bias_twice(patch: Patch, site: Site) -> None:
     """The product adds its bias, too."""
 
@@ -34,13 +34,13 @@ def bias_twice(patch: Patch, site: Site) -> None:
     patch.setattr(Decomposed, "__call__", called)
 
 
-@bug("F26", "fuse", Operator.ARGUMENT, "patterned")
+@bug("F52", "fuse", Operator.ARGUMENT, "patterned")
 def arguments_in_another_order(patch: Patch, site: Site) -> None:
     """A region is given its arguments in another order than it was made for."""
     patch.setattr(Region, "__call__", lambda self, *given: self.plain(*given[::-1]))
 
 
-@bug("F27", "fuse", Operator.FREEZE, "patterned")
+@bug("F53", "fuse", Operator.FREEZE, "patterned")
 def masks_of_the_first_call(patch: Patch, site: Site) -> None:
     """The mask of dropout in a region is that of its first call."""
     kept: dict[Any, Tensor] = {}
@@ -52,7 +52,7 @@ def masks_of_the_first_call(patch: Patch, site: Site) -> None:
     patch.setattr(Region, "__call__", called)
 
 
-@bug("F28", "fuse", Operator.SLICE, "rowwise")
+@bug("F54", "fuse", Operator.SLICE, "rowwise")
 def last_column_left_out(patch: Patch, site: Site) -> None:
     """A generated kernel's sums along rows leave out the last column."""
     plain = evaluate._Run._made
@@ -65,7 +65,7 @@ def last_column_left_out(patch: Patch, site: Site) -> None:
     patch.setattr(evaluate._Run, "_made", made)
 
 
-@bug("F29", "fuse", Operator.REDUCTION, "rowwise")
+@bug("F55", "fuse", Operator.REDUCTION, "rowwise")
 def last_program_left_out(patch: Patch, site: Site) -> None:
     """The gradient of a weight leaves out what the last program has summed."""
     plain = evaluate._Run.summed
@@ -78,13 +78,13 @@ def last_program_left_out(patch: Patch, site: Site) -> None:
     patch.setattr(evaluate._Run, "summed", summed)
 
 
-@bug("F30", "replace", Operator.SLICE, "replaced")
+@bug("F56", "replace", Operator.SLICE, "replaced")
 def parts_joined_in_another_order(patch: Patch, site: Site) -> None:
     """A parameter that is made of two has them the other way round."""
     patch.setattr(replaced, "_joined", lambda parts: torch.cat(parts[::-1]))
 
 
-@bug("F31", "replace", Operator.DETACH, "replaced")
+@bug("F57", "replace", Operator.DETACH, "replaced")
 def part_without_gradient(patch: Patch, site: Site) -> None:
     """Of a parameter that is made of two the second gets no gradient."""
     patch.setattr(
