@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from schedlang.facets import Cast
 from schedlang.passes.casts import root_cast
 from schedlang.passes.observe import Batch
 from schedlang.passes.original import Sequential, rows
 from schedlang.passes.parted import Parted
-from schedlang.plan import Cast, Plan
+from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from schedlang.plan import Cast, Plan
+from schedlang.facets import Cast
+from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     from torch import nn

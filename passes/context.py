@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.facets import Context
 from schedlang.passes.propagate import Traced
 from schedlang.passes.staging import Loss
 from schedlang.passes.tried import Question, Subject, answer
 from schedlang.passes.weigh import Weight
-from schedlang.plan import Action, Context, Plan
+from schedlang.plan import Action, Plan
 
 if TYPE_CHECKING:
     from torch import nn

@@ -11,8 +11,9 @@ from schedlang import nodes as n
 from schedlang import spelling
 from schedlang.diagnostic import Diagnostic, Label, Refusal, guess
 from schedlang.evaluate import evaluate
+from schedlang.facets import Expectation
 from schedlang.memory import heaviest
-from schedlang.plan import Expectation, Plan
+from schedlang.plan import Plan
 from schedlang.value import UNKNOWN, Names, shown
 
 if TYPE_CHECKING:

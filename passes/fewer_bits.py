@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from schedlang.plan import Kept, Plan
+from schedlang.facets import Kept
+from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from schedlang.facets import Replicas
 from schedlang.passes.staging import Staged
-from schedlang.plan import Plan, Replicas
+from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     from schedlang.runtime.holding import Holding

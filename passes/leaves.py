@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from schedlang.diagnostic import Diagnostic, Label, Refusal
+from schedlang.facets import Boundary
 from schedlang.placement import P, R, S
-from schedlang.plan import Action, Boundary, Plan
+from schedlang.plan import Action, Plan
 
 if TYPE_CHECKING:
     from schedlang.model import Site

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.plan import Plan, Stored
+from schedlang.facets import Stored
+from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     import torch

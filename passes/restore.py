@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from schedlang.binding import Argument, bind, surface
 from schedlang.diagnostic import Diagnostic, Label, Refusal
 from schedlang.evaluate import evaluate
+from schedlang.facets import Expectation
 from schedlang.mesh import Mesh
 from schedlang.passes import legality
 from schedlang.passes.record import EXPECTED
-from schedlang.plan import Expectation, Plan
+from schedlang.plan import Plan
 from schedlang.primitive import Primitive, load_all, registry
 from schedlang.source import NOWHERE, Source, Span
 from schedlang.syntax import parse_expr

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from schedlang.facets import Order
 from schedlang.passes.book import Booked
 from schedlang.passes.holdings import holdings_of, slicing
 from schedlang.passes.prepare import Prepared
 from schedlang.passes.reductions import sliced_over
-from schedlang.plan import Order, Plan
+from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     from schedlang.passes.dryrun import Loss

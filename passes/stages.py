@@ -8,7 +8,8 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from schedlang.diagnostic import Diagnostic, Label, Refusal, closest, quoted
-from schedlang.plan import Cut, Plan
+from schedlang.facets import Cut
+from schedlang.plan import Plan
 from schedlang.runtime.graph import refusal
 from schedlang.source import NOWHERE
 

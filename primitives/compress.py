@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from schedlang.facets import Compression, Kept
 from schedlang.kinds import Axes
 from schedlang.model import inside
-from schedlang.plan import Compression, Kept, Plan
+from schedlang.plan import Plan
 from schedlang.primitive import Primitive, refuse
 
 if TYPE_CHECKING:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal
 
+from schedlang.facets import Context
 from schedlang.kinds import Axes
-from schedlang.plan import Context, Plan
+from schedlang.plan import Plan
 from schedlang.primitive import Primitive, refuse
 
 if TYPE_CHECKING:

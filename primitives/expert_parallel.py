@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal
 
+from schedlang.facets import Boundary
 from schedlang.kinds import Axis
 from schedlang.placement import Layout, R
-from schedlang.plan import Boundary, Plan
+from schedlang.plan import Plan
 from schedlang.primitive import Primitive, refuse
 
 if TYPE_CHECKING:

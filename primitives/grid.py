@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from schedlang.facets import Boundary
 from schedlang.kinds import Axes
 from schedlang.placement import Layout, R, Replicate, S
-from schedlang.plan import Boundary, Plan
+from schedlang.plan import Plan
 from schedlang.primitive import Primitive, refuse
 from schedlang.primitives.shard import KINDS, plain
 

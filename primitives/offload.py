@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from schedlang.plan import Plan, Stored
+from schedlang.facets import Stored
+from schedlang.plan import Plan
 from schedlang.primitive import Primitive, refuse
 
 if TYPE_CHECKING:

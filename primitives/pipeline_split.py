@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from schedlang.facets import Cut
 from schedlang.kinds import Axis
-from schedlang.plan import Cut, Plan
+from schedlang.plan import Plan
 from schedlang.primitive import Primitive, refuse
 
 if TYPE_CHECKING:

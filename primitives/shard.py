@@ -7,10 +7,11 @@ from dataclasses import field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
+from schedlang.facets import Boundary
 from schedlang.fitting import Cut, remedies, some
 from schedlang.kinds import Axis, Rest
 from schedlang.placement import EVEN, P, Placement, R, Replicate, S
-from schedlang.plan import Boundary, Plan
+from schedlang.plan import Plan
 from schedlang.primitive import Primitive, refuse
 
 if TYPE_CHECKING:

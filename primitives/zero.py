@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
+from schedlang.facets import Replicas
 from schedlang.kinds import Axes
-from schedlang.plan import Plan, Replicas
+from schedlang.plan import Plan
 from schedlang.primitive import Primitive, refuse
 
 if TYPE_CHECKING:
