@@ -106,6 +106,6 @@ class cast(Primitive):  # noqa: N801
 
     def apply(self, site: Site, build: Any) -> None:
         """Put the casts around the module of the copy."""
-        from schedlang.runtime.cast import cast as put
+        from schedlang.runtime.casting.cast import cast as put
 
         put(build.module, site.fqn, self.dtype, self.params)

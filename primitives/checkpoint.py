@@ -78,9 +78,9 @@ class checkpoint(Primitive):  # noqa: N801
 
     def apply(self, sites: tuple[Site, ...], build: Any) -> None:
         """Recompute modules of the copy."""
-        from schedlang.runtime.dynamic import dynamic
-        from schedlang.runtime.recompute import checkpoint as recompute
-        from schedlang.runtime.region import regions as recompute_as
+        from schedlang.runtime.keeping.dynamic import dynamic
+        from schedlang.runtime.keeping.recompute import checkpoint as recompute
+        from schedlang.runtime.keeping.region import regions as recompute_as
 
         if self._alone:
             for site in sites:
@@ -149,7 +149,7 @@ class checkpoint(Primitive):  # noqa: N801
 
     def _budget(self, count: int, memory: int, play: Callable[[Any], Any]) -> int:
         """The bytes that all modules share while they run; tried with a share of them first."""
-        from schedlang.runtime.dynamic import pools
+        from schedlang.runtime.keeping.dynamic import pools
 
         def peak(budget: int) -> int:
             return max(pool.peak for pool in pools(play(budget)))

@@ -136,7 +136,7 @@ class compress(Primitive):  # noqa: N801
     def apply(self, site: Site, build: Any) -> None:
         """Code what a module saves; of sums nothing: `build` makes those of the plan."""
         if self.what == "activations" and build.plan.kept:
-            from schedlang.runtime.coded import code
-            from schedlang.runtime.rounded import Coding
+            from schedlang.runtime.keeping.coded import code
+            from schedlang.runtime.keeping.rounded import Coding
 
             code(build.at(site.fqn), site.fqn, Coding(BITS[self.how], self.block))

@@ -118,7 +118,7 @@ class expert_parallel(Primitive):  # noqa: N801
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Split the experts over every plain axis of `over`."""
-        from schedlang.runtime.experts import Routing
+        from schedlang.runtime.routing.experts import Routing
 
         found = self._experts(site, plan)
         axes = plan.mesh.fold(self.over)
@@ -158,7 +158,7 @@ class expert_parallel(Primitive):  # noqa: N801
         """How every expert of the module is cut inside, or None; tried once for each kind."""
         key = ("inner of experts", site.kind)
         if key not in plan.model.cache:
-            from schedlang.runtime.expert_inner import probe_inner
+            from schedlang.runtime.routing.expert_inner import probe_inner
 
             module = plan.model.model.get_submodule(site.fqn)
             plan.model.cache[key] = probe_inner(module, self._experts(site, plan))
@@ -168,7 +168,7 @@ class expert_parallel(Primitive):  # noqa: N801
         """The experts of the module, or why it has none; tried once for each kind of module."""
         key = ("experts", site.kind)
         if key not in plan.model.cache:
-            from schedlang.runtime.expert_probe import probe_experts
+            from schedlang.runtime.routing.expert_probe import probe_experts
 
             plan.model.cache[key] = probe_experts(plan.model.model.get_submodule(site.fqn))
         return plan.model.cache[key]

@@ -66,9 +66,9 @@ class offload(Primitive):  # noqa: N801
 
     def apply(self, site: Site, build: Any) -> None:
         """Put the module's saved tensors into a store; `build` moves what is parameters'."""
-        from schedlang.runtime.offload import Store
-        from schedlang.runtime.offload import offload as move
-        from schedlang.runtime.scratch import Scratch
+        from schedlang.runtime.keeping.offload import Store
+        from schedlang.runtime.keeping.offload import offload as move
+        from schedlang.runtime.keeping.scratch import Scratch
 
         if self.what == "activations":
             scratch = build.shared("scratch", Scratch) if self.to == "disk" else None

@@ -71,7 +71,7 @@ class replace(Primitive):  # noqa: N801
 
     def effect(self, site: tuple[Site, ...], plan: Plan) -> Plan:
         """Go on with a copy of the model in which the modules are replaced."""
-        from schedlang.runtime.replaced import Replace
+        from schedlang.runtime.replacing.replaced import Replace
 
         known: Mapping[str, Any] = plan.model.replacements
         sites = tuple(one.fqn for one in site)

@@ -128,14 +128,14 @@ class replace_kernel(Primitive):  # noqa: N801
 
     def apply(self, site: Site, build: Any) -> None:
         """Put the kernel into the module of the copy."""
-        from schedlang.runtime.kernel import replace
+        from schedlang.runtime.replacing.kernel import replace
 
         replace(build.at(site.fqn), self._found(site, build.plan), int(self.chunk or 0))
 
     def trial(self, site: Site, plan: Plan, call: tuple[Any, Any]) -> list[Trial]:
         """Run the Triton kernel itself, on a GPU or in Triton's interpreter, beside the module."""
         from schedlang.kernels.check import run_kernel_check
-        from schedlang.runtime.kernel import cases_of
+        from schedlang.runtime.replacing.kernel import cases_of
 
         cases = cases_of(self._found(site, plan))
         return [
@@ -152,7 +152,7 @@ class replace_kernel(Primitive):  # noqa: N801
 
     def _found(self, site: Site, plan: Plan) -> Any:
         """What probing says of modules with the same numbers, asked once for each."""
-        from schedlang.runtime.kernel import match
+        from schedlang.runtime.replacing.kernel import match
 
         module = plan.model.model.get_submodule(site.fqn)
         plain = [(k, v) for k, v in vars(module).items() if isinstance(v, int | float | str)]

@@ -327,7 +327,7 @@ def plain(site: Site, kind: str, plan: Plan) -> bool:
         return True
     key = ("plain", kind, site.kind)
     if key not in plan.model.cache:
-        from schedlang.runtime.likeness import computes_like
+        from schedlang.runtime.following.likeness import computes_like
 
         module = plan.model.model.get_submodule(site.fqn)
         plan.model.cache[key] = computes_like(module, kind)

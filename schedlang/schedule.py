@@ -13,12 +13,12 @@ from schedlang import lift, patterns, printer
 from schedlang import nodes as n
 from schedlang.cursor import Caller, Cursor
 from schedlang.diagnostic import Diagnostic, Label, Refusal, at_the_callers_line, closest
-from schedlang.passes.diff import Difference, compare
-from schedlang.passes.expand import Expander, expand
-from schedlang.passes.lint import lint
-from schedlang.passes.state import Settings, State, current, start
-from schedlang.passes.steps import open_step
-from schedlang.passes.why import why
+from schedlang.passes.reading.expand import Expander, expand
+from schedlang.passes.reading.lint import lint
+from schedlang.passes.reading.state import Settings, State, current, start
+from schedlang.passes.reading.steps import open_step
+from schedlang.passes.showing.diff import Difference, compare
+from schedlang.passes.showing.why import why
 from schedlang.primitive import Primitive, load_all, registry
 from schedlang.selector import Selector
 from schedlang.source import NOWHERE, Source, Span, python_span
@@ -136,7 +136,7 @@ class Schedule(Scope):
 
     def to_json(self) -> dict[str, object]:
         """Decisions and actions, for machines."""
-        from schedlang.passes.record import record
+        from schedlang.passes.reading.record import record
 
         return record(self.plan())
 
@@ -175,10 +175,10 @@ class Schedule(Scope):
         weight     weight(part) of a part of the batch in the mean; default: the labels that count
         seed       draw dropout logically from this seed; on several ranks it always is (0)
         """
-        from schedlang.passes.build import build, check_job
-        from schedlang.passes.expect import demand
-        from schedlang.passes.options import check_options
-        from schedlang.passes.roles import repeated
+        from schedlang.passes.laying.options import check_options
+        from schedlang.passes.reading.expect import demand
+        from schedlang.passes.running.build import build, check_job
+        from schedlang.passes.statics.roles import repeated
         from schedlang.runtime.waiting import Waiting
 
         plan = self.plan()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from schedlang.runtime.attend import Layout, Mask, Way, attend, place_of, ranks_of
-from schedlang.runtime.collective import Group
+from schedlang.runtime.collectives.collective import Group
 
 SIZES = {
     "gather": [(1,), (2,), (3,)],

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import settings
 
 from schedlang.diagnostic import Refusal
-from schedlang.runtime.fuse import unavailable
-from schedlang.runtime.launch import Pool
+from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.replacing.fuse import unavailable
 from tests.engine import Threads
 from tests.properties.profiles import register
 
@@ -16,7 +16,7 @@ register()
 
 # imported once, before the ranks are forked
 PRELOAD = (
-    *("torch", "torch.distributed", "cloudpickle", "schedlang.passes.prove"),
+    *("torch", "torch.distributed", "cloudpickle", "schedlang.passes.proving.prove"),
     *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
 )
 

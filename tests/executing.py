@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from schedlang.passes import stages as cuts
+from schedlang.passes.cutting import stages as cuts
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.graph import Cut, cut
-from schedlang.runtime.meta import hollow_model
-from schedlang.runtime.pipeline import Pipeline
-from schedlang.runtime.record import record
-from schedlang.runtime.stage import Stage, Stub
-from schedlang.runtime.units import Switch, in_trunk, units_of
+from schedlang.runtime.following.meta import hollow_model
+from schedlang.runtime.following.record import record
+from schedlang.runtime.staging.graph import Cut, cut
+from schedlang.runtime.staging.pipeline import Pipeline
+from schedlang.runtime.staging.stage import Stage, Stub
+from schedlang.runtime.staging.units import Switch, in_trunk, units_of
 from schedlang.timeline import Kind, Op, Timeline, timeline
 from tests.models import split, weight
 

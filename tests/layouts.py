@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from schedlang.diagnostic import Refusal
 from schedlang.mesh import Mesh
 from schedlang.model import ModelFacts
-from schedlang.passes.build import build
+from schedlang.passes.running.build import build
 from schedlang.plan import Plan
 from schedlang.primitives.pad import pad
 from schedlang.primitives.pipeline import pipeline

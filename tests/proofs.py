@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.build import build
-from schedlang.passes.original import Sequential
-from schedlang.passes.prove import Case, prove
-from schedlang.passes.state import Settings
+from schedlang.passes.proving.original import Sequential
+from schedlang.passes.proving.prove import Case, prove
+from schedlang.passes.reading.state import Settings
+from schedlang.passes.running.build import build
 from schedlang.plan import Plan
 from schedlang.report import Report
+from schedlang.runtime.drawing.random import LogicalDropout
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.launch import Pool
+from schedlang.runtime.launching.launch import Pool
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.random import LogicalDropout
 from schedlang.schedule import Schedule
 from schedlang.source import Source
 from schedlang.syntax import parse
@@ -37,7 +37,7 @@ def planned(model: nn.Module, rows: str, mesh: str = "", relax: str = "") -> Pla
 
 def refused(model: nn.Module, rows: str, mesh: str = "", batch: Batch | None = None) -> str:
     """The message of the refusal that rows end in, when planned or, with a batch, when traced."""
-    from schedlang.passes.propagate import propagate
+    from schedlang.passes.laying.propagate import propagate
 
     try:
         plan = planned(model, rows, mesh)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from schedlang.runtime import launch
+from schedlang.runtime.launching import launch
 
 
 def run_ranks(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:

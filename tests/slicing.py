@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from schedlang.passes.propagate import Traced, propagate
-from schedlang.passes.weigh import weight_of
-from schedlang.runtime.slice_probe import probe
-from schedlang.runtime.slice_trial import trial_of
-from schedlang.runtime.slices import Slicing
-from schedlang.runtime.trace import LabelRule
+from schedlang.passes.laying.propagate import Traced, propagate
+from schedlang.passes.laying.weigh import weight_of
+from schedlang.runtime.following.trace import LabelRule
+from schedlang.runtime.slicing.slice_probe import probe
+from schedlang.runtime.slicing.slice_trial import trial_of
+from schedlang.runtime.slicing.slices import Slicing
 from tests.proofs import planned
 
 

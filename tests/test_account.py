@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from schedlang.passes.account import Account, account
-from schedlang.passes.state import Settings
+from schedlang.passes.costs.account import Account, account
+from schedlang.passes.reading.state import Settings
 from schedlang.plan import Plan
 from schedlang.schedule import Schedule
 from schedlang.source import Source
@@ -62,8 +62,8 @@ def observed(rank: int, text: str) -> tuple[dict[Any, int], dict[str, int], list
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from schedlang.passes.build import build
-    from schedlang.runtime.collective import listening
+    from schedlang.passes.running.build import build
+    from schedlang.runtime.collectives.collective import listening
 
     plan = planned(text)
     program = build(plan, tokens(rows=16), optimizer=lambda n: torch.optim.AdamW(n, lr=1e-3))

@@ -10,9 +10,9 @@ import torch
 import transformers
 
 from schedlang.memory import CLASSES
-from schedlang.passes.build import build
-from schedlang.passes.estimate import estimate
-from schedlang.passes.prepare import prepare
+from schedlang.passes.costs.estimate import estimate
+from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.running.build import build
 from schedlang.plan import Plan
 from tests import models
 from tests.counting import Counter

@@ -8,8 +8,8 @@ import math
 import pytest
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.prepare import prepare
-from schedlang.passes.stages import Unit, balanced
+from schedlang.passes.cutting.stages import Unit, balanced
+from schedlang.passes.laying.prepare import prepare
 from schedlang.regions.partition import Repeated
 from tests import models
 from tests.engine import Threads

@@ -16,8 +16,8 @@ from schedlang.kernels.add_norm import (
 )
 from schedlang.kernels.check import run_kernel_check
 from schedlang.kernels.device import runs
-from schedlang.runtime.add_norm import Sums
-from schedlang.runtime.kernel import match, replace
+from schedlang.runtime.replacing.add_norm import Sums
+from schedlang.runtime.replacing.kernel import match, replace
 from tests import models
 from tests.proofs import planned, proven, refused
 

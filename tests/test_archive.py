@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from schedlang.runtime import archive
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.program import Program
+from schedlang.runtime.saving import archive
 from tests.layouts import (
     Odd,
     batch_of,

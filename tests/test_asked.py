@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.asked import Curve, asked, steps_of
-from schedlang.passes.prove import Case, prove
+from schedlang.passes.proving.asked import Curve, asked, steps_of
+from schedlang.passes.proving.prove import Case, prove
 from schedlang.report import Report
-from schedlang.runtime.launch import Pool
+from schedlang.runtime.launching.launch import Pool
 from tests.proofs import planned
 from tests.test_build import Small, _series
 

@@ -16,8 +16,8 @@ from schedlang.runtime.attend import Layout, local, place_of
 from schedlang.runtime.attend.blocks import Rules, Tokens, pairs
 from schedlang.runtime.attend.mask import Tags
 from schedlang.runtime.attend.reach import Reach, wanted
-from schedlang.runtime.collective import Group, listening
-from schedlang.runtime.tap import Sent, playing
+from schedlang.runtime.collectives.collective import Group, listening
+from schedlang.runtime.collectives.tap import Sent, playing
 from tests.attending import SIZES, Case, attended, groups_of, part
 from tests.engine import Threads
 

@@ -9,8 +9,8 @@ import pytest
 
 from schedlang.diagnostic import Refusal
 from schedlang.model import ModelFacts
-from schedlang.passes.expand import expand
-from schedlang.passes.state import Settings, State
+from schedlang.passes.reading.expand import expand
+from schedlang.passes.reading.state import Settings, State
 from schedlang.schedule import create_schedule, load
 from schedlang.source import Source
 from schedlang.syntax import parse

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.build import build
-from schedlang.passes.original import Sequential
-from schedlang.passes.prove import Case, prove
+from schedlang.passes.proving.original import Sequential
+from schedlang.passes.proving.prove import Case, prove
+from schedlang.passes.running.build import build
 from schedlang.plan import Plan
-from schedlang.runtime.launch import Pool
+from schedlang.runtime.launching.launch import Pool
 from tests import models
 from tests.engine import Threads
 from tests.proofs import (

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.build import build
-from schedlang.passes.prepare import prepare
-from schedlang.passes.prove import Case, prove
-from schedlang.passes.traffic import collectives
+from schedlang.passes.costs.traffic import collectives
+from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.proving.prove import Case, prove
+from schedlang.passes.running.build import build
 from schedlang.plan import Plan
 from schedlang.report import Report
-from schedlang.runtime.collective import listening
+from schedlang.runtime.collectives.collective import listening
 from tests import models
 from tests.engine import Threads
 from tests.proofs import planned, proven, sgd
@@ -277,7 +277,7 @@ def _gathered(plan: Plan, batch: Any) -> list[torch.dtype]:
     """In which dtypes the units of this rank are whole, and reduced."""
     program = build(plan, batch, optimizer=sgd)
     program.train_step(batch)
-    from schedlang.runtime.gathered import groups_of
+    from schedlang.runtime.summing.gathered import groups_of
 
     units = [unit for one in program.assembly.sliced.values() for unit in one.units]
     held = [one for unit in units for group in groups_of(unit) for one in group.fsdp_params]

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from schedlang.passes.build import build
-from schedlang.passes.chance import draws_in_words, generators
-from schedlang.passes.prove import Case, prove
-from schedlang.runtime.launch import Pool
+from schedlang.passes.proving.chance import draws_in_words, generators
+from schedlang.passes.proving.prove import Case, prove
+from schedlang.passes.running.build import build
+from schedlang.runtime.launching.launch import Pool
 from tests.proofs import planned
 
 

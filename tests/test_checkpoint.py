@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.chains import Counting, costs_of
-from schedlang.passes.prepare import prepare
+from schedlang.passes.cutting.chains import Counting, costs_of
+from schedlang.passes.laying.prepare import prepare
 from schedlang.regions import places
 from schedlang.regions.rotor import peak
 from tests import models

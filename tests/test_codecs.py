@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from schedlang.runtime.codecs import from_bits, from_int8, orthogonal, to_bits, to_int8
-from schedlang.runtime.compressed import Codec, decoded, encoded
+from schedlang.runtime.summing.codecs import from_bits, from_int8, orthogonal, to_bits, to_int8
+from schedlang.runtime.summing.compressed import Codec, decoded, encoded
 
 
 def test_eight_bits_round_without_bias() -> None:

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.build import build
-from schedlang.passes.prepare import prepare
-from schedlang.runtime.coded import Tally, code
-from schedlang.runtime.rounded import Coding, rounded
+from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.running.build import build
+from schedlang.runtime.keeping.coded import Tally, code
+from schedlang.runtime.keeping.rounded import Coding, rounded
 from tests import models
 from tests.engine import Threads
 from tests.proofs import assert_near, planned, proven, sequential, sgd, steps
@@ -132,7 +132,7 @@ class Many(nn.Module):
 
 def saved_by(layer: nn.Module, *given: Tensor) -> list[Any]:
     """What autograd holds after a forward of a coded module, as the hooks left it."""
-    from schedlang.runtime import coded
+    from schedlang.runtime.keeping import coded
 
     held: list[Any] = []
     plain = coded._Call.pack
@@ -279,7 +279,7 @@ def test_refusals(rows: str, mesh: str, relax: str, code: str, said: str) -> Non
 @pytest.mark.parametrize("bits", [8, 2])
 def test_the_plan_knows_the_bytes(bits: int) -> None:
     """What a row saves at the peak, as the plan has it, is what the program's modules save."""
-    from schedlang.passes.estimate import CLASSES, estimate
+    from schedlang.passes.costs.estimate import CLASSES, estimate
     from schedlang.runtime.forward import layers_of
 
     batch, found = models.tokens(rows=4), []

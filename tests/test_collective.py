@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedlang.placement import P, R, S
-from schedlang.runtime.collective import Group, listening
-from schedlang.runtime.crossing import Crossing, forget, shared
-from schedlang.runtime.launch import Pool
-from schedlang.runtime.moving import exchange
+from schedlang.runtime.collectives.collective import Group, listening
+from schedlang.runtime.collectives.moving import exchange
+from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.sharding.crossing import Crossing, forget, shared
 
 ROWS, WIDTH = 6, 12
 

@@ -11,16 +11,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from schedlang.passes.compare import compare, parts_agree
-from schedlang.passes.observe import Key, Observation, conditions, observe
-from schedlang.passes.original import Sequential
+from schedlang.passes.proving.compare import compare, parts_agree
+from schedlang.passes.proving.observe import Key, Observation, conditions, observe
+from schedlang.passes.proving.original import Sequential
 from schedlang.report import Report
+from schedlang.runtime.drawing.random import LogicalDropout, Window
 from schedlang.runtime.float64 import Float64, as_float64
-from schedlang.runtime.launch import Pool
+from schedlang.runtime.launching.launch import Pool
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.parts import stack
-from schedlang.runtime.random import LogicalDropout, Window
 from schedlang.runtime.scope import Scope, entered, named_sites
+from schedlang.runtime.summing.parts import stack
 
 
 class Net(nn.Module):

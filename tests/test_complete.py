@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.complete import completed
+from schedlang.passes.proposing.complete import completed
 from schedlang.plan import Plan
-from schedlang.runtime.launch import Pool
+from schedlang.runtime.launching.launch import Pool
 from tests import models
 from tests.proofs import planned, proven
 

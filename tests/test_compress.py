@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.build import build
-from schedlang.passes.prepare import prepare
-from schedlang.passes.traffic import collectives
+from schedlang.passes.costs.traffic import collectives
+from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.running.build import build
 from schedlang.plan import Plan
-from schedlang.runtime.collective import listening
+from schedlang.runtime.collectives.collective import listening
 from tests import models
 from tests.engine import Threads
 from tests.proofs import assert_near, planned, proven, sequential, sgd, steps

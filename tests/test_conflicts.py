@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from schedlang.cli import app
 from schedlang.conflict_table import SIGNS
 from schedlang.diagnostic import Refusal
-from schedlang.passes.legality import meetings
+from schedlang.passes.reading.legality import meetings
 from schedlang.plan import Plan
 from schedlang.primitive import conflicts, registry
 from tests import models

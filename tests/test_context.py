@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.build import build
-from schedlang.passes.prepare import prepare
-from schedlang.passes.static import static
+from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.running.build import build
+from schedlang.passes.statics.static import static
 from schedlang.plan import Plan
 from schedlang.runtime.context import probe
 from schedlang.runtime.context.tokens import Tokens

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.prepare import prepare
-from schedlang.passes.static import static
-from schedlang.passes.traffic import collectives
+from schedlang.passes.costs.traffic import collectives
+from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.statics.static import static
 from tests.causal import Causal
 from tests.engine.threads import Threads
 from tests.models import bloom

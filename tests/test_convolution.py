@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.runtime.convolution import Window
-from schedlang.runtime.launch import Pool
+from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.sharding.convolution import Window
 from tests.engine.threads import Threads
 from tests.proofs import assert_near, planned, proven, refused, sequential, sgd, steps
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from schedlang.passes.coverage import gaps, idle, repeating, unoffered
-from schedlang.passes.observe import Key, Observation
-from schedlang.passes.variants import Batches, Labels, varied
+from schedlang.passes.proving.coverage import gaps, idle, repeating, unoffered
+from schedlang.passes.proving.observe import Key, Observation
+from schedlang.passes.proving.variants import Batches, Labels, varied
 from schedlang.report import Gap
-from schedlang.runtime.parts import shares
+from schedlang.runtime.summing.parts import shares
 from tests import models
 from tests.proofs import planned
 

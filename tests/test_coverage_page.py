@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from schedlang.passes.expand import expand
+from schedlang.passes.reading.expand import expand
 from schedlang.source import Source
 from schedlang.syntax import parse
 from tests.coverage_page import DOCS, FAMILIES, Entry, entries, page

@@ -5,8 +5,8 @@ import subprocess
 import sys
 import time
 
-from schedlang.runtime import cpu
-from schedlang.runtime.cpu import cpu_seconds
+from schedlang.runtime.launching import cpu
+from schedlang.runtime.launching.cpu import cpu_seconds
 
 BURN = "import time\nwhile time.process_time() < 0.3: pass\ninput()"
 

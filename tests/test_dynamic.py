@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.prepare import prepare
-from schedlang.runtime.dynamic import dynamic
-from schedlang.runtime.remat import Pool
+from schedlang.passes.laying.prepare import prepare
+from schedlang.runtime.keeping.dynamic import dynamic
+from schedlang.runtime.keeping.remat import Pool
 from tests import models
 from tests.engine import Threads
 from tests.proofs import planned, proven, refused

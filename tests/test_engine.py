@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedlang.passes.compare import compare
-from schedlang.passes.observe import conditions
-from schedlang.passes.prove import prove
-from schedlang.passes.sides import Case, original, prepared, tried, widened
+from schedlang.passes.proving.compare import compare
+from schedlang.passes.proving.observe import conditions
+from schedlang.passes.proving.prove import prove
+from schedlang.passes.proving.sides import Case, original, prepared, tried, widened
 from schedlang.plan import Plan
-from schedlang.runtime import gradient, mail
-from schedlang.runtime.launch import Pool, RankDied
+from schedlang.runtime.launching.launch import Pool, RankDied
+from schedlang.runtime.staging import mail
+from schedlang.runtime.summing import gradient
 from tests import models
 from tests.engine import Faults, Mismatch, Threads
 from tests.proofs import assert_same, planned, proven, trained

@@ -12,11 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from schedlang.diagnostic import Refusal
 from schedlang.memory import CLASSES, RankMemory, heaviest
-from schedlang.passes.account import account
-from schedlang.passes.estimate import estimate
-from schedlang.passes.prepare import prepare
+from schedlang.passes.costs.account import account
+from schedlang.passes.costs.estimate import estimate
+from schedlang.passes.laying.prepare import prepare
 from schedlang.plan import Plan
-from schedlang.runtime import parts
+from schedlang.runtime.summing import parts
 from tests.counting import count
 from tests.engine.threads import Threads
 from tests.proofs import planned

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from schedlang.passes.exact import EXACT, baseline, given_up
-from schedlang.passes.prove import Case, prove
+from schedlang.passes.proving.exact import EXACT, baseline, given_up
+from schedlang.passes.proving.prove import Case, prove
 from schedlang.report import Report
-from schedlang.runtime import program, recompute
-from schedlang.runtime.launch import Pool
+from schedlang.runtime import program
+from schedlang.runtime.keeping import recompute
+from schedlang.runtime.launching.launch import Pool
 from tests import models
 from tests.proofs import planned
 from tests.test_build import GPT2, Small, _series

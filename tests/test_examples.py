@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 from schedlang.cli import app
 from schedlang.diagnostic import Refusal
 from schedlang.modelfile import load_model_file
-from schedlang.passes.prove import Case, prove
-from schedlang.passes.state import Settings
+from schedlang.passes.proving.prove import Case, prove
+from schedlang.passes.reading.state import Settings
 from schedlang.printer import fmt
-from schedlang.runtime.launch import Pool
+from schedlang.runtime.launching.launch import Pool
 from schedlang.schedule import Schedule
 from schedlang.syntax import parse, read
 

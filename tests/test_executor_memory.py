@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from schedlang.diagnostic import Refusal
 from schedlang.orders import order
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.pipeline import Event
+from schedlang.runtime.staging.pipeline import Event
 from schedlang.timeline import Kind, Op, Timeline, timeline
 from tests import models
 from tests.drawn_orders import drawn

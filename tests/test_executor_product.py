@@ -8,7 +8,7 @@ import pytest
 
 from schedlang import plan as plans
 from schedlang.orders import ORDERS
-from schedlang.passes.static import static
+from schedlang.passes.statics.static import static
 from schedlang.plan import Plan
 from tests import models
 from tests.drawn_orders import Homes, drawn

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from schedlang.diagnostic import Refusal
 from schedlang.model import ModelFacts
-from schedlang.passes.expand import expand
-from schedlang.passes.state import Settings, State
+from schedlang.passes.reading.expand import expand
+from schedlang.passes.reading.state import Settings, State
 from schedlang.placement import R
 from schedlang.source import Source
 from schedlang.syntax import parse

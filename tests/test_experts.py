@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.build import build
-from schedlang.passes.static import static
+from schedlang.passes.running.build import build
+from schedlang.passes.statics.static import static
 from schedlang.plan import Plan
-from schedlang.runtime.capacity import kept, limit_experts
-from schedlang.runtime.collective import listening
-from schedlang.runtime.expert_probe import Experts, NoExperts, probe_experts
+from schedlang.runtime.collectives.collective import listening
+from schedlang.runtime.routing.capacity import kept, limit_experts
+from schedlang.runtime.routing.expert_probe import Experts, NoExperts, probe_experts
 from tests import expert_models as models
 from tests.proofs import planned, proven, refused
 
@@ -156,7 +156,7 @@ def test_bytes_of_fetched_experts(threads: Any) -> None:
 
 def test_the_plan_shows_even_routes() -> None:
     """Without values the plan counts what is sent if all experts are chosen equally often."""
-    from schedlang.passes.account import account
+    from schedlang.passes.costs.account import account
 
     plan = planned(models.tiny(), ROW.format("dp") + DP.format(0), "dp=2")
     found = account(plan, models.batch(0, rows=4))
@@ -274,7 +274,7 @@ def test_tied_experts_are_split_once(threads: Any) -> None:
 def test_a_capacity_counts_the_whole_batch() -> None:
     """Refused where a part of the batch only would be counted: other axes, or microbatches."""
     from schedlang.diagnostic import Refusal
-    from schedlang.passes.prepare import prepare
+    from schedlang.passes.laying.prepare import prepare
 
     apart = ROW.format("b, capacity=1.0") + "zero(stage=0, over=(a, b))"
     micro = ROW.format("dp, capacity=1.0") + "layers  pipeline_split(over=pp)\n" + DP.format(0)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.prepare import prepare
-from schedlang.passes.static import static
-from schedlang.runtime.collective import listening
-from schedlang.runtime.expert_inner import Inner, probe_inner
-from schedlang.runtime.expert_probe import Experts, probe_experts
+from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.statics.static import static
+from schedlang.runtime.collectives.collective import listening
+from schedlang.runtime.routing.expert_inner import Inner, probe_inner
+from schedlang.runtime.routing.expert_probe import Experts, probe_experts
 from tests import expert_models as models
 from tests.proofs import planned, proven, refused
 from tests.test_experts import KINDS
@@ -119,7 +119,7 @@ def test_what_cannot_be_cut() -> None:
 
 def _sent(plan: Any, batch: Any) -> dict[str, int]:
     """On this rank: bytes along `tp` in one step."""
-    from schedlang.passes.build import build
+    from schedlang.passes.running.build import build
 
     program = build(plan, batch)
     sent: Counter[str] = Counter()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.build import build
+from schedlang.passes.running.build import build
 from schedlang.plan import Plan
 from tests import models, small_models
 from tests.engine import Threads

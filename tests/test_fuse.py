@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.runtime import fuse as fuse_file
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.forward import layers_of
-from schedlang.runtime.fuse import check_fused, fuse, graphs, unavailable
-from schedlang.runtime.kernel import match, replace
+from schedlang.runtime.keeping.recompute import checkpoint
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.recompute import checkpoint
+from schedlang.runtime.replacing import fuse as fuse_file
+from schedlang.runtime.replacing.fuse import check_fused, fuse, graphs, unavailable
+from schedlang.runtime.replacing.kernel import match, replace
 
 pytestmark = pytest.mark.skipif(
     unavailable() is not None, reason=f"inductor cannot compile here: {unavailable()}"

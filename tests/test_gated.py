@@ -18,8 +18,8 @@ from schedlang.kernels.gated import (
     packed_forward,
     reference,
 )
-from schedlang.runtime.kernel import match, replace
-from schedlang.runtime.mlp import Gated, probe_gated
+from schedlang.runtime.replacing.kernel import match, replace
+from schedlang.runtime.replacing.mlp import Gated, probe_gated
 from tests import models
 from tests.proofs import planned, proven, refused
 

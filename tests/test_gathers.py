@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from schedlang.orders import order
-from schedlang.passes.account import account
-from schedlang.passes.build import build
+from schedlang.passes.costs.account import account
+from schedlang.passes.running.build import build
 from schedlang.plan import Plan
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.passes.account import account
-from schedlang.passes.prepare import prepare
-from schedlang.passes.staging import local_skeleton
-from schedlang.passes.static import static
+from schedlang.passes.costs.account import account
+from schedlang.passes.cutting.staging import local_skeleton
+from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.statics.static import static
 from schedlang.plan import Plan
-from schedlang.runtime.collective import Group
+from schedlang.runtime.collectives.collective import Group
 from tests.engine import Threads
 from tests.models import SIZES, VOCAB
 from tests.proofs import assert_near, planned, proven, refused, sequential, trained
@@ -349,8 +349,8 @@ def test_a_group_counts_in_the_order_named(threads: Threads) -> None:
 
 def _ordered() -> bool:
     from schedlang.mesh import Mesh
-    from schedlang.runtime import collective
-    from schedlang.runtime.ranks import Ranks
+    from schedlang.runtime.collectives import collective
+    from schedlang.runtime.collectives.ranks import Ranks
 
     ranks = Ranks(Mesh((("y", 2), ("z", 3))))
     group: Group = ranks.group("z.y")

@@ -16,11 +16,11 @@ from schedlang.kernels.check import check_case
 from schedlang.kernels.device import runs
 from schedlang.kernels.grouped import Case, grouped
 from schedlang.kernels.probe import Mismatch
-from schedlang.passes.static import static
-from schedlang.runtime.expert_kernel import GroupedForm, Matrix, Middle
+from schedlang.passes.statics.static import static
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.kernel import match, replace
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.replacing.expert_kernel import GroupedForm, Matrix, Middle
+from schedlang.runtime.replacing.kernel import match, replace
 from tests import expert_models as models
 from tests.proofs import planned, proven, refused
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.passes.propagate import propagate
+from schedlang.passes.laying.propagate import propagate
 from tests import models
 from tests.engine import Threads
 from tests.proofs import planned, proven

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from schedlang.mesh import Mesh
 from schedlang.placement import EVEN, Layout, Uneven
-from schedlang.runtime.holding import Holding, put, take
+from schedlang.runtime.saving.holding import Holding, put, take
 
 MESHES = [Mesh((("a", 2), ("b", 3))), Mesh((("a", 2), ("b", 2), ("c", 2))), Mesh((("b", 3),))]
 

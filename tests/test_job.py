@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.runtime import forkserver
-from schedlang.runtime.job import Job, Rank, RankDied, account, judge, unpickled
+from schedlang.runtime.launching import forkserver
+from schedlang.runtime.launching.job import Job, Rank, RankDied, account, judge, unpickled
 
 
 def _failed(*failures) -> Job:

@@ -14,9 +14,9 @@ from schedlang.kernels.norms import Norm
 from schedlang.kernels.probe import Mismatch
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.forward import unwrap
-from schedlang.runtime.kernel import Attention, kernel_of, match, replace
+from schedlang.runtime.keeping.recompute import checkpoint
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.recompute import checkpoint
+from schedlang.runtime.replacing.kernel import Attention, kernel_of, match, replace
 
 transformers = pytest.importorskip("transformers")
 

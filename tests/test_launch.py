@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.runtime.launch import Hang, Pool, RankDied, modules_of, progress
+from schedlang.runtime.launching.launch import Hang, Pool, RankDied, modules_of, progress
 
 ROOT = Path(__file__).parent.parent
 
@@ -211,7 +211,7 @@ def test_files_get_the_names_they_have_here(pool: Pool, tmp_path: Path) -> None:
     """A module loaded from a file under a made-up name can be sent by name."""
     path = tmp_path / "model.py"
     path.write_text("class Thing:\n    value = 3\n")
-    from schedlang.runtime.forkserver import load_files
+    from schedlang.runtime.launching.forkserver import load_files
 
     load_files({"made_up_model": str(path)})
     pool.files["made_up_model"] = str(path)
@@ -221,7 +221,7 @@ def test_files_get_the_names_they_have_here(pool: Pool, tmp_path: Path) -> None:
 
 SCRIPT = """
 import os, sys, time, signal
-from schedlang.runtime.launch import Pool, progress, shared
+from schedlang.runtime.launching.launch import Pool, progress, shared
 import torch.distributed as dist, torch
 
 class Own:

@@ -6,7 +6,7 @@ import pytest
 
 from schedlang.diagnostic import Refusal
 from schedlang.model import ModelFacts
-from schedlang.passes.expand import expand
+from schedlang.passes.reading.expand import expand
 from schedlang.source import Source
 from schedlang.syntax import parse
 from tests.verbs_for_tests import GPT2LMHeadModel, toys

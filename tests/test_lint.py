@@ -10,9 +10,9 @@ from typer.testing import CliRunner, Result
 
 from schedlang.cli import app
 from schedlang.code_example import model
-from schedlang.passes.expand import expand
-from schedlang.passes.lint import lint
-from schedlang.passes.state import Settings
+from schedlang.passes.reading.expand import expand
+from schedlang.passes.reading.lint import lint
+from schedlang.passes.reading.state import Settings
 from schedlang.source import Source
 from schedlang.syntax import parse
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.passes.localise import Location, localise
-from schedlang.passes.sides import prepared, widened
-from schedlang.runtime import shard
-from schedlang.runtime.alone import Recorder, parts_of
-from schedlang.runtime.judge import difference
-from schedlang.runtime.launch import Pool
-from schedlang.runtime.notes import Tag
-from schedlang.runtime.vocab import ShardedLogits
+from schedlang.passes.blaming.localise import Location, localise
+from schedlang.passes.proving.sides import prepared, widened
+from schedlang.runtime.collectives.judge import difference
+from schedlang.runtime.following.alone import Recorder, parts_of
+from schedlang.runtime.following.notes import Tag
+from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.sharding import shard
+from schedlang.runtime.sharding.vocab import ShardedLogits
 from tests.zoo.pool import Mutated
 from tests.zoo.scenes import case
 
@@ -152,7 +152,7 @@ def test_a_difference_is_never_lost(got: list[float], want: list[float], equal: 
 
 def test_split_logits_lose_their_padding() -> None:
     """What a rank holds of the words counts, not the rows that fill it up."""
-    from schedlang.runtime.collective import Group
+    from schedlang.runtime.collectives.collective import Group
 
     local = torch.arange(12.0).reshape(3, 4)
     logits = ShardedLogits(local, Group(("tp",), (0, 1), 1), 6)

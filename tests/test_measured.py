@@ -14,10 +14,10 @@ from typer.testing import CliRunner, Result
 from schedlang.cli import app
 from schedlang.cost import Cost
 from schedlang.orders import ORDERS, order, sized
-from schedlang.passes.build import build
-from schedlang.passes.measured import Measured, measured, settled
-from schedlang.passes.measured_page import measured_page, measured_svg, measured_trace
-from schedlang.runtime.watch import Ran, Watch, gathered
+from schedlang.passes.running.build import build
+from schedlang.passes.running.measured import Measured, measured, settled
+from schedlang.passes.showing.measured_page import measured_page, measured_svg, measured_trace
+from schedlang.runtime.staging.watch import Ran, Watch, gathered
 from schedlang.timeline import Kind, Timing, timing
 from schedlang.timeline.needs import dependencies
 from tests import models

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.passes.propagate import propagate
+from schedlang.passes.laying.propagate import propagate
 from tests.proofs import planned, refused
 
 BATCH = {"x": torch.zeros(2, 8, dtype=torch.float64)}

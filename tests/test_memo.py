@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.passes.account import account
+from schedlang.passes.costs.account import account
 from schedlang.plan import Plan
-from schedlang.runtime.memo import Memo
+from schedlang.runtime.following.memo import Memo
 from tests import models
 from tests.proofs import planned
 

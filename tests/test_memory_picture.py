@@ -6,12 +6,12 @@ import re
 from typing import Any
 
 from schedlang.memory import CLASSES, Moment, RankMemory
-from schedlang.passes import memory_picture
-from schedlang.passes.account import account
-from schedlang.passes.memory_picture import HIGH, MOST_PANELS, MOST_POINTS, over_time
-from schedlang.passes.picture import picture
-from schedlang.passes.show import view
-from schedlang.passes.show_text import size
+from schedlang.passes.costs.account import account
+from schedlang.passes.showing import memory_picture
+from schedlang.passes.showing.memory_picture import HIGH, MOST_PANELS, MOST_POINTS, over_time
+from schedlang.passes.showing.picture import picture
+from schedlang.passes.showing.show import view
+from schedlang.passes.showing.show_text import size
 from tests import models
 from tests.models import tokens
 from tests.proofs import planned

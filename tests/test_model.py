@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from schedlang.model import ModelFacts
-from schedlang.passes.build import build
+from schedlang.passes.running.build import build
 from tests import models
 from tests.proofs import adamw, planned
 from tests.test_build import _all

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from schedlang.passes.observe import Condition, Key, conditions, flattened, observe
-from schedlang.passes.original import Sequential
+from schedlang.passes.proving.observe import Condition, Key, conditions, flattened, observe
+from schedlang.passes.proving.original import Sequential
 
 
 def _net() -> nn.Module:

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from schedlang.runtime.float64 import Float64
+from schedlang.runtime.keeping.offload import Store, offload
+from schedlang.runtime.keeping.recompute import checkpoint
+from schedlang.runtime.keeping.tiers import Ledger
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.offload import Store, offload
-from schedlang.runtime.recompute import checkpoint
-from schedlang.runtime.tiers import Ledger
 
 SIZE = 32
 

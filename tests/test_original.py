@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.original import Sequential, loss_of, randomised, rows, tied
+from schedlang.passes.proving.original import Sequential, loss_of, randomised, rows, tied
 
 
 class Tied(nn.Module):

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from schedlang.passes.build import build
-from schedlang.passes.staging import timeline_of
-from schedlang.runtime import early
+from schedlang.passes.cutting.staging import timeline_of
+from schedlang.passes.running.build import build
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.staging import early
 from schedlang.timeline import Kind, check, halved, with_transfers
 from tests import models
 from tests.engine.threads import Threads

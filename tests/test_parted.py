@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.passes.prove import Case, prove
+from schedlang.passes.proving.prove import Case, prove
 from schedlang.report import Report
 from schedlang.runtime import program
-from schedlang.runtime.launch import Pool
+from schedlang.runtime.launching.launch import Pool
 from schedlang.schedule import Schedule
 from schedlang.source import Source
 from schedlang.syntax import parse

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from schedlang.orders import order
-from schedlang.runtime import mail
+from schedlang.runtime.drawing.random import LogicalDropout
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.pipeline import Event
-from schedlang.runtime.random import LogicalDropout
 from schedlang.runtime.scope import Scope, entered, named_sites
+from schedlang.runtime.staging import mail
+from schedlang.runtime.staging.pipeline import Event
 from schedlang.timeline import Kind, Op, Timeline, timeline
 from tests import models
 from tests.executing import (

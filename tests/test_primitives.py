@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.build import build
-from schedlang.passes.exact import IN_ORACLE
+from schedlang.passes.proving.exact import IN_ORACLE
+from schedlang.passes.running.build import build
 from schedlang.plan import Plan
 from schedlang.primitive import load_all, registry
 from schedlang.printer import fmt
-from schedlang.runtime.launch import Pool
+from schedlang.runtime.launching.launch import Pool
 from schedlang.schedule import Schedule, create_schedule
 from schedlang.source import Source
 from schedlang.syntax import parse
@@ -197,8 +197,8 @@ def _plan(name: str, sizes: dict[str, int], *more: str) -> Plan:
 
 def _buildable(name: str, sizes: dict[str, int], *more: str) -> Plan:
     """The plan of the example, with as few other rows as make it traceable."""
-    from schedlang.passes.complete import completed
-    from schedlang.passes.propagate import propagate
+    from schedlang.passes.laying.propagate import propagate
+    from schedlang.passes.proposing.complete import completed
 
     refusals = []
     for beside in BESIDE:

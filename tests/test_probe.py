@@ -9,8 +9,8 @@ from torch import nn
 from schedlang.kernels.norms import Norm, probe_norm
 from schedlang.kernels.probe import Mismatch
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.kernel import match
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.replacing.kernel import match
 
 
 class Rms(nn.Module):

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.passes.propagate import Traced, propagate
-from schedlang.passes.staging import local_skeleton
+from schedlang.passes.cutting.staging import local_skeleton
+from schedlang.passes.laying.propagate import Traced, propagate
 from schedlang.placement import R, S
-from schedlang.runtime.collective import listening
-from schedlang.runtime.constants import OnMeta
-from schedlang.runtime.crossing import forget
-from schedlang.runtime.meta import hollow_batch
+from schedlang.runtime.collectives.collective import listening
+from schedlang.runtime.following.constants import OnMeta
+from schedlang.runtime.following.meta import hollow_batch
+from schedlang.runtime.sharding.crossing import forget
 from tests import models
 from tests.proofs import planned, refused
 from tests.test_build import FUSED, GPT2, LLAMA, LLAMA_ENDS, Fused, _words

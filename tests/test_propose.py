@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.account import account
-from schedlang.passes.blocks import fewest
-from schedlang.passes.propose import propose
-from schedlang.passes.state import Settings
+from schedlang.passes.costs.account import account
+from schedlang.passes.proposing.propose import propose
+from schedlang.passes.reading.state import Settings
+from schedlang.passes.shrinking.blocks import fewest
 from schedlang.plan import Plan
 from schedlang.printer import fmt
-from schedlang.runtime.launch import Pool
+from schedlang.runtime.launching.launch import Pool
 from schedlang.schedule import Schedule
 from schedlang.source import Source
 from schedlang.syntax import parse

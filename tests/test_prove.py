@@ -16,11 +16,11 @@ from typer.testing import CliRunner, Result
 
 from schedlang.cli import app
 from schedlang.diagnostic import Refusal
-from schedlang.passes.prove import Case, check_world, prove
-from schedlang.passes.rows import only_lines
+from schedlang.passes.proving.prove import Case, check_world, prove
+from schedlang.passes.reading.rows import only_lines
 from schedlang.plan import Plan
 from schedlang.report import Report
-from schedlang.runtime.launch import Pool, RankDied
+from schedlang.runtime.launching.launch import Pool, RankDied
 from tests import models
 from tests.proofs import planned
 from tests.test_build import GPT2, LLAMA, LLAMA_ENDS, Small, _series

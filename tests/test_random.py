@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from schedlang.diagnostic import Refusal
+from schedlang.runtime.drawing.random import LogicalDropout, Window
 from schedlang.runtime.modes import ambient, reentry
-from schedlang.runtime.random import LogicalDropout, Window
 from schedlang.runtime.scope import Scope, entered, named_sites
 
 

@@ -14,8 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from schedlang.diagnostic import Refusal
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.forward import layers_of
+from schedlang.runtime.keeping.recompute import (
+    CLASSES,
+    Checkpoint,
+    _policy,
+    checkpoint,
+    updates_buffers,
+)
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.recompute import CLASSES, Checkpoint, _policy, checkpoint, updates_buffers
 from tests.ranks import run_ranks
 
 SAVES = [(), ("linear",), ("attention",), ("linear", "attention"), CLASSES]
@@ -311,7 +317,13 @@ def test_kernels_that_draw_are_recomputed():
 def _ranks(rank, save):
     import torch.distributed as dist
 
-    from schedlang.runtime.collective import Group, all_reduce, gather, listening, reduce
+    from schedlang.runtime.collectives.collective import (
+        Group,
+        all_reduce,
+        gather,
+        listening,
+        reduce,
+    )
 
     group = Group(("tp",), (0, 1), rank, dist.group.WORLD)
 

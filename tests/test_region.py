@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedlang.regions import groups, paths, root, runs
 from schedlang.runtime.forward import layers_of
-from schedlang.runtime.offload import Store, offload
-from schedlang.runtime.recompute import checkpoint
-from schedlang.runtime.region import regions
-from schedlang.runtime.tiers import Ledger
+from schedlang.runtime.keeping.offload import Store, offload
+from schedlang.runtime.keeping.recompute import checkpoint
+from schedlang.runtime.keeping.region import regions
+from schedlang.runtime.keeping.tiers import Ledger
 from tests.test_recompute import Block, Products
 
 

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.build import build
-from schedlang.passes.state import Settings
+from schedlang.passes.reading.state import Settings
+from schedlang.passes.running.build import build
 from schedlang.patterns import read
 from schedlang.plan import Plan
-from schedlang.runtime.fuse import check_fused, unavailable
 from schedlang.runtime.regions.flow import Looked, flow, imagined
 from schedlang.runtime.regions.layer import Told, fuse_pattern, regions_of
 from schedlang.runtime.regions.match import matches
+from schedlang.runtime.replacing.fuse import check_fused, unavailable
 from schedlang.schedule import Schedule, create_schedule
 from schedlang.source import Source
 from schedlang.syntax import parse

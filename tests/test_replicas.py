@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from schedlang.mesh import Mesh
 from schedlang.model import ModelFacts
-from schedlang.passes.build import build
+from schedlang.passes.running.build import build
 from schedlang.plan import Plan
 from schedlang.primitives.zero import zero
 from schedlang.runtime.program import Program

@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.account import account
-from schedlang.passes.build import build
-from schedlang.passes.residence import streamed_units, tiers_of
-from schedlang.passes.show import view
-from schedlang.passes.show_text import text
-from schedlang.runtime.away import Tiers
-from schedlang.runtime.gradient import local_gradient
-from schedlang.runtime.leaving import local
+from schedlang.passes.costs.account import account
+from schedlang.passes.laying.residence import streamed_units, tiers_of
+from schedlang.passes.running.build import build
+from schedlang.passes.showing.show import view
+from schedlang.passes.showing.show_text import text
+from schedlang.runtime.keeping.away import Tiers
+from schedlang.runtime.keeping.leaving import local
+from schedlang.runtime.keeping.scratch import Scratch
+from schedlang.runtime.keeping.tiers import Residence, tier_of
 from schedlang.runtime.program import Program
-from schedlang.runtime.scratch import Scratch
-from schedlang.runtime.tiers import Residence, tier_of
+from schedlang.runtime.summing.gradient import local_gradient
 from tests.engine import Threads
 from tests.proofs import adamw, assert_same, planned, proven, refused, sgd, trained
 
@@ -215,8 +215,8 @@ def peaks(rows: str, layers: int) -> dict[str, int]:
 def test_device_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     """With layers streamed, 4, 8 and 16 of them need the same bytes on the device; else they grow
     with every layer, and so does what lies on the host."""
-    monkeypatch.setattr("schedlang.runtime.offload.SMALLEST", 0)
-    monkeypatch.setattr("schedlang.runtime.gradient.BUCKET_BYTES", 1)
+    monkeypatch.setattr("schedlang.runtime.keeping.offload.SMALLEST", 0)
+    monkeypatch.setattr("schedlang.runtime.summing.gradient.BUCKET_BYTES", 1)
     rows = "layers.* checkpoint()\nlayers.* offload(activations)\n" + ALL.format("cpu")
     four, eight, sixteen = (peaks(rows, layers) for layers in (4, 8, 16))
     assert four["device"] == eight["device"] == sixteen["device"]
@@ -446,7 +446,7 @@ def test_a_full_disk_undoes_the_step(rows: str, room: int) -> None:
 
 def test_a_full_disk_at_build_and_in_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters that do not fit are refused by `build`, activations by the step."""
-    monkeypatch.setattr("schedlang.runtime.offload.SMALLEST", 0)
+    monkeypatch.setattr("schedlang.runtime.keeping.offload.SMALLEST", 0)
     with full_after(100, Scratch()), pytest.raises(Refusal, match="was not built"):
         build(planned(words(), "offload(parameters, to=disk)"), BATCHES[0], optimizer=sgd)
     rows = "layers.* offload(activations, to=disk)"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from schedlang.passes.build import build
+from schedlang.passes.running.build import build
 from schedlang.plan import Plan
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient

@@ -13,9 +13,9 @@ from schedlang.kernels.check import run_kernel_check
 from schedlang.kernels.device import runs
 from schedlang.kernels.rope import Case, Form, reference, rope, rope_turn
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.kernel import match, replace
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.rope import Rotary, Turning
+from schedlang.runtime.replacing.kernel import match, replace
+from schedlang.runtime.replacing.rope import Rotary, Turning
 from tests import models
 from tests.proofs import planned, proven, refused
 

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from schedlang.passes.flips import tipped
-from schedlang.passes.observe import Observation, conditions, observe
-from schedlang.passes.original import Sequential
-from schedlang.passes.prove import Case, prove
-from schedlang.passes.rounding import within_rounding
+from schedlang.passes.proving.flips import tipped
+from schedlang.passes.proving.observe import Observation, conditions, observe
+from schedlang.passes.proving.original import Sequential
+from schedlang.passes.proving.prove import Case, prove
+from schedlang.passes.proving.rounding import within_rounding
 from schedlang.report import Report
 from schedlang.runtime.float64 import Float64, as_float64, widened
-from schedlang.runtime.launch import Pool
+from schedlang.runtime.launching.launch import Pool
 from schedlang.runtime.modes import ambient
 from tests.proofs import planned
 

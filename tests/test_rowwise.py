@@ -13,11 +13,11 @@ from torch import Tensor
 
 from schedlang.diagnostic import Refusal
 from schedlang.kernels.check import compare
-from schedlang.passes.gains import gains
-from schedlang.runtime.fuse import unavailable
-from schedlang.runtime.gain import eager, scheduled
-from schedlang.runtime.gain import generated as made_of
+from schedlang.passes.costs.gains import gains
 from schedlang.runtime.regions.compile import compiled
+from schedlang.runtime.replacing.fuse import unavailable
+from schedlang.runtime.replacing.gain import eager, scheduled
+from schedlang.runtime.replacing.gain import generated as made_of
 from schedlang.runtime.rowwise import launch, operator
 from schedlang.runtime.rowwise.child import interpreted
 from schedlang.runtime.rowwise.graphs import Sort, graphs, sorts_of

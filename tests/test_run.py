@@ -13,8 +13,8 @@ from typer.testing import CliRunner, Result
 
 from schedlang.cli import app
 from schedlang.modelfile import load_model_file
-from schedlang.passes.record import record
-from schedlang.passes.restore import restored
+from schedlang.passes.reading.record import record
+from schedlang.passes.reading.restore import restored
 from schedlang.schedule import load
 
 ROOT = Path(__file__).parent.parent

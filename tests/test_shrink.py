@@ -19,17 +19,17 @@ from examples.custom.model import Watcher
 from examples.custom.model import batch as series
 from schedlang.cli import app
 from schedlang.diagnostic import Refusal
-from schedlang.passes.depth import neighbours
-from schedlang.passes.minimise import Rules, Search, Split
-from schedlang.passes.prove import prove
-from schedlang.passes.quantities import Key, counted, learned
-from schedlang.passes.recipe import Recipe, recipes, special_ids
-from schedlang.passes.shrink import Shrunk, shrink
-from schedlang.passes.sides import Case
-from schedlang.passes.small_batch import Cutting, small
-from schedlang.passes.small_mesh import small_meshes
-from schedlang.passes.state import Settings
-from schedlang.runtime.launch import Pool
+from schedlang.passes.proving.prove import prove
+from schedlang.passes.proving.sides import Case
+from schedlang.passes.reading.state import Settings
+from schedlang.passes.shrinking.depth import neighbours
+from schedlang.passes.shrinking.minimise import Rules, Search, Split
+from schedlang.passes.shrinking.quantities import Key, counted, learned
+from schedlang.passes.shrinking.recipe import Recipe, recipes, special_ids
+from schedlang.passes.shrinking.shrink import Shrunk, shrink
+from schedlang.passes.shrinking.small_batch import Cutting, small
+from schedlang.passes.shrinking.small_mesh import small_meshes
+from schedlang.runtime.launching.launch import Pool
 from schedlang.source import Source
 from schedlang.syntax import parse
 from tests.zoo.pool import Mutated

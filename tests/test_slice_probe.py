@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.prepare import prepare
-from schedlang.runtime import slice_probe
-from schedlang.runtime.small_model import small_copy
+from schedlang.passes.laying.prepare import prepare
+from schedlang.runtime.slicing import slice_probe
+from schedlang.runtime.slicing.small_model import small_copy
 from tests import models
 from tests.causal import Causal
 from tests.proofs import planned

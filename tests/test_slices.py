@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.prepare import prepare
-from schedlang.passes.sequence import slices_of
-from schedlang.runtime.carry import Carried, Span
+from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.laying.sequence import slices_of
+from schedlang.runtime.drawing.random import LogicalDropout
 from schedlang.runtime.float64 import Float64
+from schedlang.runtime.keeping.recompute import checkpoint
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.random import LogicalDropout
-from schedlang.runtime.recompute import checkpoint
 from schedlang.runtime.scope import Scope, entered, named_sites
-from schedlang.runtime.sliced import Slices, joined, run, windows
-from schedlang.runtime.slices import Slicing, along, even, masks_of
+from schedlang.runtime.slicing.carry import Carried, Span
+from schedlang.runtime.slicing.sliced import Slices, joined, run, windows
+from schedlang.runtime.slicing.slices import Slicing, along, even, masks_of
 from tests import models
 from tests.causal import Causal
 from tests.proofs import planned

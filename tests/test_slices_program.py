@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.build import build
-from schedlang.passes.staging import timeline_of
+from schedlang.passes.cutting.staging import timeline_of
+from schedlang.passes.running.build import build
 from schedlang.plan import Plan
 from schedlang.timeline import Kind
 from tests import models

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.passes.static import static
+from schedlang.passes.statics.static import static
 from tests.engine import Threads
 from tests.proofs import assert_near, planned, refused, sequential, trained
 

@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from schedlang.orders import order
-from schedlang.passes.build import build
-from schedlang.passes.observe import Condition
-from schedlang.passes.prepare import Prepared
-from schedlang.passes.prove import Case, prove
-from schedlang.passes.replayed import Replayed
-from schedlang.passes.sides import prepared, sequential
-from schedlang.passes.static import static
+from schedlang.passes.laying.prepare import Prepared
+from schedlang.passes.proving.observe import Condition
+from schedlang.passes.proving.prove import Case, prove
+from schedlang.passes.proving.replayed import Replayed
+from schedlang.passes.proving.sides import prepared, sequential
+from schedlang.passes.running.build import build
+from schedlang.passes.statics.static import static
 from schedlang.plan import Plan
 from schedlang.runtime import program
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.launch import Pool
+from schedlang.runtime.launching.launch import Pool
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.versions import Versions
+from schedlang.runtime.staging.versions import Versions
 from schedlang.timeline import Kind, Op, Timeline, timeline
 from schedlang.timeline.versions import updates, weight_copies
 from tests import models

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.build import build
+from schedlang.passes.running.build import build
 from schedlang.plan import Plan
 from tests import models
 from tests.proofs import sgd
@@ -51,7 +51,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_clear_meaning(name: str) -> None:
     """Shared weights, sliced state, recomputation without a stash: S625 with the row and a way."""
-    from schedlang.passes.prepare import prepare
+    from schedlang.passes.laying.prepare import prepare
 
     make, batch, words = REFUSED[name]
     with pytest.raises(Refusal) as error:

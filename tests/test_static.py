@@ -12,10 +12,15 @@ import torch
 from torch import nn
 
 from schedlang.diagnostic import Diagnostic
-from schedlang.passes import book, owners
-from schedlang.passes.static import Static, static
+from schedlang.passes.laying import book
+from schedlang.passes.statics import owners
+from schedlang.passes.statics.static import Static, static
 from schedlang.plan import Plan
-from schedlang.runtime import collective, dry, follow, pipeline, program, shard
+from schedlang.runtime import program
+from schedlang.runtime.collectives import collective
+from schedlang.runtime.following import dry, follow
+from schedlang.runtime.sharding import shard
+from schedlang.runtime.staging import pipeline
 from schedlang.timeline import Kind
 from tests import layouts, models
 from tests.proofs import planned
@@ -157,7 +162,7 @@ def test_injected_bugs_are_found_at_their_row(
 
 def _mutated(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any]) -> None:
     """Both what is planned and what ranks do follow other reductions."""
-    from schedlang.passes import reduce
+    from schedlang.passes.running import reduce
 
     plain = book.reductions
 
@@ -319,7 +324,7 @@ def test_a_buffer_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_parameter_that_no_optimizer_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trained parameter of a rank that its optimizer was not given."""
-    from schedlang.passes import roles
+    from schedlang.passes.statics import roles
 
     played = roles._role
     lost = lambda *args: replace(made := played(*args), trained=made.trained[1:])  # noqa: E731
@@ -330,7 +335,7 @@ def test_a_parameter_that_no_optimizer_sees(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_kernel_that_forgets_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hooks, dtypes and `requires_grad` survive `replace_kernel`; a bug that drops them is told."""
-    from schedlang.runtime import kernel
+    from schedlang.runtime.replacing import kernel
 
     rows = "model.**:LlamaRMSNorm  replace_kernel(rms_norm)"
     model = models.llama(1)

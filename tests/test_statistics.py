@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.account import account
-from schedlang.passes.prepare import prepare
-from schedlang.passes.prove import Case, prove
-from schedlang.passes.static import static
-from schedlang.runtime.batch_sums import batch_sums
-from schedlang.runtime.statistics import gather_statistics
+from schedlang.passes.costs.account import account
+from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.proving.prove import Case, prove
+from schedlang.passes.statics.static import static
+from schedlang.runtime.summing.batch_sums import batch_sums
+from schedlang.runtime.summing.statistics import gather_statistics
 from tests import expert_models as models
 from tests.proofs import planned, proven
 from tests.test_experts import KINDS

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from schedlang.passes.prepare import prepare
-from schedlang.passes.static import static
-from schedlang.passes.traffic import collectives
+from schedlang.passes.costs.traffic import collectives
+from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.statics.static import static
 from tests.engine.threads import Threads
 from tests.proofs import planned, refused
 from tests.spacetime import WIDTH, Video, batch

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from schedlang import runtime
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.runtime import collective
-from schedlang.runtime.kept import KeepCollectives
-from schedlang.runtime.launch import Hang, RankDied, progress
+from schedlang.runtime.collectives import collective
+from schedlang.runtime.keeping.kept import KeepCollectives
+from schedlang.runtime.launching.launch import Hang, RankDied, progress
 from tests.engine import Mismatch, Threads
 from tests.engine.globals import OWN
 
@@ -200,7 +200,8 @@ def test_globals_of_the_process_are_each_ranks_own(threads: Threads) -> None:
 # caches that give the same whoever filled them, and what belongs to the process
 SHARED = {
     ("draws", "found"), ("fuse", "_codes"), ("launch", "_shared"), ("modes", "_open_bodies"),
-    ("copies", "_streams"),
+    ("copies", "_streams"), ("rewrite", "_regions"), ("operator", "_regions"),
+    ("operator", "_keys"), ("launch", "_jitted"),
 }  # fmt: skip
 
 
@@ -208,15 +209,15 @@ def test_no_global_of_the_runtime_is_forgotten() -> None:
     """Every container at the top of a module of the runtime is known here as own or shared."""
     own = {(module.__name__.rpartition(".")[2], name) for module, name in OWN}
     found = set()
-    for info in pkgutil.iter_modules(runtime.__path__):
-        module = importlib.import_module(f"schedlang.runtime.{info.name}")
+    for info in pkgutil.walk_packages(runtime.__path__, "schedlang.runtime."):
+        module = importlib.import_module(info.name)
         for name, value in vars(module).items():
             changes = value is None or isinstance(
                 value, MutableMapping | MutableSequence | MutableSet
             )
             # constants are written in capitals, after an underscore or not
             if changes and name.strip("_").islower():
-                found.add((info.name, name))
+                found.add((info.name.rpartition(".")[2], name))
     assert own <= found
     assert {f for f in found if not f[1].startswith("__")} <= own | SHARED
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.build import build
-from schedlang.passes.changed import KIND
+from schedlang.passes.proving.changed import KIND
+from schedlang.passes.running.build import build
 from schedlang.plan import Plan
 from schedlang.runtime import changed
 from tests import models

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from schedlang.cli import app
 from schedlang.cost import Cost
 from schedlang.orders import ORDERS, OrderError, order
-from schedlang.passes.timeline_page import MICRO, RANKS, Shown, timeline_page, variants
+from schedlang.passes.showing.timeline_page import MICRO, RANKS, Shown, timeline_page, variants
 from schedlang.timeline import peak, timing
 
 COST = Cost(3, 4, 2, 0.5)

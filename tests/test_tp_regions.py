@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.holdings import holdings_of
-from schedlang.passes.propagate import propagate
-from schedlang.passes.reductions import reductions
-from schedlang.passes.staging import stages_of
+from schedlang.passes.cutting.staging import stages_of
+from schedlang.passes.laying.holdings import holdings_of
+from schedlang.passes.laying.propagate import propagate
+from schedlang.passes.laying.reductions import reductions
 from tests import models
 from tests.engine import Threads
 from tests.proofs import planned, proven, refused

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from schedlang.cli import app
 from schedlang.cost import Cost
 from schedlang.orders import ORDERS, order, sized
-from schedlang.passes.trace import UNIT, trace
+from schedlang.passes.showing.trace import UNIT, trace
 from schedlang.timeline import Kind, Op, Timing, timeline, timing
 from schedlang.timeline.bars import IDLE, MOST_RANKS, bars
 from schedlang.timeline.needs import dependencies

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from schedlang.model import ModelFacts
-from schedlang.passes.tree import Node, text, tree
+from schedlang.passes.showing.tree import Node, text, tree
 from tests.models import gpt2
 
 

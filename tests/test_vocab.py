@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from schedlang.runtime.collective import Group
-from schedlang.runtime.launch import Pool
-from schedlang.runtime.vocab import ShardedLogits
+from schedlang.runtime.collectives.collective import Group
+from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.sharding.vocab import ShardedLogits
 
 CLASSES = 7
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.orders import order
-from schedlang.passes import stages as cuts
-from schedlang.passes.prepare import prepare
-from schedlang.passes.weights import in_flight, state_bytes, weight_of
+from schedlang.passes.cutting import stages as cuts
+from schedlang.passes.cutting.weights import in_flight, state_bytes, weight_of
+from schedlang.passes.laying.prepare import prepare
 from schedlang.plan import Plan
-from schedlang.runtime.record import record
-from schedlang.runtime.units import units_of
+from schedlang.runtime.following.record import record
+from schedlang.runtime.staging.units import units_of
 from tests.proofs import planned, refused
 
 ROWS, WIDTH = 6, 8

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from schedlang.runtime.notes import Tag
-from schedlang.runtime.where import alone, fitting, reshaped
+from schedlang.runtime.following.notes import Tag
+from schedlang.runtime.following.where import alone, fitting, reshaped
 from tests.engine.threads import Threads
 from tests.proofs import assert_near, planned, sequential, sgd, steps
 

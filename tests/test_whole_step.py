@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.build import build
-from schedlang.runtime.elementwise import is_elementwise, is_tensorwise
+from schedlang.passes.running.build import build
+from schedlang.runtime.stepping.elementwise import is_elementwise, is_tensorwise
 from tests.engine import Threads
 from tests.proofs import adamw, assert_near, assert_same, planned, sequential, steps
 

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.build import build
-from schedlang.passes.prepare import prepare
-from schedlang.passes.traffic import collectives
+from schedlang.passes.costs.traffic import collectives
+from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.running.build import build
 from schedlang.plan import Plan
-from schedlang.runtime.launch import Pool
+from schedlang.runtime.launching.launch import Pool
 from tests.engine import Threads
 from tests.proofs import planned, proven, sgd
 

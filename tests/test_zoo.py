@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from schedlang.passes.prove import prove
-from schedlang.runtime.launch import Pool
+from schedlang.passes.proving.prove import prove
+from schedlang.runtime.launching.launch import Pool
 from tests.tiers import thinned
 from tests.zoo import ZOO
 from tests.zoo.bug import Bug, found

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.passes.expand import expand
-from schedlang.passes.lint import lint
+from schedlang.passes.reading.expand import expand
+from schedlang.passes.reading.lint import lint
 from schedlang.source import Source
 from schedlang.syntax import parse
 

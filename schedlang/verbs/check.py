@@ -23,7 +23,7 @@ from schedlang.verbs.outcome import (
 )
 
 if TYPE_CHECKING:
-    from schedlang.passes.static import Static
+    from schedlang.passes.statics.static import Static
     from schedlang.verbs.lockfile import Compared
 
 
@@ -44,8 +44,8 @@ def check(
     axes, that only pending sums are summed, that ranks agree on collectives, and who owns what.
     """
     from schedlang.diagnostic import Diagnostic, Refusal
-    from schedlang.passes.expand import expand
-    from schedlang.passes.lint import lint
+    from schedlang.passes.reading.expand import expand
+    from schedlang.passes.reading.lint import lint
     from schedlang.syntax import parse, read
     from schedlang.verbs.settings import settings
 
@@ -87,7 +87,7 @@ def _proven(
     files: Sequence[Path], model: str | None, knob: list[str] | None, mesh: str | None
 ) -> dict[Path, Static]:
     """The static proofs of each schedule, with the model file's batch."""
-    from schedlang.passes.static import static
+    from schedlang.passes.statics.static import static
     from schedlang.verbs.files import planned
 
     proven = {}

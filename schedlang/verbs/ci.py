@@ -163,8 +163,8 @@ def _exit(found: Sequence[Outcome]) -> int:
 
 def _draw(file: Path, wish: Wish, folder: Path) -> None:
     """The picture of a plan, named after the schedule's path."""
-    from schedlang.passes.picture import picture
-    from schedlang.passes.show import view
+    from schedlang.passes.showing.picture import picture
+    from schedlang.passes.showing.show import view
     from schedlang.verbs.examine import is_library
     from schedlang.verbs.files import accounted, planned, write_text
 

@@ -30,9 +30,9 @@ def diff(
     Bytes at the peak of a step by class, bytes sent, the pipeline's bubble.  Knobs and axis sizes
     are set in both.
     """
-    from schedlang.passes import diff_page
-    from schedlang.passes.delta import delta
-    from schedlang.passes.diff import compare
+    from schedlang.passes.costs.delta import delta
+    from schedlang.passes.showing import diff_page
+    from schedlang.passes.showing.diff import compare
     from schedlang.verbs.files import accounted, planned, write_text
 
     first, second = planned(old, model, knob, mesh), planned(new, model, knob, mesh)

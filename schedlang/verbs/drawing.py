@@ -13,7 +13,7 @@ import typer
 
 if TYPE_CHECKING:
     from schedlang.cost import Cost
-    from schedlang.passes.measured import Measured
+    from schedlang.passes.running.measured import Measured
     from schedlang.plan import Plan
     from schedlang.timeline import Timing
 
@@ -53,8 +53,8 @@ class Pictures:
 
     def write(self, times: Timing, title: str, order: str, cost: Cost) -> None:
         """Write them; `order` is the name under which the page shows the timeline."""
-        from schedlang.passes.timeline_page import Shown, timeline_page
-        from schedlang.passes.trace import trace
+        from schedlang.passes.showing.timeline_page import Shown, timeline_page
+        from schedlang.passes.showing.trace import trace
         from schedlang.timeline.svg import drawn
         from schedlang.verbs.files import write_text
 
@@ -92,7 +92,7 @@ def check_timeline(path: Path | None, plan: Plan) -> None:
 
 def write_measured(path: Path, found: Measured, title: str) -> None:
     """A measured step beside its simulated one, in the form that the name asks for."""
-    from schedlang.passes.measured_page import measured_page, measured_svg, measured_trace
+    from schedlang.passes.showing.measured_page import measured_page, measured_svg, measured_trace
     from schedlang.verbs.files import write_text
 
     if path.suffix == ".json":

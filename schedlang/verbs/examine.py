@@ -19,7 +19,7 @@ from schedlang.verbs.outcome import FAILS, HOLDS, REFUSED, UNCHECKED
 if TYPE_CHECKING:
     from schedlang.modelfile import ModelFile
     from schedlang.report import Report
-    from schedlang.runtime.launch import Pool
+    from schedlang.runtime.launching.launch import Pool
     from schedlang.verbs.lockfile import Compared
 
 _PLACE = re.compile(r"(.+?):(\d+): ")
@@ -47,7 +47,7 @@ class Ranks:
 
     def pool(self) -> Pool:
         """Ranks that know the model file."""
-        from schedlang.runtime.launch import Pool
+        from schedlang.runtime.launching.launch import Pool
 
         assert self._found is not None, "the ranks are those of a model file"
         if self._pool is None:
@@ -80,7 +80,7 @@ def is_library(file: Path) -> bool:
 def first_row(file: Path) -> int:
     """The line of the first step or row of a schedule, 0 if it has none.  May refuse."""
     from schedlang import nodes as n
-    from schedlang.passes.bases import is_base
+    from schedlang.passes.reading.bases import is_base
     from schedlang.syntax import parse, read
 
     rows = (n.Step, n.At, n.When, n.Rule, n.Do)
@@ -95,8 +95,8 @@ def check(file: Path, wish: Wish) -> Outcome:
     """Syntax, names, domains and arguments, without a model; warnings are in the text."""
 
     def ask(outcome: Outcome) -> Outcome:
-        from schedlang.passes.expand import expand
-        from schedlang.passes.lint import lint
+        from schedlang.passes.reading.expand import expand
+        from schedlang.passes.reading.lint import lint
         from schedlang.syntax import parse, read
         from schedlang.verbs.settings import settings
 
@@ -126,7 +126,7 @@ def static(file: Path, wish: Wish) -> Outcome:
     """Whether the plan can be built for the model, and what is proven of it without running."""
 
     def ask(outcome: Outcome) -> Outcome:
-        from schedlang.passes.static import static as proofs
+        from schedlang.passes.statics.static import static as proofs
         from schedlang.verbs.files import planned
 
         found = planned(file, wish.model, wish.knobs, wish.mesh)
@@ -146,7 +146,7 @@ def verify(file: Path, wish: Wish, ranks: Ranks) -> Outcome:
     """Whether the schedule computes what its model computes, or is refused as it is meant to be."""
 
     def ask(outcome: Outcome) -> Outcome:
-        from schedlang.runtime.launch import Hang, RankDied
+        from schedlang.runtime.launching.launch import Hang, RankDied
 
         try:
             return _verified(outcome, wish, ranks)
@@ -158,8 +158,8 @@ def verify(file: Path, wish: Wish, ranks: Ranks) -> Outcome:
 
 
 def _verified(outcome: Outcome, wish: Wish, ranks: Ranks) -> Outcome:
-    from schedlang.passes.prove import prove
-    from schedlang.passes.shrink import remarked
+    from schedlang.passes.proving.prove import prove
+    from schedlang.passes.shrinking.shrink import remarked
     from schedlang.verbs.posed import posed
     from schedlang.verbs.settings import settings
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from schedlang.diagnostic import Diagnostic
     from schedlang.modelfile import ModelFile
     from schedlang.nodes import File
-    from schedlang.passes.account import Account
+    from schedlang.passes.costs.account import Account
     from schedlang.plan import Plan
 
 
@@ -54,7 +54,7 @@ def planned(
     schedule = Schedule(found.model(meta=True), tree, given)
     made = schedule.plan()
     if made.completing:
-        from schedlang.passes.complete import completed
+        from schedlang.passes.proposing.complete import completed
 
         made = completed(made, found.batch(0) if found.has_batch else None, found.loss)
     return Planned(file, tree, made, found, imports, tuple(schedule.warnings()))
@@ -62,7 +62,7 @@ def planned(
 
 def accounted(one: Planned, *, memory: bool = False) -> Account:
     """What the plan costs, with the model file's batch if it has one."""
-    from schedlang.passes.account import account
+    from schedlang.passes.costs.account import account
 
     batch = one.model.batch(0) if one.model.has_batch else None
     return account(one.plan, batch, one.model.loss, weight=one.model.weight, memory=memory)
@@ -70,7 +70,7 @@ def accounted(one: Planned, *, memory: bool = False) -> Account:
 
 def demand_expected(plan: Plan, account: Account) -> None:
     """Tell what an `expect` wants and the plan does not give; exit 1."""
-    from schedlang.passes.expect import unmet
+    from schedlang.passes.reading.expect import unmet
 
     problems = unmet(plan, account)
     for problem in problems:

@@ -31,7 +31,7 @@ def init(
     model the tensors.  What can be split is found by following one forward without values and by
     asking what is legal; what stays whole is said with the reason.
     """
-    from schedlang.passes.propose import check_mesh, propose
+    from schedlang.passes.proposing.propose import check_mesh, propose
     from schedlang.verbs.settings import settings
 
     sizes = settings((), mesh).mesh

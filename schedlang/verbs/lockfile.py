@@ -12,9 +12,9 @@ import typer
 from schedlang.verbs.outcome import FAILS, show_json
 
 if TYPE_CHECKING:
-    from schedlang.passes.account import Account
-    from schedlang.passes.lock import Lock
-    from schedlang.passes.lock_diff import Change
+    from schedlang.passes.costs.account import Account
+    from schedlang.passes.locking.lock import Lock
+    from schedlang.passes.locking.lock_diff import Change
     from schedlang.verbs.files import Planned
 
 
@@ -59,7 +59,7 @@ def lock_of(
     found: Planned, account: Account, knobs: Sequence[str] | None, mesh: str | None
 ) -> Lock:
     """The lock of a planned schedule, with the settings that it was planned with."""
-    from schedlang.passes.lock import lock
+    from schedlang.passes.locking.lock import lock
 
     settings = [("--knob", text) for text in sorted(knobs or ())]
     settings += [("--mesh", mesh)] if mesh else []
@@ -70,7 +70,7 @@ def write_lock(
     found: Planned, account: Account, knobs: Sequence[str] | None, mesh: str | None
 ) -> Path:
     """Write the lock whole or not at all, over the one that is there."""
-    from schedlang.passes.lock_text import to_text
+    from schedlang.passes.locking.lock_text import to_text
     from schedlang.verbs.files import write_text
 
     path = lock_path(found.file)
@@ -84,8 +84,8 @@ def compare_lock(schedule: Path, model: str | None) -> Compared:
     Raises Refusal where there is no lock or none that can be read (S721), or nothing to plan.
     """
     from schedlang.diagnostic import Diagnostic, Refusal
-    from schedlang.passes.lock_diff import changes, versions
-    from schedlang.passes.lock_text import read_lock
+    from schedlang.passes.locking.lock_diff import changes, versions
+    from schedlang.passes.locking.lock_text import read_lock
     from schedlang.verbs.files import accounted, planned
 
     path = lock_path(schedule)

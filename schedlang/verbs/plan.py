@@ -12,7 +12,7 @@ import typer
 from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, show_json, verb
 
 if TYPE_CHECKING:
-    from schedlang.passes.show import View
+    from schedlang.passes.showing.show import View
     from schedlang.verbs.files import Planned
 
 Out = Annotated[Path | None, typer.Option("--out", help="Save the plan, for `run --plan`.")]
@@ -42,8 +42,8 @@ def plan(
     Bytes per rank by class at the peak of a step, collectives of one step, and the timeline at
     unit cost.  Exit 1 where an `expect` does not hold.
     """
-    from schedlang.passes.show import view
-    from schedlang.passes.show_text import text
+    from schedlang.passes.showing.show import view
+    from schedlang.passes.showing.show_text import text
     from schedlang.verbs.files import accounted, demand_expected, planned
     from schedlang.verbs.lockfile import demand_lock, write_lock
 
@@ -84,8 +84,8 @@ def _check_lock_alone(knob: object, mesh: object, lock: bool) -> None:
 def _write(shown: View, svg: Path | None, html: Path | None, trace: Path | None) -> None:
     """The pictures that were asked for."""
     from schedlang.diagnostic import Diagnostic, Refusal
-    from schedlang.passes.picture import page, picture
-    from schedlang.passes.trace import trace as traced
+    from schedlang.passes.showing.picture import page, picture
+    from schedlang.passes.showing.trace import trace as traced
     from schedlang.timeline import timing
     from schedlang.verbs.files import write_text
 
@@ -106,7 +106,7 @@ def _save(out: Path, found: Planned) -> None:
     import json
 
     from schedlang import printer
-    from schedlang.passes.record import record
+    from schedlang.passes.reading.record import record
     from schedlang.verbs.files import write_text
 
     path = found.model.path

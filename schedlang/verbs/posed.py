@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from schedlang.modelfile import ModelFile
     from schedlang.nodes import File
-    from schedlang.passes.shrink import Shrunk
-    from schedlang.passes.sides import Case
-    from schedlang.passes.state import Settings
+    from schedlang.passes.proving.sides import Case
+    from schedlang.passes.reading.state import Settings
+    from schedlang.passes.shrinking.shrink import Shrunk
     from schedlang.plan import Plan
 
 
@@ -33,10 +33,10 @@ def posed(
 
     `shrink` None reduces a model on the meta device only.  Raises Refusal for what cannot be run.
     """
-    from schedlang.passes.asked import STEPS, steps_of
-    from schedlang.passes.rows import only_lines, repeated
-    from schedlang.passes.shrink import lies_on_meta, shrunk
-    from schedlang.passes.sides import Case
+    from schedlang.passes.proving.asked import STEPS, steps_of
+    from schedlang.passes.proving.sides import Case
+    from schedlang.passes.reading.rows import only_lines, repeated
+    from schedlang.passes.shrinking.shrink import lies_on_meta, shrunk
     from schedlang.schedule import Schedule
     from schedlang.syntax import parse, read
 

@@ -23,7 +23,7 @@ from schedlang.verbs.outcome import (
 
 if TYPE_CHECKING:
     from schedlang.modelfile import ModelFile
-    from schedlang.passes.train import Course, Trained
+    from schedlang.passes.running.train import Course, Trained
 
 
 @verb
@@ -48,7 +48,7 @@ def run(
     included.
     """
     from schedlang.diagnostic import Refusal
-    from schedlang.passes.train import Course, check
+    from schedlang.passes.running.train import Course, check
 
     first = os.environ.get("RANK", "0") == "0"
     try:
@@ -80,7 +80,7 @@ def run(
 
 def _demand(course: Course) -> None:
     """Before any rank starts: exit 1 where the plan costs more than the schedule expects."""
-    from schedlang.passes.expect import counted
+    from schedlang.passes.reading.expect import counted
     from schedlang.verbs.files import demand_expected
 
     if course.plan.expected:
@@ -100,7 +100,7 @@ def _planned(
     from schedlang.diagnostic import Diagnostic, Refusal
     from schedlang.model import ModelFacts
     from schedlang.modelfile import load_model_file
-    from schedlang.passes.restore import read_record, restored
+    from schedlang.passes.reading.restore import read_record, restored
     from schedlang.schedule import Schedule
     from schedlang.syntax import parse, read
     from schedlang.verbs.settings import settings
@@ -139,7 +139,7 @@ def _here(course: Course, shown: _Shown) -> Trained:
     """As one rank of the job that torchrun started."""
     import torch.distributed as dist
 
-    from schedlang.passes.train import train
+    from schedlang.passes.running.train import train
 
     with shown:
         trained = train(course, shown.step)
@@ -151,9 +151,9 @@ def _here(course: Course, shown: _Shown) -> Trained:
 
 def _local(course: Course, found: ModelFile, shown: _Shown, as_json: bool) -> Trained:
     """On ranks started here."""
-    from schedlang.passes.prove import check_world
-    from schedlang.passes.train import train
-    from schedlang.runtime.launch import Hang, Pool, RankDied
+    from schedlang.passes.proving.prove import check_world
+    from schedlang.passes.running.train import train
+    from schedlang.runtime.launching.launch import Hang, Pool, RankDied
 
     check_world(course.plan, "run")
     with Pool(files=found.files) as pool, shown:

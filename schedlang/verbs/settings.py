@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from schedlang.diagnostic import Diagnostic, Refusal
 
 if TYPE_CHECKING:
-    from schedlang.passes.state import Settings
+    from schedlang.passes.reading.state import Settings
 
 
 def settings(knobs: Sequence[str] | None, mesh: str | None) -> Settings:
     """Settings as given, in torchrun's world where there is one (S109)."""
-    from schedlang.passes.state import Settings
+    from schedlang.passes.reading.state import Settings
 
     sizes = {}
     for name, text in (_pair("--mesh", part) for part in (mesh or "").split(",") if part.strip()):

@@ -11,7 +11,7 @@ from schedlang.verbs.drawing import Page, Pictures, Svg, Trace, Transfers, Width
 from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, show_json, verb
 
 if TYPE_CHECKING:
-    from schedlang.passes.estimated import Machine
+    from schedlang.passes.costs.estimated import Machine
 
 File = Annotated[Path | None, typer.Argument(help="A schedule with a pipeline.", metavar="FILE")]
 OrderName = Annotated[
@@ -95,7 +95,7 @@ def simulate(
 def _machine(tflops: float, bandwidth: float) -> Machine:
     """What ranks and links do in a second; refuses what is no speed."""
     from schedlang.diagnostic import Diagnostic, Refusal
-    from schedlang.passes.estimated import Machine
+    from schedlang.passes.costs.estimated import Machine
 
     for name, value in (("tflops", tflops), ("bandwidth", bandwidth)):
         if not 0 < value < float("inf"):

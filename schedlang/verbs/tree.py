@@ -22,8 +22,8 @@ def tree(
     """Show the model as a schedule sees it: paths, classes, parameters with named dims, ties."""
     from schedlang.model import ModelFacts
     from schedlang.modelfile import load_model_file
-    from schedlang.passes.tree import text
-    from schedlang.passes.tree import tree as tree_of
+    from schedlang.passes.showing.tree import text
+    from schedlang.passes.showing.tree import tree as tree_of
 
     if file is not None and file.suffix == ".py" and model is None:
         model = str(file)

@@ -52,9 +52,9 @@ def verify(
     steps of two optimizers, buffers, ties and a saved state, in float64 with dropout on.
     """
     from schedlang.modelfile import load_model_file
-    from schedlang.passes.prove import prove
-    from schedlang.passes.shrink import remarked
-    from schedlang.runtime.launch import Hang, Pool, RankDied
+    from schedlang.passes.proving.prove import prove
+    from schedlang.passes.shrinking.shrink import remarked
+    from schedlang.runtime.launching.launch import Hang, Pool, RankDied
     from schedlang.verbs.lockfile import demand_lock
     from schedlang.verbs.posed import posed
     from schedlang.verbs.settings import settings

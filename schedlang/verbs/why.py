@@ -29,8 +29,8 @@ def why(
 ) -> None:
     """Say which rows act on a module or a parameter, or why ranks send something to each other."""
     from schedlang.diagnostic import Diagnostic, Refusal
-    from schedlang.passes.why import why as rows
-    from schedlang.passes.why_collective import listed, why_collective
+    from schedlang.passes.showing.why import why as rows
+    from schedlang.passes.showing.why_collective import listed, why_collective
     from schedlang.verbs.files import accounted, planned
 
     if (name is not None) + (collective is not None) + collectives != 1:

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
 from schedlang.orders import ORDERS, OrderError, find, sized
-from schedlang.passes.build import build
-from schedlang.passes.measured import Measured, settled
-from schedlang.runtime.launch import Pool, RankDied, progress
-from schedlang.runtime.watch import Watch, gathered
+from schedlang.passes.running.build import build
+from schedlang.passes.running.measured import Measured, settled
+from schedlang.runtime.launching.launch import Pool, RankDied, progress
+from schedlang.runtime.staging.watch import Watch, gathered
 from schedlang.timeline import Kind, timing
 from tests.proofs import planned, sgd
 

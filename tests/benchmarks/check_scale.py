@@ -23,7 +23,7 @@ def main() -> None:
     import torch  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    from schedlang.passes.static import static
+    from schedlang.passes.statics.static import static
     from schedlang.verbs.files import planned
 
     start, spent = time.perf_counter(), time.process_time()

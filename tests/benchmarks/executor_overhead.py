@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from schedlang.orders import order
-from schedlang.passes import stages as cuts
-from schedlang.runtime.graph import cut
-from schedlang.runtime.launch import Pool, progress
-from schedlang.runtime.pipeline import Pipeline
-from schedlang.runtime.record import record
-from schedlang.runtime.stage import Stage, Stub
-from schedlang.runtime.units import Switch, units_of
+from schedlang.passes.cutting import stages as cuts
+from schedlang.runtime.following.record import record
+from schedlang.runtime.launching.launch import Pool, progress
+from schedlang.runtime.staging.graph import cut
+from schedlang.runtime.staging.pipeline import Pipeline
+from schedlang.runtime.staging.stage import Stage, Stub
+from schedlang.runtime.staging.units import Switch, units_of
 from schedlang.timeline import Timeline
 from tests.benchmarks.pairs import Ratio, interleaved
 

@@ -29,7 +29,7 @@ from schedlang.kernels import (
     rope,
 )
 from schedlang.kernels.check import Case, run_kernel_check
-from schedlang.runtime.kernel import match, replace
+from schedlang.runtime.replacing.kernel import match, replace
 
 Work = Callable[[], object]
 

@@ -65,8 +65,8 @@ def main() -> None:
     import torch  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    from schedlang.passes.show import view
-    from schedlang.passes.show_text import text
+    from schedlang.passes.showing.show import view
+    from schedlang.passes.showing.show_text import text
     from schedlang.verbs.files import accounted, planned
 
     imported, spent = time.perf_counter(), time.process_time()

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from schedlang.runtime.launch import Pool, progress
+from schedlang.runtime.launching.launch import Pool, progress
 from schedlang.schedule import create_schedule
 from tests.benchmarks.counting import Counted
 from tests.benchmarks.pairs import Ratio, interleaved

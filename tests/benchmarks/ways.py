@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from schedlang.runtime.launch import Pool, progress
+from schedlang.runtime.launching.launch import Pool, progress
 from tests.benchmarks.counting import Counted, sent
 from tests.benchmarks.kept import kept_bytes
 from tests.benchmarks.pairs import Ratio, in_turn, ratio_of

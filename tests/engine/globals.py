@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 
-from schedlang.runtime import attention, collective, crossing, fuse, offload
+from schedlang.runtime.collectives import collective
+from schedlang.runtime.keeping import offload
+from schedlang.runtime.regions import rewrite
+from schedlang.runtime.replacing import attention, fuse
+from schedlang.runtime.rowwise import launch
+from schedlang.runtime.sharding import crossing
 
 # containers of the runtime that hold what one rank is doing
 OWN: tuple[tuple[ModuleType, str], ...] = (
@@ -17,7 +22,9 @@ OWN: tuple[tuple[ModuleType, str], ...] = (
     (collective, "_listeners"),
     (crossing, "_last"),
     (fuse, "_counted"),
+    (launch, "_launchers"),
     (offload, "_watching"),
+    (rewrite, "_watchers"),
 )
 _PLACES = ("RANK", "LOCAL_RANK")
 

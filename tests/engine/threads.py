@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from schedlang.diagnostic import Refusal
-from schedlang.runtime import forkserver
-from schedlang.runtime.job import Hang, RankDied
+from schedlang.runtime.launching import forkserver
+from schedlang.runtime.launching.job import Hang, RankDied
 from tests.engine import globals as per_rank
 from tests.engine.baton import Aborted, Baton, Deadlock
 from tests.engine.exchange import Exchange
@@ -32,7 +32,7 @@ Task = Callable[[], None]
 
 
 class Threads:
-    """As `schedlang.runtime.launch.Pool`, in this process; what a rank loses, the tests lose.
+    """As `runtime.launching.launch.Pool`, in this process; what a rank loses, the tests lose.
 
     The ranks share modules, and with them what user code keeps in globals; arguments and all that
     the runtime holds are each rank's own.

@@ -13,12 +13,12 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, given, settings
 
 from schedlang.diagnostic import Refusal
-from schedlang.runtime.launch import Pool
+from schedlang.runtime.launching.launch import Pool
 from tests.engine import Threads
 from tests.properties import engine, schedules
 from tests.properties.schedules import Drawn
 
-PRELOAD = ("torch", "torch.distributed", "cloudpickle", "schedlang.passes.prove",
+PRELOAD = ("torch", "torch.distributed", "cloudpickle", "schedlang.passes.proving.prove",
            "tests.properties.models")  # fmt: skip
 
 

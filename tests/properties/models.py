@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.passes.original import randomised
+from schedlang.passes.proving.original import randomised
 from tests.properties import blocks as kinds
 from tests.properties.replaced import REPLACEMENTS
 

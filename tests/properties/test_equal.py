@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedlang.runtime.launch import Pool
+from schedlang.runtime.launching.launch import Pool
 from tests.engine import Threads
 from tests.proofs import adamw, assert_same, sequential, sgd, steps
 from tests.properties import engine, schedules
@@ -85,9 +85,9 @@ def test_3_memory_rows_change_no_bit(threads: Threads, drawn: Drawn, data: st.Da
 
 def _owned(drawn: Drawn) -> list[dict[str, list[float]]]:
     """On this rank: the numbers of the elements that it holds of each parameter after a step."""
-    from schedlang.passes.build import build
-    from schedlang.runtime.moments import local
-    from schedlang.runtime.replicas import reshard
+    from schedlang.passes.running.build import build
+    from schedlang.runtime.stepping.moments import local
+    from schedlang.runtime.summing.replicas import reshard
 
     plan = engine.plan_of(drawn)
     start = 1.0

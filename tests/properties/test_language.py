@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from schedlang import printer
 from schedlang.diagnostic import Refusal
 from schedlang.primitive import conflicts, load_all, registry
-from schedlang.runtime.launch import Pool
+from schedlang.runtime.launching.launch import Pool
 from schedlang.schedule import Schedule
 from schedlang.source import Source
 from schedlang.syntax import parse
@@ -160,7 +160,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather
 
 def _refusal_here(drawn: Drawn) -> tuple[str, bool, list[str]]:
     """On this rank: how building is refused, whether at a place, and collectives until then."""
-    from schedlang.passes.build import build
+    from schedlang.passes.running.build import build
 
     called: list[str] = []
     with pytest.MonkeyPatch.context() as patch:

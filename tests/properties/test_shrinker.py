@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from schedlang.runtime import offload, recompute
+from schedlang.runtime.keeping import offload, recompute
 from schedlang.source import Source
 from schedlang.syntax import parse
 from tests.engine import Threads

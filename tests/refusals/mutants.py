@@ -15,10 +15,10 @@ from torch import nn
 
 from schedlang.code_example import example, exemplified, model
 from schedlang.diagnostic import Refusal
-from schedlang.passes.account import account
-from schedlang.passes.expand import expand
-from schedlang.passes.lint import lint
-from schedlang.passes.state import Settings
+from schedlang.passes.costs.account import account
+from schedlang.passes.reading.expand import expand
+from schedlang.passes.reading.lint import lint
+from schedlang.passes.reading.state import Settings
 from schedlang.schedule import Schedule
 from schedlang.source import Source
 from schedlang.syntax import parse, read

@@ -54,7 +54,7 @@ def _told(example: Example, threads: Any) -> str:
         return str(answers[0])
     if example.is_python:
         return _script(example.words[-1])
-    with patch("schedlang.runtime.launch.Pool", lambda **_: nullcontext(threads)):
+    with patch("schedlang.runtime.launching.launch.Pool", lambda **_: nullcontext(threads)):
         done = CliRunner().invoke(app, example.words)
     assert done.exit_code in (0, 1, 2), done.output
     return TIMES.sub("", done.stderr)
@@ -64,7 +64,10 @@ def told_as_json(example: Example, folder: Path, threads: Any) -> str:
     """The document that the command prints for machines."""
     for name, text in {MODEL: model(), **example.files}.items():
         (folder / name).write_text(text)
-    with _inside(folder), patch("schedlang.runtime.launch.Pool", lambda **_: nullcontext(threads)):
+    with (
+        _inside(folder),
+        patch("schedlang.runtime.launching.launch.Pool", lambda **_: nullcontext(threads)),
+    ):
         return CliRunner().invoke(app, [*example.words, "--json"]).stdout
 
 

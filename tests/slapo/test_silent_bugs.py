@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.build import build
+from schedlang.passes.running.build import build
 from schedlang.patterns import read
 from schedlang.runtime.regions.flow import Looked, flow, imagined
 from schedlang.runtime.regions.layer import Told, fuse_pattern
@@ -179,7 +179,7 @@ class Gate(nn.Module):
 
 def test_s19_kernels_compute_what_the_module_does() -> None:
     """The gate's function, tanh or erf, is told apart; one that drops in evaluation is neither."""
-    from schedlang.runtime.mlp import probe_gated
+    from schedlang.runtime.replacing.mlp import probe_gated
 
     erf, tanh, drops = (
         probe_gated(Gate(act))

@@ -176,7 +176,7 @@ def test_hooks_outlive_rows(threads: Threads) -> None:
     model, seen = nets.Net(nets.Mlp(F.gelu)), []
     model.body.register_forward_pre_hook(lambda module, args: seen.append("before"))
     model.body.register_forward_hook(lambda module, args, out: seen.append("after"))
-    from schedlang.passes.build import build
+    from schedlang.passes.running.build import build
 
     sch = create_schedule(model)
     sch["body"].checkpoint()

@@ -53,7 +53,7 @@ def test_a_wrong_gradient_is_a_failed_cell(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A program whose gradients are not summed over the ranks is told from one that is right."""
-    from schedlang.runtime import replicas
+    from schedlang.runtime.summing import replicas
 
     plain = replicas.Sliced.add
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from schedlang.runtime.launch import Pool
+from schedlang.runtime.launching.launch import Pool
 from tests.conftest import PRELOAD
 from tests.zoo import ZOO
 from tests.zoo.hunt import Verdict, hunt

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from schedlang.kernels import grouped
-from schedlang.runtime import attended, expert_kernel
+from schedlang.runtime.replacing import attended, expert_kernel
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.place import running_program
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from schedlang.runtime import leaving
-from schedlang.runtime.away import Away
-from schedlang.runtime.streamed import Held
+from schedlang.runtime.keeping import leaving
+from schedlang.runtime.keeping.away import Away
+from schedlang.runtime.keeping.streamed import Held
 from tests.zoo.bug import Operator, Patch, Site, bug
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from schedlang.runtime import cast
-from schedlang.runtime.loss_scale import LossScale
+from schedlang.runtime.casting import cast
+from schedlang.runtime.casting.loss_scale import LossScale
 from schedlang.runtime.program import Program
 from tests.zoo.bug import Operator, Patch, Site, bug
 

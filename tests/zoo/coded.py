@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schedlang.runtime import coded, rounded
-from schedlang.runtime.rounded import Coding, Rounded
+from schedlang.runtime.keeping import coded, rounded
+from schedlang.runtime.keeping.rounded import Coding, Rounded
 from tests.zoo.bug import Operator, Patch, Site, bug
 
 ROW = "compress("

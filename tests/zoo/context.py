@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schedlang.runtime import moving
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.attend import rounds
 from schedlang.runtime.attend.local import Forward
+from schedlang.runtime.collectives import moving
 from schedlang.runtime.context import calls, known, scores
 from schedlang.runtime.context.described import Mask
 from schedlang.runtime.context.seat import Seat

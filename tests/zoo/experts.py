@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schedlang.runtime import dispatch, experts, statistics
+from schedlang.runtime.routing import dispatch, experts
+from schedlang.runtime.summing import statistics
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.place import sharded_module
 

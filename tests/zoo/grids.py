@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from schedlang import plan
-from schedlang.runtime import grid, ranks, split_norm
+from schedlang.runtime.collectives import ranks
+from schedlang.runtime.sharding import grid, split_norm
 from tests.zoo.bug import Operator, Patch, Site, bug
 
 

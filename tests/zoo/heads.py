@@ -6,10 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from schedlang.passes import reductions
-from schedlang.runtime import attention, collective, gradient, numbers, program, vocab
-from schedlang.runtime import follow as following
-from schedlang.runtime import random as drawing
+from schedlang.passes.laying import reductions
+from schedlang.runtime import program
+from schedlang.runtime.collectives import collective
+from schedlang.runtime.drawing import random as drawing
+from schedlang.runtime.following import follow as following
+from schedlang.runtime.replacing import attention
+from schedlang.runtime.sharding import numbers, vocab
+from schedlang.runtime.summing import gradient
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.place import rank
 

@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from schedlang.kernels import rms_norm as norms
-from schedlang.runtime import attention, draws, kernel, vocab
-from schedlang.runtime.fuse import Fuse
+from schedlang.runtime.drawing import draws
+from schedlang.runtime.replacing import attention, kernel
+from schedlang.runtime.replacing.fuse import Fuse
+from schedlang.runtime.sharding import vocab
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.place import running_program
 

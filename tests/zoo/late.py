@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedlang.runtime import gradient, mail
+from schedlang.runtime.staging import mail
+from schedlang.runtime.summing import gradient
 from tests.zoo.bug import Operator, Patch, Site, bug
 
 

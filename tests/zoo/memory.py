@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schedlang.runtime import collective, offload, recompute
-from schedlang.runtime import random as drawing
-from schedlang.runtime.recompute import Checkpoint
+from schedlang.runtime.collectives import collective
+from schedlang.runtime.drawing import random as drawing
+from schedlang.runtime.keeping import offload, recompute
+from schedlang.runtime.keeping.recompute import Checkpoint
 from tests.zoo.bug import Operator, Patch, Site, bug
 
 
@@ -142,7 +143,7 @@ def reloaded_before_the_copy(patch: Patch, site: Site) -> None:
      " recomputed")  # fmt: skip
 def fused_region_draws_again(patch: Patch, site: Site) -> None:
     """A compiled region that is recomputed draws other masks than before."""
-    from schedlang.runtime.fuse import Fuse
+    from schedlang.runtime.replacing.fuse import Fuse
 
     again, inside = in_recomputation(patch), [0]
     plain, key = Fuse.__call__, drawing._key

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from schedlang.runtime import pipeline, step
-from schedlang.runtime.early import EarlySums
-from schedlang.runtime.step import Step
+from schedlang.runtime.staging import pipeline, step
+from schedlang.runtime.staging.early import EarlySums
+from schedlang.runtime.staging.step import Step
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.heads import without
 

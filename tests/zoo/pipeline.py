@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schedlang.passes import build
-from schedlang.runtime import gradient, holding, mail, parts, program, stage, step
+from schedlang.passes.running import build
+from schedlang.runtime import program
+from schedlang.runtime.following.trace import LabelRule
 from schedlang.runtime.program import Program
-from schedlang.runtime.trace import LabelRule
+from schedlang.runtime.saving import holding
+from schedlang.runtime.staging import mail, stage, step
+from schedlang.runtime.summing import gradient, parts
 from schedlang.runtime.training import Training
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.heads import without

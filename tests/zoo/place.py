@@ -8,8 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from schedlang.passes import build
-from schedlang.runtime import program, shard
+from schedlang.passes.running import build
+from schedlang.runtime import program
+from schedlang.runtime.sharding import shard
 from tests.zoo.bug import Patch
 
 

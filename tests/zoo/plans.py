@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from schedlang.runtime import chosen, remat
-from schedlang.runtime.chosen import Chosen
+from schedlang.runtime.keeping import chosen, remat
+from schedlang.runtime.keeping.chosen import Chosen
 from tests.zoo.bug import Operator, Patch, Site, bug
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from schedlang.runtime.launch import Pool
+from schedlang.runtime.launching.launch import Pool
 from tests.zoo.bug import Bug, Patch, mutate
 
 

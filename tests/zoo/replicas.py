@@ -8,10 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from schedlang.passes import build
-from schedlang.runtime import gradient, holding, program, ranks, replicas, step
+from schedlang.passes.running import build
+from schedlang.runtime import program
+from schedlang.runtime.collectives import ranks
+from schedlang.runtime.following.trace import LabelRule
 from schedlang.runtime.program import Program
-from schedlang.runtime.trace import LabelRule
+from schedlang.runtime.saving import holding
+from schedlang.runtime.staging import step
+from schedlang.runtime.summing import gradient, replicas
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.heads import without
 from tests.zoo.place import rank, running_program
@@ -220,7 +224,7 @@ def replicas_start_differently(patch: Patch, site: Site) -> None:
 @bug("D29b", "shard", Operator.SLICE, "tp", row="shard(", credit="as D29, of shards")
 def everyone_takes_the_first_part(patch: Patch, site: Site) -> None:
     """Every rank initialises its part of a parameter as the first does."""
-    from schedlang.runtime import holding as held
+    from schedlang.runtime.saving import holding as held
 
     plain = held.take
 

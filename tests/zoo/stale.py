@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from schedlang.runtime import program, versions
-from schedlang.runtime.versions import Versions
+from schedlang.runtime import program
+from schedlang.runtime.staging import versions
+from schedlang.runtime.staging.versions import Versions
 from schedlang.timeline import Kind
 from tests.zoo.bug import Operator, Patch, Site, bug
 

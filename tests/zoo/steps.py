@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.passes import build
-from schedlang.runtime import gradient, holding, program
+from schedlang.passes.running import build
+from schedlang.runtime import program
 from schedlang.runtime.program import Program
+from schedlang.runtime.saving import holding
+from schedlang.runtime.summing import gradient
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.place import running_program
 
@@ -131,7 +133,7 @@ def vectors_not_in_the_norm(patch: Patch, site: Site) -> None:
 @bug("D20", "", Operator.SLICE, "dp", planning=True, credit="FSDP optim_state_dict class")
 def states_by_order(patch: Patch, site: Site) -> None:
     """A saved state of the optimizer is given to another parameter of the same shape."""
-    from schedlang.runtime import archive
+    from schedlang.runtime.saving import archive
 
     plain = archive.put_back
 

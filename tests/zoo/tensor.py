@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from schedlang import placement
-from schedlang.runtime import collective, leaf, shard
+from schedlang.runtime.collectives import collective
+from schedlang.runtime.sharding import leaf, shard
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.place import sharded_module
 

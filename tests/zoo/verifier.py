@@ -14,11 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from schedlang.passes import compare, sides
-from schedlang.passes import prove as proving
-from schedlang.runtime import gradient, program, whole
-from schedlang.runtime import random as drawing
-from schedlang.runtime.launch import Pool
+from schedlang.passes.proving import compare, sides
+from schedlang.passes.proving import prove as proving
+from schedlang.runtime import program
+from schedlang.runtime.drawing import random as drawing
+from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.saving import whole
+from schedlang.runtime.summing import gradient
 from tests.zoo.bug import Patch, mutate
 from tests.zoo.place import rank
 from tests.zoo.pool import Mutated
@@ -238,14 +240,14 @@ def recorded_and_not_compared(patch: Patch) -> None:
       everywhere=True)  # fmt: skip
 def reference_was_transformed(patch: Patch) -> None:
     """The original is what the schedule has made of the model."""
-    from schedlang.runtime.kernel import match
-    from schedlang.runtime.kernel import replace as put
+    from schedlang.runtime.replacing.kernel import match
+    from schedlang.runtime.replacing.kernel import replace as put
 
     plain = sides.twin
     known = {}
     for name, module in case("normed by kernel").plan.model.model.named_modules():
         if name.endswith("norm"):
-            with mock.patch("schedlang.runtime.kernel.rms_norm"):
+            with mock.patch("schedlang.runtime.replacing.kernel.rms_norm"):
                 known[name] = match(module, "rms_norm")
 
     def transformed(given: Any) -> Any:

@@ -67,7 +67,7 @@ def _warm() -> None:
     import transformers.models.llama.modeling_llama
     import transformers.models.t5.modeling_t5  # noqa: F401
 
-    import schedlang.passes.build  # noqa: F401
+    import schedlang.passes.running.build  # noqa: F401
 
 
 if __name__ == "__main__":

@@ -13,14 +13,14 @@ from typing import Any
 from torch import nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.compare import compare
-from schedlang.passes.observe import conditions
-from schedlang.passes.original import Sequential
-from schedlang.passes.runs import check_parts
-from schedlang.passes.sides import Case, modes_of, original, prepared, tried, twin, widened
-from schedlang.passes.state import Settings
+from schedlang.passes.proving.compare import compare
+from schedlang.passes.proving.observe import conditions
+from schedlang.passes.proving.original import Sequential
+from schedlang.passes.proving.runs import check_parts
+from schedlang.passes.proving.sides import Case, modes_of, original, prepared, tried, twin, widened
+from schedlang.passes.reading.state import Settings
 from schedlang.report import Row
-from schedlang.runtime.job import Hang, RankDied
+from schedlang.runtime.launching.job import Hang, RankDied
 from schedlang.runtime.modes import ambient
 from schedlang.schedule import Schedule
 from schedlang.source import Source

@@ -23,7 +23,7 @@ from schedlang.runtime.attend.local import Backward, Forward, finite, wide
 from schedlang.runtime.attend.mask import Tags
 from schedlang.runtime.attend.rounds import Contribute, added
 from schedlang.runtime.attend.travel import Moving, Packet, gathered, scattered, shift
-from schedlang.runtime.collective import Group
+from schedlang.runtime.collectives.collective import Group
 
 
 @dataclass(frozen=True)

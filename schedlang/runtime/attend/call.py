@@ -18,7 +18,7 @@ from schedlang.runtime.attend.mask import Mask
 from schedlang.runtime.attend.reach import Reach
 from schedlang.runtime.attend.rounds import Gathered, Ring, Rounds
 from schedlang.runtime.attend.swap import Team, copied
-from schedlang.runtime.collective import Group
+from schedlang.runtime.collectives.collective import Group
 
 # method -> how many groups it takes, the outermost first
 METHODS = {

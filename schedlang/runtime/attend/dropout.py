@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from schedlang.runtime.attend.layout import spread
-from schedlang.runtime.random import LogicalDropout, mixed
+from schedlang.runtime.drawing.random import LogicalDropout, mixed
 
 
 @dataclass(frozen=True, eq=False)

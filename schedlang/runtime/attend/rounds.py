@@ -18,7 +18,7 @@ from typing import Protocol
 from schedlang.runtime.attend.layout import Layout, place_at
 from schedlang.runtime.attend.reach import Reach, wanted
 from schedlang.runtime.attend.travel import Moving, Packet, gathered, scattered, shift
-from schedlang.runtime.collective import Group
+from schedlang.runtime.collectives.collective import Group
 
 Contribute = Callable[[int, Packet], Packet]
 Offsets = tuple[int, ...]

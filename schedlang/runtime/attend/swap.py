@@ -14,7 +14,7 @@ from torch import Tensor
 from schedlang.runtime.attend.layout import Layout, Runs, spread
 from schedlang.runtime.attend.mask import Tags
 from schedlang.runtime.attend.travel import Packet, exchange, gathered
-from schedlang.runtime.collective import Group
+from schedlang.runtime.collectives.collective import Group
 
 
 class _Swap(torch.autograd.Function):

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedlang.runtime.collective import Group, all_gather, count, reduce_scatter
-from schedlang.runtime.moving import exchanged
+from schedlang.runtime.collectives.collective import Group, all_gather, count, reduce_scatter
+from schedlang.runtime.collectives.moving import exchanged
 
 Shape = tuple[int, ...]
 

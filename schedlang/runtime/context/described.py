@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.attend import Mask
-from schedlang.runtime.attention import implementation, switch
 from schedlang.runtime.context.known import by_keys, plain
 from schedlang.runtime.context.seat import Call, How, Seat, seated
+from schedlang.runtime.replacing.attention import implementation, switch
 from schedlang.runtime.scope import site
 
 NAME = "schedlang_context"

@@ -13,12 +13,12 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime import scope
 from schedlang.runtime.attend.call import Way, attend_lse
 from schedlang.runtime.attend.dropout import Dropout
-from schedlang.runtime.collective import enter, reduce
+from schedlang.runtime.collectives.collective import enter, reduce
 from schedlang.runtime.context import calls, described
 from schedlang.runtime.context.seat import Call, How, Seat, seated
 from schedlang.runtime.context.tokens import Tokens
+from schedlang.runtime.drawing.random import LogicalDropout, Slices, Window, within
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.random import LogicalDropout, Slices, Window, within
 
 
 def install(model: nn.Module, tokens: Tokens, hows: Mapping[str, How]) -> list[Any]:

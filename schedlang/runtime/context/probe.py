@@ -18,8 +18,7 @@ from schedlang.runtime.context.faults import fault
 from schedlang.runtime.context.products import Lines
 from schedlang.runtime.context.tokens import Tokens
 from schedlang.runtime.context.trial import parted
-from schedlang.runtime.parts import dotted
-from schedlang.runtime.slice_probe import (
+from schedlang.runtime.slicing.slice_probe import (
     compare,
     dims_of,
     head_of,
@@ -28,7 +27,8 @@ from schedlang.runtime.slice_probe import (
     shift_of,
     spread,
 )
-from schedlang.runtime.slice_trial import Seen, Trial, forward, watched
+from schedlang.runtime.slicing.slice_trial import Seen, Trial, forward, watched
+from schedlang.runtime.summing.parts import dotted
 
 
 def probe(trial: Trial, kind: str, ranks: int, sites: Sequence[str]) -> Tokens:

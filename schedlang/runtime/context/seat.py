@@ -10,7 +10,7 @@ from torch import Tensor
 
 from schedlang.runtime import scope
 from schedlang.runtime.attend import Layout, Mask
-from schedlang.runtime.collective import Group
+from schedlang.runtime.collectives.collective import Group
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from schedlang.runtime.drawing.random import LogicalDropout
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import Ambient
-from schedlang.runtime.random import LogicalDropout
 from schedlang.runtime.regions.compile import compiled
 from schedlang.runtime.regions.flow import plain_torch
 from schedlang.runtime.regions.match import Match

@@ -1,0 +1,1 @@
+"""After a proof has failed: where, by which arithmetic, and whose row."""

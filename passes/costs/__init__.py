@@ -1,0 +1,1 @@
+"""What a plan costs: bytes, collectives and time, counted without a step."""

@@ -1,0 +1,93 @@
+"""What rows that are there for fewer kernels gain, counted with a batch; or S888, if nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from schedlang.diagnostic import Diagnostic, Label, Refusal
+from schedlang.plan import Action, Plan
+from schedlang.primitive import Count, Gain, Primitive
+
+
+@dataclass(frozen=True)
+class Gained:
+    """The gain of one row at modules of one kind; counted at the first of them, whole, on one
+    microbatch."""
+
+    row: int
+    what: str  # the row's call
+    sites: tuple[str, ...]
+    gain: Gain
+
+    def to_json(self) -> dict[str, object]:
+        """As plain values."""
+        return {
+            "row": self.row, "what": self.what, "sites": list(self.sites),
+            "before": _json(self.gain.before), "after": _json(self.gain.after),
+            "sources": list(self.gain.sources),
+        }  # fmt: skip
+
+
+def _json(count: Count) -> dict[str, int]:
+    return {"forward": count.forward, "backward": count.backward, "bytes": count.bytes}
+
+
+def gains(plan: Plan, batch: Mapping[str, Any]) -> tuple[Gained, ...]:
+    """Of each row and each kind of module; raises Refusal S888 for a row that gains nothing."""
+    groups: dict[tuple[int, Any], tuple[Action, list[str]]] = {}
+    for action in plan.actions:
+        if type(action.primitive).gain is not Primitive.gain:
+            for fqn in action.sites:
+                kind = plan.model.sites[fqn].kind
+                groups.setdefault((action.row, kind), (action, []))[1].append(fqn)
+    calls = _calls(plan, batch, {sites[0] for _, sites in groups.values()}) if groups else {}
+    found = []
+    for action, sites in groups.values():
+        if sites[0] not in calls:
+            continue  # a module that this batch does not reach
+        gain = action.primitive.gain(plan.model.sites[sites[0]], plan, calls[sites[0]])
+        if gain is not None:
+            found.append(Gained(action.row, str(action.primitive), tuple(sites), gain))
+            if not gain.any:
+                raise _nothing(action, sites[0], gain)
+    return tuple(found)
+
+
+def _nothing(action: Action, site: str, gain: Gain) -> Refusal:
+    before, after = gain.before, gain.after
+    note = (
+        f"{before.kernels} kernels and {before.bytes} bytes become {after.kernels} kernels and "
+        f"{after.bytes} bytes, forward and backward"
+    )
+    place = Label(action.span) if action.span else Label()
+    return Refusal(
+        Diagnostic(
+            "S888", f"`{action.primitive}` gains nothing at `{site}`", place, notes=(note,),
+            helps=("drop the row", "or name a module that does more"),
+        )
+    )  # fmt: skip
+
+
+def _calls(plan: Plan, batch: Mapping[str, Any], wanted: set[str]) -> dict[str, Any]:
+    """The arguments of one call of each module, without values."""
+    import torch
+
+    from schedlang.runtime.following.constants import on_meta
+    from schedlang.runtime.following.meta import hollow_batch, hollow_model
+
+    model, calls = hollow_model(plan.model.model, {}), dict[str, Any]()
+
+    def noting(fqn: str) -> Any:
+        def note(module: Any, args: Any, kwargs: Any) -> None:
+            calls.setdefault(fqn, (args, kwargs))
+
+        return note
+
+    for fqn in sorted(wanted):
+        model.get_submodule(fqn).register_forward_pre_hook(noting(fqn), with_kwargs=True)
+    inputs = hollow_batch(dict(batch))
+    with torch.no_grad(), torch.device("meta"), on_meta(dict(batch), inputs):
+        model(**inputs)
+    return calls

@@ -1,0 +1,1 @@
+"""Stages: where a model is cut, and who runs what."""

@@ -1,0 +1,167 @@
+"""How the model of a plan runs on some tokens of its sequences, where rows split them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.facets import Context
+from schedlang.passes.cutting.staging import Loss
+from schedlang.passes.laying.propagate import Traced
+from schedlang.passes.laying.tried import Question, Subject, answer
+from schedlang.passes.laying.weigh import Weight
+from schedlang.plan import Action, Plan
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from schedlang.runtime.collectives.collective import Group
+    from schedlang.runtime.collectives.ranks import Ranks
+    from schedlang.runtime.context.seat import How
+    from schedlang.runtime.context.tokens import Tokens
+    from schedlang.runtime.slicing.slice_trial import Trial
+
+
+def tokens_of(
+    plan: Plan, traced: Traced, sample: Mapping[str, Any], loss: Loss | None, weight: Weight | None
+) -> Tokens | None:
+    """What the probe finds for a microbatch; None where sequences stay whole.
+
+    Raises Refusal S659 at the last row that splits sequences if the model cannot be split so. A
+    model without values is not tried: it cannot be built either.
+    """
+    if plan.mesh.size(plan.context_axes) == 1:
+        return None
+    try:
+        _check(plan)
+        found = _found(Subject(plan, traced, sample, loss, weight))
+        found.layout(sample)  # are there enough tokens?
+        return found
+    except Refusal as refusal:
+        raise _at(refusal, row_of(plan)) from refusal
+
+
+def kind_of(plan: Plan) -> str:
+    """Which tokens a rank has: what some row says, else one run."""
+    said = {one.layout for rows in plan.contexts.values() for one in rows} - {None}
+    return next(iter(said), None) or "contiguous"
+
+
+def row_of(plan: Plan) -> Action | None:
+    """The last row that splits sequences."""
+    sites = set(plan.contexts)
+    return next((a for a in reversed(plan.actions) if _splits(a) and sites & set(a.sites)), None)
+
+
+def _splits(action: Action) -> bool:
+    return hasattr(action.primitive, "method") and "placement" in action.primitive.writes
+
+
+def _at(refusal: Refusal, row: Action | None) -> Refusal:
+    return refusal.at(row.span) if row is not None and row.span is not None else refusal
+
+
+def _check(plan: Plan) -> None:
+    if plan.order is not None and plan.order.slices > 1:
+        raise Refusal(
+            Diagnostic(
+                "S662", "sequences are split over ranks, and cut into slices as well",
+                notes=("slices carry keys from one to the next, ranks exchange them",),
+                helps=("leave `slices` out: `slices=1`", "or leave `context_parallel` out"),
+            )
+        )  # fmt: skip
+    axes = {site: plan.mesh.fold([a for one in rows for a in one.axes])
+            for site, rows in plan.contexts.items()}  # fmt: skip
+    for site, mine in axes.items():
+        if mine != plan.context_axes:
+            rest = ", ".join(axis for axis in plan.context_axes if axis not in mine)
+            raise Refusal(
+                Diagnostic(
+                    "S660", f"`{site}` does not meet the keys of all ranks",
+                    notes=(f"sequences are split over `{rest}` too, by rows at other modules",),
+                    helps=("name the same axes at all attentions",),
+                )
+            )  # fmt: skip
+
+
+def _found(subject: Subject) -> Tokens:
+    from schedlang.runtime.context.faults import no_tokens, unrunnable
+    from schedlang.runtime.context.probe import guess, probe
+
+    without = no_tokens(subject.sample)
+    if without is not None:
+        raise without
+    plan = subject.plan
+    ranks, kind = plan.mesh.size(plan.context_axes), kind_of(plan)
+
+    def tried(one: Trial) -> Tokens:
+        held = {name for name, _ in one.model.named_modules()}
+        return probe(one, kind, ranks, [site for site in plan.contexts if site in held])
+
+    def refusal(title: str, said: str) -> Refusal:
+        return unrunnable(subject.model, title, said)
+
+    return answer(subject, ranks, Question(lambda one: guess(one, kind, ranks), tried, refusal))
+
+
+def exchange(plan: Plan, module: nn.Module, tokens: Tokens | None, ranks: Ranks) -> None:
+    """Let the attentions of a rank's module meet the keys of other ranks."""
+    from schedlang.runtime.context.install import install
+
+    if tokens is not None:
+        contexts = plan.contexts.items()
+        install(module, tokens, {site: _how(site, rows, ranks.group) for site, rows in contexts})
+
+
+def seated(
+    plan: Plan, model: nn.Module, tokens: Tokens | None, batch: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], AbstractContextManager[None]]:
+    """The first rank's part of a microbatch for a model without ranks, and where it runs."""
+    from schedlang.runtime.collectives.collective import Group
+    from schedlang.runtime.context.install import At, Exchanging, install
+    from schedlang.runtime.summing.parts import Part
+
+    if tokens is None:
+        return batch, nullcontext()
+
+    def group(axes: str | tuple[str, ...]) -> Group:
+        plain = plan.mesh.fold(axes)
+        return Group(plain, plan.mesh.group(0, plain), 0)
+
+    hows = {site: _how(site, rows, group) for site, rows in plan.contexts.items()}
+    install(model, tokens, hows)
+    part = tokens.part(Part(dict(batch), ()), 0, Exchanging())
+    return part.inputs, At(tokens).sitting(part.seat, nullcontext())
+
+
+def _how(site: str, rows: tuple[Context, ...], group: Callable[[Any], Group]) -> How:
+    """The method of a module and its groups, outermost first."""
+    from schedlang.runtime.context.seat import How
+
+    outer = sorted(rows, key=lambda one: one.method == "ulysses")
+    axes = [axis for one in outer for axis in _levels(one)]
+    methods = [one.method for one in outer for _ in _levels(one)]
+    groups = [replace(group(axis), label=site) for axis in axes]
+    real = [k for k, group in enumerate(groups) if group.size > 1]
+    if len(rows) == 1 and len(real) == len(groups):
+        return How(METHODS.get(methods[0], methods[0]), tuple(groups))
+    if len(real) == 2:
+        return How("usp", tuple(groups))
+    (k,) = real
+    return How(_alone(methods[k], k), (groups[k],))
+
+
+METHODS = {"double_ring": "double ring"}
+
+
+def _alone(method: str, level: int) -> str:
+    """A method of two levels of which one has one rank."""
+    return {"double_ring": "ring", "usp": ("ring", "ulysses")[level]}.get(method, method)
+
+
+def _levels(one: Context) -> list[str | tuple[str, ...]]:
+    """The axes of a row as levels: of two-level methods each axis, else all as one."""
+    return list(one.axes) if one.method in ("usp", "double_ring") else [one.axes]

@@ -1,0 +1,215 @@
+"""Layouts through one forward: how tensors arrive at each sharded module, and all that follows.
+
+The plan's model runs twice on the meta device: once as it is, once with this plan's local shapes,
+call by call beside the first.  Where the sharded one fails because a module counts heads or widths
+by itself, the attribute that holds the number is found by trying, and divided; the comparison of
+all later calls proves the choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostic import Diagnostic, Label, Refusal
+from schedlang.fitting import remedies
+from schedlang.passes.laying.dryrun import Choice, Loss, Run, record
+from schedlang.passes.laying.leaves import alike, hoisted, leaves_of, touches
+from schedlang.plan import Action, Plan
+
+if TYPE_CHECKING:
+    from schedlang.runtime.following.notes import Mismatch, Note, Tag
+    from schedlang.runtime.following.trace import LabelRule, Recording
+    from schedlang.runtime.sharding.narrowed import Narrowed
+    from schedlang.runtime.sharding.shard import Edge
+    from schedlang.runtime.summing.statistics import Statistics
+
+MOST_RUNS = 64
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What one forward showed.
+
+    edges     module -> its edges, with groups that have no processes yet
+    kinds     module -> how it computes (Linear, Conv1D, Embedding, or "" for as it is)
+    numbers   attributes to be divided: (module, attribute, local value)
+    parts     module -> its arguments that are whole, and of which it takes a part
+    partial   parameter -> axes over which its gradient must still be summed
+    masks     (module, turn) of a random draw -> whole shape and split dims by axis
+    layouts   (module, turn) -> notes on the tensors that it is given and on those that it gives,
+              None where they are not known; empty where nothing is sharded
+    reached   parameters that the loss depends on, whatever the values are
+    lossless  whether there is no loss to train by
+    asked     whether the model asked for values: other ones may reach fewer parameters
+    order     modules in the order of their first call; entries: how often each is called
+    statistics  sums over all rows that ranks which share a batch have to share
+    """
+
+    edges: Mapping[str, tuple[Edge, ...]] = field(default_factory=dict)
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    numbers: tuple[tuple[str, str, int], ...] = ()
+    parts: Mapping[str, tuple[Narrowed, ...]] = field(default_factory=dict)
+    partial: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    masks: Mapping[tuple[str, int], tuple[tuple[int, ...], Mapping[str, Tag]]] = field(
+        default_factory=dict
+    )
+    layouts: Mapping[tuple[str, int], Sequence[tuple[Note, ...] | None]] = field(
+        default_factory=dict
+    )
+    labels: tuple[LabelRule, ...] = ()
+    random: bool = False
+    reached: frozenset[str] = frozenset()
+    lossless: bool = False
+    asked: bool = False
+    order: tuple[str, ...] = ()
+    entries: Mapping[str, int] = field(default_factory=dict)
+    statistics: Statistics | None = None
+
+
+def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) -> Traced:
+    """Trace a plan with one microbatch; raises Refusal where it cannot work."""
+    from schedlang.runtime.following.meta import hollow_batch
+    from schedlang.runtime.following.notes import Hoist
+
+    inputs = hollow_batch(dict(batch))
+    leaves = leaves_of(plan)
+    recording = record(plan, batch, inputs, loss, leaves)
+    if not leaves:
+        return _traced(plan, recording)
+    # what served before is tried first: the comparison proves it anew
+    served: Any = plan.model.cache.setdefault(("divided", plan.mesh.axes), [])
+    # divided numbers, and at which call, and how, it failed without the last of them
+    tries: list[tuple[frozenset[Choice], tuple[int, str]]] = [
+        (found, (-1, "")) for found in (frozenset(), *served)
+    ]
+    pairs: list[tuple[frozenset[Choice], tuple[int, str]]] = []
+    tried: set[frozenset[Choice]] = set()
+    idle: set[tuple[frozenset[Choice], tuple[int, str]]] = set()
+    best: Mismatch | None = None
+    for _ in range(MOST_RUNS + len(plan.model.sites)):
+        if not tries and not pairs:
+            break
+        single = bool(tries)
+        divided, reached = (tries or pairs).pop()
+        if not single and any((divided - {number}, reached) in idle for number in divided):
+            continue  # one of the two changes nothing here
+        run = Run(plan, batch, inputs, loss, leaves, recording, divided)
+        try:
+            failure = run.attempt()
+        except Hoist as place:
+            for fqn in alike(plan, place.fqn):
+                leaves[fqn] = hoisted(fqn, leaves.get(fqn), place.axis)
+            tries.append((divided, reached))
+            continue
+        if failure is None:
+            if divided and divided not in served:
+                served.append(divided)
+            return _traced(plan, recording, run)
+        if best is None or _told(failure) > _told(best):
+            best = failure
+        if failure.place <= reached[0]:  # this division alone did not help
+            # but if it changed something, two numbers may stand in a call: `split([q, k, k])`
+            if (failure.place, failure.reason) == reached:
+                idle.add((divided, reached))
+            elif single:
+                more = [divided | {number} for number in run.candidates(failure)]
+                pairs += [(both, reached) for both in more if both not in tried]
+                tried.update(more)
+            continue
+        now = failure.place, failure.reason
+        tries += [(divided | {number}, now) for number in run.candidates(failure)]
+    assert best is not None
+    raise _refusal(plan, best)
+
+
+def _told(failure: Mismatch) -> tuple[int, bool]:
+    """Of two failures the later one is told, at one place that which knows a remedy."""
+    return failure.place, bool(failure.helps)
+
+
+# -- the result --------------------------------------------------------------------------------
+
+
+def _traced(plan: Plan, recording: Recording, run: Run | None = None) -> Traced:
+    shared = {
+        "labels": tuple(recording.labels),
+        "random": recording.random,
+        "reached": recording.reached,
+        "asked": recording.asked,
+        "lossless": recording.lossless,
+        "order": tuple(recording.order),
+        "entries": dict(recording.entries),
+    }
+    if run is None:
+        return Traced(**shared)  # type: ignore[arg-type]
+    partial = {name: frozenset(axes) for name, axes in run.follower.partial.items()}
+    return Traced(
+        edges=run.edges,
+        kinds={fqn: run.leaves[fqn].kind for fqn in run.edges},
+        numbers=tuple(run.numbers),
+        parts=run.parts,
+        partial=partial,
+        masks=run.follower.masks,
+        layouts=run.layouts,
+        **shared,  # type: ignore[arg-type]
+    )
+
+
+def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
+    """The failure as a message at the row that shards what was running."""
+    fqn = failure.frame[0]
+    action = _guilty(plan, failure)
+    heads = _heads(plan, failure)
+    notes: tuple[str, ...] = (f"in the forward of `{fqn or plan.model.class_name}`",)
+    title = heads[0] if heads else failure.reason
+    if not heads and failure.raw:
+        title = f"`{fqn or plan.model.class_name}` cannot compute with parts of what it needs whole"
+        notes = (*notes, f"torch says: {failure.reason}")
+    label = Label(action.span) if action is not None and action.span is not None else Label()
+    helps = (*heads[1:], *failure.helps) if heads else failure.helps or _fitting(plan, action)
+    return Refusal(
+        Diagnostic(
+            "S403" if heads else "S405", title, label, notes=notes, helps=helps
+        )
+    )  # fmt: skip
+
+
+def _fitting(plan: Plan, action: Action | None) -> tuple[str, ...]:
+    """What lets the modules around a row fit to it."""
+    over = getattr(action.primitive, "over", None) if action is not None else None
+    if over is None or not isinstance(over, str) or over in plan.completing:
+        return ()
+    return (f"let the rows that fit be added, below: `complete(over={over})`",
+            "or hand on the whole: `output=R`")  # fmt: skip
+
+
+def _guilty(plan: Plan, failure: Mismatch) -> Action | None:
+    """The row at the module that ran, else the one that split what failed, else one inside."""
+    fqn, by = failure.frame[0], failure.by
+    shards = [a for a in plan.actions if "placement" in a.primitive.writes]
+    exact = (a for name in (fqn, by) if name for a in reversed(shards) if name in a.sites)
+    return next(exact, next((a for a in shards if touches(a, fqn)), None))
+
+
+def _heads(plan: Plan, failure: Mismatch) -> tuple[str, ...]:
+    """Where a view takes a split dim apart into heads that the ranks do not divide: say so."""
+    axis, count = failure.axis, failure.counted
+    if axis is None or count is None:
+        return ()
+    ranks, row = plan.mesh.size(axis), _row(plan, failure.by, axis)
+    if count % ranks == 0 or (row is not None and row.uneven is not None):
+        return ()
+    legal = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+    title = f"{count} heads of `{failure.frame[0]}` cannot be split over {axis}={ranks}"
+    helps = [f"`{axis}` may be one of {legal}"]
+    if row is not None:
+        helps += remedies(f"{failure.by} {row.call}", count, ranks, row.style == "col")
+    return title, *helps
+
+
+def _row(plan: Plan, fqn: str, axis: str) -> Any:
+    """The call that splits a module over an axis so that heads can be said."""
+    rows = (a.primitive for a in reversed(plan.actions) if fqn and fqn in a.sites)
+    return next((p for p in rows if hasattr(p, "uneven") and getattr(p, "over", "") == axis), None)

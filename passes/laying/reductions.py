@@ -1,0 +1,144 @@
+"""Which gradients are parts of a sum after the last backward, and what ZeRO slices unit by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from schedlang.plan import Plan
+
+if TYPE_CHECKING:
+    from schedlang.passes.cutting.staging import Staged
+    from schedlang.passes.laying.propagate import Traced
+    from schedlang.runtime.saving.holding import Holding
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Gradients of `names` are parts over `axes`, or over the places `stages` of one axis.
+
+    kind   "partial": each rank computed with a part of the activations; "tied": several stages use
+           the parameter; "replicas": ranks saw different rows of the batch; "compressed": as
+           "replicas", in fewer bytes
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    names: tuple[str, ...]
+    stages: frozenset[int] | None = None
+
+
+def reductions(plan: Plan, traced: Traced, holdings: Mapping[str, Holding]) -> list[Reduction]:
+    """All sums of a step in the order in which every rank takes part, over trained parameters.
+
+    A rank leaves out the names that it does not hold.
+    """
+    trained = [name for name, fact in plan.model.unique.items() if fact.requires_grad]
+    return [
+        *_partial(plan, traced, trained),
+        *_tied(holdings, trained),
+        *_replicas(plan, holdings, trained),
+    ]
+
+
+def _partial(plan: Plan, traced: Traced, trained: list[str]) -> Iterator[Reduction]:
+    by_axes: dict[tuple[str, ...], list[str]] = {}
+    for name in trained:
+        axes = plan.mesh.ordered(traced.partial.get(name, ()))
+        if axes:
+            by_axes.setdefault(axes, []).append(name)
+    for axes, names in sorted(by_axes.items()):
+        yield Reduction("partial", axes, tuple(names))
+
+
+def _tied(holdings: Mapping[str, Holding], trained: list[str]) -> Iterator[Reduction]:
+    by_stages: dict[frozenset[int], list[str]] = {}
+    for name in trained:
+        stages = holdings[name].stages
+        if stages is not None and len(stages) > 1:
+            by_stages.setdefault(stages, []).append(name)
+    for stages, names in sorted(by_stages.items(), key=lambda item: sorted(item[0])):
+        axis = holdings[names[0]].axis
+        assert axis is not None
+        yield Reduction("tied", (axis,), tuple(names), stages)
+
+
+def _replicas(
+    plan: Plan, holdings: Mapping[str, Holding], trained: list[str]
+) -> Iterator[Reduction]:
+    by_axes: dict[tuple[str, ...], list[str]] = {}
+    few = compressed_over(plan)
+    less: dict[tuple[str, ...], list[str]] = {}
+    for name in trained:
+        cut = plan.mesh.fold(holdings[name].sliced)  # there unit by unit, by fully_shard
+        axes = tuple(axis for axis in plan.copied_over(name) if axis not in cut)
+        if set(few) <= set(axes) and few:
+            less.setdefault(few, []).append(name)
+            axes = tuple(axis for axis in axes if axis not in few)
+        if axes and plan.mesh.size(axes) > 1:
+            by_axes.setdefault(axes, []).append(name)
+    for axes, names in sorted(by_axes.items(), key=lambda item: -len(item[0])):
+        yield Reduction("replicas", axes, tuple(names))
+    for axes, names in less.items():
+        yield Reduction("compressed", axes, tuple(names))
+
+
+def is_lossy(plan: Plan) -> bool:
+    """Is anything sent, or kept, in fewer bits than it has?"""
+    return bool(plan.kept or compressed_over(plan))
+
+
+def compressed_over(plan: Plan) -> tuple[str, ...]:
+    """The plain axes over which sums are compressed, in mesh order; none for one rank."""
+    axes = plan.mesh.fold(plan.compression.axes) if plan.compression is not None else ()
+    return tuple(a for a in plan.mesh.sizes if a in axes) if plan.mesh.size(axes) > 1 else ()
+
+
+def units_of_stage(plan: Plan, staged: Staged, stage: int) -> tuple[str, ...]:
+    """The modules of a stage that are gathered one by one, in the order in which they are sliced.
+
+    Each takes what no module before it took; without a pipeline the model takes the rest.
+    """
+    if staged.axis is None:
+        return (*(fqn for fqn in plan.model.sites if fqn in staged.trunk), "")
+    return tuple(staged.cut.graph.units[unit] for unit in staged.cut.units(stage))
+
+
+def sliced_names(
+    plan: Plan, staged: Staged, holdings: Mapping[str, Holding], stage: int
+) -> dict[str, tuple[str, ...]]:
+    """The sliced parameters (first names) of each unit of a stage, and of the model.
+
+    Experts that are sliced over other axes than the unit that they stand in come before it.
+    """
+    left = {name for name, holding in holdings.items() if holding.sliced}
+    found = {}
+    for fqn in _with_experts(plan, holdings, units_of_stage(plan, staged, stage)):
+        mine = tuple(dict.fromkeys(f.name for f in plan.model.below(fqn) if f.name in left))
+        left -= set(mine)
+        if mine or not fqn:
+            found[fqn] = mine
+    return found
+
+
+def _with_experts(
+    plan: Plan, holdings: Mapping[str, Holding], units: tuple[str, ...]
+) -> Iterator[str]:
+    """Units, each after the modules in it whose parameters are sliced over fewer axes."""
+    row = next((one.axes for one in plan.copies if one.stage > 0), ())
+    axes, seen = plan.mesh.fold(row), set()
+    apart = [
+        fqn for fqn in plan.computes
+        if any(holdings[f.name].sliced not in ((), axes) for f in plan.model.below(fqn))
+    ]  # fmt: skip
+    for unit in units:
+        inside = [f for f in apart if f not in seen and (not unit or f.startswith(f"{unit}."))]
+        seen.update(inside)
+        yield from inside
+        yield unit
+
+
+def sliced_over(holdings: Mapping[str, Holding], names: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes over which parameters that are gathered together lie in slices."""
+    return holdings[names[0]].sliced if names else ()

@@ -1,0 +1,52 @@
+"""Which optimizers step on parts, and which on parameters that are put together for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+from schedlang.diagnostic import Diagnostic, Refusal
+
+if TYPE_CHECKING:
+    import torch
+
+    from schedlang.passes.cutting.staging import Staged
+    from schedlang.runtime.assembly import Assembly
+    from schedlang.runtime.stepping.whole_step import WholeStep
+
+
+def whole_step(
+    a: Assembly, staged: Staged, optimizer: Callable[..., torch.optim.Optimizer] | None
+) -> WholeStep | None:
+    """How to step where parameters lie in parts and the optimizer looks at whole ones; else None.
+
+    Refuses, alike on all ranks, an optimizer that looks at all parameters together, and one that
+    would have to wait for other stages where each updates by itself (S622).
+    """
+    from schedlang.runtime.stepping.elementwise import is_elementwise, is_tensorwise
+    from schedlang.runtime.stepping.whole_step import WholeStep
+    from schedlang.timeline.versions import is_stale
+
+    holdings = a.holdings.values()
+    split = next((h for h in holdings if h.layout.splits or h.sliced), None)
+    if optimizer is None or split is None or is_elementwise(optimizer):
+        return None
+    if is_stale(staged.timeline):
+        _refuse(
+            "stages that update by themselves cannot put parameters together for a step",
+            f"this optimizer looks at whole tensors, and `{split.name}` lies in parts",
+            "use a synchronous order, or an elementwise optimizer (SGD, Adam, AdamW, ...)",
+        )
+    if is_tensorwise(optimizer):
+        return WholeStep(a.parameters, a.holdings, a.ranks)
+    _refuse(
+        "this optimizer does not treat each parameter by itself",
+        f"`{split.name}` lies in parts on several ranks; it would be put together for a step, with"
+        " some others at a time, and those would be updated otherwise",
+        "use one that looks at one parameter at a time (Muon, Adafactor, LAMB) or at one element"
+        " (SGD, Adam, AdamW, Adagrad, RMSprop, ...)",
+    )
+
+
+def _refuse(title: str, note: str, help_: str) -> NoReturn:
+    raise Refusal(Diagnostic("S622", title, notes=(note,), helps=(help_,)))

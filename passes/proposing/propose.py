@@ -1,0 +1,219 @@
+"""A schedule for any model and a mesh: what can be split is found by asking what is legal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.proposing.expert_rows import context_rows, expert_rows
+from schedlang.passes.proposing.proposal_notes import differences, headline, left_whole
+from schedlang.passes.proposing.proposal_text import Row, canonical, mesh_text, rows_text, wrapped
+from schedlang.passes.proposing.proposal_trial import Trial
+from schedlang.passes.proposing.tensor_rows import Finder, tensor_rows
+from schedlang.passes.proposing.vocabulary_rows import vocabulary_rows
+from schedlang.passes.shrinking.blocks import Blocks, blocks_of, leaf_kind
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Loss = Callable[..., Any]
+ROLES = {
+    "dp": "data", "data": "data", "fsdp": "sliced", "pp": "stages", "pipe": "stages",
+    "tp": "parts", "model": "parts", "ep": "experts", "cp": "tokens",
+}  # fmt: skip
+MORE = 2  # microbatches for each stage, where the batch has the rows
+
+
+@dataclass(frozen=True)
+class Proposed:
+    """A schedule in canonical form; `notes` say what was not split, and why."""
+
+    text: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a schedule is proposed for, and the same with as few blocks as show all."""
+
+    trial: Trial
+    blocks: Blocks
+    mesh: Mapping[str, int]
+    batch: Mapping[str, Any]
+
+    def axis(self, role: str) -> str | None:
+        """The axis of a role, if the mesh has one."""
+        return next((name for name in self.mesh if ROLES[name] == role), None)
+
+
+def propose(
+    model: nn.Module, batch: Mapping[str, Any], mesh: Mapping[str, int], loss: Loss | None = None
+) -> Proposed:
+    """A schedule for a model (on any device), a batch of a whole step and axes with their sizes.
+
+    Raises Refusal S211 for an axis of an unknown name, S212 where nothing can be split over one,
+    and whatever refuses the model or the batch itself.
+    """
+    from schedlang.model import ModelFacts
+
+    check_mesh(mesh)
+    facts = ModelFacts(model)
+    blocks = blocks_of(facts)
+    asked = Asked(Trial(facts, blocks, batch, loss), blocks, mesh, batch)
+    notes: list[str] = []
+    rows = _rows(asked, notes)
+    rest = _rest(asked)
+    text = asked.trial.whole(
+        lambda blocks: _text(asked, blocks, rows, rest, notes),
+        max(1, mesh.get(asked.axis("stages") or "", 1)),
+    )
+    return Proposed(text, tuple(notes))
+
+
+def check_mesh(mesh: Mapping[str, int]) -> None:
+    """Refuse axes whose names say nothing, and two of one role (S211)."""
+    legal = (
+        "`dp`, `data` and `fsdp` split the batch, `ep` the batch and experts, `cp` sequences,"
+        " `pp` and `pipe` the blocks, `tp` and `model` tensors"
+    )
+    for name in mesh:
+        if name not in ROLES:
+            title = f"`init` does not know what to do over an axis `{name}`"
+            raise Refusal(Diagnostic("S211", title, helps=(legal,)))
+    for role in set(ROLES.values()):
+        same = [name for name in mesh if ROLES[name] == role]
+        if len(same) > 1:
+            title = f"`{same[0]}` and `{same[1]}` would do the same"
+            raise Refusal(Diagnostic("S211", title, helps=("name one of them", legal)))
+    if not mesh:
+        title = "`init` writes a schedule for a mesh, and there is none"
+        raise Refusal(Diagnostic("S211", title, helps=("`--mesh dp=2,tp=2`", legal)))
+
+
+def _rows(asked: Asked, notes: list[str]) -> dict[str, list[Row]]:
+    """The rows of each role that splits tensors; an axis for which there are none is refused."""
+    found: dict[str, list[Row]] = {}
+    for role in ("parts", "experts", "tokens"):
+        axis = asked.axis(role)
+        if axis is None:
+            continue
+        said: list[str] = []
+        finder = Finder(asked.trial, axis, max(2, asked.mesh[axis]), [], said)
+        if role == "parts":
+            tensor_rows(finder)
+            if asked.axis("experts") is None:
+                expert_rows(finder)
+            vocabulary_rows(finder)
+        elif role == "experts":
+            expert_rows(finder, Row((), f"zero(stage=1, over={axis})"))
+        else:
+            context_rows(finder)
+        if not finder.rows and asked.mesh[axis] > 1:
+            raise _idle(axis, said)
+        found[role] = sorted(finder.rows, key=lambda row: not _first(asked.blocks, row))
+        notes += said
+        if role == "parts":
+            notes += _remarks(asked, finder, notes)
+    return found
+
+
+def _first(blocks: Blocks, row: Row) -> bool:
+    """Does a row stand above all others: about a table, or its padding?"""
+    name = row.names[0]
+    table = leaf_kind(blocks.facts.sites[blocks.named[name][0]]) == "Embedding"
+    return row.call.startswith("pad(") or (table and not blocks.inside(name))
+
+
+def _idle(axis: str, said: list[str]) -> Refusal:
+    title = f"nothing of this model could be split over `{axis}`"
+    helps = (f"leave it out of the mesh, or give its ranks to another axis: `{axis}=1`",)
+    return Refusal(Diagnostic("S212", title, notes=tuple(said[:8]), helps=helps))
+
+
+def _remarks(asked: Asked, finder: Finder, notes: list[str]) -> list[str]:
+    """What else stays whole, and where transformers' own plan differs."""
+    plan = asked.trial.plan(finder.rows, finder.axis, finder.ranks)
+    blocks, axis = asked.trial.blocks, finder.axis
+    named = {name for row in finder.rows for name in row.names}
+    return [*left_whole(plan, blocks, axis, notes, named), *differences(plan, blocks, axis)]
+
+
+# -- stages and the batch -------------------------------------------------------------------------
+
+
+def _rest(asked: Asked) -> list[Row]:
+    """The rows of the pipeline and of data parallelism."""
+    rows: list[Row] = []
+    stages, sliced = asked.axis("stages"), asked.axis("sliced")
+    data = [axis for axis in (asked.axis("data"), asked.axis("experts")) if axis is not None]
+    count = asked.mesh.get(stages or "", 1)
+    if stages is not None:
+        rows.append(_cut(asked, stages, count))
+    if sliced is not None:
+        rows.append(Row((), f"zero(stage=3, over={sliced})"))
+    if data:
+        over = data[0] if len(data) == 1 else f"({', '.join(data)})"
+        rows.append(Row((), f"zero(stage={0 if sliced else 1}, over={over})"))
+    if stages is not None:
+        rows.append(Row((), f'pipeline(order="1F1B", micro={_micro(asked, count)})'))
+    return rows
+
+
+def _micro(asked: Asked, stages: int) -> int:
+    """Microbatches for the rows that a rank has."""
+    from schedlang.runtime.summing.parts import rows_of
+
+    parts = 1
+    for name, size in asked.mesh.items():
+        parts *= size if ROLES[name] in ("data", "sliced", "experts") else 1
+    return max(1, min(MORE * stages, rows_of(asked.batch) // parts))
+
+
+def _cut(asked: Asked, axis: str, stages: int) -> Row:
+    """The row that cuts the lists of blocks: all outermost ones, else the largest alone."""
+    facts, lists = asked.blocks.facts, asked.blocks.lists
+    outer = [name for name in lists if "*" not in name.split(".")]
+    outer.sort(key=lambda name: list(facts.sites).index(name))
+    largest = sorted(outer, key=lambda name: -facts.numel(name))
+    tried = [tuple(outer), *((name,) for name in largest)]
+    first: Refusal | None = None
+    for names in dict.fromkeys(names for names in tried if names):
+        row = Row(names, f"pipeline_split(over={axis})")
+        refusal = asked.trial.cut(row, axis, stages)
+        if refusal is None:
+            return row
+        first = first or refusal
+    if first is not None:
+        raise first
+    title = f"this model has no list of blocks to be cut over `{axis}`"
+    helps = (f"leave the axis out: `{axis}=1`",)
+    raise Refusal(Diagnostic("S212", title, helps=helps))
+
+
+# -- the text -------------------------------------------------------------------------------------
+
+
+STEPS = {"parts": "tensor parallel", "experts": "expert parallel", "tokens": "context parallel"}
+
+
+def _text(
+    asked: Asked, blocks: Blocks, rows: Mapping[str, list[Row]], rest: list[Row], notes: list[str]
+) -> str:
+    steps = [f"schedule 1 for {blocks.facts.class_name}\n\n# {headline(blocks)}\n"]
+    steps[0] += f"{mesh_text(asked.mesh)}\n"
+    for role, name in STEPS.items():
+        if rows.get(role):
+            body = rows_text(rows[role], blocks)
+            # experts are legal only beside the row that splits the batch, which stands below
+            check = "" if role == "experts" else "\nverify(forward, backward)"
+            steps.append(f'step "{name}" {{\n{body}{check}\n}}\n')
+    if rest:
+        cut = [row for row in rest if row.names]
+        lines = [f"{', '.join(row.names)}  {row.call}" for row in cut]
+        lines += [row.call for row in rest if not row.names]
+        name = "pipeline" if cut else "data"
+        steps.append(f'step "{name}" {{\n' + "\n".join(lines) + "\nverify(train, steps=3)\n}\n")
+    steps.append("".join(map(wrapped, notes)))
+    return canonical("\n".join(steps))

@@ -1,0 +1,87 @@
+"""The rows that split a model's tables of tokens and its output layers over one axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from schedlang.passes.proposing.proposal_text import Row
+from schedlang.passes.proposing.tensor_rows import Finder, outputs_of
+from schedlang.passes.shrinking.blocks import PROJECTIONS, leaf_kind
+
+PADDED, LARGE = 128, 4096  # rows are padded to what kernels like where there are many
+
+
+def vocabulary_rows(finder: Finder) -> None:
+    """Add rows for tables and output layers; note those that stay whole."""
+    tables, heads = _found(finder)
+    if not tables:
+        return
+    over = f"over={finder.axis}"
+    facts = finder.trial.blocks.facts
+    tied = {name for names in facts.ties for name in names}
+    table = [Row((n,), f"shard(vocab, {over})", "split by rows") for n in tables]
+    split = [Row((n,), f"shard(vocab, {over})", _loss(f"{n}.weight" in tied)) for n in heads]
+    gathered = [Row((n,), f"shard(col, output=R, {over})", "logits are gathered") for n in heads]
+    pads, why = _pads(finder, (*tables, *heads)), ""
+    for tried, left in (
+        ([*table, *split], ()), ([*table, *gathered], ()), (table, heads), (gathered, tables)
+    ):  # fmt: skip
+        made = finder.mended([*_needed(pads, tried, finder), *tried])
+        if isinstance(made, list):
+            finder.rows += made
+            if left:
+                finder.whole(left, why)
+            elif tried[-1:] == gathered[-1:] and why:
+                finder.notes.append(f"gathered: {', '.join(heads)}: {why}")
+            return
+        why = why or made
+    finder.whole((*tables, *heads), why)
+
+
+def _loss(tied: bool) -> str:
+    return "the same weight; logits stay split" if tied else "logits stay split"
+
+
+def _found(finder: Finder) -> tuple[list[str], list[str]]:
+    """The embeddings with the most rows outside of blocks, and layers of as many outputs."""
+    blocks = finder.trial.blocks
+    sites = blocks.facts.sites
+    outside = [fqn for fqn in finder.trial.fed.uses if not blocks.inside(fqn)]
+    rows = {
+        fqn: sites[fqn].parameters["weight"].shape[0]
+        for fqn in outside if leaf_kind(sites[fqn]) == "Embedding"
+    }  # fmt: skip
+    most = max(rows.values(), default=0)
+    heads = [
+        fqn for fqn in outside
+        if leaf_kind(sites[fqn]) in PROJECTIONS and outputs_of(sites[fqn]) == most
+    ]  # fmt: skip
+    return [fqn for fqn, count in rows.items() if count == most], heads
+
+
+def _pads(finder: Finder, names: Sequence[str]) -> list[Row]:
+    """A row for each weight whose rows do not divide; tied ones once."""
+    facts, ranks = finder.trial.blocks.facts, finder.ranks
+    out: list[Row] = []
+    seen: set[str] = set()
+    for name in names:
+        site = facts.sites[name]
+        weight = site.parameters["weight"]
+        dim = "vocab" if "vocab" in site.dims["weight"] else "out"
+        size = weight.shape[site.dims["weight"].index(dim)]
+        if size % ranks and weight.name not in seen:
+            seen.add(weight.name)
+            multiple = PADDED if PADDED % ranks == 0 and size > LARGE else ranks
+            said = f"{size} rows do not divide by {ranks}"
+            out.append(Row((name,), f"pad({dim}, multiple={multiple})", said))
+    return out
+
+
+def _needed(pads: Sequence[Row], rows: Sequence[Row], finder: Finder) -> list[Row]:
+    """The padding of weights that some of these rows split."""
+    facts = finder.trial.blocks.facts
+
+    def weights(of: Sequence[Row]) -> set[str]:
+        return {facts.sites[row.names[0]].parameters["weight"].name for row in of}
+
+    return [pad for pad in pads if weights([pad]) <= weights(rows)]

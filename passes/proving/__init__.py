@@ -1,0 +1,1 @@
+"""Programs on ranks against the untouched original: runs, observations, comparisons."""

@@ -1,0 +1,89 @@
+"""What a plan must equal to the last bit: the original, or itself without its exact rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.passes.proving.observe import Observation
+from schedlang.plan import Action, Plan
+from schedlang.report import Row
+
+if TYPE_CHECKING:
+    from schedlang.primitive import Primitive
+
+_OVER_AXES = frozenset({"shape", "placement", "stage", "state", "order"})
+_REMOVABLE = frozenset({"recompute", "residence"})  # no other row needs such a row
+IN_ORACLE = frozenset({"updates", "model"})  # the original follows the same rule, to the last bit
+_KINDS = (
+    *("outputs", "training outputs", "loss", "gradients", "input gradients", "parameters"),
+    *("other state", "hidden buffers"),
+)
+EXACT = "exact rows"
+
+
+def given_up(plan: Plan) -> frozenset[str]:
+    """What the result may differ in: nothing by rows over axes of size 1 and one microbatch."""
+    alone = plan.mesh.world == 1 and (plan.order is None or plan.order.micro == 1)
+    return frozenset(
+        name
+        for action in plan.actions
+        if not (alone and action.primitive.writes <= _OVER_AXES)
+        for name in action.primitive.gives_up - IN_ORACLE
+    )
+
+
+def exact_row(action: Action) -> bool:
+    """Whether a row gives up nothing and can be left out: recomputation, offloading."""
+    writes = action.primitive.writes
+    return bool(writes) and writes <= _REMOVABLE and not action.primitive.gives_up
+
+
+def baseline(plan: Plan) -> tuple[Plan, str] | None:
+    """The plan without its exact rows, its state unsliced; and in words what was taken away.
+
+    Unsliced only where sums are the same ones: gradients of two replicas that are reduced once a
+    step. With more replicas their order, and with a reduction for each microbatch their grouping,
+    is another, so a sliced state is then equal but for rounding.
+    """
+    dropped = sorted({action.name for action in plan.actions if exact_row(action)})
+    micro = plan.micro
+    two = plan.mesh.size(plan.data_axes) == 2
+    words = [f"without {' and '.join(dropped)}"] if dropped else []
+    rows: list[tuple[Primitive, Action]] = []
+    for action in plan.actions:
+        if exact_row(action) or not action.primitive.writes:
+            continue
+        primitive, stage = action.primitive, getattr(action.primitive, "stage", 0)
+        if action.primitive.writes == {"state"} and stage and two and (micro == 1 or stage == 1):
+            primitive = unsliced(primitive)
+            words.append(f"{action.name} at stage 0")
+        rows.append((primitive, action))
+    if not words:
+        return None
+    made = replace(
+        Plan.empty(plan.model, plan.mesh), decisions=plan.decisions, relaxed=plan.relaxed
+    )
+    for primitive, action in rows:
+        made = made.add(primitive, action.sites, step=action.step, span=action.span)
+    return made, ", ".join(words)
+
+
+def unsliced(primitive: Any) -> Any:
+    """The row at stage 0; what else it says is about slices."""
+    usual = {f.name: f.default for f in fields(primitive) if f.default is not MISSING}
+    return replace(primitive, **{**usual, "stage": 0})
+
+
+def exact_rows(without: Observation, program: Observation, words: str) -> Iterator[Row]:
+    """Rows for the first step of a program against that of its baseline, bit by bit."""
+    from schedlang.passes.proving.compare import compare
+
+    def first(seen: Observation) -> Observation:
+        kept = {k: v for k, v in seen.tensors.items() if k in asked}
+        return Observation(kept, order=seen.order, left_out=seen.left_out)
+
+    asked = {k for k in without.tensors if k.step == 0 and k.kind in _KINDS}
+    for row in compare(first(without), first(program), exact=True):
+        yield replace(row, kind=EXACT, name=f"{row.kind}: {row.name}", note=row.note or words)

@@ -1,0 +1,159 @@
+"""The original whose modules keep what they save in fewer bits: what `relax(lossy)` allows.
+
+Written apart from what programs run (`runtime/keeping/coded.py` and `rounded.py` beside it):
+numbers are not packed here, and what is coded is decided anew.  Both share the hash that draws are
+made by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from schedlang.facets import Kept
+from schedlang.plan import Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor, nn
+
+
+def with_kept(plan: Plan, module: nn.Module) -> nn.Module:
+    """A copy of the original in which modules keep what the plan says of them."""
+    for row in plan.kept:
+        part: Any = module.get_submodule(row.fqn)
+        part.forward = partial(_forward, _Saved(row, part), part.forward)
+    return module
+
+
+@dataclass
+class _Saved:
+    """One module: what tells its calls apart, and what it saves in the one that runs."""
+
+    row: Kept
+    module: nn.Module
+    place: tuple[int, tuple[int, ...]] = (-1, ())
+    calls: int = 0
+    numbers: int = 0
+    rows: list[tuple[int, ...]] = field(default_factory=list)
+    given: list[Tensor] = field(default_factory=list)
+
+    def begin(self, arguments: Any) -> None:
+        """A call begins; those of a part of a step are counted from 0."""
+        from torch.nn import Parameter
+
+        from schedlang.runtime.following.trace import tensors_in
+        from schedlang.runtime.scope import current
+
+        here = current()
+        assert here is not None, "the original runs in a scope"
+        place = here.step, here.samples
+        self.calls = self.calls + 1 if place == self.place else 0
+        self.place, self.numbers, self.rows = place, 0, []
+        known = tensors_in(arguments)
+        self.given = [t for t in known if not t.requires_grad or isinstance(t, Parameter)]
+
+    def value(self, tensor: Tensor) -> Tensor:
+        """What backward sees of a saved tensor."""
+        from schedlang.runtime.keeping.coded import stream
+
+        whole = self.whole(tensor)
+        self.rows.append(tuple(tensor.shape[:-1]))
+        if whole:
+            return tensor
+        return approximated(
+            tensor, self.row, stream(self.row.fqn, self.calls, *self.place, self.numbers)
+        )
+
+    def whole(self, tensor: Tensor) -> bool:
+        """Is it kept as it is?"""
+        import torch
+
+        if not tensor.is_floating_point() or tensor.numel() < self.row.block:
+            return True
+        if tensor.shape[-1] == 1 or (tensor.dim() > 2 and tuple(tensor.shape) in self.rows):
+            return True
+        if tensor.nbytes > tensor.untyped_storage().nbytes():
+            return True
+        held = [*self.module.parameters(), *self.module.buffers(), *self.given]
+        mine = tensor.untyped_storage().data_ptr()
+        if any(one.untyped_storage().data_ptr() == mine for one in held):
+            return True
+        sizes = tensor.detach().abs()
+        return not bool((sizes < torch.finfo(tensor.dtype).max / 4).all())
+
+
+@contextmanager
+def _saving(saved: _Saved) -> Iterator[None]:
+    """Saved tensors are remembered by their first value: the same view is coded once."""
+    from torch.autograd.graph import saved_tensors_hooks
+
+    seen: list[tuple[Tensor, int, Tensor]] = []  # what was saved, its version, its value
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.numbers += 1
+        for other, version, before in seen:
+            if version == tensor._version and _alike(other, tensor):
+                return before.reshape(tensor.shape)
+        value = saved.value(tensor)
+        if value is not tensor:
+            seen.append((tensor, tensor._version, value))
+        return value
+
+    with saved_tensors_hooks(pack, lambda value: value):
+        yield
+
+
+def _alike(one: Tensor, two: Tensor) -> bool:
+    """The same numbers in memory, read in the same order."""
+    if (one.data_ptr(), one.numel(), one.dtype) != (two.data_ptr(), two.numel(), two.dtype):
+        return False
+    if one.is_contiguous() and two.is_contiguous():
+        return True
+    return one.shape == two.shape and one.stride() == two.stride()
+
+
+def _forward(saved: _Saved, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    import torch
+
+    if not torch.is_grad_enabled():
+        return inner(*args, **kwargs)
+    saved.begin((args, kwargs))
+    with _saving(saved):
+        return inner(*args, **kwargs)
+
+
+def approximated(tensor: Tensor, row: Kept, stream: int) -> Tensor:
+    """A tensor as its whole numbers say it: in each block the least value and so many steps."""
+    import torch
+
+    from schedlang.runtime.drawing.random import mixed
+
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        work = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        digits = 53 if work == torch.float64 else 24
+        flat = tensor.detach().to(work).reshape(-1)
+        draws = mixed(torch.arange(1, flat.numel() + 1), torch.tensor(stream)) >> (53 - digits)
+        numbers = draws.to(work) / 2**digits
+        end = flat.numel() // row.block * row.block  # the last block may be shorter
+        out = [_approximated(values, drawn, row) for values, drawn in (
+            (flat[:end].view(-1, row.block), numbers[:end].view(-1, row.block)),
+            (flat[None, end:], numbers[None, end:]),
+        ) if values.numel()]  # fmt: skip
+        whole: Tensor = torch.cat([piece.reshape(-1) for piece in out])
+        return whole.to(tensor.dtype).view(tensor.shape)
+
+
+def _approximated(values: Tensor, drawn: Tensor, row: Kept) -> Tensor:
+    """Blocks, each in a row."""
+    import torch
+
+    least, most = values.min(1, keepdim=True)[0], values.max(1, keepdim=True)[0]
+    step = (most - least) / (2**row.bits - 1)
+    steps = torch.where(step > 0, (values - least) / step, 0.0)
+    found: Tensor = least + step * torch.floor(steps + drawn).clamp(0, 2**row.bits - 1)
+    return found

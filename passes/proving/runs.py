@@ -1,0 +1,247 @@
+"""Runs: under which conditions a proof trains, made so that mistakes show."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.laying.statistics import check_microbatches
+from schedlang.passes.proving.observe import Batch, Condition, conditions
+from schedlang.passes.proving.routing import routings, unlimited
+from schedlang.passes.proving.sides import Case, modes_of, prepared, twin
+from schedlang.passes.proving.variants import Batches, Labels, varied
+from schedlang.report import Gap, Row
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from schedlang.runtime.summing.parts import Part
+
+EVALUATED = "SGD, eval mode"
+SCALE = 3.0  # of the loss: a backward that takes its gradient for 1 is found out
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The training runs, what was derived from the user's batches, and what could not be had."""
+
+    told: tuple[Condition, ...]
+    batches: Batches
+    derived: tuple[str, ...] = ()
+    gaps: tuple[Gap, ...] = ()
+
+
+def runs(case: Case, evaluate: bool = False) -> Runs:
+    """SGD on the batches as given; AdamW, clipped, on variants of them, some weights frozen.
+
+    To AdamW the scale of the loss does not matter, so there the loss is multiplied.
+    With `evaluate` there is one more, in eval mode.
+    The case is prepared and in float64. Clipping is set by the gradient norm of the original.
+    """
+    from schedlang.passes.proving.original import Sequential
+    from schedlang.runtime.modes import ambient
+
+    modes, _ = modes_of(case.seed)
+    with ambient(*modes):
+        norm = Sequential(twin(case), loss=case.loss).norm(case.batches[0])
+    seen = batches_of(case)
+    made, said = varied(seen)
+    derived = []
+    for place, words in said.items():
+        if _sound(case, made[place]):
+            derived += words
+        else:
+            made[place] = seen.all[place]
+    plain, clipped = conditions(case.batches, norm, made)
+    still, gaps = _frozen(case)
+    told = [plain, replace(clipped, case=still, scale=SCALE)]
+    limit, more = _limit(case, plain)
+    told += [*limit, *_at_once(case, plain), *_unlimited(case, plain)]
+    if evaluate:
+        told.append(replace(plain, name=EVALUATED, batches=case.batches[:2], evaluate=True))
+    if case.table is not None:  # a norm over stages that update apart is known too late to clip by
+        plainly = [c.name.removesuffix(", clipped") for c in told]
+        told = [replace(c, clip=None, name=name) for c, name in zip(told, plainly)]
+    both = replace(seen, all=(*case.batches, *made))
+    return Runs(tuple(told), both, tuple(derived), (*gaps, *more))
+
+
+def _limit(case: Case, plain: Condition) -> tuple[list[Condition], tuple[Gap, ...]]:
+    """Where statistics of parts are relaxed: a run in which they make no difference.
+
+    In eval mode they stand still, and the program has to equal the original itself.
+    """
+    if not case.parted:
+        return [], ()
+    if _parts(case, case.batches[0], evaluate=True)[1] is not None:
+        said = "no limit of `batch_stats`: parts differ in eval mode too"
+        return [], (Gap(said, "what is not due to the statistics of parts"),)
+    whole = replace(case, parted=False)
+    name = "eval mode, where `batch_stats` vanishes"
+    return [replace(plain, name=name, batches=case.batches[:2], evaluate=True, case=whole)], ()
+
+
+def _at_once(case: Case, plain: Condition) -> list[Condition]:
+    """Where weights are stale: a run with one update a step, at its end, in which none is."""
+    if case.table is None or case.parted:
+        return []
+    assert case.plan.order is not None
+    order = replace(case.plan.order, every=case.plan.micro)
+    whole = prepared(replace(case, plan=replace(case.plan, order=order)))
+    name = "one update a step, where `staleness` vanishes"
+    return [replace(plain, name=name, batches=case.batches[:2], case=whole)]
+
+
+def _unlimited(case: Case, plain: Condition) -> list[Condition]:
+    """Where experts drop tokens: a run in which they take all, and equal the model as it is."""
+    if not any(routings(case.plan)) or case.parted or case.table is not None:
+        return []
+    whole = prepared(replace(case, plan=unlimited(case.plan)))
+    name = "capacity without limit, where `routing` vanishes"
+    return [replace(plain, name=name, batches=case.batches[:2], case=whole)]
+
+
+def batches_of(case: Case) -> Batches:
+    """The batches of a case, how they are cut, and what in them is known to be labels."""
+    from schedlang.runtime.summing.parts import shares
+
+    replicas, micro = case.cuts
+
+    def cut(count: int) -> list[range]:
+        return [
+            range(share.start + run.start, share.start + run.stop)
+            for share in shares(count, replicas)
+            for run in shares(len(share), micro)
+        ]
+
+    rules = case.prepared.traced.labels if case.prepared is not None else ()
+    labels = tuple(Labels(rule.source, rule.ignore_index) for rule in rules)
+    return Batches(case.batches, cut, labels)
+
+
+# -- what the original says of a batch ---------------------------------------------------------
+
+
+def check_parts(case: Case) -> Case:
+    """The case; refuse a model whose loss over the parts, weighed, is not that of the whole.
+
+    Where the schedule relaxes batch statistics such a model is compared with itself, by parts.
+    """
+    free = replace(case, plan=unlimited(case.plan))  # what is dropped depends on the whole
+    count, bad = _parts(free, case.batches[0])
+    relaxed = {name for _, names in case.plan.relaxed for name in names}
+    if bad is None:
+        try:
+            if count > 1:
+                _buffers(free, case.batches[0])
+            return case
+        except Refusal:
+            if "batch_stats" not in relaxed:
+                raise
+    if "batch_stats" in relaxed:
+        return replace(case, parted=True)
+    assert bad is not None
+    check_microbatches(case)
+    raise Refusal(
+        Diagnostic(
+            "S703", "the loss of this model is not the weighed mean of the losses of parts",
+            notes=(f"on the original in {count} parts {bad.place} differs by {bad.error:.1e}",
+                   "statistics over the batch (batch norm, router losses) would differ by rank"),
+            helps=("say what a part weighs: `weight(batch)` in the model file",
+                   "or allow it: `step \"...\" relax(batch_stats) {`"),
+        )
+    )  # fmt: skip
+
+
+def _buffers(case: Case, batch: Batch) -> None:
+    """Refuse a model in whose buffers the parts leave what the whole does not (S708)."""
+    from schedlang.passes.laying.buffers import check_buffers
+    from schedlang.passes.proving.original import Sequential
+    from schedlang.runtime.modes import ambient
+    from schedlang.runtime.summing.parts import split
+
+    plan = case.plan
+    micro = plan.micro
+    modes, _ = modes_of(case.seed)
+    with ambient(*modes):
+        subject = Sequential(twin(case), loss=case.loss)
+        check_buffers(subject, batch, split(batch, plan.shares, micro))
+
+
+def _parts(case: Case, batch: Batch, evaluate: bool = False) -> tuple[int, Row | None]:
+    """Into how many parts a batch is cut, and what of their loss and gradients is not the whole."""
+    from schedlang.passes.laying.weigh import part_weight
+    from schedlang.passes.proving.compare import parts_agree
+    from schedlang.passes.proving.original import Sequential
+    from schedlang.runtime.modes import ambient
+    from schedlang.runtime.summing.parts import split
+
+    plan = case.plan
+    micro = plan.micro
+    parts = [p for share in split(batch, plan.shares, micro) for p in share]
+    if len(parts) == 1:
+        return 1, None
+    weigh = part_weight(plan, parts[0].inputs, case.loss, case.weight, len(parts))
+    modes, _ = modes_of(case.seed)
+    with ambient(*modes):
+        weights = [weigh(part.inputs) for part in parts]
+        rows = parts_agree(
+            Sequential(twin(case), loss=case.loss, evaluate=evaluate), batch,
+            [(part.inputs, part.rows) for part in parts], weights, _together(case, parts, weights),
+        )  # fmt: skip
+    return len(parts), next((row for row in rows if not row.ok), None)
+
+
+def _together(
+    case: Case, parts: Sequence[Part], weights: Sequence[float]
+) -> list[dict[str, Tensor | None]] | None:
+    """The parts with the sums over rows that they share in the program; None: they share none."""
+    from schedlang.passes.laying.statistics import together
+
+    assert case.prepared is not None
+    shared = case.prepared.traced.statistics
+    return together(case, parts, weights, shared.sums) if shared is not None else None
+
+
+def _sound(case: Case, batch: Batch) -> bool:
+    """Whether the original takes a derived batch, and its parts make the whole."""
+    import math
+
+    from schedlang.passes.proving.original import Sequential
+    from schedlang.runtime.modes import ambient
+
+    modes, _ = modes_of(case.seed)
+    try:
+        with ambient(*modes):
+            norm = Sequential(twin(case), loss=case.loss).norm(batch)
+        return math.isfinite(norm) and (case.parted or _parts(case, batch)[1] is None)
+    except Exception:  # whatever the model raises for what its user never gave it
+        return False
+
+
+# -- frozen parameters -------------------------------------------------------------------------
+
+
+def _frozen(case: Case) -> tuple[Case | None, tuple[Gap, ...]]:
+    """The case with a quarter of the parameters frozen, where the user froze none."""
+    from schedlang.runtime.changed import Freeze
+
+    module = case.plan.model.model
+    names = [name for name, p in module.named_parameters() if p.requires_grad]
+    if len(names) < len(list(module.parameters())):
+        return None, ()
+    still = {name for name in names if zlib.crc32(name.encode()) % 4 == 0} or {names[0]}
+    try:
+        if len(still) == len(names):
+            return None, (Gap("no frozen parameters", _FROZEN),)
+        untouched = case.plan.model.base.model
+        return prepared(case.with_model(Freeze(frozenset(still))(untouched))), ()
+    except Refusal as refusal:
+        said = refusal.diagnostics[0].title
+        return None, (Gap(f"no frozen parameters ({said})", _FROZEN),)
+
+
+_FROZEN = "frozen weights that are updated, or stop the gradient of others"

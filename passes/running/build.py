@@ -1,0 +1,314 @@
+"""From a plan, a model and a batch to the program that this rank runs.
+
+The order is fixed, whatever the order of rows: the local copy with this rank's parts; structure
+(kernels, fusion); crossings; recomputation; residence; stages; slices of data-parallel state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.cutting.chains import Chains
+from schedlang.passes.cutting.staging import Staged, buffer_stages, shape_up
+from schedlang.passes.laying.casts import cast_loss, loss_scale
+from schedlang.passes.laying.context import exchange
+from schedlang.passes.laying.prepare import Prepared, check_axes, prepare
+from schedlang.passes.laying.propagate import Traced
+from schedlang.passes.laying.residence import away
+from schedlang.passes.laying.staleness import check_build
+from schedlang.passes.laying.tried import weight_by_tokens
+from schedlang.passes.laying.weigh import weight_of
+from schedlang.passes.laying.whole_step import whole_step
+from schedlang.passes.proposing.complete import completed
+from schedlang.passes.running.executor import early_sums, pipeline_of
+from schedlang.passes.running.reduce import compressor_of, slice_state, sums_of
+from schedlang.plan import Plan
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from schedlang.runtime.assembly import Assembly, Weight
+    from schedlang.runtime.collectives.ranks import Ranks
+    from schedlang.runtime.program import Program
+    from schedlang.runtime.saving.holding import Holding
+
+Loss = Callable[..., Any]
+# casts come around what sharding makes of a module: then what is sent is cast already
+FACETS = ("structure", "placement", "dtype", "recompute", "residence", "stage", "state", "order")
+
+
+@dataclass
+class Builder:
+    """What a primitive's `apply` changes: the local copy of the model, module by module."""
+
+    plan: Plan
+    module: nn.Module
+    traced: Traced
+    ranks: Ranks
+    chains: Chains = field(default_factory=dict)  # the sites of a row -> what fits into memory
+    _shared: dict[object, Any] = field(default_factory=dict)
+
+    def shared(self, key: object, make: Callable[[], Any]) -> Any:
+        """One object for all modules that ask with this key."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
+    def at(self, fqn: str) -> nn.Module:
+        """The module of this name in the copy that is being built."""
+        return self.module.get_submodule(fqn)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a program is built with, beside its plan and a batch.
+
+    loss       loss(output, batch), where the model returns none
+    optimizer  a function from (name, parameter) pairs to an optimizer; `clip` bounds the norm
+    weight     weight(part) of a part of the batch in the mean; default: the labels that count
+    seed       draw dropout logically from this seed; on several ranks it always is (0)
+    prepared   what `prepare` found for this plan and a microbatch of this batch, if it ran before
+    local      the batch is this rank's rows
+    hollow     everything lies on the meta device: for a step that only shows what would be sent
+    """
+
+    loss: Loss | None = None
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None
+    clip: float | None = None
+    weight: Weight | None = None
+    seed: int | None = None
+    prepared: Prepared | None = None
+    local: bool = False
+    hollow: bool = False
+
+
+PLAIN = Options()
+
+
+def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more: Any) -> Program:
+    """This rank's program.
+
+    `batch` is the keyword arguments of a whole step, for shapes only; `more` are options by name.
+    Raises Refusal before any collective where the plan cannot be built.
+    """
+    from schedlang.runtime.assembly import Assembly
+    from schedlang.runtime.program import Program
+    from schedlang.runtime.summing import parts
+
+    given = replace(options, **more)
+    loss = given.loss
+    plan = completed(plan, batch, loss)
+    ranks = check_job(plan)
+    prepared = given.prepared
+    if prepared is None:
+        sample = parts.split(batch, 1 if given.local else plan.shares, plan.micro)[0][0].inputs
+        prepared = prepare(plan, sample, loss, given.weight)
+    traced, staged, holdings = prepared.traced, prepared.staged, prepared.holdings
+    check_build(staged, given.optimizer, given.clip, given.hollow)
+    module = _local_copy(plan, holdings, ranks, given.hollow)
+    builder = Builder(plan, module, traced, ranks, prepared.chains)
+    _apply(builder, prepared)
+    sliced = slice_state(plan, module, ranks, prepared)
+    found = _own(plan, module, ranks, holdings)
+    lying = None if given.hollow else away(builder, staged, found, sliced, given.optimizer)
+    sums = sums_of(plan, traced, holdings, found, ranks)
+    dropout = _dropout(plan, prepared, ranks, given.seed, module)
+    pipeline = pipeline_of(
+        plan, module, ranks, prepared, cast_loss(plan, loss), given.weight, sliced
+    )
+    assembly = Assembly(
+        module=module, pipeline=pipeline, ranks=ranks, replicas=plan.data_axes, micro=plan.micro,
+        parameters=found, holdings=holdings, buffer_stages=buffer_stages(staged),
+        ties=(*plan.model.ties, *plan.model.shared_buffers), sums=tuple(sums), sliced=sliced,
+        keys=tuple(plan.model.model.state_dict()), loss_dtype=_loss_dtype(plan),
+        weight=given.weight or _weight(prepared, plan.shares * plan.micro),
+        compressor=compressor_of(plan, traced, holdings, found, ranks),
+        early=early_sums(plan, staged, found, sums), last_rank=_last_rank(plan, staged),
+        stage_axis=staged.axis, dropout=dropout, inputs=frozenset(batch),
+        lossless=traced.lossless,
+        without_labels=traced.labels[0].filled if len(traced.labels) == 1 else None,
+        outputs_missing=staged.cut.missing if staged.axis is not None else (),
+        ends_early=_ends_early(plan, staged),
+        tokens=prepared.tokens, context=plan.context_axes,
+    )  # fmt: skip
+    whole = whole_step(assembly, staged, given.optimizer)
+    optimizer = _optimizer(assembly, given.optimizer)
+    return Program(
+        assembly, optimizer, given.clip, whole=whole, away=lying, loss_scale=loss_scale(plan)
+    )
+
+
+def _ends_early(plan: Plan, staged: Staged) -> bool:
+    """Do stages send on what is frozen, so that no gradient comes back to what it was made of?"""
+    frozen = any(not fact.requires_grad for fact in plan.model.parameters.values())
+    return frozen and staged.axis is not None and staged.cut.constant
+
+
+def _own(
+    plan: Plan, module: nn.Module, ranks: Ranks, holdings: Mapping[str, Holding]
+) -> dict[str, nn.Parameter]:
+    """The parameters that this rank holds, by name."""
+    held = {name for name, holding in holdings.items() if holding.held(plan.mesh, ranks.rank)}
+    return {name: p for name, p in module.named_parameters() if name in held}
+
+
+def _optimizer(
+    a: Assembly, make: Callable[..., torch.optim.Optimizer] | None
+) -> torch.optim.Optimizer | None:
+    """The optimizer of what this rank trains; None where there is nothing."""
+    from schedlang.runtime.stepping.elementwise import check_closure
+
+    trained = [(name, p) for name, p in a.parameters.items() if p.requires_grad]
+    if make is None or not trained:
+        return None
+    made = make(trained)
+    check_closure(made)
+    return made
+
+
+def _last_rank(plan: Plan, staged: Staged) -> int:
+    """A rank of the last stage, at place 0 of all other axes."""
+    last = {staged.axis: staged.ranks[-1]} if staged.axis is not None else {}
+    return plan.mesh.rank(dict.fromkeys(plan.mesh.sizes, 0) | last)
+
+
+def check_job(plan: Plan) -> Ranks:
+    """Join the running job; refuse idle axes (S205) and a mesh of another size (S607)."""
+    from schedlang.runtime.collectives.ranks import Ranks, join_world
+
+    join_world()
+    check_axes(plan)
+    return Ranks(plan.mesh)
+
+
+def _weight(prepared: Prepared, parts: int) -> Weight:
+    """What a part of a batch weighs; where sequences are split, by tokens if it has no labels."""
+    by = weight_of if prepared.tokens is None else weight_by_tokens
+    return by(prepared.traced, parts)
+
+
+# -- what lies where ---------------------------------------------------------------------------
+
+
+def _local_copy(
+    plan: Plan, holdings: Mapping[str, Holding], ranks: Ranks, hollow: bool = False
+) -> nn.Module:
+    """The model with this rank's part of every parameter before slicing; others have no values."""
+    from torch import nn
+
+    from schedlang.runtime.following.meta import copy_with, hollow_parameter
+    from schedlang.runtime.saving.holding import take
+
+    _check_state(plan)
+    if not hollow and any(p.is_meta for p in plan.model.model.parameters()):
+        raise Refusal(
+            Diagnostic(
+                "S623", "the model has no values: it lies on the meta device",
+                helps=("build it on a real device; `plan` and `diff` need no values",),
+            )
+        )  # fmt: skip
+
+    def local(name: str, parameter: nn.Parameter) -> nn.Parameter:
+        holding = replace(holdings[name], sliced=())
+        if not holding.held(plan.mesh, ranks.rank):
+            return hollow_parameter(parameter)
+        if hollow:
+            return hollow_parameter(parameter, holding.local_shape(plan.mesh, ranks.rank))
+        part = take(parameter.detach(), holding, plan.mesh, ranks.rank)
+        return nn.Parameter(part, requires_grad=parameter.requires_grad)
+
+    def other(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to("meta") if hollow else tensor.detach().clone()
+
+    return copy_with(plan.model.model, local, other)
+
+
+def _check_state(plan: Plan) -> None:
+    """Refuse state that is neither parameter nor buffer: no layout could keep it."""
+    model = plan.model.model
+    known = {n for n, _ in model.named_buffers(remove_duplicate=False)} | set(plan.model.parameters)
+    extra = [key for key in model.state_dict() if key not in known]
+    if extra:
+        raise Refusal(
+            Diagnostic(
+                "S624",
+                f"`{extra[0]}` of the state dict is neither a parameter nor a buffer",
+                notes=("a module gives it as extra state, which no layout could keep",),
+                helps=("leave it out: override `get_extra_state` in a subclass",),
+            )
+        )
+
+
+def _apply(builder: Builder, prepared: Prepared) -> None:
+    """Run every action's `apply`, facet by facet; sharding comes in before recomputation."""
+    from schedlang.runtime.sharding.shard import Edge
+    from schedlang.runtime.summing.statistics import Statistics
+
+    plan, ranks = builder.plan, builder.ranks
+    exchange(plan, builder.module, prepared.tokens, ranks)
+
+    def at_home(edge: Edge | Statistics) -> Edge | Statistics:
+        axes = edge.group.axes
+        group = ranks.group(axes[0] if len(axes) == 1 else axes)
+        return replace(edge, group=replace(group, label=edge.group.label))
+
+    shaped = False
+    for action in sorted(plan.actions, key=lambda a: _phase(a.primitive.writes)):
+        if not shaped and _phase(action.primitive.writes) > FACETS.index("placement"):
+            shape_up(builder.module, builder.traced, at_home)
+            shaped = True
+        for target in plan.targets(action):
+            action.primitive.apply(target, builder)
+    if not shaped:
+        shape_up(builder.module, builder.traced, at_home)
+
+
+def _phase(writes: frozenset[str]) -> int:
+    return min((FACETS.index(f) for f in writes if f in FACETS), default=len(FACETS))
+
+
+def _loss_dtype(plan: Plan) -> torch.dtype:
+    """float64 for a float64 model, else float32: losses are sums of many terms."""
+    import torch
+
+    wide = any(fact.dtype == "float64" for fact in plan.model.unique.values())
+    return torch.float64 if wide else torch.float32
+
+
+# -- random numbers, weights, the executor -----------------------------------------------------
+
+
+def _dropout(
+    plan: Plan, prepared: Prepared, ranks: Ranks, seed: int | None, module: nn.Module
+) -> Any:
+    """Logical dropout, where a seed asks for it or several ranks must agree on masks."""
+    from schedlang.runtime.context import install
+    from schedlang.runtime.drawing.random import LogicalDropout, Window
+    from schedlang.runtime.scope import named_sites
+    from schedlang.runtime.slicing.sliced import windows
+
+    traced, slicing = prepared.traced, prepared.slicing
+    if not traced.random or (seed is None and plan.mesh.world == 1):
+        return None
+    named_sites(module)
+
+    def slices(site: str, call: int, shape: tuple[int, ...]) -> Window | None:
+        whole, tags = traced.masks.get((site, call), ((), {}))
+        if not tags:
+            return None
+        logical = list(shape)
+        index: list[Any] = [None] * len(shape)
+        for axis, tag in tags.items():
+            dim, parts = tag.dim - 1, plan.mesh.size(axis)  # dim 0 holds the samples
+            logical[dim] = tag.uneven.true(shape[dim], parts)
+            place = plan.mesh.index(ranks.rank, axis)
+            index[dim] = tag.positions(logical[dim], parts, place)
+        return Window(tuple(logical), tuple(index))
+
+    if prepared.tokens is not None:
+        return LogicalDropout(seed or 0, install.windows(prepared.tokens, slices))
+    return LogicalDropout(seed or 0, windows(slicing, slices) if slicing else slices)

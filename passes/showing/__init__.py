@@ -1,0 +1,1 @@
+"""Plans and timelines as text, pictures, pages and traces."""

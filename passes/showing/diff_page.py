@@ -1,0 +1,99 @@
+"""A difference of two plans, with what it costs, as Markdown for a pull request and as a page."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from schedlang.passes.costs.delta import Cost
+    from schedlang.passes.showing.diff import Change, Difference
+
+Names = tuple[str, str]
+WORDS = {"+": "new", "-": "gone", "~": "changed"}
+STYLE = (
+    "body{margin:2em auto;max-width:960px;padding:0 1em;font:14px system-ui,sans-serif;"
+    "background:#fff;color:#1f2328}table{border-collapse:collapse;margin:1em 0}"
+    "td,th{padding:3px 14px 3px 0;text-align:left;border-bottom:1px solid #d1d9e0;"
+    "font-variant-numeric:tabular-nums}code{font:12px ui-monospace,Menlo,Consolas,monospace}"
+    ".n{text-align:right}.s{color:#59636e}.b{font-weight:600}"
+    # Okabe and Ito's blue and vermilion; signs and words say the same
+    ".new{color:#0072b2}.gone{color:#b34700}"
+    "@media(prefers-color-scheme:dark){body{background:#0d1117;color:#e6edf3}"
+    "td,th{border-color:#3d444d}.s{color:#9198a1}.new{color:#56b4e9}.gone{color:#e69f00}}"
+)
+
+
+def markdown(names: Names, found: Difference, costs: Sequence[Cost]) -> str:
+    """Tables that a pull request shows: what costs more or less, then action by action."""
+    lines = [f"### `{names[0]}` → `{names[1]}`", ""]
+    if not found:
+        return "\n".join([*lines, "No difference: both do the same, and cost the same."])
+    moved = [cost for cost in costs if cost.old != cost.new]
+    lines += ["| per rank and step | before | after | change |", "|---|---:|---:|---:|"]
+    lines += [
+        f"| {one.name} | {one.said(one.old)} | {one.said(one.new)} | {one.change} |"
+        for one in moved
+    ] or ["| all figures | as before | as before | |"]
+    if found.changes:
+        lines += ["", "| | step | where | verb | what |", "|---|---|---|---|---|"]
+        lines += [
+            f"| **{one.sign}** {WORDS[one.sign]} | {_cell(one.step)} | `{_cell(one.where)}` "
+            f"| `{one.name}` | {_code(one.said)} |"
+            for one in found.changes
+        ]
+    lines += ["", *(f"* {fact}" for fact in found.facts)] if found.facts else []
+    same = [one.name for one in costs if one.old == one.new]
+    lines += ["", f"Unchanged: {', '.join(same)}."] if same and moved else []
+    return "\n".join(lines)
+
+
+def _code(text: str) -> str:
+    return f"`{_cell(text)}`" if text else ""
+
+
+def _cell(text: str) -> str:
+    """A text inside of a table."""
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def page(names: Names, found: Difference, costs: Sequence[Cost]) -> str:
+    """The same as one self-contained page."""
+    title = html.escape(f"{names[0]} → {names[1]}")
+    body = [f"<h1>{title}</h1>"]
+    if found:
+        body += [*_figures(costs), *_changes(found.changes)]
+        body += [f"<p>{html.escape(fact)}</p>" for fact in found.facts]
+    else:
+        body.append("<p>No difference: both do the same, and cost the same.</p>")
+    return (
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n'
+        '<meta name="viewport" content="width=device-width">'
+        f'<meta name="color-scheme" content="light dark"><style>{STYLE}</style>\n'
+        + "\n".join(body) + "\n"
+    )  # fmt: skip
+
+
+def _figures(costs: Iterable[Cost]) -> Iterator[str]:
+    yield (
+        '<table><tr><th>per rank and step</th><th class="n">before</th><th class="n">after</th>'
+        '<th class="n">change</th></tr>'
+    )
+    for one in costs:
+        kind = "s" if one.old == one.new else "b"
+        cells = (one.said(one.old), one.said(one.new), one.change or "as before")
+        numbers = "".join(f'<td class="n">{html.escape(text)}</td>' for text in cells)
+        yield f'<tr class="{kind}"><td>{html.escape(one.name)}</td>{numbers}</tr>'
+    yield "</table>"
+
+
+def _changes(changes: Iterable[Change]) -> Iterator[str]:
+    yield "<table><tr><th></th><th>step</th><th>where</th><th>verb</th><th>what</th></tr>"
+    for one in changes:
+        word = WORDS[one.sign]
+        cells = (one.where, one.name, one.said)
+        codes = "".join(f"<td><code>{html.escape(text)}</code></td>" for text in cells)
+        sign = f'<td class="{word}">{html.escape(one.sign)} {word}</td>'
+        yield f"<tr>{sign}<td>{html.escape(one.step)}</td>{codes}</tr>"
+    yield "</table>"

@@ -1,0 +1,1 @@
+"""Smaller models under the same schedule, that show what the whole one would."""

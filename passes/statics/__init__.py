@@ -1,0 +1,1 @@
+"""Proofs of a plan that need no rank: gradients, roles, owners, weights."""

@@ -1,0 +1,105 @@
+"""All static proofs of a plan, without running a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.passes.laying.book import Booked, executed
+from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.statics.claim import Claim
+from schedlang.passes.statics.gradients import gradients
+from schedlang.passes.statics.ledger import ledger
+from schedlang.passes.statics.matching import matching
+from schedlang.passes.statics.owners import owners
+from schedlang.passes.statics.roles import Role, Step, roles, slices
+from schedlang.passes.statics.shares import weights
+from schedlang.passes.statics.types import types
+from schedlang.plan import Plan
+
+if TYPE_CHECKING:
+    from schedlang.diagnostic import Diagnostic
+    from schedlang.passes.laying.dryrun import Loss
+
+NO_LOSS = "S615"
+UNSEEN = (
+    "values: nothing is computed, so what a call computes from right types is for `verify`",
+    "kernels, compiled regions and recomputation, which are taken to compute what they replace",
+)
+
+
+@dataclass(frozen=True)
+class Static:
+    """The claims of all proofs, and what none of them can see."""
+
+    claims: tuple[Claim, ...]
+    unseen: tuple[str, ...]
+
+    @property
+    def problems(self) -> tuple[Diagnostic, ...]:
+        """Everything that does not hold."""
+        return tuple(one for claim in self.claims for one in claim.problems)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {"proofs": [c.to_json() for c in self.claims], "unseen": list(self.unseen)}
+
+
+def static(
+    plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None, weight: Any = None
+) -> Static:
+    """Prove what can be proven from shapes and types alone, with one microbatch of a batch.
+
+    Raises Refusal where the plan cannot be built for this batch.
+    """
+    from schedlang.runtime.summing import parts
+
+    if plan.kept:  # the same tensors, but for their rounding
+        found = static(replace(plan, kept=()), batch, loss, weight)
+        return replace(found, unseen=(*found.unseen, "rounding of what modules save"))
+    if plan.compression is not None:  # the same sums of the same parts, but for the codec
+        found = static(replace(plan, compression=None), batch, loss, weight)
+        return replace(found, unseen=(*found.unseen, "codecs: what they compress is summed whole"))
+    micro = plan.micro
+    sample = parts.split(batch, plan.shares, micro)[0][0].inputs
+    step = Step(plan, prepare(plan, sample, loss, weight), sample, loss, weight)
+    told = gradients(plan, step.prepared, sample, loss)
+    if told is None:
+        why = "the model returns no loss"
+        names = ("reductions", "placement types", "loss weights", "matching")
+        claims = tuple(Claim(name, why, checked=False) for name in names)
+        return _all(*claims, owners(plan, step.prepared, None, ()))
+    played, sliced, why = _played(step)
+    book = executed(plan, step.prepared, played, sliced)
+    return _all(
+        ledger(plan, step.prepared, told, book),
+        types(plan, told),
+        weights(step, batch, played),
+        matching(plan, step.prepared, played) if not why else Claim("matching", why, checked=False),
+        owners(plan, step.prepared, told, played),
+    )
+
+
+def _played(step: Step) -> tuple[list[Role], dict[int, tuple[Booked, ...]], str]:
+    """Ranks played, their sums over slices by place; nothing of both, and why, if none could be."""
+    from schedlang.diagnostic import Refusal
+    from schedlang.runtime.collectives.tap import free
+
+    if not free():
+        return [], {}, "this process is a rank of a job, and cannot play others"
+    try:
+        found = roles(step)
+        first = {role.place: role.rank for role in reversed(found)}
+        return found, {place: slices(step, rank) for place, rank in first.items()}, ""
+    except Refusal as refusal:
+        if refusal.diagnostic.code != NO_LOSS:
+            raise
+        return [], {}, refusal.diagnostic.title
+    except Exception as error:  # a model may ask for what only values tell
+        first_line = str(error).split("\n")[0]
+        return [], {}, f"no rank can be played without values: {type(error).__name__}: {first_line}"
+
+
+def _all(*claims: Claim) -> Static:
+    return Static(claims, (*(u for claim in claims for u in claim.unseen), *UNSEEN))

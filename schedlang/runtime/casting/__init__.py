@@ -1,0 +1,1 @@
+"""Modules that compute in another dtype than they are stored in."""

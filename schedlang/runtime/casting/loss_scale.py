@@ -1,0 +1,82 @@
+"""The scale of a loss whose gradients would vanish in float16, and the steps that it skips.
+
+torch.amp.GradScaler's rule (Micikevicius et al., Mixed precision training, 2018), for parameters
+that lie in parts on many ranks: where any rank finds a gradient that is not finite, none steps and
+the scale is halved; after `growth` steps without one it is doubled.  All ranks hold the same scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.runtime.summing.gradient import local_gradient
+
+BACKOFF, GROWTH = 0.5, 2.0
+
+
+@dataclass
+class LossScale:
+    """By what a loss is multiplied before backward; `growth` 0: it is not, and nobody is told.
+
+    good      steps that have followed the last change
+    overflow  the last step was skipped, on all ranks
+    last      what the loss of the last step was multiplied by
+    """
+
+    scale: float = 1.0
+    growth: int = 0
+    good: int = 0
+    overflow: bool = False
+    last: float = 1.0
+
+    def unscale(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Divide this rank's gradients, and note whether any of them is infinite or no number."""
+        grads = [g for p in parameters.values() if (g := local_gradient(p)) is not None]
+        grads = [g for g in grads if g.numel()]
+        self.last, self.overflow = self.scale, False
+        with torch._C.DisableTorchFunction():  # a power of two: nothing is rounded here
+            if grads:
+                torch._foreach_mul_(grads, 1.0 / self.scale)
+            real = [g for g in grads if not g.is_meta]  # a step that is only played has no values
+            self.overflow = not all(bool(norm.isfinite()) for norm in _largest(real))
+
+    def told(self, like: Tensor) -> Tensor:
+        """What this rank has noted, to be added up over all ranks; nothing without a scale."""
+        return like.new_full((int(self.growth > 0),), float(self.overflow))
+
+    def hear(self, total: Tensor) -> None:
+        """Take over what all ranks together have noted."""
+        self.overflow = not total.is_meta and bool(total.any())
+
+    def next(self) -> bool:
+        """Change the scale for the next step; whether this step's update is to be made."""
+        if self.overflow:
+            self.scale, self.good = self.scale * BACKOFF, 0
+        elif self.good + 1 == self.growth:
+            self.scale, self.good = self.scale * GROWTH, 0
+        else:
+            self.good += 1
+        return not self.overflow
+
+    def described(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"scale": self.scale, "good": self.good}
+
+    def put_back(self, told: Mapping[str, Any] | None) -> None:
+        """Go on from a checkpoint; from where this began if it was saved without a scale."""
+        if told is not None:
+            self.scale, self.good = told["scale"], told["good"]
+
+
+def _largest(grads: list[Tensor]) -> list[Tensor]:
+    """The largest element of each, in size; infinite or no number where any is."""
+    kinds = dict.fromkeys(g.device for g in grads)
+    found: list[Tensor] = []
+    for kind in kinds:
+        found += torch._foreach_norm([g for g in grads if g.device == kind], float("inf"))
+    return found

@@ -1,0 +1,1 @@
+"""Collectives and the groups of ranks that join in them."""

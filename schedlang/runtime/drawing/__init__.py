@@ -1,0 +1,1 @@
+"""Random numbers that depend on what is computed, not on where."""

@@ -1,0 +1,219 @@
+"""Logical dropout: masks that depend on what is computed, not on where, when, or how often.
+
+A mask is a function of (seed, step, site, call, sample, position in the sample's logical tensor).
+It is computed at the positions a rank holds, by a counter-based hash, so every layout,
+microbatching and recomputation draws the same one: a program with dropout on can be compared with
+its original to the last digits.
+
+The hash is SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA
+2014), one stream per (seed, step, site, call, sample), one number of the stream per position.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime import scope
+from schedlang.runtime.drawing.draws import LOGICAL, illogical
+from schedlang.runtime.modes import Ambient
+
+_GAMMA = 0x9E3779B97F4A7C15
+_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_BITS = 53  # of a float64's fraction
+
+
+@dataclass(frozen=True)
+class Window:
+    """The part of one sample's logical tensor that is held here.
+
+    `shape` is the logical shape without the samples' dim; `index[d]` lists the logical positions
+    held along dim d, None standing for all of them.
+    """
+
+    shape: tuple[int, ...]
+    index: tuple[Sequence[int] | Tensor | None, ...]
+
+
+def within(
+    held: Window | None,
+    shape: Sequence[int],
+    total: int,
+    along: Sequence[Sequence[int] | Tensor | None],
+) -> Window:
+    """A window cut further: `along` has the positions of `total` that are held of a dim, or None.
+
+    `held` is what shards hold of a sample's logical tensor; None: `shape`, all of it.
+    """
+    whole = list(held.shape if held else shape)
+    index = list(held.index if held else [None] * len(shape))
+    for dim, positions in enumerate(along):
+        if positions is not None:
+            whole[dim], index[dim] = total, positions
+    return Window(tuple(whole), tuple(index))
+
+
+Slices = Callable[[str, int, tuple[int, ...]], Window | None]
+
+
+class LogicalDropout(Ambient):
+    """Draw dropout logically; refuse other randomness that has no logical form.
+
+    `slices(site, call, shape)` says which part of the logical tensor a local tensor with per-sample
+    shape `shape` is, None: all of it. Rows (dim 0) are the samples of the current scope; a tensor
+    with a multiple of as many rows holds them sample by sample. Outside any scope nothing is
+    changed. `drawn` counts the masks; `noted`, where it is a dict, holds the samples of every draw
+    by (step, site, call).
+    """
+
+    def __init__(self, seed: int, slices: Slices | None = None) -> None:
+        super().__init__()
+        self.seed, self.slices, self.drawn = seed, slices, 0
+        self.noted: dict[tuple[int, str, int], set[int]] | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if scope.current() is not None:
+            if illogical(func, args, kwargs):
+                raise _refusal(f"`{_name(func)}` in {_here()} has no logical form")
+            if func in LOGICAL:
+                if any(hasattr(x, "placements") for x in args):
+                    raise _refusal(f"`{_name(func)}` in {_here()} is given a DTensor")
+                kwargs.pop("generator", None)
+                return LOGICAL[func](self, func, *args, **kwargs)
+        return self.run(func, types, args, kwargs)
+
+    def bits(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Integers uniform in [0, 2**53), as the next call at the current site; shape: `shape`."""
+        keys, per_sample, window = self._drawn(shape)
+        streams = torch.tensor(keys, device=device).reshape(-1, *[1] * len(per_sample))
+        return mixed(_positions(per_sample, window, device, scope.site()), streams).reshape(
+            tuple(shape)
+        )
+
+    def streams(self, shape: Sequence[int]) -> tuple[Tensor, Sequence[int] | Tensor | None]:
+        """For who draws a tensor of `shape` in parts: a stream for each row, int64 [rows].
+
+        It counts as the next call at the current site.  The second result are the logical positions
+        held along dim 1, None: all; along later dims all are meant.
+        """
+        keys, per_sample, window = self._drawn(shape)
+        if len(keys) != shape[0]:
+            raise _refusal(f"dropout in `{scope.site()}` on {shape[0]} rows of {len(keys)} samples")
+        assert window is None or window.shape[1:] == per_sample[1:], (window, per_sample)
+        return torch.tensor(keys), None if window is None else window.index[0]
+
+    def _drawn(self, shape: Sequence[int]) -> tuple[list[int], tuple[int, ...], Window | None]:
+        """The next call at the current site: a stream for each sample, and what of it is held."""
+        where = scope.current()
+        assert where is not None, "logical numbers are drawn inside a scope"
+        site = scope.site()
+        call = scope.next_call(site)
+        per_sample = _per_sample(tuple(shape), len(where.samples), site)
+        window = self.slices(site, call, per_sample) if self.slices else None
+        self.drawn += 1
+        if self.noted is not None:
+            self.noted.setdefault((where.step, site, call), set()).update(where.samples)
+        keys = [_key(self.seed, where.step, site, call, sample) for sample in where.samples]
+        return keys, per_sample, window
+
+    def keep(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
+        """A boolean mask of `shape`, true with probability 1 - p."""
+        return torch.ge(self.bits(shape, device), round(p * 2**_BITS))
+
+    def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Numbers of `shape` in [0, 1), with as many binary digits as `dtype` holds."""
+        digits = 1 - round(math.log2(torch.finfo(dtype).eps))
+        bits: Tensor = self.bits(shape, device) >> (_BITS - digits)
+        return torch.div(bits.to(dtype), 2**digits)
+
+
+def _per_sample(shape: tuple[int, ...], samples: int, site: str) -> tuple[int, ...]:
+    """The shape of one sample in a tensor that holds the samples one after the other."""
+    if not shape or shape[0] % samples:
+        raise _refusal(
+            f"dropout in `{site}` on a tensor of shape {shape}, not rows of {samples} samples",
+        )
+    return shape[1:] if shape[0] == samples else (shape[0] // samples, *shape[1:])
+
+
+def _key(*what: object) -> int:
+    """A stream for (seed, step, site, call, sample), as a signed 64-bit number."""
+    digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _positions(
+    local: tuple[int, ...], window: Window | None, device: torch.device, site: str
+) -> Tensor:
+    """1 + the index in the logical tensor of one sample, for each element held here."""
+    window = window or Window(local, (None,) * len(local))
+    held = tuple(
+        size if index is None else len(index)
+        for size, index in zip(window.shape, window.index, strict=True)
+    )
+    assert held == local, f"{site}: the window holds {held}, the tensor is {local}"
+    total = torch.ones([1] * len(local), dtype=torch.int64, device=device)
+    for dim, (size, index) in enumerate(zip(window.shape, window.index, strict=True)):
+        where = (
+            torch.arange(size, device=device)
+            if index is None
+            else torch.as_tensor(index, device=device)
+        )
+        stride = math.prod(window.shape[dim + 1 :])
+        total = total + (where * stride).reshape([-1 if d == dim else 1 for d in range(len(local))])
+    return total.unsqueeze(0)
+
+
+def mixed(positions: Tensor, streams: Tensor) -> Tensor:
+    """The numbers of some streams at positions from 1 on, uniform in [0, 2**53).
+
+    `positions` are overwritten.
+    """
+    return _mix(positions.mul_(_signed(_GAMMA)) + streams)
+
+
+def _mix(state: Tensor) -> Tensor:
+    """SplitMix64's output function on int64, which wraps as uint64 does; its highest 53 bits."""
+    for shift, factor in _MIX:  # in place: masks are large
+        state.bitwise_xor_(_shifted(state, shift)).mul_(_signed(factor))
+    return _shifted(state.bitwise_xor_(_shifted(state, 31)), 64 - _BITS)
+
+
+def _shifted(state: Tensor, by: int) -> Tensor:
+    shifted: Tensor = state >> by
+    return shifted.bitwise_and_((1 << (64 - by)) - 1)  # without the sign
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def _refusal(title: str) -> Refusal:
+    return Refusal(
+        Diagnostic(
+            "S812",
+            title,
+            notes=("programs are compared under dropout masks that do not depend on the layout",),
+            helps=("verify with this randomness switched off in the model's configuration",),
+        )
+    )
+
+
+def _name(func: Any) -> str:
+    said = str(getattr(func, "__qualname__", None) or getattr(func, "__name__", func))
+    return said.replace("_VariableFunctionsClass.", "torch.")
+
+
+def _here() -> str:
+    """The module that runs, in words."""
+    return f"`{scope.site()}`" if scope.site() else "the model's forward"

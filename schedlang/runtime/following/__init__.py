@@ -1,0 +1,1 @@
+"""Forwards on the meta device: recorded, followed, typed and judged without values."""

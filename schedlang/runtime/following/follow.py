@@ -1,0 +1,399 @@
+"""Follows which tensors differ by rank through a forward of the sharded model, on meta.
+
+Every call is compared with the same call of the original: a dim that is smaller by the number of
+ranks is split, everything else must be equal.  So the shapes themselves prove where a split goes;
+what they cannot prove (a reduction along the split, a leading factor that is not the first) is
+checked by rule.  Gradients follow the rules of R, V and P types of spmd_types.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from schedlang.placement import Uneven
+from schedlang.runtime.following import repeats
+from schedlang.runtime.following.meets import check_meeting
+from schedlang.runtime.following.notes import Mismatch, Note, Tag
+from schedlang.runtime.following.positions import reaches
+from schedlang.runtime.following.trace import (
+    Call,
+    Frame,
+    Recording,
+    Stack,
+    draws,
+    name_of,
+    tensors_in,
+)
+from schedlang.runtime.following.where import RESHAPES, Given, fitting, told_apart
+from schedlang.runtime.sharding import unevens
+from schedlang.runtime.sharding.dims import ALONG, FILLS, PARTS, block_cut, index_at
+
+GATHER = "gather the logits: `output=R` on the row of their module"
+
+
+class Follower(TorchFunctionMode):
+    """Runs beside one forward of the sharded copy; raises Mismatch at the first disagreement."""
+
+    def __init__(self, recording: Recording, stack: Stack, sizes: Mapping[str, int]) -> None:
+        super().__init__()
+        self.recording, self.stack, self.sizes = recording, stack, sizes
+        self.places: dict[Frame, int] = {}
+        self.loose = False  # from the split logits on, calls cannot be compared one by one
+        self.agreed = 0
+        self.partial: dict[str, set[str]] = {}  # parameter -> axes: its gradient is a part there
+        self.masks: dict[tuple[str, int], tuple[tuple[int, ...], Mapping[str, Tag]]] = {}
+        self.drawn: dict[str, int] = {}
+        self.unevens: dict[str, set[Uneven]] = {}  # by axis, of all that the plan splits
+        self.left_out: list[repeats.Repeat] = []
+
+    # -- notes on tensors ------------------------------------------------------------------------
+
+    @staticmethod
+    def note(tensor: Tensor) -> Note:
+        """What is known of a tensor; nothing for one that was never noted."""
+        return tensor.__dict__.get("_schedlang_note") or Note()
+
+    @staticmethod
+    def noted(tensor: Tensor) -> bool:
+        """Is anything known of a tensor?"""
+        return "_schedlang_note" in tensor.__dict__
+
+    @staticmethod
+    def put(tensor: Tensor, note: Note) -> None:
+        """Write down what is known of a tensor."""
+        tensor.__dict__["_schedlang_note"] = note
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the call, compare it with the original's and note what its results are."""
+        kwargs = dict(kwargs or {})
+        if func is Tensor.__bool__:
+            return False
+        frame = self.stack.frames[-1]
+        if self.stack.muted or self.loose:
+            self._check_loose(frame, func, (args, kwargs))
+            try:
+                return func(*args, **kwargs)
+            except (RuntimeError, ValueError, IndexError) as error:
+                raise self._unfit(frame, error) from error
+        inputs = tensors_in((args, kwargs))
+        expected = self._expected(frame, name_of(func), inputs)
+        try:
+            out = func(*args, **kwargs)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise self._failed(frame, expected, inputs, error) from error
+        outputs = tensors_in(out)
+        if not outputs:
+            return out
+        inputs = repeats.met(inputs, expected, self)
+        step = Step(self, frame, func, expected, inputs, args, kwargs)
+        try:
+            step.finish(outputs)
+        except Mismatch as failure:
+            failure.by = unevens.by(inputs, failure.axis)
+            failure.mixed = unevens.mixed([self.note(tensor) for tensor in inputs])
+            raise
+        self.places[frame] = self.places.get(frame, 0) + 1
+        self.agreed += 1
+        return out
+
+    def _expected(self, frame: Frame, name: str, inputs: list[Tensor]) -> Call | None:
+        """The original's call; past repeats of heads that a rank with one of each leaves out."""
+        calls = self.recording.frames.get(frame, [])
+        place = self.places.get(frame, 0)
+        skipped = repeats.skipped(calls[place:], name, inputs, self)
+        if skipped:
+            place += sum(one.calls for one in skipped)
+            self.places[frame] = place
+            self.left_out += [one for one in skipped if one not in self.left_out]
+        return calls[place] if place < len(calls) else None
+
+    def _check_loose(self, frame: Frame, func: Callable[..., Any], given: Any) -> None:
+        """Behind split logits calls are not compared; nothing that is split may be used there."""
+        if self.stack.muted:
+            return
+        for axis in (axis for tensor in tensors_in(given) for axis in self.note(tensor).tags):
+            reason = f"`{name_of(func)}` uses a tensor split over `{axis}` behind split logits"
+            raise Mismatch(frame, reason, axis, (), self.agreed, (GATHER,))
+
+    def _unfit(self, frame: Frame, error: Exception) -> Mismatch:
+        """A module that computes with its parts failed: they do not fit what it is given."""
+        helps = ("leave out `input=` and `output=`: a style says how its parts fit together",)
+        failure = Mismatch(frame, str(error).split("\n")[0], None, (), self.agreed, helps)
+        failure.raw = True
+        return failure
+
+    def _failed(
+        self, frame: Frame, expected: Call | None, inputs: list[Tensor], error: Exception
+    ) -> Mismatch:
+        axis = next((a for t in inputs for a in self.note(t).tags), None)
+        integers = expected.integers if expected is not None and axis is not None else ()
+        failure = Mismatch(frame, str(error).split("\n")[0], axis, integers, self.agreed)
+        failure.raw = True
+        failure.unit = unevens.met_whole([self.note(tensor) for tensor in inputs], axis)
+        failure.mixed = unevens.mixed([self.note(tensor) for tensor in inputs])
+        failure.by = unevens.by(inputs, axis)
+        if expected is not None and axis is not None and expected.name in RESHAPES:
+            failure.counted = unevens.leading_factor(expected, self.note(inputs[0]).tags.get(axis))
+        return failure
+
+    def partial_over(self, parameters: frozenset[str], axis: str) -> None:
+        """Note that these parameters' gradients are parts, to be summed over an axis."""
+        for name in parameters:
+            self.partial.setdefault(name, set()).add(axis)
+
+
+@dataclass
+class Step:
+    """The comparison of one call with the original's."""
+
+    follower: Follower
+    frame: Frame
+    func: Callable[..., Any]
+    expected: Call | None
+    inputs: list[Tensor]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The name of the function called."""
+        return name_of(self.func)
+
+    def fail(self, reason: str, axis: str | None = None, *helps: str) -> Mismatch:
+        """A mismatch that dividing one of the original call's integers might mend."""
+        integers = self.expected.integers if self.expected is not None else ()
+        return Mismatch(self.frame, reason, axis, integers, self.follower.agreed, helps)
+
+    def finish(self, outputs: list[Tensor]) -> None:
+        """Note every output; raise Mismatch if one is not what the original's shapes allow."""
+        notes = [self.follower.note(t) for t in self.inputs]
+        axes = {axis for note in notes for axis in note.tags}
+        if self.expected is None or self.expected.name != self.name:
+            raise self.fail(f"`{self.name}` runs where the original runs something else")
+        if len(self.expected.outputs) != len(outputs):
+            raise self.fail(f"`{self.name}` gives {len(outputs)} tensors", next(iter(axes), None))
+        roots = frozenset(name for note in notes for name in note.roots)
+        data = any(note.data for note in notes)
+        entered = frozenset(axis for note in notes for axis in note.entered)
+        for axis in axes | entered:
+            self._gradients(axis)
+        for axis in sorted(axes):
+            check_meeting(self, axis)
+        for place, (tensor, shape) in enumerate(zip(outputs, self.expected.outputs)):
+            tags = self._tags(tensor, shape, axes, place)
+            own = frozenset() if tags or data else roots
+            mine = Note(tags, own, data, entered - tags.keys())
+            self.follower.put(tensor, mine)
+        self._remember_mask(outputs)
+
+    # -- shapes ----------------------------------------------------------------------------------
+
+    def _tags(
+        self, tensor: Tensor, shape: tuple[int, ...], axes: set[str], place: int
+    ) -> dict[str, Tag]:
+        local = tuple(tensor.shape)
+        if len(local) != len(shape):
+            raise self.fail(f"`{self.name}` gives {list(local)} for {list(shape)}")
+        differ = [dim for dim in range(len(shape)) if local[dim] != shape[dim]]
+        if not axes and differ and self.name not in FILLS:
+            opened = unevens.opened(self, local, shape, differ)
+            if not opened:
+                raise self._leak(local, shape)
+            return opened
+        split_axes = sorted(axes) if axes else self._axes_for(differ, local, shape)
+        if not differ:
+            if axes and self._carries_values():
+                axis = split_axes[0]
+                raise self.fail(
+                    f"`{self.name}` reduces over a dim that is split over `{axis}`", axis
+                )
+            return {}
+        along = unevens.alike(self, local, shape)
+        differ = [dim for dim in differ if dim != along]
+        if len(differ) != len(split_axes):
+            known = next(iter(split_axes), None)
+            raise self.fail(f"`{self.name}` gives {list(local)} for {list(shape)}", known)
+        dims = self._dims_of(split_axes, differ, local, shape, place)
+        tags = {}
+        for axis, dim in sorted(dims.items(), key=lambda item: item[1]):
+            uneven = self._fits(axis, local[dim], shape[dim])
+            assert uneven is not None
+            blocks = self._blocks(axis, dim, shape, place)
+            tags[axis] = Tag(dim, blocks, unevens.by(self.inputs, axis), uneven, along)
+        return tags
+
+    def _axes_for(self, differ: list[int], local: Any, shape: Any) -> list[str]:
+        found: list[str] = []
+        sizes = self.follower.sizes
+        for d in differ:
+            fits = (a for a, n in sizes.items() if n > 1 and self._fits(a, local[d], shape[d]))
+            found.append(next((a for a in fits if a not in found), "?"))
+        return found
+
+    def _dims_of(
+        self, axes: list[str], differ: list[int], local: Any, shape: Any, place: int
+    ) -> dict[str, int]:
+        """The dim that each axis splits; axes of one size are told apart by following each."""
+
+        def fits(axis: str, dim: int) -> bool:
+            return self._fits(axis, local[dim], shape[dim]) is not None
+
+        ways = fitting(axes, differ, fits)
+        if len(ways) > 1:
+            given = Given(self.func, self.args, self.kwargs, self._input_shapes())
+            tags = {axis: [self._of(tensor).get(axis) for tensor in self.inputs] for axis in axes}
+            ways = told_apart(ways, given, tags, self.follower.sizes, shape, place)
+        if len(ways) != 1 and not (ways and self.name in FILLS):  # a fill is alike everywhere
+            raise self.fail(f"`{self.name}` gives {list(local)} for {list(shape)}", axes[0])
+        return ways[0]
+
+    def _fits(self, axis: str, local: int, whole: int) -> Uneven | None:
+        """How a dim that is `whole` lies on an axis if each rank has `local` of it."""
+        held = local * self.follower.sizes.get(axis, 0)
+        return next((u for u in unevens.legal(self, axis) if held == whole * u.wide), None)
+
+    def _leak(self, local: tuple[int, ...], shape: tuple[int, ...]) -> Mismatch:
+        return self.fail(
+            f"`{self.name}` makes {list(local)} where the original makes {list(shape)}: it reads"
+            " its size from a tensor that is split"
+        )
+
+    def _carries_values(self) -> bool:
+        return self.name not in FILLS and self.name not in ("shape", "size", "stride", "device")
+
+    # -- rules for what shapes cannot tell ---------------------------------------------------------
+
+    def _blocks(self, axis: str, dim: int, shape: tuple[int, ...], place: int) -> tuple[int, ...]:
+        source = next(
+            ((t, s) for t, s in zip(self.inputs, self._input_shapes()) if axis in self._of(t)), None
+        )
+        if source is None:
+            return (shape[dim],)
+        tensor, whole = source
+        tag = self._of(tensor)[axis]
+        self._check_along(axis, tag, whole)
+        if self.name in RESHAPES:
+            return self._reshaped(axis, tag, dim, whole, shape)
+        if self.name in PARTS and shape[dim] != whole[tag.dim]:
+            return self._parted(axis, tag, shape[dim], place)
+        if self.name == "__getitem__" and shape[dim] != whole[tag.dim] and len(shape) == len(whole):
+            return self._sliced(axis, tag, dim)
+        if self.name in ("cat", "concat", "concatenate") and shape[dim] != whole[tag.dim]:
+            return tuple(
+                size
+                for t, s in zip(self.inputs, self._input_shapes())
+                for size in (self._of(t)[axis].blocks if axis in self._of(t) else (s[dim],))
+            )
+        repeated = unevens.repeated(self.name, tag, whole[tag.dim], shape[dim])
+        if repeated:
+            return repeated
+        return tag.blocks if sum(tag.blocks) == shape[dim] else (shape[dim],)
+
+    def _of(self, tensor: Tensor) -> Mapping[str, Tag]:
+        return self.follower.note(tensor).tags
+
+    def _input_shapes(self) -> list[tuple[int, ...]]:
+        assert self.expected is not None
+        return list(self.expected.inputs)
+
+    def _reshaped(
+        self, axis: str, tag: Tag, dim: int, before: tuple[int, ...], after: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        ranks = self.follower.sizes[axis]
+        outer_before, outer_after = math.prod(before[: tag.dim]), math.prod(after[:dim])
+        count = len(tag.blocks)
+        if outer_after == outer_before and (count == 1 or after[dim] == before[tag.dim]):
+            return tag.blocks if after[dim] == before[tag.dim] else (after[dim],)
+        if count > 1 and len(set(tag.blocks)) == 1 and outer_after == outer_before * count:
+            return (after[dim],)
+        rows = unevens.rows_joined(before, tag, after, dim)
+        if rows:
+            return (before[tag.dim],) * rows  # the heads of all rows one behind the other
+        if count > 1 and outer_after == outer_before:
+            raise self.fail(
+                f"`{self.name}` takes {list(before)} apart as {list(after)}, which does not follow"
+                f" its {count} blocks", axis,
+            )  # fmt: skip
+        raise self.fail(
+            f"`{self.name}` of {list(before)} to {list(after)} would cut across the parts of the"
+            f" {ranks} ranks of `{axis}`", axis,
+        )  # fmt: skip
+
+    def _parted(self, axis: str, tag: Tag, size: int, place: int) -> tuple[int, ...]:
+        if place < len(tag.blocks) and tag.blocks[place] == size:
+            return (size,)
+        assert self.expected is not None
+        sizes = [shape[tag.dim] for shape in self.expected.outputs]
+        wanted = len(sizes) if len(set(sizes)) == 1 else sizes
+        raise Mismatch(
+            self.frame, f"`{self.name}` takes {len(sizes)} parts out of a dim that is split over"
+            f" `{axis}` as {len(tag.blocks)} block{'s' * (len(tag.blocks) > 1)}",
+            axis, (), self.follower.agreed, (f"say what lies side by side: `blocks={wanted}`",),
+        )  # fmt: skip
+
+    def _sliced(self, axis: str, tag: Tag, dim: int) -> tuple[int, ...]:
+        cut = index_at(self.args[1], dim, self.inputs[0].ndim)
+        size = block_cut(cut, tag.blocks, self.follower.sizes[axis])
+        if size is None:
+            raise self.fail(f"a slice cuts across the parts of the ranks of `{axis}`", axis)
+        return (size,)
+
+    def _check_along(self, axis: str, tag: Tag, whole: tuple[int, ...]) -> None:
+        """Refuse what computes along the split dim: it would need the other ranks' parts."""
+        dims: set[int] = set()
+        if self.name in ALONG:
+            named = [self.kwargs.get("dim", self.args[1] if len(self.args) > 1 else -1)]
+            dims = {d % len(whole) for d in named if isinstance(d, int)}
+        elif self.func is F.scaled_dot_product_attention:
+            dims = {len(whole) - 1, len(whole) - 2}
+        assert self.expected is not None
+        after = self.expected.outputs[0]
+        dims |= reaches(self.name, self.args, self.kwargs, whole, after, self.expected.integers)
+        if tag.dim in dims:
+            raise Mismatch(
+                self.frame, f"`{self.name}` computes along a dim that is split over `{axis}`", axis,
+                (), self.follower.agreed, ("gather it first: `output=R` on the row before",),
+            )  # fmt: skip
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def _gradients(self, axis: str) -> None:
+        """A whole tensor that meets a split one gets only a part of its gradient on each rank."""
+        if not torch.is_grad_enabled():
+            return
+        for tensor in self.inputs:
+            note = self.follower.note(tensor)
+            if axis in note.parts or not (tensor.requires_grad and tensor.is_floating_point()):
+                continue
+            if note.data or not note.roots:
+                raise Mismatch(
+                    self.frame, f"`{self.name}` mixes a tensor split over `{axis}` with one that"
+                    " is whole, and nothing would sum that one's gradient over the ranks",
+                    axis, (), self.follower.agreed,
+                    ("shard the module that makes it, or give this module `input=...`",),
+                )  # fmt: skip
+            self.follower.partial_over(note.roots, axis)
+
+    def _remember_mask(self, outputs: list[Tensor]) -> None:
+        if not draws(self.func, self.args, self.kwargs):
+            return
+        assert self.expected is not None
+        site = self.frame[0]
+        turn = self.follower.drawn.get(site, 0)
+        self.follower.drawn[site] = turn + 1
+        tags = self._of(outputs[0])
+        self.follower.masks[site, turn] = (self.expected.outputs[0], tags)

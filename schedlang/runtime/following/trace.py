@@ -1,0 +1,227 @@
+"""Records what a model computes on the meta device: each call's outputs, by module and turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from schedlang.runtime.summing.parts import named_tensors, rows_of
+
+Frame = tuple[str, int]  # a module and which of its calls
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call that gave tensors: its name, shapes in and out, the integers among its arguments."""
+
+    name: str
+    inputs: tuple[tuple[int, ...], ...]
+    outputs: tuple[tuple[int, ...], ...]
+    integers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LabelRule:
+    """How a model's loss reads its labels: from which input, through which operations.
+
+    `count(batch)` is the number of labels that count in a part of the batch; the operations (a
+    shift by one token, padding) are those that the model itself was seen to apply.
+    """
+
+    source: str
+    steps: tuple[Callable[[Tensor], Tensor], ...]
+    ignore_index: int
+
+    def count(self, batch: Mapping[str, Any]) -> float:
+        """How many labels count in this part of a batch; its rows if it has no labels."""
+        labels = named_tensors(batch).get(self.source)
+        if labels is None:
+            return float(rows_of(batch))
+        for step in self.steps:
+            labels = step(labels)
+        return float((labels != self.ignore_index).sum())
+
+    def filled(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The same part with a label of 0 wherever none counts, so that its mean is defined."""
+        labels = named_tensors(batch)[self.source]
+        full = labels.masked_fill(labels == self.ignore_index, 0)
+        out: dict[str, Any] = pytree.tree_map(lambda v: full if v is labels else v, dict(batch))
+        return out
+
+
+@dataclass
+class Recording:
+    """Everything recorded in one forward of the original."""
+
+    frames: dict[Frame, list[Call]] = field(default_factory=dict)
+    entries: dict[str, int] = field(default_factory=dict)  # module -> how often it was called
+    order: list[str] = field(default_factory=list)  # modules in the order of their first call
+    labels: list[LabelRule] = field(default_factory=list)
+    random: bool = False  # some call drew random numbers
+    lossless: bool = False  # neither the model nor a function of the user's gave a loss
+    asked: bool = False  # the model asked for values, and may call other modules for others
+    reached: frozenset[str] = frozenset()  # parameters that the loss depends on
+
+
+def name_of(func: Any) -> str:
+    """A readable name of a torch function or tensor method."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__") and hasattr(func, "__self__"):
+        return getattr(func.__self__, "__name__", name)
+    return name
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors of a nest of lists, tuples and dicts, in order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def integers_in(tree: Any) -> tuple[int, ...]:
+    """The plain integers of a nest, in order; bounds of slices among them."""
+    found: list[int] = []
+    for leaf in pytree.tree_leaves(tree):
+        bounds = (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)
+        found += [n for n in bounds if isinstance(n, int) and not isinstance(n, bool)]
+    return tuple(found)
+
+
+class Stack:
+    """Which module runs now; entered by wrapping the forwards of a throwaway copy."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = [("", 0)]
+        self.mains: list[Tensor | None] = [None]  # the main tensor that each frame was given
+        self.turns: dict[str, int] = {}
+        self.muted = 0
+        # told what each call is given, and what it gives
+        self.seen: Callable[[Frame, Any], None] = lambda frame, tree: None
+
+    def watch(self, model: nn.Module, opaque: Callable[[str], bool]) -> None:
+        """Wrap every forward of the copy; inside opaque modules nothing is recorded."""
+        for fqn, module in model.named_modules():
+            if fqn:
+                module.forward = self._wrapped(fqn, module.forward, opaque(fqn))
+
+    def _wrapped(self, fqn: str, inner: Callable[..., Any], opaque: bool) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.muted:
+                return inner(*args, **kwargs)
+            turn = self.turns.get(fqn, 0)
+            self.turns[fqn] = turn + 1
+            self.frames.append((fqn, turn))
+            floats = (t for t in tensors_in((args, kwargs)) if t.is_floating_point())
+            self.mains.append(next(floats, None))
+            self.seen(self.frames[-1], (args, kwargs))
+            self.muted += opaque
+            try:
+                out = inner(*args, **kwargs)
+            finally:
+                self.muted -= opaque
+                frame = self.frames.pop()
+                self.mains.pop()
+            self.seen(frame, out)
+            return out
+
+        return forward
+
+
+RANDOM = {
+    "dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "alpha_dropout",
+    "bernoulli",
+    "bernoulli_",
+    "rand_like",
+    "rand",
+    "randn",
+    "randn_like",
+    "feature_alpha_dropout",
+}
+
+
+def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Does this call draw random numbers?"""
+    name = name_of(func)
+    if "dropout" in name:
+        given = {**dict(zip(("input", "p", "training"), args)), **kwargs}
+        on = given.get("train", given.get("training", True))  # F.dropout and torch.dropout
+        return bool(given.get("p", 0.5) > 0 and on)
+    if func is F.scaled_dot_product_attention:
+        rate = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+        return bool(rate > 0)
+    return name in RANDOM
+
+
+class Recorder(TorchFunctionMode):
+    """Records one forward of the original on the meta device."""
+
+    def __init__(self, stack: Stack, inputs: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.stack, self.recording = stack, Recording()
+        # a label is followed from an integer input to the loss: tensor id -> (tensor, input, steps)
+        self.lineage: dict[int, tuple[Tensor, str, tuple[Any, ...]]] = {
+            id(value): (value, name, ())
+            for name, value in named_tensors(inputs).items()
+            if not value.is_floating_point()
+        }
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the call and write it down."""
+        kwargs = dict(kwargs or {})
+        if func is Tensor.__bool__:
+            return False  # no values on the meta device; the same answer in every run
+        out = func(*args, **kwargs)
+        outputs = tensors_in(out)
+        if outputs and not self.stack.muted:
+            shapes = tuple(tuple(t.shape) for t in tensors_in((args, kwargs)))
+            found = tuple(tuple(t.shape) for t in outputs)
+            call = Call(name_of(func), shapes, found, integers_in((args, kwargs)))
+            self.recording.frames.setdefault(self.stack.frames[-1], []).append(call)
+        self.recording.random |= draws(func, args, kwargs)
+        self._follow_labels(func, args, kwargs, out)
+        return out
+
+    def _follow_labels(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
+        if func in (F.cross_entropy, F.nll_loss):
+            given = {**dict(zip(("input", "target"), args)), **kwargs}
+            known = self.lineage.get(id(given.get("target")))
+            if known is not None and given.get("reduction", "mean") == "mean":
+                ignore = int(given.get("ignore_index", -100))
+                self.recording.labels.append(LabelRule(known[1], known[2], ignore))
+            return
+        if not args or not isinstance(out, Tensor) or out.is_floating_point():
+            return
+        known = self.lineage.get(id(args[0]))
+        others = tensors_in((args[1:], kwargs))
+        if known is None or others or out.dtype == torch.bool:
+            return
+        # keep what chooses or adds labels; moves and reshapes do not change how many count
+        step = _replay(func, args[1:], kwargs)
+        steps = (*known[2], step) if name_of(func) in ("__getitem__", "pad", "narrow") else known[2]
+        self.lineage[id(out)] = (out, known[1], steps)
+
+
+def _replay(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+    def step(labels: Tensor) -> Tensor:
+        result = func(labels, *args, **kwargs)
+        assert isinstance(result, Tensor)
+        return result
+
+    return step

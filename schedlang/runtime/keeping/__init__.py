@@ -1,0 +1,1 @@
+"""What is kept for a backward, recomputed, offloaded or streamed."""

@@ -1,0 +1,61 @@
+"""Forwards that keep only what they received, and run again before their backward.
+
+RECOMPUTE rows (Athlur et al., Varuna, 2022; Chen et al., 2016, for a whole stage). The second run
+sees the weights, random numbers and values of the first: gradients are the same to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.staging.flight import work_of
+from schedlang.runtime.staging.step import Step
+from schedlang.timeline import Op
+
+
+def recompute(step: Step, op: Op) -> None:
+    """Run a forward again, now with its graph; what it sent the first time is not sent again."""
+    work = work_of(op)
+    kept = step.kept.pop(work)
+    model = step.pipe.stages[work.stage].model
+    device = step.pipe.mail.device
+    before = _buffers(model)
+    devices = [device] if kept.cuda is not None else []
+    with torch.random.fork_rng(devices):
+        torch.set_rng_state(kept.cpu)
+        if kept.cuda is not None:
+            torch.cuda.set_rng_state(kept.cuda, device)
+        step.launch(work, kept.received)
+    _restore(model, before)
+
+
+def _buffers(model: nn.Module) -> dict[str, tuple[Tensor, int, Tensor | None]]:
+    """Buffers with their counts of writes; copies of statistics, which kernels write unseen."""
+    found = {}
+    for prefix, module in model.named_modules():
+        counted = getattr(module, "track_running_stats", False)
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if not buffer.is_meta and not buffer.is_inference():
+                found[name] = (buffer, buffer._version, buffer.clone() if counted else None)
+    return found
+
+
+def _restore(model: nn.Module, before: Mapping[str, tuple[Tensor, int, Tensor | None]]) -> None:
+    """Statistics count a microbatch once; other buffers may not change in a forward."""
+    now = dict(model.named_buffers())
+    for name, (buffer, version, copy) in before.items():
+        if copy is not None:
+            with torch.no_grad():
+                buffer.copy_(copy)
+        elif now.get(name) is not buffer or buffer._version != version:
+            raise Refusal(
+                Diagnostic(
+                    "S813", f"a forward changes the buffer `{name}`, and would change it twice",
+                    notes=("this order runs forwards again before their backward",),
+                    helps=("use an order without recomputation, such as \"1F1B\"",),
+                )
+            )  # fmt: skip

@@ -1,0 +1,243 @@
+"""A step where parameters, gradients or the optimizer's state lie off the device.
+
+Some parameters at a time: their values, gradients and state are brought together in host memory,
+the user's own optimizer steps on these, and everything goes back to where it lies (Ren et al.,
+ZeRO-Offload, 2021).  What is on disk is written anew, and takes the old one's place only when all
+ranks have written all of theirs: a full disk leaves everything as it was before the step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.keeping import copies
+from schedlang.runtime.keeping.leaving import give_back, local
+from schedlang.runtime.keeping.scratch import Scratch
+from schedlang.runtime.keeping.streamed import Window
+from schedlang.runtime.keeping.tiers import CPU, DEVICE, DISK, mark, plain_copy
+from schedlang.runtime.stepping.whole_step import WholeStep, step_on
+from schedlang.runtime.summing.gradient import buckets, local_gradient
+
+UNDONE = "everything is as it was before the step"
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Where a parameter lies, its gradients between their making and the step, and its state."""
+
+    parameter: str = DEVICE
+    gradient: str = DEVICE
+    state: str = DEVICE
+
+    @property
+    def each(self) -> tuple[str, str, str]:
+        """All three."""
+        return self.parameter, self.gradient, self.state
+
+    @property
+    def step(self) -> str:
+        """Where the step is computed."""
+        return DEVICE if self.parameter == self.state == DEVICE else CPU
+
+
+class Home(Protocol):
+    """Where a parameter lies off the device: whole (`Held`), or its slice (`Shard`)."""
+
+    @property
+    def home(self) -> Tensor:
+        """What lies there."""
+
+    def laid(self, value: Tensor) -> Tensor:
+        """New values as they would lie there."""
+
+    def settle(self, home: Tensor) -> None:
+        """Let it lie there from now on."""
+
+
+@dataclass
+class _Made:
+    """What a step has made of a parameter, and what it was; nothing else knows of it yet."""
+
+    name: str
+    parameter: nn.Parameter
+    master: nn.Parameter
+    old: dict[str, Any]
+    state: dict[str, Any] = field(default_factory=dict)
+    home: Tensor | None = None  # where the parameter will lie, on disk
+
+
+@dataclass
+class Away:
+    """What of this rank's parameters lies where.
+
+    disk        whether any row puts anything on disk, on any rank
+    rewritten   whether a step writes files, on any rank
+    tensorwise  whether the optimizer may step on some parameters at a time
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    tiers: Mapping[str, Tiers]
+    homes: Mapping[str, Home]  # of parameters off the device
+    window: Window
+    scratch: Scratch
+    world: int
+    disk: bool
+    rewritten: bool
+    tensorwise: bool = True
+    _buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def check_whole(self, whole: WholeStep | None) -> None:
+        """Refuse a step on whole tensors where it would have to be undone (S855)."""
+        if whole is not None and self.rewritten:
+            raise Refusal(
+                Diagnostic(
+                    "S855", "a step on whole tensors cannot be undone where a disk is full",
+                    notes=("this optimizer looks at whole tensors, and they lie in parts",),
+                    helps=("keep everything in memory: `to=cpu`",
+                           "or use an elementwise optimizer (SGD, Adam, AdamW, ...)"),
+                )
+            )  # fmt: skip
+
+    def begin(self, buffers: Mapping[str, Tensor]) -> None:
+        """A step begins; where it may fail, buffers are noted as they are."""
+        self._buffers = [(b, b.detach().clone()) for b in buffers.values()] if self.disk else []
+
+    def arrived(self) -> None:
+        """All gradients have been made: those that left are there, and parameters are gone."""
+        self.window.clear()
+        copies.settle()
+
+    def step(self, optimizer: torch.optim.Optimizer | None, whole: WholeStep | None) -> None:
+        """The optimizer's step.
+
+        Raises Refusal S850 on all ranks, with nothing changed, where a disk is full.
+        """
+        if whole is not None:
+            for parameter in self.parameters.values():
+                give_back(parameter)
+            self.check(UNDONE)
+            whole.step(optimizer)
+            self.settle(optimizer)
+            return
+        made: list[_Made] = []
+        for names in self._batches() if optimizer is not None else ():
+            assert optimizer is not None
+            made += self._step(optimizer, names)
+            if not self.disk:
+                self._commit(optimizer, made)
+                made = []
+        try:
+            self.check(UNDONE)
+        except Refusal:
+            for one in made:
+                assert optimizer is not None
+                optimizer.state[one.parameter] = one.old
+            raise
+        if optimizer is None:
+            for parameter in self.parameters.values():  # the step is the caller's own
+                give_back(parameter)
+            return
+        self._commit(optimizer, made)
+        if self.tensorwise or not self.tiers:
+            rest = {id(p): p for n, p in self.parameters.items() if n not in self.tiers}
+            step_on(optimizer, rest)
+
+    def check(self, consequence: str) -> None:
+        """Raise Refusal S850 on all ranks if anything could not be written on one."""
+        if self.disk:
+            try:
+                self.scratch.check(self.world, consequence)
+            except Refusal:
+                for buffer, old in self._buffers:
+                    buffer.detach().copy_(old)
+                raise
+
+    def settle(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Put everything where it lies, after it was loaded or otherwise made anew."""
+        for name, tiers in self.tiers.items():
+            parameter = self.parameters[name]
+            state = optimizer.state.get(parameter) if optimizer is not None else None
+            if state:
+                assert optimizer is not None
+                optimizer.state[parameter] = self._laid(state, tiers, local(parameter).shape)
+            if tiers.parameter == DISK:
+                self.homes[name].settle(self.scratch.put(self.homes[name].home))
+        self.check("what could not be written stays in memory")
+
+    # -- some parameters ---------------------------------------------------------------------------
+
+    def _batches(self) -> Iterator[list[str]]:
+        """The parameters that step together; all, where the optimizer looks at all."""
+        if not self.tensorwise and self.tiers:
+            yield list(self.parameters)
+            return
+        names = [name for name in self.tiers if self.parameters[name].requires_grad]
+        sizes = [(local(self.parameters[n]).nbytes, self.tiers[n].step) for n in names]
+        for bucket in buckets(sizes):
+            yield [names[k] for k in bucket]
+
+    def _step(self, optimizer: torch.optim.Optimizer, names: Sequence[str]) -> list[_Made]:
+        made = []
+        for name in names:
+            grad = local_gradient(self.parameters[name])
+            if grad is not None:
+                made.append(self._master(optimizer, name, grad))
+        step_on(optimizer, {id(one.parameter): one.master for one in made})
+        for one in made:
+            tiers = self.tiers.get(one.name, Tiers())
+            one.state = self._laid(optimizer.state.pop(one.master, {}), tiers, one.master.shape)
+            one.master.grad = None
+            if tiers.parameter == DISK:
+                one.home = self.scratch.put(self.homes[one.name].laid(one.master.detach()))
+        return made
+
+    def _master(self, optimizer: torch.optim.Optimizer, name: str, grad: Tensor) -> _Made:
+        """What stands for a parameter in the step: a copy, or the parameter's own values."""
+        parameter, tiers = self.parameters[name], self.tiers.get(name, Tiers())
+        value, old = local(parameter), optimizer.state.pop(parameter, {})
+        if tiers.step == CPU:
+            own = tiers.parameter == CPU and not self.disk
+            master = nn.Parameter(value if own else plain_copy(value))
+            master.grad = grad if tiers.gradient != DEVICE else plain_copy(grad)
+        else:
+            master = nn.Parameter(value.clone() if self.disk else value)
+            near = tiers.gradient == DEVICE
+            master.grad = grad if near else copies.ready(*copies.to_device(grad, value.device))
+        # what is on disk, or may have to be as it was, is not stepped on
+        state = copy.deepcopy(dict(old)) if self.disk else dict(old)
+        if state:
+            optimizer.state[master] = state
+        return _Made(name, parameter, master, old)
+
+    def _commit(self, optimizer: torch.optim.Optimizer, made: Sequence[_Made]) -> None:
+        for one in made:
+            if one.state:
+                optimizer.state[one.parameter] = one.state
+            if one.home is not None:
+                self.homes[one.name].settle(one.home)
+                continue
+            value = local(one.parameter)
+            if value.data_ptr() != one.master.data_ptr():
+                with torch.no_grad():
+                    value.copy_(one.master)
+
+    def _laid(self, state: Mapping[str, Any], tiers: Tiers, shape: torch.Size) -> dict[str, Any]:
+        """The state of a parameter where it lies; what is not shaped like it stays in memory."""
+
+        def laid(value: Tensor) -> Tensor:
+            part = local(value)
+            if tiers.state == DISK and part.shape == shape:
+                return self.scratch.put(part)
+            return mark(part, CPU) if part.is_cpu else plain_copy(part)
+
+        if tiers.state == DEVICE:
+            return dict(state)
+        return dict(pytree.tree_map_only(Tensor, laid, dict(state)))

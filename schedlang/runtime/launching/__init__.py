@@ -1,0 +1,1 @@
+"""Local ranks: a pool of processes, started once."""

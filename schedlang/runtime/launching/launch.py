@@ -1,0 +1,300 @@
+"""A warm pool of local gloo ranks: started once, used for many jobs, and never left behind.
+
+    pool = Pool()
+    results = pool.run(function, 4, argument, ...)          # function(argument, ...) on 4 ranks
+
+The ranks are forked by a server that has torch imported (forkserver), functions and arguments
+travel by cloudpickle (closures and `__main__` included), and rendezvous is a file, so that no port
+is needed.
+
+How a hang is told from slow work. A rank gets on when its main thread sends something (`progress`,
+its result), or when CPU time is spent by it or by processes that it started: compiling, importing
+and long single operators count, waiting does not, because gloo sleeps in a collective that nobody
+else joins. It is a hang if during `hang_after` seconds no rank sent anything and none spent 1/30 of
+that time on a CPU. The error says where each rank stands. An endless loop is not recognised so;
+`timeout` is for that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import pickletools
+import select
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from schedlang.runtime.launching import forkserver
+from schedlang.runtime.launching.cpu import cpu_seconds
+from schedlang.runtime.launching.forkserver import progress
+from schedlang.runtime.launching.job import Hang, Job, Rank, RankDied, account, judge, unpickled
+
+__all__ = ["Hang", "Pool", "RankDied", "progress"]
+
+_TICK = 0.25  # seconds between two looks at the ranks
+_SLEEPING = 1 / 30  # of one core: below this a rank waits (one that polls a store takes 1/100)
+
+
+class Pool:
+    """Local ranks, started when first needed and again after a failure.
+
+    `preload` are modules imported before the ranks are forked, besides those that the first job
+    names; `files` maps module names to files that cannot be imported by name, such as a model file.
+    """
+
+    def __init__(
+        self,
+        preload: Sequence[str] = ("torch", "torch.distributed", "cloudpickle"),
+        files: Mapping[str, str | Path] | None = None,
+    ) -> None:
+        self.files = {name: str(path) for name, path in (files or {}).items()}
+        self._scratch = Path(tempfile.mkdtemp(prefix="schedlang-"))  # stores, logs
+        self._ranks: list[Rank] = []
+        self._jobs = 0
+        self._lock = threading.Lock()
+        self._start(tuple(preload))
+
+    def _start(self, preload: tuple[str, ...]) -> None:
+        self._preload, self._owner = preload, os.getpid()
+        self._scratch.mkdir(exist_ok=True)
+        self._control, theirs = socket.socketpair()
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; from schedlang.runtime import forkserver; "
+            f"forkserver.main({theirs.fileno()}, {preload!r}, {self.files!r}, "
+            f"{str(self._scratch)!r})"
+        )
+        self._server = subprocess.Popen(
+            [sys.executable, "-c", code],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # an interrupt at the terminal is for us alone
+        )
+        theirs.close()
+        self._inbox = Rank(-1, self._control, self._scratch / "server")
+        # the server ends when our end is closed, so this is all there is to tidy up
+        self._finalizer = weakref.finalize(self, _end, self._control, self._server, self._scratch)
+
+    def close(self) -> None:
+        """End the server and all ranks; the pool cannot be used afterwards."""
+        self._finalizer()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        world: int,
+        *args: Any,
+        timeout: float | None = None,
+        hang_after: float = 30.0,
+        on_progress: Callable[[int, Any], None] | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> list[Any]:
+        """Call `fn(*args)` on ranks 0..world-1 of a gloo group and return their results by rank.
+
+        `on_progress(rank, message)` is called for each `progress(message)` of a rank. Raises
+        RankDied with the failed rank's own error, Hang, or the Refusal that a rank raised; then all
+        ranks are gone and the next call starts new ones.
+        """
+        import cloudpickle  # type: ignore[import-untyped]
+
+        assert os.getpid() == self._owner and self._finalizer.alive, "a pool belongs to one process"
+        with self._lock:
+            blob = cloudpickle.dumps((fn, args))
+            job = Job(world, on_progress)
+            self._jobs += 1
+            store = self._scratch / f"store{self._jobs}"
+            setup: dict[str, Any] = {"path": sys.path, "files": self.files, "store": str(store)}
+            setup |= {"environ": dict(environ or {}), "threads": _threads()}
+            try:
+                self._grow(world, job, blob)
+                for rank in self._ranks[:world]:
+                    self._send(rank, pickle.dumps((world, setup, blob)))
+                self._watch(job, timeout, hang_after)
+            except BaseException:
+                self._kill()
+                raise
+            finally:
+                store.unlink(missing_ok=True)
+            return [job.results[rank] for rank in range(world)]
+
+    def _grow(self, world: int, job: Job, blob: bytes) -> None:
+        """Fork ranks until there are enough; after a death between two jobs, all of them."""
+        if self._server.poll() is not None:
+            self._restart()
+        while select.select([self._control], [], [], 0)[0]:
+            self._hear_server(None)
+        if any(rank.pid == 0 or not rank.open for rank in self._ranks):
+            self._kill()
+        if len(self._ranks) < world:  # imported once in the server, not by each rank
+            forkserver.send(self._control, ("import", modules_of(blob), self.files))
+        for number in range(len(self._ranks), world):
+            ours, theirs = socket.socketpair()
+            log = self._scratch / f"rank{number}.log"
+            forkserver.send(self._control, ("fork", number, str(log)), [theirs.fileno()])
+            theirs.close()
+            self._ranks.append(Rank(number, ours, log))
+        while any(rank.pid == 0 for rank in self._ranks):
+            self._hear_server(job)
+
+    def _restart(self) -> None:
+        for rank in self._ranks:
+            rank.sock.close()
+        self._ranks = []
+        self._finalizer.detach()
+        self._control.close()
+        self._start(self._preload)
+
+    def _send(self, rank: Rank, data: bytes) -> None:
+        try:
+            forkserver.send_bytes(rank.sock, data)
+        except ConnectionError:
+            rank.open = False  # the server will say how it died
+
+    def _hear_server(self, job: Job | None) -> bool:
+        """Take in what the server says; True once it confirms a kill."""
+        killed = False
+        messages = self._inbox.read()
+        if not self._inbox.open:
+            raise RankDied(-1, f"the fork server ended with code {self._server.wait()}")
+        for message in messages:
+            if message[0] == "pid":
+                self._ranks[message[1]].pid = message[2]
+            elif message[0] == "killed":
+                killed = True
+            elif rank := self._known(message[1], message[2]):
+                rank.open, rank.pid = False, 0
+                if job and rank.rank < job.world and rank.rank not in job.results:
+                    job.fail(0, rank.rank, account(message[3], rank.log))
+        return killed
+
+    def _known(self, number: int, pid: int) -> Rank | None:
+        """The rank if this process is still the one that we mean."""
+        rank = self._ranks[number] if number < len(self._ranks) else None
+        return rank if rank is not None and rank.pid == pid else None
+
+    def _watch(self, job: Job, timeout: float | None, hang_after: float) -> None:
+        """Until all results are there; raises what went wrong."""
+        end = None if timeout is None else time.monotonic() + timeout
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ, None)
+            for rank in self._ranks[: job.world]:
+                selector.register(rank.sock, selectors.EVENT_READ, rank)
+            while len(job.results) < job.world:
+                for key, _ in selector.select(_TICK):
+                    if key.data is None:
+                        self._hear_server(job)
+                    else:
+                        self._hear_rank(job, key.data)
+                        if not key.data.open:
+                            selector.unregister(key.data.sock)
+                judge(job)
+                self._doubt(job, end, timeout, hang_after)
+
+    def _hear_rank(self, job: Job, rank: Rank) -> None:
+        for kind, *what in rank.read():
+            job.moved, job.spent = time.monotonic(), self._spent(job)
+            if kind == "done":
+                job.results[rank.rank] = pickle.loads(what[0])
+            elif kind == "error":
+                cause = unpickled(what[2])
+                job.fail(2 if what[1] else 1, rank.rank, what[0], cause)
+            elif job.on_progress is not None and what[0] is not None:
+                job.on_progress(rank.rank, what[0])
+
+    def _spent(self, job: Job) -> dict[int, float]:
+        return {r.pid: cpu_seconds([r.pid]) for r in self._ranks[: job.world] if r.pid}
+
+    def _doubt(self, job: Job, end: float | None, timeout: float | None, hang_after: float) -> None:
+        """Raise Hang if no rank gets on, see the top of this file."""
+        now = time.monotonic()
+        if end is not None and now > end:
+            raise Hang(f"not finished after {timeout:g} s", self._stacks(job))
+        if now - job.moved < min(1.0, hang_after / 4) or job.failures:
+            return
+        spent = self._spent(job)
+        most = max((spent[p] - job.spent.get(p, 0) for p in spent), default=0)
+        if most >= _SLEEPING * hang_after:
+            job.moved, job.spent = now, spent
+        elif now - job.moved > hang_after:
+            raise Hang(f"no rank got on for {hang_after:g} s", self._stacks(job))
+
+    def _stacks(self, job: Job) -> dict[int, str]:
+        """Where the main thread of each unfinished rank stands, innermost call first."""
+        waiting = [r for r in self._ranks[: job.world] if r.pid and r.rank not in job.results]
+        sizes = {r.rank: r.log.stat().st_size for r in waiting}
+        for rank in waiting:
+            os.kill(rank.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        found = {}
+        for rank in waiting:
+            text = rank.log.read_bytes()[sizes[rank.rank] :].decode(errors="replace")
+            frames = text.split("hread 0x")[-1].splitlines()[1:]  # the main thread comes last
+            found[rank.rank] = "\n".join(frames[:12])
+        return found
+
+    def _kill(self) -> None:
+        """End all ranks, by the server, which waits until they are gone."""
+        try:
+            forkserver.send(self._control, ("kill",))
+            while not self._hear_server(None):
+                pass
+        except (RankDied, OSError):
+            pass  # the server is gone, and the ranks with it
+        for rank in self._ranks:
+            rank.sock.close()
+        self._ranks = []
+
+
+def _threads() -> int:
+    """The threads that all ranks share: as many as torch takes here.
+
+    A world of one then takes just as many, and sums in the same order: the gradient of a norm
+    differs in its last bit between numbers of threads.
+    """
+    torch = sys.modules.get("torch")
+    return int(torch.get_num_threads()) if torch else os.cpu_count() or 1
+
+
+def modules_of(blob: bytes) -> tuple[str, ...]:
+    """The modules imported here that a pickle names."""
+    words = {arg for _, arg, _ in pickletools.genops(blob) if isinstance(arg, str)}
+    return tuple(sorted(word for word in words if word in sys.modules and word != "__main__"))
+
+
+def _end(control: socket.socket, server: subprocess.Popen[bytes], scratch: Path) -> None:
+    control.close()
+    try:
+        server.wait(5)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+_shared: Pool | None = None
+
+
+def shared() -> Pool:
+    """The pool of this process, started at the first call."""
+    global _shared
+    if _shared is None or not _shared._finalizer.alive or _shared._owner != os.getpid():
+        _shared = Pool()
+        atexit.register(_shared.close)
+    return _shared

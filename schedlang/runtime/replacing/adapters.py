@@ -1,0 +1,154 @@
+"""Which attentions FlexAttention or flash_attn can take over: told by running a copy.
+
+What a module asks for, with all that it adds to scores, is heard (attended.py); it is replaced
+where the same attention by our rule gives the same result and gradients in float64.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostic import Refusal
+from schedlang.kernels import flash_attention, flex_attention
+from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy
+from schedlang.runtime.float64 import Float64
+from schedlang.runtime.modes import ambient
+from schedlang.runtime.replacing.attended import Asked, Ear, put_in
+from schedlang.runtime.replacing.attention import Call, implementation, random_call, results
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """An attention that `kernel` computes alike: `modules` look theirs up, none where it calls
+    torch's.  `asked` are the forms that it asked for; `error` the measured difference."""
+
+    kernel: str
+    modules: tuple[str, ...]
+    asked: tuple[Asked, ...]
+    error: float
+
+    def cases(self) -> list[flex_attention.Case]:
+        """Runs of the kernel in those forms."""
+        one = self.asked[0]
+        shape = (2, 4, 150, max(16, min(one.size, 128)))
+        keys = 4 if one.groups == 1 else 2
+        if self.kernel == "flash_attention":
+            return [flash_attention.Case(shape, "bfloat16", keys, one.cap)]
+        return [
+            flex_attention.Case(shape, "bfloat16", keys, one.cap, one.sinks, padded)
+            for padded in (False, True)
+        ]
+
+
+def match_adapter(module: nn.Module, kernel: str, call: Call | None = None) -> Adapted | Mismatch:
+    """Whether `kernel` (of ATTENTIONS) computes the attention of `module`, or why not."""
+    if any("forward" in vars(part) for part in module.modules()):
+        return Mismatch("had its forward replaced already")
+    if any(buffer.is_meta for buffer in module.buffers()):
+        return Mismatch("keeps buffers whose values are not known on the meta device")
+    named = {n: m for n, m in module.named_modules() if implementation(m) is not None}
+    now = {implementation(m) for m in named.values()}
+    if not now <= {"eager", "sdpa"}:
+        return Mismatch(f"attends by {', '.join(sorted(filter(None, now)))} already")
+    with torch.random.fork_rng(devices=[]), ambient(Float64):
+        try:
+            return _probed(module, kernel, tuple(named), call)
+        except Exception as raised:  # the module's own code: whatever it raises is a mismatch
+            said = raised.diagnostic.title if isinstance(raised, Refusal) else str(raised)
+            return Mismatch(f"does not run: {type(raised).__name__}: {said}".splitlines()[0])
+
+
+def _probed(
+    module: nn.Module, kernel: str, names: tuple[str, ...], call: Call | None
+) -> Adapted | Mismatch:
+    copied = bare_copy(module, torch.float64).eval()
+    for parameter in copied.parameters():
+        parameter.data.sub_(1.0).mul_(0.3)  # around zero, and no score wins alone
+    calls = list(_calls(copied, names, call))
+    plain = [results(copied, *one) for one in calls]
+    ear = Ear()
+    put_in(copied, kernel, names, ear)
+    fused = [results(copied, *one) for one in calls]
+    asked = tuple(dict.fromkeys(ear.asked))
+    results(copied.train(), *calls[0])
+    if not asked:
+        return Mismatch("asks for no attention by a name, and does not call torch's")
+    if ear.dropped:
+        return Mismatch(f"drops weights in training, and `{kernel}` does not")
+    if kernel == "flash_attention" and any(one.sinks or one.bias for one in asked):
+        return Mismatch("adds sinks or a bias to its scores, which `flash_attention` cannot")
+    error = max(map(_distance, fused, plain))
+    if not error <= TOLERANCE:
+        return Mismatch("differs from its own attention", error)
+    return Adapted(kernel, names, asked, error)
+
+
+def _distance(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    if len(found) != len(exact):
+        return math.inf
+    floor = 1e-3 * max(float(b.norm()) for b in exact)
+    pairs = zip(found, exact, strict=True)
+    return max(float((a - b).norm()) / (float(b.norm()) + floor) for a, b in pairs)
+
+
+def _calls(module: nn.Module, names: tuple[str, ...], call: Call | None) -> Iterator[Call]:
+    """Calls to try: of transformers' with a mask and without, in the forms that masks come in."""
+    if call is None and not names:
+        yield from _own_calls(module)
+        return
+    args, kwargs = random_call(module, call)
+    kwargs = kwargs if call is not None else _with_tables(module, kwargs)
+    yield args, kwargs
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and call is None:
+        yield args, {**kwargs, "attention_mask": None}
+        if all(implementation(module.get_submodule(name)) == "sdpa" for name in names):
+            yield args, {**kwargs, "attention_mask": mask == 0}
+
+
+def _with_tables(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The call with places of tokens in the form that the module takes.
+
+    Tables of cosines and sines are as wide as a head, or half of it (gpt-oss) or a quarter, or one
+    of complex numbers (Llama 4); some modules look places up by themselves.
+    """
+    tables = kwargs.get("position_embeddings")
+    forms: list[Any] = [None]
+    if tables is not None:
+        half = [t.chunk(2, -1)[0] for t in tables]
+        quarter = [t.chunk(4, -1)[0] for t in tables]
+        forms = [tables, tuple(half), tuple(quarter), torch.complex(*half)]
+    hidden = kwargs.get("hidden_states")
+    places = None if hidden is None else torch.arange(hidden.shape[1]).expand(hidden.shape[:2])
+    takes = inspect.signature(module.forward).parameters
+    for form, told in itertools.product(forms, (False, True)):
+        tried = kwargs if form is None else {**kwargs, "position_embeddings": form}
+        if told and "position_ids" not in takes:
+            continue
+        tried = {**tried, "position_ids": places} if told else tried
+        with torch.no_grad(), suppress(Exception):  # of the module's own code: the next form
+            module(**tried)
+            return tried
+    return kwargs
+
+
+def _own_calls(module: nn.Module) -> Iterator[Call]:
+    """Calls of a module that has no config: random tokens, and nothing for what else it needs."""
+    every = list(inspect.signature(module.forward).parameters.values())
+    needed = [p for p in every if p.default is p.empty
+              and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]  # fmt: skip
+    width = next((p.shape[1] for p in module.parameters() if p.ndim == 2), None)
+    if width is None or not needed:
+        raise ValueError("what it takes is not known")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 6, width, generator=generator, dtype=torch.float64, device="cpu")
+    yield [x.requires_grad_(), *[None] * (len(needed) - 1)], {}

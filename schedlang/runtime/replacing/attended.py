@@ -1,0 +1,182 @@
+"""Attention by another kernel, at work: what a module asks for, as one call of the kernel.
+
+Modules of transformers look up their attention function in their config at each call; others call
+torch's scaled_dot_product_attention, and a mode around their forward hears it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.kernels import flash_attention, flex_attention
+from schedlang.kernels.flex_attention import Rule
+from schedlang.runtime.forward import wrap
+from schedlang.runtime.replacing.attention import implementation, switch
+
+ATTENTIONS: Mapping[str, Callable[..., Tensor]] = {
+    "flex_attention": flex_attention.flex_attention,
+    "flash_attention": flash_attention.flash_attention,
+}
+# tensors that modules of transformers hand to any attention, and that say nothing of scores;
+# flags and whole numbers (windows among them) do not either: masks are complete
+_IDLE = frozenset(("position_ids", "cache_position", "labels", "shift_labels", "cu_seq_lens_q",
+                   "cu_seq_lens_k", "num_items_in_batch"))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One form of attention: heads of a query to one of keys, a head's size, cap and sinks."""
+
+    groups: int
+    size: int
+    cap: float
+    sinks: bool
+    bias: bool
+
+
+class Ear:
+    """What the copy of a probe asks for."""
+
+    def __init__(self) -> None:
+        self.asked: list[Asked] = []
+        self.dropped = False
+
+    def heard(self, query: Query) -> None:
+        """Note a call."""
+        q, k, _ = query.lines
+        sinks, bias = query.sinks is not None, query.bias is not None
+        groups = q.shape[1] // k.shape[1]
+        self.asked.append(Asked(groups, q.shape[-1], query.rule.cap, sinks, bias))
+        self.dropped |= query.dropout > 0
+
+
+_EAR = "_schedlang_ear"  # of a module in the copy that is probed
+
+
+def put_in(module: nn.Module, kernel: str, names: tuple[str, ...], ear: Ear | None = None) -> None:
+    """Let a module attend by the kernel, in place; `ear` notes what it asks for."""
+    for name in names:
+        part = module.get_submodule(name)
+        switch(part, _registered(kernel, implementation(part) == "eager"))
+        if ear is not None:
+            vars(part)[_EAR] = ear
+    if not names:
+        wrap(module, "kernel", Hearing(kernel, ear))
+
+
+def _registered(kernel: str, eager: bool) -> str:
+    """The name of our function in transformers; without a mask eager attention hides nothing."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = f"schedlang_{kernel}{'_eager' if eager else ''}"
+    if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+
+        def attend(
+            module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+            attention_mask: Any = None, **more: Any,
+        ) -> tuple[Tensor, None]:  # fmt: skip
+            causal = more.pop("is_causal", None)
+            causal = getattr(module, "is_causal", True) if causal is None else causal
+            causal = bool(causal) and not eager and attention_mask is None and query.shape[2] > 1
+            lines = (query, key, value)
+            asked = by_name(kernel, lines, attention_mask, causal, more)
+            return attended(kernel, asked, getattr(module, _EAR, None)), None
+
+        ALL_ATTENTION_FUNCTIONS.register(name, attend)
+    return name
+
+
+@dataclass(frozen=True)
+class Query:
+    """One call of an attention: what it is of, and how it is done; see kernels/flex_attention."""
+
+    lines: tuple[Tensor, Tensor, Tensor]
+    rule: Rule
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+    dropout: float = 0.0
+    turned: bool = False  # the result is wanted as [rows, length, heads, size]
+
+
+def by_name(
+    kernel: str, lines: tuple[Tensor, Tensor, Tensor], mask: Any, causal: bool, more: dict[str, Any]
+) -> Query:
+    """What a module of transformers asks for; raises Refusal S877 for what no kernel knows."""
+    rule = Rule(more.pop("scaling", None), more.pop("softcap", None) or 0.0, causal)
+    sinks, bias = more.pop("s_aux", None), more.pop("position_bias", None)
+    dropout = more.pop("dropout", 0.0)
+    unknown = [
+        name for name, value in more.items()
+        if not (value is None or name in _IDLE or isinstance(value, int | str))
+    ]  # fmt: skip
+    if unknown or not (mask is None or isinstance(mask, Tensor)):
+        raise _foreign(kernel, f"`{unknown[0]}`" if unknown else "a mask that is no tensor")
+    return Query(lines, rule, mask, bias, sinks, dropout, turned=True)
+
+
+def _foreign(kernel: str, what: str) -> Refusal:
+    title = f"an attention is asked for with {what}, which `{kernel}` does not know"
+    return Refusal(Diagnostic("S877", title, helps=("leave this module as it is",)))
+
+
+def attended(kernel: str, query: Query, ear: Ear | None = None) -> Tensor:
+    """What the kernel gives; raises Refusal S877 where weights would be dropped."""
+    q, k, v = query.lines
+    if ear is not None:
+        ear.heard(query)
+    elif query.dropout > 0:
+        raise _foreign(kernel, "dropout")
+    y = ATTENTIONS[kernel](q, k, v, query.rule, query.mask, query.bias, query.sinks)
+    return y.transpose(1, 2).contiguous() if query.turned else y
+
+
+class Hearing:
+    """The layer of a module that calls torch's attention: its own forward, under a mode."""
+
+    def __init__(self, kernel: str, ear: Ear | None = None) -> None:
+        self.kernel, self.ear = kernel, ear
+
+    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the module; calls of torch's attention inside are ours."""
+        with _Calls(self.kernel, self.ear):
+            return inner(*args, **kwargs)
+
+
+class _Calls(TorchFunctionMode):
+    def __init__(self, kernel: str, ear: Ear | None) -> None:
+        super().__init__()
+        self.kernel, self.ear = kernel, ear
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        if query.ndim != 4 or (attn_mask is not None and attn_mask.ndim > 4):
+            raise _foreign(self.kernel, f"{query.ndim} dims")
+        mask = attn_mask
+        while mask is not None and mask.ndim < 4:
+            mask = mask[None]
+        asked = Query((query, key, value), Rule(scale, 0.0, is_causal), mask, dropout=dropout_p)
+        return attended(self.kernel, asked, self.ear)
+
+
+def kernel_in(module: nn.Module) -> str | None:
+    """Which of ATTENTIONS a module looks up in its config, if any."""
+    now = (implementation(module) or "").removeprefix("schedlang_").removesuffix("_eager")
+    return now if now in ATTENTIONS else None

@@ -1,0 +1,123 @@
+"""The way of rows to the ranks that hold their experts, and back, axis by axis.
+
+How many rows go where is told first (FastMoE, He et al. 2021); over several axes each is a step of
+its own, so that a row crosses every axis once (as HetuMoE, Nie et al. 2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from schedlang.runtime.collectives.collective import Group, count
+from schedlang.runtime.collectives.moving import exchange, exchanged
+
+Places = Sequence[tuple[int, ...]]  # of every expert, its place on each axis
+
+
+def place_of(sizes: Sequence[int], count: int) -> list[tuple[int, ...]]:
+    """For each expert its place on each of some axes: equal runs, the last axis fastest."""
+    ranks = 1
+    for size in sizes:
+        ranks *= size
+    found = []
+    for expert in range(count):
+        at, place = expert // (count // ranks), []
+        for size in reversed(sizes):
+            at, on = divmod(at, size)
+            place.append(on)
+        found.append(tuple(reversed(place)))
+    return found
+
+
+class _Begun(torch.autograd.Function):
+    """An exchange that is under way when it returns: wait before looking at the rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: Group, give: list[int], take: list[int], works: list[Any]
+    ) -> Tensor:
+        ctx.group, ctx.give, ctx.take = group, give, take
+        out = x.new_empty((sum(take), *x.shape[1:]))
+        count("all-to-all", group, x)
+        work = dist.all_to_all_single(out, x, take, give, group=group.pg, async_op=True)
+        works.append((work, x))  # what is sent stays until it is gone
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return exchanged(grads[0], ctx.group, ctx.take, ctx.give), None, None, None, None
+
+
+@dataclass
+class Way:
+    """Rows under way: those that are here now, the expert of each, and how they go home."""
+
+    rows: Tensor
+    experts: Tensor
+    back: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
+    works: list[Any] = field(default_factory=list)  # to be waited for before they are used
+
+    def arrive(self) -> None:
+        """Wait for the rows that are still on their way."""
+        while self.works:
+            self.works.pop()[0].wait()
+
+    def home(self, y: Tensor) -> Tensor:
+        """What was computed for the rows, where and in the order in which they started."""
+        for step in reversed(self.back):
+            y = step(y)
+        return y
+
+
+@dataclass(frozen=True)
+class Step:
+    """One axis of the way: its group, and at each place the experts that are reached there."""
+
+    group: Group
+    table: tuple[tuple[int, ...], ...]
+
+    def take(self, way: Way, ahead: bool = False) -> Way:
+        """The rows that come along this axis, in place of those that were here.
+
+        ahead: do not wait for them; `arrive` does.
+        """
+        if way.rows.is_meta:
+            return self._without_values(way)
+        way.arrive()
+        group, each = self.group, len(self.table[0])
+        key = torch.zeros(1 + max(map(max, self.table)), dtype=torch.long, device=way.rows.device)
+        flat = [expert for row in self.table for expert in row]
+        key[flat] = torch.arange(len(flat), device=key.device)
+        wanted = key[way.experts]
+        order = torch.argsort(wanted, stable=True)
+        going = torch.bincount(wanted, minlength=len(flat)).view(group.size, each)
+        coming = exchanged(going, group)
+        give, take = going.sum(1).tolist(), coming.sum(1).tolist()
+        works: list[Any] = []
+        rows = way.rows[order]
+        if ahead and group.pg is not None:
+            came: Tensor = _Begun.apply(rows, group, give, take, works)  # type: ignore[no-untyped-call]
+        else:
+            came = exchange(rows, group, give, take)
+        mine = torch.tensor(self.table[group.rank], device=key.device)
+        experts = mine.repeat(group.size).repeat_interleave(coming.flatten())
+
+        def home(y: Tensor) -> Tensor:
+            return exchange(y, group, take, give)[torch.argsort(order)]
+
+        return Way(came, experts, [*way.back, home], works)
+
+    def _without_values(self, way: Way) -> Way:
+        """The same for as many rows as if all experts were chosen equally often."""
+        group, count = self.group, way.rows.shape[0]
+        share = count // group.size
+        sizes = [count - share * (group.size - 1), *[share] * (group.size - 1)]
+        exchanged(way.experts.new_empty(group.size, len(self.table[0])), group)
+        came = exchange(way.rows, group, sizes, sizes)
+        return Way(came, way.experts, [*way.back, lambda y: exchange(y, group, sizes, sizes)])

@@ -1,0 +1,1 @@
+"""Checkpoints: whole tensors, under any layout."""

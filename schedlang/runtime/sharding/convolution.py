@@ -1,0 +1,181 @@
+"""Convolutions and pools whose channels or positions are split over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.placement import P, S
+from schedlang.runtime.sharding.crossing import dim_of, shared
+from schedlang.runtime.sharding.halo import with_halo
+from schedlang.runtime.sharding.shard import Edge, Forward
+
+CONVOLUTIONS: Mapping[str, Callable[..., Tensor]] = {
+    "Conv1d": F.conv1d, "Conv2d": F.conv2d, "Conv3d": F.conv3d,
+}  # fmt: skip
+CHANNELS = 1  # the dim of an activation, [batch, channels, positions...], that holds channels
+
+
+@dataclass(frozen=True)
+class Window:
+    """What one output position sees along one dim: sizes in rows of the input."""
+
+    kernel: int
+    stride: int
+    dilation: int
+    before: int  # padding in front
+    behind: int
+
+    @property
+    def after(self) -> int:
+        """The rows that the part needs of the one behind it; negative if its own are too many."""
+        return self.dilation * (self.kernel - 1) - self.stride + 1 - self.before
+
+    def fits(self, rows: int) -> bool:
+        """Can parts of so many rows each make their share of the outputs, with one neighbour?"""
+        reach = max(self.before, self.after)
+        return rows % self.stride == 0 and reach <= rows and self.even(rows)
+
+    def even(self, rows: int) -> bool:
+        """Does the whole give one output for each `stride` rows, as the parts do?"""
+        return 0 <= self.behind - self.after < self.stride and rows > 0
+
+
+def windows(module: nn.Module) -> tuple[Window, ...]:
+    """The window of a convolution or pool along each dim of positions."""
+    dims = int(type_dims(module))
+    kernel, stride = _each(module.kernel_size, dims), _each(module.stride, dims)
+    dilation = _each(getattr(module, "dilation", 1), dims)
+    return tuple(
+        Window(k, s, d, *_padding(module, k, d, at))
+        for at, (k, s, d) in enumerate(zip(kernel, stride, dilation))
+    )
+
+
+def type_dims(module: nn.Module) -> int:
+    """How many dims of positions a convolution or pool has, by the class that it inherits from."""
+    names = [kind.__name__ for kind in type(module).__mro__]
+    return next(int(name[-2]) for name in names if name[-2:] in ("1d", "2d", "3d"))
+
+
+def _each(value: Any, dims: int) -> tuple[int, ...]:
+    return tuple(value) if isinstance(value, tuple | list) else (int(value),) * dims
+
+
+def _padding(module: nn.Module, kernel: int, dilation: int, at: int) -> tuple[int, int]:
+    given: Any = module.padding
+    if given == "valid":
+        return 0, 0
+    if given == "same":
+        total = dilation * (kernel - 1)
+        return total // 2, total - total // 2
+    both = given[at] if isinstance(given, tuple | list) else given
+    return int(both), int(both)
+
+
+def convolution(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
+    """A convolution on its parts: enter, fetch a halo, convolve, reduce, add the bias once."""
+    sums = [edge for edge in edges if isinstance(edge.computes, P)]
+    pending = bool(sums)
+    compute = CONVOLUTIONS[kind]
+    spatial = {dim: edge for edge in edges if (dim := positions(edge)) is not None}
+
+    def forward(x: Tensor) -> Tensor:
+        for edge in edges:
+            x = shared(edge.entry(), x)
+        weight = module._parameters["weight"]
+        assert weight is not None
+        check(module, x, spatial)
+        x = _padded(module, x, spatial, 0.0)
+        bias = None if pending else module._parameters.get("bias")
+        groups = x.shape[CHANNELS] // weight.shape[1]
+        y = compute(x, weight, bias, module.stride, 0, module.dilation, groups)
+        for edge in sums:
+            y = edge.exit()(y)
+        late = module._parameters.get("bias") if pending else None
+        if late is not None:  # before positions are gathered: its gradient is of this rank's own
+            y = y + late.view(-1, *(1,) * (y.ndim - 2))
+        for edge in edges:
+            y = y if edge in sums else edge.exit()(y)
+        return y
+
+    return forward
+
+
+def positions(edge: Edge) -> int | None:
+    """The dim of positions that an edge splits, if it does."""
+    if not isinstance(edge.wants, S) or dim_of(edge.wants) <= CHANNELS:
+        return None
+    return dim_of(edge.wants)
+
+
+def check(module: nn.Module, x: Tensor, spatial: Mapping[int, Edge]) -> None:
+    """Refuse parts that windows do not fit (S419): alike on all ranks, before anything is sent."""
+    seen = windows(module)
+    for dim, edge in spatial.items():
+        window, rows, ranks = seen[dim - 2], x.shape[dim], edge.group.size
+        if not window.fits(rows):
+            raise Refusal(_misfit(edge.group.label, dim, window, rows, ranks))
+
+
+def _misfit(fqn: str, dim: int, window: Window, rows: int, ranks: int) -> Diagnostic:
+    reach = max(window.before, window.after)
+    wants = f"parts of at least {max(reach, 1)} that are multiples of {window.stride}"
+    if not window.even(max(rows, 1)):
+        wants = f"a padding of {window.dilation * (window.kernel - 1) // 2}"
+    return Diagnostic(
+        "S419", f"dim {dim} of `{fqn}` cannot be split over {ranks} ranks",
+        notes=(
+            f"each rank has {rows} of {rows * ranks} positions",
+            f"its kernel of {window.kernel} with stride {window.stride} and padding"
+            f" {window.before} needs {wants}",
+        ),
+        helps=(f"gather before it: `output=R` on the row of the module before `{fqn}`",),
+    )  # fmt: skip
+
+
+def _padded(module: nn.Module, x: Tensor, spatial: Mapping[int, Edge], fill: float) -> Tensor:
+    """The input with its padding, or with a neighbour's rows in place of it."""
+    sides: list[int] = []
+    for at, window in reversed(list(enumerate(windows(module)))):
+        dim = at + 2
+        if dim in spatial:
+            x = with_halo(x, dim, window.before, window.after, spatial[dim].group, fill)
+        sides += [0, 0] if dim in spatial else [window.before, window.behind]
+    if not any(sides):
+        return x
+    mode = getattr(module, "padding_mode", "zeros")
+    if mode == "zeros":
+        return F.pad(x, sides, value=fill)
+    return F.pad(x, sides, mode=mode)
+
+
+POOLS: Mapping[str, Callable[..., Tensor]] = {
+    "MaxPool1d": F.max_pool1d, "MaxPool2d": F.max_pool2d, "MaxPool3d": F.max_pool3d,
+    "AvgPool1d": F.avg_pool1d, "AvgPool2d": F.avg_pool2d, "AvgPool3d": F.avg_pool3d,
+}  # fmt: skip
+
+
+def pool(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
+    """A pool over positions that are split: neighbours lend the rows that its windows reach."""
+    spatial = {dim: edge for edge in edges if (dim := positions(edge)) is not None}
+    greatest = kind.startswith("Max")
+
+    def forward(x: Tensor) -> Tensor:
+        for edge in edges:
+            x = shared(edge.entry(), x)
+        check(module, x, spatial)
+        x = _padded(module, x, spatial, -torch.inf if greatest else 0.0)
+        more = (0, module.dilation) if greatest else ()
+        y = POOLS[kind](x, module.kernel_size, module.stride, *more)
+        for edge in edges:
+            y = edge.exit()(y)
+        return y
+
+    return forward

@@ -1,0 +1,250 @@
+"""Sharded modules: each rank computes with its part of the parameters, between two crossings."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schedlang.placement import P, Placement, S, positions
+from schedlang.runtime.collectives.collective import Group
+from schedlang.runtime.replacing.head import waiting
+from schedlang.runtime.sharding.crossing import Crossing, block_sizes, dim_of, shared
+from schedlang.runtime.sharding.lookup import around
+from schedlang.runtime.sharding.vocab import ShardedLogits
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One axis of a sharded module: how tensors arrive, what it wants, computes and hands on.
+
+    `differ`: the module computes differently on each rank, so that gradients of a whole input are
+    parts, to be summed on the way in.  `cut` is the true size of the output's last dim where
+    padding must be cut off, `head` tells that the output stays split over the vocabulary for a
+    parallel loss, `hoisted` that children need the gathered input and this module was the first to
+    get it.
+    """
+
+    group: Group
+    arrives: Placement
+    wants: Placement
+    computes: Placement
+    leaves: Placement
+    differ: bool
+    cut: int | None = None
+    head: bool = False
+    hoisted: bool = False
+    told: Any = None  # what a row says of how a module of its kind computes
+
+    def entry(self) -> Crossing:
+        """The change of placement on the way in."""
+        return Crossing(self.arrives, self.wants, self.group, differ=self.differ)
+
+    def exit(self) -> Crossing:
+        """The change of placement on the way out."""
+        return Crossing(self.computes, self.leaves, self.group, differ=False)
+
+
+Compute = Callable[[nn.Module, Tensor, bool], Tensor]
+
+
+def _linear(module: nn.Module, x: Tensor, with_bias: bool) -> Tensor:
+    return F.linear(x, module.weight, module.bias if with_bias else None)  # type: ignore[arg-type]
+
+
+def _conv1d(module: nn.Module, x: Tensor, with_bias: bool) -> Tensor:
+    weight = module._parameters["weight"]
+    assert weight is not None
+    flat = x.reshape(-1, x.shape[-1])
+    bias = module._parameters["bias"] if with_bias else None
+    out = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
+    return out.view(*x.shape[:-1], weight.shape[-1])
+
+
+CLASSES = ("Linear", "Conv1D", "Embedding")
+COMPUTES: Mapping[str, Compute] = {"Linear": _linear, "Conv1D": _conv1d}
+
+
+Forward = Callable[..., Any]
+
+
+def projection(
+    module: nn.Module, kind: str, edges: tuple[Edge, ...], biased: bool = True
+) -> Forward:
+    """A Linear or Conv1D on its parts: enter, multiply, reduce, add the bias once.
+
+    Not `biased`: whoever calls it adds the bias.
+    """
+    compute = COMPUTES[kind]
+    sums = [edge for edge in edges if isinstance(edge.computes, P)]
+    others = [edge for edge in edges if edge not in sums]
+
+    def forward(x: Tensor) -> Any:
+        for edge in edges:
+            x = without_padding(shared(edge.entry(), x), edge.wants, edge.group)
+        layer = waiting(module)
+        if layer is not None and [edge.head for edge in edges] == [True]:
+            return layer.lazy(x, edges[0].group, edges[0].cut or 0)
+        y = compute(module, x, biased and not sums)
+        for edge in sums:
+            y = edge.exit()(y)
+        bias = module._parameters.get("bias") if sums and biased else None
+        y = y if bias is None else y + bias  # once, before others' positions are gathered
+        for edge in others:
+            if edge.head:
+                return head_of(y, edge)
+            y = edge.exit()(without_padding(y, edge.computes, edge.group))
+        return y
+
+    return forward
+
+
+def without_padding(x: Tensor, placement: Placement, group: Group) -> Tensor:
+    """The tensor with zeros where it is padded, and in backward its gradient.
+
+    What a model computes between two projections need not keep zeros (`exp`, a division), and no
+    such value may reach a sum, nor a gradient the padding of a weight.
+    """
+    if not isinstance(placement, S) or placement.uneven.wide == placement.uneven.repeat:
+        return x
+    dim = dim_of(placement) % x.ndim
+    size = placement.uneven.true(x.shape[dim], group.size)
+    where = positions(block_sizes(placement, size), placement.uneven, group.size, group.rank)
+    if max(where) < size:
+        return x
+    mask = torch.tensor([index >= size for index in where], device=x.device)
+    return x.masked_fill(mask.view([-1] + [1] * (x.ndim - 1 - dim)), 0.0)
+
+
+def head_of(y: Tensor, edge: Edge) -> ShardedLogits:
+    """Logits that stay split over the vocabulary; padding gets none."""
+    assert edge.cut is not None
+    true, width = edge.cut, y.shape[-1]
+    mine = max(0, min(width, true - edge.group.rank * width))
+    if mine < width:  # padding rows of the weight have no class
+        y = y.masked_fill(torch.arange(width, device=y.device) >= mine, -torch.inf)
+    return ShardedLogits(y, edge.group, true)
+
+
+def embedding(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forward:
+    """An embedding that looks up only the rows, or the part of each, that this rank holds.
+
+    Of the rows the sum has them all.
+    """
+    assert isinstance(module, nn.Embedding)
+    edge = next((edge for edge in edges if isinstance(edge.computes, P)), None)
+    others = [one for one in edges if one is not edge]
+    group = edge.group if edge is not None else None
+    width = module.weight.shape[0]
+    first = group.rank * width if group is not None else 0
+    pad = module.padding_idx
+    local_pad = pad - first if pad is not None and first <= pad < first + width else None
+
+    def rows_of(ids: Tensor) -> Tensor:
+        if edge is None:
+            rows = F.embedding(ids, module.weight, local_pad)
+        else:
+            local = ids - first
+            mine = (local >= 0) & (local < width)
+            rows = F.embedding(local.clamp(0, width - 1), module.weight, local_pad)
+            rows = edge.exit()(rows * mine[..., None])
+        for one in others:  # split along what each row holds
+            rows = one.exit()(without_padding(rows, one.computes, one.group))
+        return rows
+
+    return around(module, rows_of)
+
+
+def region(inner: Forward, edges: tuple[Edge, ...]) -> Forward:
+    """A module of any class as it is, between two crossings of its main tensor.
+
+    The main tensor is the first floating-point one among the arguments, and among the results.
+    """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        for edge in edges:
+            args, kwargs = on_first(partial(shared, edge.entry()), args, kwargs)
+        out = inner(*args, **kwargs)
+        for edge in edges:
+            if edge.computes != edge.leaves:
+                out = on_result(edge.exit(), out)
+        return out
+
+    return forward
+
+
+def is_main(value: Any) -> bool:
+    """Is this a floating-point tensor, as activations are?"""
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def on_first(
+    cross: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with the main tensor changed."""
+    for place, value in enumerate(args):
+        if is_main(value):
+            return (*args[:place], cross(value), *args[place + 1 :]), kwargs
+    for name, value in kwargs.items():
+        if is_main(value):
+            return args, {**kwargs, name: cross(value)}
+    return args, kwargs
+
+
+def on_result(cross: Callable[[Tensor], Tensor], out: Any) -> Any:
+    """The results with the main tensor changed."""
+    if is_main(out):
+        return cross(out)
+    if isinstance(out, tuple | list):
+        for place, value in enumerate(out):
+            if is_main(value):
+                changed = [*out[:place], cross(value), *out[place + 1 :]]
+                return changed if isinstance(out, list) else tuple(changed)
+    if isinstance(out, MutableMapping):  # the named outputs of transformers are dicts too
+        name = next((name for name, value in out.items() if is_main(value)), None)
+        if name is not None:
+            made = copy.copy(out)
+            made[name] = cross(out[name])
+            return made
+    return out
+
+
+class Sharded:
+    """The forward of a sharded module; `kind` is the class that says how it computes, or "".
+
+    An object, not a closure: in a deep copy of the model it is bound to the copied module.
+    """
+
+    def __init__(
+        self, module: nn.Module, kind: str, edges: tuple[Edge, ...], inner: Forward | None = None
+    ) -> None:
+        self.module, self.kind, self.edges = module, kind, edges
+        self.inner: Forward = module.forward if inner is None else inner
+        self.run: Forward | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
+        made = Sharded.__new__(Sharded)
+        memo[id(self)] = made
+        made.module, made.kind = copy.deepcopy(self.module, memo), self.kind
+        made.inner, made.edges = copy.deepcopy(self.inner, memo), self.edges
+        made.run = None
+        return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The sharded computation."""
+        if self.run is None:
+            self.run = self._made()
+        return self.run(*args, **kwargs)
+
+    def _made(self) -> Forward:
+        from schedlang.runtime.sharding.leaf import (
+            forward_of,  # the kinds build on what stands here
+        )
+
+        return forward_of(self)

@@ -1,0 +1,262 @@
+"""Norms over a hidden dim that is split: a module's own forward, its statistics over all ranks.
+
+The forward runs as it is written, on this rank's part, under a function mode: what is computed
+element by element passes, sums and means along the split last dim are summed over the ranks, and
+everything else that touches a split tensor is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from schedlang.runtime.collectives import collective
+from schedlang.runtime.collectives.collective import Group
+from schedlang.runtime.following.trace import name_of, tensors_in
+from schedlang.runtime.modes import Ambient
+from schedlang.runtime.sharding.crossing import shared
+from schedlang.runtime.sharding.shard import Forward, Sharded
+
+HALVES = (torch.float16, torch.bfloat16)  # torch's own norms compute in float32 then
+
+
+class NotSplit(Exception):
+    """A call for which a part of the hidden dim does not do."""
+
+
+class SumLast(torch.autograd.Function):
+    """The sum along the split last dim, alike on all ranks; each rank has a part of its gradient.
+
+    Parts of the gradient, because the sum goes on to meet only this rank's elements.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        """Sum what is here, then over the ranks."""
+        ctx.group, ctx.width = group, x.shape[-1]
+        return collective.all_reduce(x.sum(-1, keepdim=True), group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """The sum of the parts, the same for every element."""
+        total = collective.all_reduce(grads[0], ctx.group)
+        return total.expand(*total.shape[:-1], ctx.width), None
+
+
+class Along(Ambient):
+    """What a split last dim does to the calls of one forward; split tensors are marked."""
+
+    def __init__(self, group: Group, parameters: list[Tensor]) -> None:
+        super().__init__()
+        self.group = group
+        self.parameters = {id(p) for p in parameters}
+
+    # -- marks -----------------------------------------------------------------------------------
+
+    def mark(self, tensor: Tensor) -> Tensor:
+        """Note that a tensor holds a part along its last dim."""
+        tensor.__dict__["_schedlang_along"] = True
+        return tensor
+
+    def split(self, tensor: Tensor) -> bool:
+        """Does a tensor hold a part along its last dim?"""
+        return id(tensor) in self.parameters or "_schedlang_along" in tensor.__dict__
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compute a call on parts as it would be on the whole, or refuse it."""
+        kwargs, name = dict(kwargs or {}), name_of(func)
+        parts = [t for t in tensors_in((args, kwargs)) if self.split(t)]
+        if not parts:
+            return self.run(func, types, args, kwargs)
+        if name in READS:
+            return func(*args, **kwargs)
+        if name in SIZES:
+            return self._sizes(func, parts[0], args, kwargs)
+        if name in REDUCTIONS:
+            return self._reduced(name, parts[0], args, kwargs)
+        if name in NORMS:
+            return self.mark(NORMS[name](self, *args, **kwargs))
+        if name not in ELEMENTWISE:
+            raise NotSplit(f"`{name}` needs the whole hidden dim, of which each rank has a part")
+        out = func(*args, **kwargs)
+        self._same(name, parts[0], out)
+        return self.mark(out)
+
+    def _same(self, name: str, part: Tensor, out: Any) -> None:
+        if not isinstance(out, Tensor) or out.shape[-1:] != part.shape[-1:]:
+            raise NotSplit(f"`{name}` does not keep the hidden dim, of which each rank has a part")
+
+    def _sizes(self, func: Any, part: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Sizes are those of the whole, for those who divide by them."""
+        whole = (*part.shape[:-1], part.shape[-1] * self.group.size)
+        if name_of(func) in ("shape", "size"):
+            at = args[1] if len(args) > 1 else kwargs.get("dim")
+            named = at if isinstance(at, int) else None
+            return torch.Size(whole) if named is None else whole[named]
+        return math.prod(whole)
+
+    # -- sums over the ranks -----------------------------------------------------------------------
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum along the whole last dim, which is kept with size 1."""
+        return cast(Tensor, SumLast.apply(x, self.group))  # type: ignore[no-untyped-call]
+
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean along the whole last dim."""
+        return self.total(x) / (x.shape[-1] * self.group.size)
+
+    def _reduced(self, name: str, part: Tensor, args: Any, kwargs: dict[str, Any]) -> Tensor:
+        """A reduction along the last dim, and along no other."""
+        x, dims, keep, rest = REDUCTIONS[name](*args, **kwargs)
+        given = dims if isinstance(dims, list | tuple) else [dims]
+        if x is not part or len(given) != 1 or given[0] not in (-1, part.ndim - 1):
+            raise NotSplit(f"`{name}` over {dims} mixes the split hidden dim with others")
+        value = STATISTICS[name](self, x, **rest)
+        return value if keep else value.squeeze(-1)
+
+
+# -- what torch offers ----------------------------------------------------------------------------
+
+READS = {"dtype", "device", "requires_grad", "ndim", "dim", "is_floating_point", "is_cuda",
+         "grad_fn", "is_leaf", "layout", "is_meta", "get_device", "is_complex"}  # fmt: skip
+SIZES = {"shape", "size", "numel", "nelement"}
+ELEMENTWISE = {
+    *("add", "sub", "mul", "div", "neg", "abs", "pow", "square", "sqrt", "rsqrt", "reciprocal"),
+    *("exp", "log", "tanh", "sigmoid", "relu", "silu", "gelu", "clamp", "clamp_min", "where"),
+    *("add_", "sub_", "mul_", "div_", "true_divide", "multiply", "subtract", "addcmul", "lerp"),
+    *("__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__"),
+    *("__imul__", "__truediv__", "__rtruediv__", "__itruediv__", "__pow__", "__neg__", "rsub"),
+    *("to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone"),
+    *("detach", "ones_like", "zeros_like", "nan_to_num", "addcdiv", "__rdiv__", "__div__"),
+}
+
+
+def _moment(
+    x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> tuple[Tensor, Any, bool, dict[str, Any]]:
+    return x, dim, keepdim, {"dtype": dtype}
+
+
+def _spread(
+    x: Tensor, dim: Any = None, unbiased: Any = True, keepdim: bool = False, *,
+    correction: Any = None,
+) -> tuple[Tensor, Any, bool, dict[str, Any]]:  # fmt: skip
+    if isinstance(dim, bool):  # var(x, unbiased): over everything
+        return x, None, keepdim, {}
+    return x, dim, keepdim, {"off": int(unbiased) if correction is None else correction}
+
+
+def _length(
+    x: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> tuple[Tensor, Any, bool, dict[str, Any]]:
+    return x, dim, keepdim, {"order": p, "dtype": dtype}
+
+
+def _vector_length(
+    x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> tuple[Tensor, Any, bool, dict[str, Any]]:
+    return x, dim, keepdim, {"order": ord, "dtype": dtype}
+
+
+def _as(x: Tensor, dtype: Any) -> Tensor:
+    return x if dtype is None else x.to(dtype)
+
+
+def _variance(mode: Along, x: Tensor, off: float) -> Tensor:
+    count = x.shape[-1] * mode.group.size
+    return mode.total((x - mode.mean(x)).square()) / (count - off)
+
+
+def _norm(mode: Along, x: Tensor, order: Any, dtype: Any) -> Tensor:
+    if order not in ("fro", 2, 2.0, None):
+        raise NotSplit(f"a norm of order {order} is not taken over parts")
+    return mode.total(_as(x, dtype).square()).sqrt()
+
+
+REDUCTIONS: Mapping[str, Callable[..., tuple[Tensor, Any, bool, dict[str, Any]]]] = {
+    "sum": _moment, "mean": _moment, "var": _spread, "std": _spread,
+    "norm": _length, "vector_norm": _vector_length, "linalg_vector_norm": _vector_length,
+}  # fmt: skip
+STATISTICS: Mapping[str, Callable[..., Tensor]] = {
+    "sum": lambda mode, x, dtype: mode.total(_as(x, dtype)),
+    "mean": lambda mode, x, dtype: mode.mean(_as(x, dtype)),
+    "var": _variance,
+    "std": lambda mode, x, off: _variance(mode, x, off).sqrt(),
+    "norm": _norm,
+    "vector_norm": _norm,
+    "linalg_vector_norm": _norm,
+}
+
+
+def _layer_norm(
+    mode: Along, x: Tensor, shape: Any, weight: Tensor | None = None, bias: Tensor | None = None,
+    eps: float = 1e-5, *_: Any,
+) -> Tensor:  # fmt: skip
+    _one_dim(shape)
+    wide = x.float() if x.dtype in HALVES else x
+    centred = wide - mode.mean(wide)
+    out = centred * (mode.mean(centred.square()) + eps).rsqrt()
+    return _scaled(out, x, weight, bias)
+
+
+def _rms_norm(
+    mode: Along, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    _one_dim(shape)
+    wide = x.float() if x.dtype in HALVES else x
+    small = torch.finfo(wide.dtype).eps if eps is None else eps
+    return _scaled(wide * (mode.mean(wide.square()) + small).rsqrt(), x, weight, None)
+
+
+def _one_dim(shape: Any) -> None:
+    if not isinstance(shape, int) and len(shape) != 1:
+        raise NotSplit(f"a norm over {len(shape)} dims, of which one is split")
+
+
+def _scaled(out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    out = out if weight is None else out * weight
+    return (out if bias is None else out + bias).to(x.dtype)
+
+
+def _normalize(
+    mode: Along, x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
+) -> Tensor:
+    if p != 2 or dim not in (-1, x.ndim - 1) or out is not None:
+        raise NotSplit("`normalize` is taken over parts for p=2 along the hidden dim only")
+    return x / mode.total(x.square()).sqrt().clamp_min(eps)
+
+
+NORMS: Mapping[str, Callable[..., Tensor]] = {
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "normalize": _normalize,
+}
+
+
+# -- the module -----------------------------------------------------------------------------------
+
+
+def norm(sharded: Sharded) -> Forward:
+    """A module that normalises along the hidden dim, on parts of it."""
+    module, inner, (edge,) = sharded.module, sharded.inner, sharded.edges
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        x = shared(edge.entry(), x)
+        mode = Along(edge.group, list(module.parameters()))
+        with mode:
+            out = inner(mode.mark(x.view_as(x)), *args, **kwargs)
+        if not isinstance(out, Tensor) or not mode.split(out):
+            raise NotSplit("what it gives is not split as what it is given")
+        return edge.exit()(out)
+
+    return forward

@@ -1,0 +1,1 @@
+"""Sequences cut into slices that run one after the other."""

@@ -1,0 +1,231 @@
+"""A model that runs slice by slice: modes, caches and hooks around its own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime import scope
+from schedlang.runtime.drawing.random import Slices as Windows
+from schedlang.runtime.drawing.random import Window, within
+from schedlang.runtime.following.record import loss_of
+from schedlang.runtime.modes import ambient
+from schedlang.runtime.slicing.carry import Carried, Visit
+from schedlang.runtime.slicing.carry_cache import cache
+from schedlang.runtime.slicing.carry_calls import Calls
+from schedlang.runtime.slicing.slices import Piece, Slicing, Weight, length_of, masks_of
+from schedlang.runtime.summing.parts import Absent, Batch, stack
+
+Loss = Callable[[Any, Mapping[str, Any]], Tensor]
+Fill = Callable[[Batch], dict[str, Any]]
+Lengths = Callable[[int, int], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A slice, and its share of the mean loss of its microbatch."""
+
+    piece: Piece
+    share: float
+
+
+class Slices:
+    """Runs the slices of `model`, as `slicing` says; one for all stages of a rank.
+
+    weight   what a part of a batch weighs in the mean loss
+    fill     gives labels to a slice that has none, whose mean would be no number
+    lengths  (tokens, slices) to the length of each slice; default: equal
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        slicing: Slicing,
+        weight: Weight,
+        *,
+        fill: Fill | None = None,
+        lengths: Lengths | None = None,
+    ) -> None:
+        self.slicing, self.weight, self.fill, self.lengths = slicing, weight, fill, lengths
+        self.mode = Calls(slicing.places) if slicing.carrier == "calls" else None
+        self.handle = None
+        if slicing.shift == "head" and slicing.head:
+            head = model.get_submodule(slicing.head)
+            self.handle = head.register_forward_hook(_one_more)
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        if self.handle is not None:
+            self.handle.remove()
+
+    def of(self, batch: Batch) -> list[Weighed]:
+        """The slices of a microbatch."""
+        if not self.slicing.left:
+            _check_left(batch)
+        _check_packed(batch)
+        total = length_of(batch)
+        lengths = self.lengths(total, self.slicing.count) if self.lengths else None
+        pieces = self.slicing.pieces(batch, lengths)
+        weights = [self.weight(piece.weighed) for piece in pieces]
+        whole = sum(weights) or 1.0
+        return [Weighed(self._defined(p, w), w / whole) for p, w in zip(pieces, weights)]
+
+    def _defined(self, piece: Piece, weight: float) -> Piece:
+        if weight or self.fill is None:
+            return piece
+        filled = self.fill(piece.inputs)
+        if "shift_labels" in piece.inputs and self.slicing.shift == "given":
+            filled["shift_labels"] = torch.zeros_like(piece.inputs["shift_labels"])
+        return replace(piece, inputs=filled)
+
+    @contextmanager
+    def forward(self, piece: Piece, carried: Carried) -> Iterator[dict[str, Any]]:
+        """Around the forward of a slice; gives the keyword arguments of the model."""
+        visit = Visit(carried, piece.span)
+        with scope.visiting(visit), ambient(*([self.mode] if self.mode is not None else [])):
+            if self.slicing.carrier == "cache":
+                yield piece.inputs | {"past_key_values": cache(piece.span), "use_cache": True}
+            else:
+                yield piece.inputs
+
+
+def _one_more(module: nn.Module, args: Any, output: Any) -> Any:
+    """A row without label behind a slice that has the first label of the next."""
+    visit = scope.visit()
+    if visit is None or visit.span.stop == visit.span.total:
+        return output
+    return torch.cat([output, output.new_zeros(output[:, :1].shape)], 1)
+
+
+def _check_left(batch: Batch) -> None:
+    for name in masks_of(batch):
+        value = batch[name]
+        if not value.is_meta and not bool(value[:, 0].all()):
+            raise Refusal(
+                Diagnostic(
+                    "S657", f"`{name}` pads sequences on the left",
+                    notes=("a first slice of nothing but padding has no key to attend to",),
+                    helps=("pad on the right", "or leave `slices` out of the row"),
+                )
+            )  # fmt: skip
+
+
+def _check_packed(batch: Batch) -> None:
+    """Refuse several documents in a row, told apart by positions alone: a cache hides them."""
+    positions = batch.get("position_ids")
+    if positions is None or "attention_mask" in batch or positions.is_meta:
+        return
+    if bool((positions[..., 1:] <= positions[..., :-1]).any()):
+        raise Refusal(
+            Diagnostic(
+                "S658", "`position_ids` start anew within a row",
+                notes=("documents packed into one row would attend to each other across slices",),
+                helps=("leave `slices` out of the row", "or give one document per row"),
+            )
+        )  # fmt: skip
+
+
+# -- outputs and masks ---------------------------------------------------------------------------
+
+
+def whole_loss(losses: Sequence[Tensor], pieces: Sequence[Weighed]) -> Tensor:
+    """The mean loss of a microbatch; a slice that weighs nothing may have no number."""
+    shares = [(value, p.share) for value, p in zip(losses, pieces) if p.share]
+    return torch.stack([v * share for v, share in shares]).sum() if shares else losses[0]
+
+
+def joined(outputs: Sequence[Any], pieces: Sequence[Weighed]) -> Any:
+    """The output of a microbatch from those of its slices: tokens one after the other."""
+    from torch.utils import _pytree as pytree
+
+    lengths = [p.piece.span.length for p in pieces]
+    flat = [pytree.tree_flatten(output) for output in outputs]
+    made = [
+        _along(values, lengths) if _runs(values, lengths) else
+        stack(values, [1] * len(values), [p.share for p in pieces])
+        for values in zip(*(leaves for leaves, _ in flat))
+    ]  # fmt: skip
+    whole = [value if _plain(value) else Absent("slices of it make no whole") for value in made]
+    return pytree.tree_unflatten(whole, flat[0][1])
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, (Tensor, Absent, bool, int, float, str, type(None)))
+
+
+def _runs(values: Sequence[Any], lengths: Sequence[int]) -> bool:
+    tensors = all(isinstance(v, Tensor) and v.dim() > 1 for v in values)
+    return tensors and all(v.shape[1] in (n, n + 1) for v, n in zip(values, lengths))
+
+
+def _along(values: Sequence[Any], lengths: Sequence[int]) -> Tensor:
+    return torch.cat([value[:, :n] for value, n in zip(values, lengths)], 1)
+
+
+def windows(slicing: Slicing, inner: Windows | None) -> Windows:
+    """The part of a logical mask that a slice draws, on top of what shards of it draw."""
+
+    def window(site: str, call: int, shape: tuple[int, ...]) -> Window | None:
+        held = inner(site, call, shape) if inner else None
+        visit = scope.visit()
+        if visit is None:
+            return held
+        dims = slicing.draws.get((site, call))
+        if dims is None or len(dims) != len(shape):
+            raise _unknown_draw(site)
+        span = visit.span
+        runs = {"rows": range(span.start, span.stop), "keys": range(span.stop)}
+        return within(held, shape, span.total, [runs.get(what) for what in dims])
+
+    return window
+
+
+def _unknown_draw(site: str) -> Refusal:
+    return Refusal(
+        Diagnostic(
+            "S655", f"`{site}` draws random numbers that it did not draw when it was tried",
+            notes=("a slice must find its part of what the whole sequence would draw",),
+            helps=("leave `slices` out of the row",),
+        )
+    )  # fmt: skip
+
+
+# -- one process ---------------------------------------------------------------------------------
+
+
+def run(
+    slices: Slices, model: nn.Module, batch: Batch, loss: Loss | None = None
+) -> tuple[Tensor, list[Any]]:
+    """Forward and backward of a microbatch by slices on one process: the loss, and the outputs.
+
+    Gradients are added to the parameters' `.grad`.
+    """
+    carried, pieces = Carried(), slices.of(batch)
+    outputs, losses = [], []
+    for part in pieces:
+        with slices.forward(part.piece, carried) as inputs:
+            output = model(**inputs)
+            value = loss_of(output, inputs, loss)
+        assert value is not None, "the model gives no loss"
+        outputs.append(output)
+        losses.append(value)
+    for part, value in reversed(list(zip(pieces, losses))):
+        back(carried, part, value)
+    return whole_loss([v.detach() for v in losses], pieces), outputs
+
+
+def back(carried: Carried, part: Weighed, value: Tensor) -> None:
+    """The backward of one slice, from its loss and from its own keys and values."""
+    index = part.piece.span.index
+    edges, grads = carried.roots(index)
+    roots: list[Any] = [value, *edges] if value.requires_grad else list(edges)
+    own = [torch.full_like(value, part.share)] if value.requires_grad else []
+    if roots:
+        torch.autograd.backward(roots, [*own, *grads])
+    carried.free(index)

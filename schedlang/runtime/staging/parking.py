@@ -1,0 +1,108 @@
+"""Activations that lie elsewhere between forward and backward: on another rank, or in host memory.
+
+EVICT sends what a forward has saved to a partner, who takes it in (HOLD), sends it back (GIVE), and
+LOAD takes it home (Kim et al., BPipe, 2023); OFFLOAD and RELOAD go to host memory and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from schedlang.runtime.staging.bag import Bag
+from schedlang.runtime.staging.flight import Work, work_of
+from schedlang.runtime.staging.mail import Mail
+from schedlang.runtime.staging.step import Step
+from schedlang.timeline import Op
+
+Pairs = Iterable[tuple[int, int]]
+Groups = Sequence[dist.ProcessGroup | None]
+
+
+class Parking:
+    """The two ways between partners, out and home, apart from the messages between stages.
+
+    `groups`: two for the way out (to higher ranks, to lower) and two for the way home.
+    """
+
+    def __init__(self, groups: Groups, device: torch.device, pairs: Pairs = ()) -> None:
+        ways = (*groups, None, None, None, None)
+        self.out = Mail(ways[0], ways[1], device, pairs)
+        self.home = Mail(ways[2], ways[3], device, pairs)
+        self._held: dict[Work, int] = {}
+        self._last: Work | None = None
+
+    def finish(self) -> None:
+        """Everything that was sent has arrived."""
+        self.out.finish()
+        self.home.finish()
+        self._last = None
+        assert not self._held, "activations of other ranks were not given back"
+
+    def evict(self, step: Step, op: Op) -> None:
+        """Send away what a forward has saved; what was sent before must have left by now."""
+        work, to = work_of(op), step.pipe.ranks[op.peer]
+        if self._last is not None:
+            self.out.free((self._last, "sizes"))
+            self.out.free((self._last, "bytes"))
+        bag, self._last = bag_of(step, work), work
+        sizes = torch.tensor(bag.sizes(), dtype=torch.int64, device=self.out.device)
+        self.out.send(to, (work, "sizes"), [sizes], header=True)
+        self.out.send(to, (work, "bytes"), bag.pack(), header=False)
+
+    def hold(self, step: Step, op: Op) -> None:
+        """Take in what a partner sends."""
+        work, source = work_of(op), step.pipe.ranks[op.peer]
+        self.out.post(source, (work, "sizes"), 1, lambda: None)
+        sizes = self.out.take((work, "sizes"))[0].tolist()
+        layout = tuple((torch.uint8, (int(size),)) for size in sizes)
+        self.out.post(source, (work, "bytes"), len(sizes), lambda: layout)
+        self._held[work] = len(sizes)
+
+    def give(self, step: Step, op: Op) -> None:
+        """Send back what a partner has parked here."""
+        work = work_of(op)
+        del self._held[work]
+        self.home.send(step.pipe.ranks[op.peer], work, self.out.take((work, "bytes")), header=False)
+
+    def load(self, step: Step, op: Op) -> None:
+        """Call back what was parked; the backward waits for it."""
+        work = work_of(op)
+        bag = bag_of(step, work)
+        layout = tuple((torch.uint8, (size,)) for size in bag.sizes())
+        self.home.post(step.pipe.ranks[op.peer], work, len(layout), lambda: layout)
+        bag.bring(lambda: self.home.take(work))
+
+
+def offload(step: Step, op: Op) -> None:
+    """Copy what a forward has saved to host memory."""
+    bag = bag_of(step, work_of(op))
+    parts = bag.pack()
+    hosts = [_to_host(part) for part in parts]
+    step.hosts[work_of(op)] = [(host, part.device) for host, part in zip(hosts, parts)]
+
+
+def reload(step: Step, op: Op) -> None:
+    """Start the copy back from host memory."""
+    hosts = step.hosts.pop(work_of(op))
+    back = [
+        host.clone() if home.type == "cpu" else host.to(home, non_blocking=True)
+        for host, home in hosts
+    ]
+    bag_of(step, work_of(op)).bring(lambda: back)
+
+
+def _to_host(part: Tensor) -> Tensor:
+    """A copy in host memory; from a GPU through pinned memory, before what comes next on it."""
+    host = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
+    return host.copy_(part, non_blocking=part.is_cuda)
+
+
+def bag_of(step: Step, work: Work) -> Bag:
+    """What the forward of some work has saved."""
+    bag = step.flights[work].bag
+    assert bag is not None, "the forward of what is parked keeps no bag"
+    return bag

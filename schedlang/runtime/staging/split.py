@@ -1,0 +1,150 @@
+"""The two halves of a backward: gradients of a stage's inputs now, of its weights later."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from schedlang.runtime.keeping.leaving import accumulated
+
+
+class SplitBackward:
+    """One backward in two parts (Qi et al., Zero Bubble, 2401.10241).
+
+    `roots` are tensors or gradient edges, `grads` their gradients, `leaves` the stage's inputs.
+    `inputs()` runs only what the inputs need, and keeps the gradients that arrive at each branch:
+    a node on the way to an input from which a weight is reached too. `weights()` goes on from the
+    branches into the weights alone. A weight below several branches is done in the first half,
+    because a pass from the upper branch would run through the lower. Without inputs the first
+    half is nothing and the second is the whole backward. Weights that `waits` denies are done in
+    the first half too.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[Any],
+        grads: Sequence[Any],
+        leaves: Sequence[torch.Tensor],
+        waits: Callable[[torch.Tensor], bool] = lambda weight: True,
+    ) -> None:
+        self.roots, self.grads, self.leaves = list(roots), list(grads), list(leaves)
+        self.waits = waits
+        self._later: list[tuple[list[Any], list[torch.Tensor], list[torch.Tensor]]] = []
+
+    def inputs(self) -> list[torch.Tensor | None]:
+        """Gradients of the leaves; None where a leaf does not matter."""
+        if not self.leaves or not self.roots:
+            return [None] * len(self.leaves)
+        starts = [_node(root) for root in self.roots]
+        graph = _Graph(starts, {get_gradient_edge(leaf).node for leaf in self.leaves})
+        branches = graph.branches()
+        loose = [k for k, start in enumerate(starts) if start not in graph.toward]
+        below = [*branches.values(), *(graph.weights([starts[k]]) for k in loose)]
+        count = Counter(weight for weights in below for weight in weights)
+        early = [w for w, times in count.items() if times > 1 or not self.waits(_variable(w))]
+        done = set(early)
+        late = [[w for w in weights if w not in done] for weights in below]
+        kept: dict[Node, tuple[Any, ...]] = {}
+        handles = [_keep(node, kept) for node in branches]
+        wanted = [*self.leaves, *(_variable(weight) for weight in early)]
+        try:
+            found = torch.autograd.grad(
+                self.roots, wanted, self.grads, retain_graph=True, allow_unused=True
+            )
+        finally:
+            for handle in handles:
+                handle.remove()
+        for weight, grad in zip(wanted[len(self.leaves) :], found[len(self.leaves) :]):
+            _accumulate(weight, grad)
+        for node, weights in zip(branches, late):
+            arrived = [(k, g) for k, g in enumerate(kept.get(node, ())) if g is not None]
+            edges = [GradientEdge(node, k) for k, _ in arrived]
+            self._plan(edges, [g for _, g in arrived], weights)
+        for k, weights in zip(loose, late[len(branches) :]):
+            self._plan([self.roots[k]], [self.grads[k]], weights)
+        self.roots, self.grads = [], []
+        return list(found[: len(self.leaves)])
+
+    def weights(self) -> None:
+        """Add the gradients of the weights to their `.grad`; the graph is freed."""
+        if self.roots:
+            torch.autograd.backward(self.roots, self.grads)
+        for edges, grads, weights in self._later:
+            torch.autograd.backward(edges, grads, inputs=weights)
+        self._later, self.roots, self.grads = [], [], []
+
+    def _plan(self, edges: list[Any], grads: list[torch.Tensor], weights: list[Node]) -> None:
+        if edges and weights:
+            self._later.append((edges, grads, [_variable(w) for w in weights]))
+
+
+class _Graph:
+    """The autograd graph below some nodes; `toward` are the nodes from which an end is reached."""
+
+    def __init__(self, starts: Sequence[Node], ends: set[Node]) -> None:
+        self.onward: dict[Node, list[Node]] = {}
+        above: dict[Node, list[Node]] = {}
+        stack = list(starts)
+        while stack:
+            node = stack.pop()
+            if node in self.onward:
+                continue
+            self.onward[node] = [n for n, _ in node.next_functions if n is not None]
+            for below in self.onward[node]:
+                above.setdefault(below, []).append(node)
+            stack.extend(self.onward[node])
+        self.toward: set[Node] = set()
+        stack = [end for end in ends if end in self.onward]
+        while stack:
+            node = stack.pop()
+            if node not in self.toward:
+                self.toward.add(node)
+                stack.extend(above.get(node, ()))
+
+    def branches(self) -> dict[Node, list[Node]]:
+        """Nodes on the way to an end, with the weights below their other inputs."""
+        found = {}
+        for node in self.onward:
+            if node in self.toward:
+                weights = self.weights(n for n in self.onward[node] if n not in self.toward)
+                if weights:
+                    found[node] = weights
+        return found
+
+    def weights(self, nodes: Iterable[Node]) -> list[Node]:
+        """The leaves that are reached from some nodes."""
+        seen: dict[Node, None] = {}
+        stack = list(nodes)
+        while stack:
+            node = stack.pop()
+            if node not in seen:
+                seen[node] = None
+                stack.extend(self.onward[node])
+        return [node for node in seen if hasattr(node, "variable")]
+
+
+def _node(root: Any) -> Node:
+    node: Node = root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node
+    return node
+
+
+def _keep(node: Node, kept: dict[Node, tuple[Any, ...]]) -> Any:
+    def hook(grads: tuple[Any, ...]) -> None:
+        kept[node] = grads
+
+    return node.register_prehook(hook)
+
+
+def _variable(node: Any) -> torch.Tensor:
+    variable: torch.Tensor = node.variable
+    return variable
+
+
+def _accumulate(weight: torch.Tensor, grad: torch.Tensor | None) -> None:
+    if grad is not None:
+        weight.grad = grad if weight.grad is None else weight.grad + grad
+        accumulated(weight)

@@ -1,0 +1,1 @@
+"""Optimizers on parts: whole matrices, states by name."""

@@ -1,0 +1,41 @@
+"""How many labels a loss counts, read where it is called: from the targets that it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from schedlang.runtime.following.constants import OnMeta
+
+
+class Counting(TorchFunctionMode):
+    """Runs beside a forward on the meta device, beside what `values` knows.
+
+    `found` are the labels that count, of each mean of cross-entropies whose labels are known.
+    """
+
+    def __init__(self, values: OnMeta) -> None:
+        super().__init__()
+        self.values = values
+        self.found: list[float] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the call; of a cross-entropy, count its labels."""
+        kwargs = dict(kwargs or {})
+        if func in (F.cross_entropy, F.nll_loss):
+            given = {**dict(zip(("input", "target"), args)), **kwargs}
+            target = self.values.constants.real(given["target"])
+            if target is not None and given.get("reduction", "mean") == "mean":
+                ignored = given.get("ignore_index", -100)
+                self.found.append(float(torch.ne(target, ignored).sum()))
+        return func(*args, **kwargs)

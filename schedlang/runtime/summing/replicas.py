@@ -1,0 +1,231 @@
+"""Data-parallel state split over ranks (ZeRO), by torch's fully_shard (FSDP2).
+
+Rajbhandari et al., ZeRO (SC 2020).  Gradients are summed, never averaged: the loss of each part
+already carries its weight in the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    UnshardHandle,
+    fully_shard,
+)
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.casting.cast import DTYPES
+from schedlang.runtime.keeping.tiers import CPU, DEVICE
+from schedlang.runtime.staging.operations import Handler
+from schedlang.runtime.summing.gathered import groups_of, name_in, settle
+from schedlang.timeline import Kind
+
+
+@dataclass(frozen=True)
+class Unit:
+    """How what a module holds is sliced: the `root` of its stage, or one of which parts compute
+    after its forward (`waits`), the tier on which its slices lie, and the dtype in which they are
+    gathered (None: as stored; their gradients are reduced as stored either way)."""
+
+    root: bool = False
+    waits: bool = False
+    tier: str = DEVICE
+    low: str | None = None
+
+
+class Sliced:
+    """The units of one stage whose parameters lie in slices over data-parallel ranks.
+
+    stage 1 reduces gradients once a step, 2 and 3 after each microbatch; 3 also frees the gathered
+    parameters after each forward and backward. Rows of a timeline may hold them gathered for a run
+    of operations of the stage (`unshard`, `reshard`): its gradients are then reduced once a run.
+    """
+
+    def __init__(
+        self, stage: int, mesh: DeviceMesh, ignored: set[nn.Parameter], met: set[nn.Parameter],
+        between: bool = True, asked: bool = False,
+    ) -> None:  # fmt: skip
+        self.stage, self.mesh, self.ignored = stage, mesh, ignored
+        self.met = met  # what the loss depends on, whatever this rank's values are
+        self.between = between and stage == 3  # free what is gathered between the two passes
+        self.units: list[FSDPModule] = []
+        self.waiting: set[FSDPModule] = set()
+        self.ahead = 0
+        self.asked = asked  # values may decide that no rank uses a parameter in a step
+        self.used: set[nn.Parameter] = set()  # what got a gradient of its own in this step
+        self.calls: list[int] = []  # of each unit in this step, where values decide on them
+        self._said: tuple[bool, bool] | None = None
+        self._coming: list[UnshardHandle] | None = None  # while rows hold the parameters gathered
+
+    def add(self, module: nn.Module, mesh: DeviceMesh, unit: Unit) -> None:
+        """Slice over a mesh what this module holds and no module added before it does.
+
+        What the root itself holds stays gathered after its forward: the backward begins there.  So
+        does what `waits`: parts of it compute after its forward.  Slices of another tier than the
+        device's are gathered from the host.
+        """
+        pinned = unit.tier == CPU and mesh.device_type != "cpu"
+        policy = OffloadPolicy() if unit.tier == DEVICE else CPUOffloadPolicy(pin_memory=pinned)
+        places = {n for n, p in module.named_parameters() if p in self.met}
+        low = MixedPrecisionPolicy() if unit.low is None else MixedPrecisionPolicy(
+            DTYPES[unit.low], torch.float32, cast_forward_inputs=False
+        )  # fmt: skip
+        fully_shard(
+            module, mesh=mesh, ignored_params=self.ignored, offload_policy=policy, mp_policy=low,
+            reshard_after_forward=self.between and not (unit.root or unit.waits),
+        )  # fmt: skip
+        assert isinstance(module, FSDPModule)
+        self._fill(module, places)
+        module.set_gradient_divide_factor(1.0)
+        # a plain sum: a factor of one would go through an operator that gloo does not have
+        module.set_force_sum_reduction_for_comms(True)
+        self.units.append(module)
+        if unit.waits:
+            self.waiting.add(module)
+        if self.asked:
+            module.register_forward_pre_hook(self._counter(len(self.units) - 1))
+
+    def _counter(self, place: int) -> Callable[..., None]:
+        self.calls.append(0)
+
+        def count(*unused: object) -> None:
+            self.calls[place] += 1
+
+        return count
+
+    def prefetch(self, ahead: int) -> None:
+        """Let each unit gather so many units that come after it, as they are called."""
+        self.ahead, units = ahead, self.units if ahead else []
+        for place, unit in enumerate(units):
+            unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + ahead])
+            unit.set_modules_to_backward_prefetch(units[max(place - ahead, 0) : place][::-1])
+
+    def settle(self) -> None:
+        """Forget what was gathered ahead for units that did not run."""
+        for unit in self.units if self.ahead else ():
+            settle(unit)
+
+    def _fill(self, unit: FSDPModule, places: set[str]) -> None:
+        """Let a gradient that only other ranks got (of an expert that no token here chose) be zero.
+
+        fully_shard would reduce another set of parameters on each rank. Its own setting for that
+        would give one also to what no rank ever uses.
+        """
+        for group in groups_of(unit):
+            met = {one for one in group.fsdp_params if name_in(unit, one) in places}
+            group.post_backward = self._filling(group, met, group.post_backward)
+
+    def _filling(self, group: Any, met: set[Any], inner: Callable[..., None]) -> Any:
+        def post_backward(*unused: object) -> None:
+            for held in group.fsdp_params if group.reduce_grads else ():
+                if not hasattr(held, "_unsharded_param"):
+                    continue
+                whole = held.unsharded_param
+                if held.unsharded_accumulated_grad is not None or whole.grad is not None:
+                    self.used.add(held.sharded_param)
+                elif held in met and whole.requires_grad:
+                    whole.grad = torch.zeros_like(whole)
+            inner(*unused)
+
+        return post_backward
+
+    def check_calls(self) -> None:
+        """Raise Refusal S663 where values let ranks call a unit another number of times.
+
+        What they gathered together was not one unit then.
+        """
+        if self.asked and self.units:
+            counted = [*self.calls, *(-count for count in self.calls)]
+            device = torch.device(self.mesh.device_type)
+            flags = torch.tensor(counted, dtype=torch.int32, device=device)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.mesh.get_group())
+            self.calls = [0] * len(self.calls)
+            _check_calls(flags.tolist())
+
+    def before_backward(self, last: bool, reduces: bool = True) -> None:
+        """Say whether the backward to come is the last of this step, and whether it reduces."""
+        if (last, reduces) == self._said:
+            return
+        self._said = (last, reduces)
+        frees = self._coming is None and (last or self.stage == 3)
+        for unit in self.units:
+            unit.set_requires_gradient_sync(last or self.stage > 1 and reduces, recurse=False)
+            unit.set_is_last_backward(last)
+            unit.set_reshard_after_backward(frees, recurse=False)
+
+    def unshard(self) -> None:
+        """Begin to gather all units, and hold what is gathered; each unit waits for its own."""
+        assert self.stage == 3 and self._coming is None
+        self._hold(True)
+        handles = (unit.unshard(async_op=True) for unit in self.units)
+        self._coming = [handle for handle in handles if handle is not None]
+
+    def reshard(self) -> None:
+        """Free what has been held since `unshard`."""
+        assert self._coming is not None
+        for handle in self._coming:  # a unit that did not run has not waited: it would keep the
+            handle.wait()  # values of now for its next gather
+        for unit in self.units:
+            unit.reshard()
+        self._coming = None
+        self._hold(False)
+
+    def _hold(self, held: bool) -> None:
+        self._said = None
+        for unit in self.units:
+            frees = self.between and not held and unit not in self.waiting
+            unit.set_reshard_after_forward(frees, recurse=False)
+            unit.set_reshard_after_backward(not held, recurse=False)
+
+
+def used_anywhere(
+    sliced: Mapping[int, Sliced], parameters: Mapping[str, nn.Parameter], names: Sequence[str]
+) -> Tensor:
+    """One for each sliced parameter (by name) that got a gradient on this rank; to be summed."""
+    used = {parameter for one in sliced.values() for parameter in one.used}
+    for one in sliced.values():
+        one.used.clear()
+    return torch.tensor([float(parameters.get(n) in used) for n in names], dtype=torch.float64)
+
+
+def _check_calls(counts: Sequence[int]) -> None:
+    """The most and, negated, the fewest calls of each unit over the ranks."""
+    most, fewest = counts[: len(counts) // 2], counts[len(counts) // 2 :]
+    if any(high + low for high, low in zip(most, fewest)):
+        raise Refusal(
+            Diagnostic(
+                "S663", "values decide which of the modules that `zero` gathers are called",
+                notes=("ranks called one of them another number of times in this step",),
+                helps=("use `zero(stage=0, ...)`, or `expert_parallel` for experts",),
+            )
+        )  # fmt: skip
+
+
+def reshard(sliced: Mapping[int, Sliced]) -> None:
+    """Free gathered parameters, so that the next forward gathers what the slices hold now."""
+    for one in sliced.values():
+        one.settle()
+        for unit in one.units:
+            unit.reshard()
+
+
+def gathering(sliced: Mapping[int, Sliced]) -> Mapping[Kind, Handler]:
+    """What the rows do that hold stages gathered.
+
+    REDUCE does nothing more: fully_shard reduces inside the backward before it.
+    """
+    return {
+        Kind.UNSHARD: lambda step, op: sliced[op.stage].unshard(),
+        Kind.RESHARD: lambda step, op: sliced[op.stage].reshard(),
+        Kind.REDUCE: lambda step, op: None,
+    }
