@@ -12,9 +12,8 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 HEAD = """# Architecture
 
-The floors of the house, from the top down. A file imports only from floors below its own; files of
-one floor that stand in one room may know each other, rooms of one floor do not. import-linter holds
-the code to this table, and `python -m tests.architecture_page` draws it from the imports: what each
+The floors of the house, from the top down. A file imports only from its own floor and from those
+below. import-linter holds the code to this table, and `python -m tests.architecture_page` draws it from the imports: what each
 room uses is what its files import, inside functions too.
 
 Why it is so: the language (text, names, plan) can be read and tested without torch; a primitive is
@@ -46,17 +45,18 @@ def said(room: str) -> str:
     return first.removeprefix(f"{room}: ").removesuffix(".").replace("|", "\\|")
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
-    """The rooms that a file imports; what only the type checker reads is left out."""
+def imported(tree: ast.AST, within: str = "schedlang") -> Iterator[str]:
+    """What a file imports of a package; what only the type checker reads is left out."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             continue
-        if isinstance(node, ast.ImportFrom) and node.module == "schedlang":
+        module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+        if isinstance(node, ast.ImportFrom) and module == within:
             yield from (name.name for name in node.names)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("schedlang."):
-            yield (node.module or "").split(".")[1]
+        elif module.startswith(f"{within}."):
+            yield module.removeprefix(f"{within}.").split(".")[0]
         else:
-            yield from imported(node)
+            yield from imported(node, within)
 
 
 @cache
@@ -70,6 +70,22 @@ def uses() -> Mapping[str, frozenset[str]]:
     return found
 
 
+def inner(room: str) -> str:
+    """The folders of a room, what each is about, and which of the others its files import."""
+    folder = ROOT / "schedlang" / room
+    parts = sorted(path.parent.name for path in folder.glob("*/__init__.py"))
+    if not parts:
+        return ""
+    text = f"In `{room}`:\n\n| folder | does | uses |\n|---|---|---|\n"
+    for part in parts:
+        trees = [ast.parse(file.read_text()) for file in (folder / part).rglob("*.py")]
+        named = {name for tree in trees for name in imported(tree, f"schedlang.{room}")}
+        below = ", ".join(f"`{name}`" for name in sorted(named & set(parts) - {part}))
+        count = f"{len(trees)} files"
+        text += f"| `{part}`, {count} | {said(f'{room}/{part}')} | {below} |\n"
+    return text + "\n"
+
+
 def page() -> str:
     """The text of docs/architecture.md."""
     text = HEAD
@@ -81,7 +97,7 @@ def page() -> str:
             count = len(files(room))
             name = f"`{room}`" + (f", {count} files" if count > 1 else "")
             text += f"| {name} | {said(room)} | {below} |\n"
-        text += "\n"
+        text += "\n" + "".join(inner(room) for room in sorted(floor))
     return text.rstrip() + "\n"
 
 
