@@ -14,10 +14,10 @@ RARE = ("grid(summa", "uneven=pad", "uneven=replicate", "embed  grid(")
 
 
 def test_rare_rows_are_drawn() -> None:
-    """Of 200 schedules some have grids, padded sizes, and heads that several ranks hold."""
+    """Of 400 schedules some have grids, padded sizes, and heads that several ranks hold."""
     seen: list[str] = []
 
-    @settings(max_examples=200, derandomize=True, database=None, deadline=None)
+    @settings(max_examples=400, derandomize=True, database=None, deadline=None)
     @given(schedules.legal())
     def draw(drawn: Drawn) -> None:
         seen.append(drawn.text)

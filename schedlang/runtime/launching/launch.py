@@ -71,7 +71,8 @@ class Pool:
         self._scratch.mkdir(exist_ok=True)
         self._control, theirs = socket.socketpair()
         code = (
-            f"import sys; sys.path[:] = {sys.path!r}; from schedlang.runtime import forkserver; "
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            "from schedlang.runtime.launching import forkserver; "
             f"forkserver.main({theirs.fileno()}, {preload!r}, {self.files!r}, "
             f"{str(self._scratch)!r})"
         )
