@@ -13,8 +13,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 HEAD = """# Architecture
 
 The floors of the house, from the top down. A file imports only from its own floor and from those
-below. import-linter holds the code to this table, and `python -m tests.architecture_page` draws it from the imports: what each
-room uses is what its files import, inside functions too.
+below. import-linter holds the code to this table, and `python -m tests.architecture_page` draws it
+from the imports: what each room uses is what its files import, inside functions too.
 
 Why it is so: the language (text, names, plan) can be read and tested without torch; a primitive is
 one file that no pass knows by name; what runs on ranks (`runtime`, `kernels`) knows nothing of
