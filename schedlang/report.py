@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import math
@@ -122,6 +123,10 @@ class Report:
         text = io.StringIO()
         Console(file=text, width=118, color_system=None).print(self)
         return text.getvalue().rstrip()
+
+    def _repr_html_(self) -> str:
+        """The table, for notebooks."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __rich__(self) -> Group:
         from rich.console import Group

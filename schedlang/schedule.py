@@ -140,6 +140,14 @@ class Schedule(Scope):
 
         return record(self.plan())
 
+    def _repr_html_(self) -> str:
+        """The plan as a picture, for notebooks: placements on the model's tree, and memory."""
+        from schedlang.passes.costs.account import account
+        from schedlang.passes.showing.picture import picture
+        from schedlang.passes.showing.show import view
+
+        return picture(view(self.plan(), account(self.plan(), None)))
+
     def warnings(self) -> list[Diagnostic]:
         """What has no effect, and what is not verified as usual; none of it is an error."""
         return lint(self.tree, self._state)

@@ -265,7 +265,7 @@ def _told(plan: Plan, batch: Any, micro: int = 1) -> Counter[Any]:
     """What a plan says is sent, but for the loss."""
     sample = {name: value[: len(value) // micro] for name, value in batch.items()}
     made = prepare(plan, sample)
-    found = collectives(plan, made.traced, made.staged, made.holdings, sample)
+    found = collectives(plan, made, sample)
     counts: Counter[Any] = Counter()
     for one in found:
         if one.what != "loss and gradient norm":
