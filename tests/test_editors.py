@@ -1,16 +1,17 @@
 """Completion, hover, definitions and colours, on texts that are still being written."""
 
 import json
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from pygments.lexers import get_lexer_by_name
 from pygments.token import Error
 
 from schedlang.editors import textmate, words
 from schedlang.editors.complete import offers
 from schedlang.editors.define import definition
 from schedlang.editors.hover import hover
+from schedlang.editors.lexer import SchedLexer
 from schedlang.editors.outline import Outline
 from schedlang.editors.rules import rules
 
@@ -118,16 +119,22 @@ def test_definitions(tmp_path: Path) -> None:
 def test_colours_lose_nothing(file: Path) -> None:
     """Every character of every example has a colour, and the text comes out as it went in."""
     text = file.read_text()
-    found = list(get_lexer_by_name("sched").get_tokens(text))
+    found = list(SchedLexer().get_tokens(text))
     assert "".join(piece for _, piece in found) == text
     assert [piece for kind, piece in found if kind is Error] == []
+
+
+def test_pygments_finds_it() -> None:
+    """The package tells Pygments, and all that use it, of the language."""
+    (found,) = entry_points(group="pygments.lexers", name="sched")
+    assert found.load() is SchedLexer and {"sched", "schedlang"} <= set(SchedLexer.aliases)
 
 
 def test_words_are_what_they_stand_for() -> None:
     """A keyword is one only where it stands alone: a module or an argument may have its name."""
     text = 'step "a" {\n  a.step.b:Linear  shard(S(out), at=tp)  # h\n}\nknob x: int = 4GiB\n'
     found = [(str(kind).removeprefix("Token."), piece)
-             for kind, piece in get_lexer_by_name("sched").get_tokens(text)]  # fmt: skip
+             for kind, piece in SchedLexer().get_tokens(text)]  # fmt: skip
     for pair in [("Keyword.Declaration", "step"), ("Name", "step"), ("Name.Class", ":Linear"),
                  ("Name.Function", "shard"), ("Name.Attribute", "at"), ("Comment.Single", "# h"),
                  ("Keyword.Type", "int"), ("Literal", "4GiB")]:  # fmt: skip

@@ -299,6 +299,7 @@ def fewer_bits(config: Config) -> list[Step]:
         at = _at(place)
         claims = [f"{verb} {at}" for verb in ("checkpoint", "offload", "kernel", "replace")]
         claims += [f"{verb} {at}" for verb in ("decompose", "unroll", "parameters")]
+        claims += ["cast"]
         rows = [f"{at}  compress(activations, int{bits}, block=8)" for bits in (8, 2)]
         found += [step("compress activations", [row], claims) for row in rows]
     return found
