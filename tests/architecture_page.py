@@ -37,6 +37,12 @@ def files(room: str) -> list[Path]:
     return sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """A file as syntax."""
+    return ast.parse(path.read_text())
+
+
 def said(room: str) -> str:
     """The first sentence of a room about itself."""
     path = ROOT / "schedlang" / room
@@ -65,7 +71,7 @@ def uses() -> Mapping[str, frozenset[str]]:
     rooms = {room for floor in floors() for room in floor}
     found = {}
     for room in rooms:
-        named = {name for file in files(room) for name in imported(ast.parse(file.read_text()))}
+        named = {name for file in files(room) for name in imported(parsed(file))}
         found[room] = frozenset(named & rooms - {room})
     return found
 
@@ -78,7 +84,7 @@ def inner(room: str) -> str:
         return ""
     text = f"In `{room}`:\n\n| folder | does | uses |\n|---|---|---|\n"
     for part in parts:
-        trees = [ast.parse(file.read_text()) for file in (folder / part).rglob("*.py")]
+        trees = [parsed(file) for file in (folder / part).rglob("*.py")]
         named = {name for tree in trees for name in imported(tree, f"schedlang.{room}")}
         below = ", ".join(f"`{name}`" for name in sorted(named & set(parts) - {part}))
         count = f"{len(trees)} files"

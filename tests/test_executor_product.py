@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from schedlang import plan as plans
+from schedlang import facets
 from schedlang.orders import ORDERS
 from schedlang.passes.statics.static import static
 from schedlang.plan import Plan
@@ -26,7 +26,7 @@ def plan_of(patch: pytest.MonkeyPatch, homes: Homes, more: str = "", mesh: str =
     stages = len(homes[0])
     edges = [(s, s + 1) for s in range(stages - 1)]
     patch.setattr(
-        plans, "_timeline", lambda order, _: drawn(random.Random(3), homes, order.micro, edges)
+        facets, "_timeline", lambda order, _: drawn(random.Random(3), homes, order.micro, edges)
     )
     chunks = stages // (max(homes[0]) + 1)
     rows = (
