@@ -20,6 +20,7 @@ from schedlang.runtime.replacing.add_norm import Sums
 from schedlang.runtime.replacing.kernel import match, replace
 from tests import models
 from tests.proofs import planned, proven, refused
+from tests.tiers import thinned
 
 FORMS = [
     Form(False, 1e-5, 0.0, "early"), Form(False, 1e-5, 1.0, "late"),
@@ -129,12 +130,12 @@ ROWS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_models_over_ranks(name, pool):
+@pytest.mark.parametrize("name", thinned(ROWS, 3))
+def test_models_over_ranks(name, threads):
     """Beside split heads, stages, recomputation and sliced state it is the same program."""
     make, rows, mesh = ROWS[name]
     plan = planned(make(2), rows, mesh)
-    proven(pool, plan, [models.tokens(rows=6, seed=seed) for seed in (1, 2, 3)])
+    proven(threads, plan, [models.tokens(rows=6, seed=seed) for seed in (1, 2, 3)])
 
 
 def test_what_has_no_sum_is_told():

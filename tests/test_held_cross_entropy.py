@@ -14,6 +14,7 @@ from schedlang.runtime.replacing.lazy_logits import LazyLogits
 from tests import models
 from tests.proofs import planned, proven, refused
 from tests.test_linear_cross_entropy import LABELS, LOSSES, WHOLE
+from tests.tiers import thinned
 
 ROW = "lm_head replace_kernel(cross_entropy)\n"
 
@@ -131,12 +132,12 @@ ROWS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_models_over_ranks(name, pool):
+@pytest.mark.parametrize("name", thinned(ROWS, 3))
+def test_models_over_ranks(name, threads):
     """Over split words, sliced state and stages it is the same program."""
     rows, mesh = ROWS[name]
     plan = planned(models.llama(layers=2), rows, mesh)
-    proven(pool, plan, [models.tokens(rows=6, seed=seed) for seed in (1, 2, 3)])
+    proven(threads, plan, [models.tokens(rows=6, seed=seed) for seed in (1, 2, 3)])
 
 
 def test_what_is_no_head_is_told():

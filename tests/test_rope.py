@@ -18,6 +18,7 @@ from schedlang.runtime.replacing.kernel import match, replace
 from schedlang.runtime.replacing.rope import Rotary, Turning
 from tests import models
 from tests.proofs import planned, proven, refused
+from tests.tiers import thinned
 
 transformers = pytest.importorskip("transformers")
 FORMS = {
@@ -97,7 +98,7 @@ def gradients(model):
     return {"logits": out.logits.detach(), **{n: p.grad for n, p in model.named_parameters()}}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", thinned(MODELS, 3))
 def test_of_unmodified_models(name):
     """One layer's rotation by the kernel, the other's as it was: equal, and run once each way."""
     more, form = MODELS[name]
@@ -253,12 +254,12 @@ ROWS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_models_over_ranks(name, pool):
+@pytest.mark.parametrize("name", thinned(dict(reversed(ROWS.items())), 3))
+def test_models_over_ranks(name, threads):
     """Beside split heads, stages, recomputation and split sequences it is the same program."""
     rows, mesh = ROWS[name]
     plan = planned(models.llama(layers=2), rows, mesh)
-    proven(pool, plan, [models.tokens(rows=6, seed=seed) for seed in (1, 2, 3)])
+    proven(threads, plan, [models.tokens(rows=6, seed=seed) for seed in (1, 2, 3)])
 
 
 def test_what_does_not_turn_is_told():

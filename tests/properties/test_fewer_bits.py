@@ -15,7 +15,7 @@ from tests.properties.schedules import MESHES, Drawn, allowed, fewer_bits
 WHOLE = [m for m in MESHES if {axis for axis, size in m if size > 1} <= {"dp", "pp"}]
 
 
-@examples(4)
+@examples(2)
 @given(schedules.legal(WHOLE), st.data())
 def test_one_process_that_rounds_alike(threads: Threads, drawn: Drawn, data: st.DataObject) -> None:
     """Blocks of all kinds, replicas, stages, microbatches, slices of state: outputs, loss, every
