@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
 from schedlang.diagnostic import Refusal
 from schedlang.passes.laying.prepare import prepare
+from schedlang.primitives.checkpoint import checkpoint
 from schedlang.regions import pofo as plans
 from schedlang.regions.pofo import WAYS, Way, needed, pofo
 from schedlang.regions.rotor import Cost
 from schedlang.runtime.keeping import offload
+from schedlang.runtime.keeping.tiers import Residence
+from schedlang.value import Bytes
 from tests import models
 from tests.engine import Threads
 from tests.proofs import planned, proven, refused
@@ -139,6 +146,55 @@ def test_a_mixed_plan_trains_as_the_original(
     proven(threads, plan, BATCHES)
 
 
+class Stack(nn.Module):
+    """Modules each of which saves its input, and as much again."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        made = (nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 8))
+                for _ in range(count))  # fmt: skip
+        self.layers = nn.ModuleList(made)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def held(ways: Sequence[Way]) -> tuple[dict[str, int], list[torch.Tensor]]:
+    """Bytes by tier between forward and backward, but for parameters and output; gradients."""
+    model = Stack(len(ways))
+    names = tuple(f"layers.{k}" for k in range(len(ways)))
+    row = checkpoint(plan="pofo", memory=Bytes(1), bandwidth=Bytes(1))
+    build = SimpleNamespace(
+        at=model.get_submodule, chains={names: ((names, plans.Mixed(tuple(ways), 0.0, 0.0)),)}
+    )
+    row.apply(tuple(SimpleNamespace(fqn=name) for name in names), build)
+    with Residence() as residence:
+        out = model(torch.ones(16, 8))
+        gc.collect()
+        now = residence.ledger.now()
+    beside = [out, *model.parameters()]
+    now["device"] -= sum(one.untyped_storage().nbytes() for one in beside)
+    out.square().sum().backward()
+    return now, [one.grad for one in model.parameters() if one.grad is not None]
+
+
+def test_what_is_held_is_what_was_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kept module holds what it saves, a recomputed one its input, a moved one nothing on the
+    device and all on the host; no gradient differs in a bit."""
+    monkeypatch.setattr(offload, "SMALLEST", 1)
+    row = 16 * 8 * 4  # bytes of an input, and of what is saved besides
+    _, wanted = held(["keep"] * 4)
+    for ways in (WAYS, ("offload", "recompute", "offload", "keep"), ("offload",) * 4):
+        now, found = held(ways)
+        assert now["device"] == 2 * row * ways.count("keep") + row * ways.count("recompute")
+        assert now["cpu"] == 2 * row * ways.count("offload")
+        if len(ways) == 4:
+            assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+
+
 def test_too_little_memory_is_refused() -> None:
     """S841 says how much the least plan needs, and that much is enough."""
     with pytest.raises(Refusal, match="S841") as caught:
@@ -164,3 +220,20 @@ def test_what_means_nothing_is_refused(row: str, code: str, words: str) -> None:
     """Each refusal says what is wrong and what would be legal."""
     told = refused(models.gpt2(), f"transformer.h.*  {row}")
     assert code in told and words in told and "help:" in told
+
+
+def test_no_more_than_two_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a moved module has run, the copies of the one before it are waited for, and no other:
+    that is what the count of bytes takes for granted."""
+    monkeypatch.setattr(offload, "SMALLEST", 1)
+    marks: list[SimpleNamespace] = []
+    waited: list[tuple[int, int]] = []
+
+    def mark(device: torch.device) -> SimpleNamespace:
+        number = len(marks)
+        marks.append(SimpleNamespace(synchronize=lambda: waited.append((number, len(marks)))))
+        return marks[-1]
+
+    monkeypatch.setattr(offload.copies, "mark", mark)
+    held(("offload", "keep", "offload", "recompute", "offload"))
+    assert len(marks) == 3 and waited == [(0, 2), (1, 3)]
