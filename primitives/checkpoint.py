@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from schedlang.model import Site
+    from schedlang.regions.pofo import Mixed
     from schedlang.regions.rotor import Cost
+
+TFLOPS = 100.0  # trillion operations per second of a device that nobody said more about
+
+MIXED = "write `checkpoint(plan=pofo, memory=2GiB, bandwidth=25GiB)`: 25 GiB copied in a second"
 
 
 class checkpoint(Primitive):  # noqa: N801
@@ -34,16 +39,23 @@ class checkpoint(Primitive):  # noqa: N801
     `plan=rotor, memory=2GiB` chooses regions, and regions within regions, that keep at most so many
     bytes on a rank and compute least again; operations and bytes of each module are counted with
     the first batch, before anything runs.  In a pipeline microbatches in flight share the memory.
+    `plan=pofo, memory=2GiB, bandwidth=25GiB` also moves what modules save to the host: so many
+    bytes per second are copied, while `tflops` (100) trillion operations per second are done.
 
     Chen et al., Training deep nets with sublinear memory cost (2016); selective recomputation:
-    Korthikanti et al. (2022); chains: Beaumont et al., Rotor (2019); stages: AdaPipe (2024).
+    Korthikanti et al. (2022); chains: Beaumont et al., Rotor (2019); stages: AdaPipe (2024);
+    with copies to the host: Beaumont et al., POFO (2021).
     """
 
     save: tuple[Literal["linear", "attention", "collective"], ...] = field(default=(), kw_only=True)
     group: int | Literal["sqrt"] = field(default=1, kw_only=True)
     every: int = field(default=1, kw_only=True)
-    plan: Literal["rotor", "pareto", "adapipe", "dtr"] | None = field(default=None, kw_only=True)
+    plan: Literal["rotor", "pareto", "adapipe", "pofo", "dtr"] | None = field(
+        default=None, kw_only=True
+    )
     memory: Bytes | None = field(default=None, kw_only=True)
+    bandwidth: Bytes | None = field(default=None, kw_only=True)
+    tflops: float = field(default=TFLOPS, kw_only=True)
 
     example = "layers.*  checkpoint()"
     reads = frozenset({"structure", "placement"})
@@ -98,6 +110,9 @@ class checkpoint(Primitive):  # noqa: N801
             if self.plan == "rotor":
                 recompute_as([build.at(name) for name in run], found)
                 continue
+            if self.plan == "pofo":
+                _mix([build.at(name) for name in run], found)
+                continue
             for name, choice in zip(run, found):
                 if choice.kept is not None:
                     recompute(build.at(name), chosen=choice.kept)
@@ -117,6 +132,11 @@ class checkpoint(Primitive):  # noqa: N801
         """Whether the plan drops and makes again while it runs."""
         return self.plan == "dtr"
 
+    @property
+    def moves(self) -> bool:
+        """Whether the plan says what is moved to the host, and when."""
+        return self.plan == "pofo"
+
     def fit(self, chain: Sequence[Cost], memory: int, play: Callable[[Any], Any]) -> Any:
         """What a plan does with modules of these costs; refuses memory that is too little."""
         from schedlang.regions.operators import needed, pareto
@@ -124,6 +144,8 @@ class checkpoint(Primitive):  # noqa: N801
 
         if self.plan == "dtr":
             return self._budget(len(chain), memory, play)
+        if self.plan == "pofo":
+            return self._mixed(chain, memory)
         found = rotor(chain, memory) if self.plan == "rotor" else pareto(chain, memory)
         if found is None:
             largest, whole = max(c.saved for c in chain), sum(c.saved for c in chain)
@@ -136,16 +158,31 @@ class checkpoint(Primitive):  # noqa: N801
 
     def said(self, found: Any) -> str:
         """What a plan chose, in words."""
+        from schedlang.regions import pofo
         from schedlang.regions.operators import words
 
         if self.plan == "dtr":
             return f"at most {found} bytes, dropped and made again while it runs"
+        if self.plan == "pofo":
+            return pofo.words(found)
         if self.plan != "rotor":
             return words(found)
         inside = [len(region) for region in regions(found)]
         return f"{len(places(found)) - sum(inside)} kept whole, {sum(inside)} in" + (
             f" {len(inside)} regions, which may hold regions: {inside}" if inside else " no region"
         )
+
+    def _mixed(self, chain: Sequence[Cost], memory: int) -> Any:
+        """Which modules are kept, recomputed or moved, with copies as quick as the row says."""
+        from schedlang.regions.pofo import needed, pofo
+
+        assert self.bandwidth is not None
+        found = pofo(chain, memory, self.tflops * 1e12 / self.bandwidth)
+        if found is None:
+            _too_little(memory, needed(chain), len(chain),
+                        f"the largest keeps {max(c.saved for c in chain)} bytes while its backward"
+                        f" runs, all kept are {sum(c.saved for c in chain)}")  # fmt: skip
+        return found
 
     def _budget(self, count: int, memory: int, play: Callable[[Any], Any]) -> int:
         """The bytes that all modules share while they run; tried with a share of them first."""
@@ -168,16 +205,32 @@ class checkpoint(Primitive):  # noqa: N801
             refuse("S842", f"`{given}` without `{missing}`", "half of a plan",
                    notes=("a plan fits modules into the memory that it is given",),
                    helps=("write `checkpoint(plan=rotor, memory=2GiB)`",))  # fmt: skip
+        self._check_copies()
         if self.plan is None:
             return
         if self.group != 1 or self.every != 1 or self.save:
             refuse("S842", "a plan chooses by itself what is recomputed together",
                    "`group`, `every` and `save` choose it, too",
-                   helps=(f"drop them: `checkpoint(plan={self.plan}, memory=2GiB)`",))  # fmt: skip
-        if self.plan == "rotor" and len(runs(names)) > 1:
+                   helps=(MIXED if self.moves else
+                          f"drop them: `checkpoint(plan={self.plan}, memory=2GiB)`",))  # fmt: skip
+        if self.plan in ("rotor", "pofo") and len(runs(names)) > 1:
             refuse("S842", "a plan is for modules that follow each other in one list",
                    f"`{runs(names)[0][-1]}` and `{runs(names)[1][0]}` do not",
                    helps=("give each list a row and memory of its own",))  # fmt: skip
+
+    def _check_copies(self) -> None:
+        """What is copied and computed in a second is said to the plan that weighs them."""
+        if (self.plan == "pofo") != (self.bandwidth is not None) or (
+            self.plan != "pofo" and self.tflops != TFLOPS
+        ):
+            refuse("S842", "`plan=pofo` and `bandwidth` stand together",
+                   "one of them is missing",
+                   notes=("this plan alone weighs copies against second runs",),
+                   helps=(MIXED,))  # fmt: skip
+        if self.tflops <= 0 or (self.bandwidth is not None and self.bandwidth <= 0):
+            refuse("S842", "nothing is copied or computed in a second",
+                   "`bandwidth` and `tflops` are how much is",
+                   helps=(MIXED,))  # fmt: skip
 
     @property
     def _alone(self) -> bool:
@@ -186,6 +239,19 @@ class checkpoint(Primitive):  # noqa: N801
     def _tree(self, run: tuple[str, ...]) -> Tree:
         size = root(len(run)) if self.group == "sqrt" else self.group
         return groups(len(run), size, self.every)
+
+
+def _mix(modules: Sequence[Any], found: Mixed) -> None:
+    """Recompute some modules of a chain, and move to the host what others save."""
+    from schedlang.runtime.keeping.offload import Store, offload
+    from schedlang.runtime.keeping.recompute import checkpoint as recompute
+
+    store = Store(paced=True)
+    for module, way in zip(modules, found.ways, strict=True):
+        if way == "recompute":
+            recompute(module)
+        elif way == "offload":
+            offload(module, store)
 
 
 def _too_little(memory: int, need: int, count: int, why: str) -> NoReturn:

@@ -50,6 +50,10 @@ class offload(Primitive):  # noqa: N801
         if self.what not in MOVES and self.prefetch != 1:
             refuse("S306", f"nothing of the {self.what} comes back module by module",
                    helps=("leave out `prefetch`",))  # fmt: skip
+        self._check_plans(site, plan)
+
+    def _check_plans(self, site: Site, plan: Plan) -> None:
+        """No row beside a plan that says by itself what is kept, or moved."""
         row = next(
             (a for a in plan.actions if a.primitive.keeps and _meet(a.sites, site.fqn)), None
         )
@@ -58,6 +62,16 @@ class offload(Primitive):  # noqa: N801
                    f"nothing would leave the device: `{row.primitive}`",
                    helps=("drop one of the two",
                           "or choose before it runs: `checkpoint(plan=rotor, ...)`"))  # fmt: skip
+
+        row = next(
+            (a for a in plan.actions if a.primitive.moves and _meet(a.sites, site.fqn)), None
+        )
+        if row is not None and self.what == "activations":
+            refuse("S847", f"`{row.name}` says by itself which of these modules move what",
+                   f"two rows move the same: `{row.primitive}`",
+                   helps=("drop this row",
+                          "or let a plan move nothing: `checkpoint(plan=rotor, ...)`"),
+                   )  # fmt: skip
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Note what lies where."""

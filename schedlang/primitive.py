@@ -159,6 +159,11 @@ class Primitive:
         """Whether a row keeps by itself what a backward needs, so that nothing else can move it."""
         return False
 
+    @property
+    def moves(self) -> bool:
+        """Whether a row says by itself what of its modules is moved to the host, and when."""
+        return False
+
     def fit(self, chain: Sequence[Any], memory: int, play: Callable[[Any], Any]) -> Any:
         """What is done with modules of these costs, in `memory` bytes; `apply` finds it again.
 

@@ -166,6 +166,6 @@ def costs_of(counting: Counting, names: Sequence[str]) -> list[Cost]:
     own = zip(menu.flops, menu.saved, menu.given)
     return [
         Cost(float(flops) if known else 1.0, saved, given,
-             menu.operators(unit), menu.fixed[unit], menu.forward[unit])
+             menu.operators(unit), menu.fixed[unit], menu.forward[unit], menu.small[unit])
         for unit, (flops, saved, given) in enumerate(own)
     ]  # fmt: skip

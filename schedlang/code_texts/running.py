@@ -42,6 +42,11 @@ CODES: Mapping[str, tuple[str, str]] = {
         "written into before it was made again",
         "An operator runs again on what it was given; nobody may have written into that.",
     ),
+    "S847": (
+        "moved by two rows",
+        "`plan=pofo` says which modules keep, repeat or move what they save; with another row\n"
+        "that moves the same its count of bytes and copies would be untrue.",
+    ),
     "S850": (
         "what a row puts on disk cannot be written",
         "The step is undone on all ranks.  Files lie in the temporary folder: set TMPDIR, or make\n"

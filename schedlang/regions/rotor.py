@@ -34,6 +34,7 @@ class Cost:
     input  bytes of what it is called with, that a region which begins here keeps
     operators  those whose results can be kept; `fixed` is what the others work a second time
     forward    all the work of its forward, counted as that of operators is
+    small      of `saved` what is too small to move
     """
 
     work: float
@@ -42,6 +43,7 @@ class Cost:
     operators: tuple[Operator, ...] = ()
     fixed: float = 0.0
     forward: float = 0.0
+    small: int = 0
 
 
 def peak(tree: Tree, chain: Sequence[Cost]) -> int:

@@ -94,8 +94,9 @@ def _regions(config: Config, sizes: dict[str, int]) -> list[Step]:
         ways += ["group=2", "group=sqrt", "group=2, every=2, save=[linear]"]
     found = [step("checkpoint", [f"blocks.*  checkpoint({way})"], claims) for way in ways]
     alone = [f"{verb} {_at(place)}" for verb in ("offload", "parameters") for place in range(count)]
-    row = "blocks.*  checkpoint(plan=dtr, memory=1MiB)"
-    return [*found, step("checkpoint", [row], [*claims, *alone])]
+    rows = ["blocks.*  checkpoint(plan=dtr, memory=1MiB)",
+            "blocks.*  checkpoint(plan=pofo, memory=1MiB, bandwidth=300TiB)"]  # fmt: skip
+    return [*found, *(step("checkpoint", [row], [*claims, *alone]) for row in rows)]
 
 
 @generator

@@ -62,6 +62,14 @@ def settle() -> None:
         stream.synchronize()
 
 
+def mark(device: torch.device) -> torch.cuda.Event | None:
+    """What to wait for until all copies of a device so far are done; None: they are."""
+    if device.type != "cuda":
+        return None
+    event: torch.cuda.Event = side_stream(device).record_event()
+    return event
+
+
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 

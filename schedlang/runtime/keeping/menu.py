@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from schedlang.regions.operators import Key, Operator
 from schedlang.runtime.following.burden import Burden, key_of, operations
+from schedlang.runtime.keeping import offload
 from schedlang.runtime.keeping.chosen import Turns, fresh
 
 
@@ -46,6 +47,7 @@ class Menu(Burden):
         super().__init__(units)
         self.fixed = [0.0] * units  # the work of what runs again in any case
         self.forward = [0.0] * units  # of all that runs once
+        self.small = [0] * units  # of the bytes saved what no store moves
         self._found: list[dict[Key, Operator]] = [{} for _ in range(units)]
         self._calls: dict[int, _Call] = {}
 
@@ -80,6 +82,8 @@ class Menu(Burden):
     def keeps(self, unit: int, tensor: Tensor, size: int) -> None:
         """Note what is saved, and that a second run comes at least to here."""
         super().keeps(unit, tensor, size)
+        if size < offload.SMALLEST:
+            self.small[unit] += size
         call = self._calls[unit]
         call.saved.add(key_of(tensor))
         call.repeated = len(call.ran)

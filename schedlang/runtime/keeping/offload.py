@@ -34,14 +34,19 @@ class Store:
 
     `prefetch` modules are reloaded ahead of the one whose backward runs; 0 reloads each tensor when
     it is asked for.  Storages of fewer than `smallest` bytes stay.  With `scratch` they go to disk.
+    `paced`: when a call ends, what the call before it has copied is waited for, so that no more
+    than two of them are on their way at a time.
     """
 
     prefetch: int = 1
     smallest: int = field(default_factory=lambda: SMALLEST)
     ledger: Tracks | None = None
     scratch: Scratch | None = None
+    paced: bool = False
     moved: int = 0  # bytes copied to the host so far
     _seen: dict[int, tuple[StorageWeakRef, int, weakref.ref[_Copy]]] = field(default_factory=dict)
+    _mark: torch.cuda.Event | None = None
+    _device: torch.device | None = None
     _last: dict[int | None, weakref.ref[_Call]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -67,6 +72,13 @@ class Store:
         self._seen = {key: entry for key, entry in self._seen.items() if not gone(entry[0])}
         return call
 
+    def end(self) -> None:
+        """A call has ended, its copies are on their way."""
+        if self.paced and self._device is not None:
+            under_way, self._mark = self._mark, copies.mark(self._device)
+            if under_way is not None:
+                under_way.synchronize()
+
     def copy_of(self, tensor: Tensor) -> _Copy:
         """The host copy of the storage behind a tensor, made now or shared with another view."""
         reference = reference_to(tensor)
@@ -77,6 +89,7 @@ class Store:
             if copied is not None:
                 return copied
         copied = _Copy(self, tensor)
+        self._device = tensor.device
         self._seen[reference.cdata] = (reference, version, weakref.ref(copied))
         return copied
 
@@ -131,7 +144,9 @@ class Offload:
             return _Packed(call, call.keep(tensor), tensor)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
-            return inner(*args, **kwargs)
+            output = inner(*args, **kwargs)
+        self.store.end()
+        return output
 
     def _stays(self, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or tensor.layout != torch.strided:
