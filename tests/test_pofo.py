@@ -136,6 +136,7 @@ def test_quick_copies_move_and_slow_ones_recompute(monkeypatch: pytest.MonkeyPat
     assert set(chosen("800KiB", "1GiB")[1][0]) == {"keep", "recompute"}
 
 
+@pytest.mark.deep
 def test_a_mixed_plan_trains_as_the_original(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
