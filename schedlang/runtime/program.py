@@ -375,16 +375,21 @@ class Program:
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """The optimizer's state by original parameter name: whole tensors, and plain numbers."""
-        return whole.optimizer_state(self.assembly, self.optimizer)
+        with self._home():
+            return whole.optimizer_state(self.assembly, self.optimizer)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the state in a folder, whole or not at all; see `archive.save`."""
-        archive.save(self, path)
+        with self._home():
+            archive.save(self, path)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take over what a program of any layout saved; see `archive.load`."""
         archive.load(self, path)
         self._loaded()
+
+    def _home(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.away is None else self.away.home(self.optimizer)
 
     def _loaded(self) -> None:
         if self.away is not None:
