@@ -1,4 +1,4 @@
-"""Optimizer state on the next rank of a pipeline: the same bits, counted bytes, saved and refused."""
+"""Optimizer state on the next rank of a pipeline: the same bits, counted, saved and refused."""
 
 from __future__ import annotations
 
@@ -96,6 +96,35 @@ def test_the_plan_counts_what_lies_where(pool: Any, rows: str) -> None:
     assert sum(one.peer for one in told.classes) > 0
 
 
+def most_home(plan: Any) -> tuple[int, int]:
+    """On a rank: the most bytes of travelling state at home in a step, and those of all of it."""
+    program = build(plan, BATCHES[0], optimizer=adamw)
+    program.train_step(BATCHES[0])
+    assert program.away is not None and program.optimizer is not None
+    peer, state, most = program.away.peer, program.optimizer.state, [0]
+    assert peer is not None
+    steps = peer.steps
+
+    def watched(optimizer: torch.optim.Optimizer) -> Any:
+        for names in steps(optimizer):
+            kept = [state[p][k] for p in state for k in ("exp_avg", "exp_avg_sq")]
+            most[0] = max(most[0], sum(one.nbytes for one in kept if not one.is_meta))
+            yield names
+
+    peer.steps = watched  # type: ignore[method-assign]
+    program.train_step(BATCHES[0])
+    return most[0], sum(v.nbytes for s in state.values() for v in s.values() if v.is_meta)
+
+
+def test_one_round_is_home_at_a_time(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a step is made, no more comes home than the largest parameter's two moments."""
+    monkeypatch.setattr("schedlang.runtime.summing.gradient.BUCKET_BYTES", 1)
+    plan = planned(words(tied=False), ALL + PIPE, "pp=2")
+    largest = max(2 * p.nbytes for p in words().layers[0].parameters())
+    for most, out in threads.run(most_home, 2, plan):
+        assert 0 < most <= largest < out
+
+
 # -- saved and loaded ------------------------------------------------------------------------------
 
 
@@ -104,6 +133,7 @@ def saves(plan: Any, path: str) -> dict[str, Any]:
     program = build(plan, BATCHES[0], optimizer=adamw)
     program.train_step(BATCHES[0])
     program.save(path)
+    program.load_state_dict(program.state_dict())  # state that is out stays out
     program.train_step(BATCHES[1])
     return program.optimizer_state()
 
@@ -112,7 +142,6 @@ def loads(plan: Any, path: str) -> dict[str, Any]:
     """On a rank that has gone another way: what was saved, taken over, and gone on with."""
     program = build(plan, BATCHES[0], optimizer=adamw)
     program.train_step(BATCHES[2])
-    program.load_state_dict(program.state_dict())  # state that is out stays out
     program.load(path)
     program.train_step(BATCHES[1])
     return program.optimizer_state()

@@ -1,4 +1,4 @@
-"""Optimizer state that lies on the next rank of a pipeline: what is refused, and in which rounds."""
+"""Optimizer state on the next rank of a pipeline: what is refused, and in which rounds."""
 
 from __future__ import annotations
 
