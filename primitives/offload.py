@@ -77,7 +77,7 @@ class offload(Primitive):  # noqa: N801
                    helps=(f"keep them in host memory: `offload({self.what}, to=cpu)`",
                           f"or send the state: `{row}`"))  # fmt: skip
         if (self.to == "peer") != (self.over is not None):
-            refuse("S851", "a peer is the next rank along an axis: `to=peer` and `over` go together",
+            refuse("S851", "a peer is the next rank of an axis: `to=peer` and `over` go together",
                    helps=(f"name both: `{row}`",
                           f"or neither: `offload({self.what})`"))  # fmt: skip
 

@@ -9,10 +9,11 @@ ranks have written all of theirs: a full disk leaves everything as it was before
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import wraps
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -259,3 +260,17 @@ class Away:
         if tiers.state in (DEVICE, PEER):
             return dict(state)
         return dict(pytree.tree_map_only(Tensor, laid, dict(state)))
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def at_home(method: F) -> F:
+    """A program's method that finds here what of the optimizer's state other ranks hold."""
+
+    @wraps(method)
+    def run(program: Any, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if program.away is None else program.away.home(program.optimizer):
+            return method(program, *args, **kwargs)
+
+    return cast(F, run)
