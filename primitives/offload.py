@@ -6,6 +6,7 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from schedlang.facets import Stored
+from schedlang.kinds import Axis
 from schedlang.plan import Plan
 from schedlang.primitive import Primitive, refuse
 
@@ -16,7 +17,7 @@ MOVES = ("activations", "parameters")  # what comes back module by module
 
 
 class offload(Primitive):  # noqa: N801
-    """Keep what a module needs in host memory or on disk while it does not need it.
+    """Keep what a module needs in host memory, on disk or on a peer while it does not need it.
 
     activations  move after its forward, and come back before its backward
     parameters   come for its forward and again for its backward; their gradients leave as they are
@@ -30,13 +31,20 @@ class offload(Primitive):  # noqa: N801
     of their own.  Files have no name and are gone with the process (folder: `TMPDIR`); if they do
     not fit, the step is refused and undone.
 
+    `offload(optimizer, to=peer, over=pp)` keeps state in the memory of the next rank of the
+    pipeline (of the last one: of the first). It comes home for the step, some parameters at a time,
+    so a stage that is full can give to one that is not: select its layers. What is sent each step
+    is twice the state that lies there. An axis of size 1 has no peer, and the row does nothing.
+
     Rhu et al., vDNN (2016); Pudipeddi et al., L2L (2020); Ren et al., ZeRO-Offload (2021);
     Rajbhandari et al., ZeRO-Infinity (2021).
     """
 
     what: Literal["activations", "parameters", "gradients", "optimizer"]
-    to: Literal["cpu", "disk"] = field(default="cpu", kw_only=True)
+    to: Literal["cpu", "disk", "peer"] = field(default="cpu", kw_only=True)
     prefetch: int = field(default=1, kw_only=True)
+
+    over: Axis | None = field(default=None, kw_only=True)
 
     example = "layers.*  offload(activations, to=cpu)"
     reads = frozenset({"structure", "placement", "recompute"})
@@ -50,6 +58,7 @@ class offload(Primitive):  # noqa: N801
         if self.what not in MOVES and self.prefetch != 1:
             refuse("S306", f"nothing of the {self.what} comes back module by module",
                    helps=("leave out `prefetch`",))  # fmt: skip
+        self._check_peer(plan)
         self._check_plans(site, plan)
 
     def _check_plans(self, site: Site, plan: Plan) -> None:
@@ -73,8 +82,23 @@ class offload(Primitive):  # noqa: N801
                           "or let a plan move nothing: `checkpoint(plan=rotor, ...)`"),
                    )  # fmt: skip
 
+    def _check_peer(self, plan: Plan) -> None:
+        """Refuse a peer that is not named, and what cannot lie there."""
+        row = "offload(optimizer, to=peer, over=pp)"
+        if self.to == "peer" and self.what != "optimizer":
+            refuse("S851", f"{self.what} are not sent to a peer: only optimizer state is",
+                   notes=("ranks need them at times of their own, and step at one time",),
+                   helps=(f"keep them in host memory: `offload({self.what}, to=cpu)`",
+                          f"or send the state: `{row}`"))  # fmt: skip
+        if (self.to == "peer") != (self.over is not None):
+            refuse("S851", "a peer is the next rank of an axis: `to=peer` and `over` go together",
+                   helps=(f"name both: `{row}`",
+                          f"or neither: `offload({self.what})`"))  # fmt: skip
+
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Note what lies where."""
+        if self.over is not None and plan.mesh.size(self.over) == 1:
+            return plan
         row = Stored(site.fqn, self.what, self.to, self.prefetch)
         return replace(plan, stores=(*plan.stores, row))
 

@@ -142,7 +142,7 @@ class Stored:
     """What a row keeps off the device of a module, and of all that it holds.
 
     what   "activations", "parameters", "gradients" or "optimizer" (its state)
-    tier   "cpu" (host memory) or "disk"
+    tier   "cpu" (host memory), "disk" or "peer" (the next rank of the pipeline)
     ahead  how many modules come back to the device before it is their turn
     """
 

@@ -32,6 +32,7 @@ class RankClass:
     working     bytes besides, at most, while a step runs: gathered parameters and gradients not yet
                 reduced, of what ZeRO slices; other versions of the weights, where they are stale;
                 parameters that come to the device module by module
+    peer        bytes of other ranks' optimizer state that it holds for them
     cpu, disk   bytes of parameters, gradients and optimizer state that rows keep there, and not on
                 the device, which the entries above are about
     """
@@ -46,6 +47,7 @@ class RankClass:
     working: int = 0
     cpu: int = 0
     disk: int = 0
+    peer: int = 0
 
     @property
     def state(self) -> int:
@@ -54,7 +56,7 @@ class RankClass:
 
     def to_json(self) -> dict[str, object]:
         """As plain values; tiers that hold nothing are left out."""
-        away = [name for name in ("cpu", "disk") if not getattr(self, name)]
+        away = [name for name in ("cpu", "disk", "peer") if not getattr(self, name)]
         told = {name: value for name, value in asdict(self).items() if name not in away}
         return {**told, "state": self.state}
 
@@ -93,6 +95,7 @@ def rank_classes(
             held, away = _held(kinds, place, cut, moments)
             kept = working + _others(staged, place) * held[2]
             first = _first(plan, staged, axes, place, cut)
+            away = (*away[:2], _held(kinds, (place - 1) % places, cut, moments)[1][2])
             entry = found.setdefault((place, *held, kept, *away), [0, first])
             entry[0], entry[1] = entry[0] + share, min(entry[1], first)
     classes = [
@@ -119,8 +122,8 @@ def _kinds(plan: Plan, holdings: Mapping[str, Holding], axes: tuple[str, ...]) -
 
 def _held(
     kinds: Mapping[_Kind, int], place: int, cut: int, moments: int
-) -> tuple[tuple[int, int, int, int], tuple[int, int]]:
-    """Elements and bytes on the device; bytes in host memory and on disk."""
+) -> tuple[tuple[int, int, int, int], tuple[int, int, int]]:
+    """Elements and bytes on the device; bytes in host memory, on disk and on a peer."""
     elements, device, away = 0, [0, 0, 0], Counter[str]()
     for kind, count in kinds.items():
         if kind.stages is not None and place not in kind.stages:
@@ -134,7 +137,7 @@ def _held(
                 device[what] += number
             else:
                 away[tier] += number
-    return (elements, device[0], device[1], device[2]), (away["cpu"], away["disk"])
+    return (elements, device[0], device[1], device[2]), (away["cpu"], away["disk"], away["peer"])
 
 
 def _others(staged: Staged, place: int) -> int:

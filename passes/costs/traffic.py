@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.passes.costs.memory import gathered_bytes
+from schedlang.passes.costs.memory import MOMENTS, gathered_bytes
 from schedlang.passes.costs.messages import messages
 from schedlang.passes.cutting.chains import Chains, Skeleton
 from schedlang.passes.cutting.gathers import gathers
 from schedlang.passes.laying.holdings import slicing
+from schedlang.passes.laying.peers import state_rounds
 from schedlang.passes.laying.reductions import reductions, sliced_names, sliced_over
 from schedlang.passes.laying.root import backward_root
 from schedlang.placement import P, Placement, Replicate, S
@@ -135,6 +136,7 @@ def collectives(
         *(_by_slice(one, staged) for one in _transfers(context, batch)),
         *_slices(context),
         *_sums(context),
+        *_states(context),
     ]
     if plan.mesh.world > 1:
         everyone = tuple(axis for axis, size in plan.mesh.axes if size > 1)
@@ -321,6 +323,25 @@ def _bytes(shape: Iterable[int], dtype: str) -> int:
         count *= size
     kind: torch.dtype = getattr(torch, dtype)
     return count * kind.itemsize
+
+
+def _states(context: _Context) -> Iterator[Collective]:
+    """Optimizer state that lies on the next rank: home before its step, and out again."""
+    staged, plan = context.staged, context.plan
+    row = next((a.row for a in plan.actions if getattr(a.primitive, "to", None) == "peer"), None)
+    if staged.axis is None or row is None:
+        return
+    places = plan.mesh.size(staged.axis)
+    for place in range(places):
+        rank = plan.mesh.group(0, staged.axis)[place]
+        for size in state_rounds(plan, context.holdings, rank):
+            out = Collective(
+                "send", (staged.axis,), "step", "state to a peer", "", 1, size * MOMENTS,
+                frozenset({place}), row,
+            )  # fmt: skip
+            yield out
+            holder = frozenset({(place + 1) % places})
+            yield replace(out, what="state to its owner", places=holder)
 
 
 def _slices(context: _Context) -> Iterator[Collective]:

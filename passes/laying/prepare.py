@@ -13,6 +13,7 @@ from schedlang.passes.cutting.staging import Staged, stages_of
 from schedlang.passes.laying.context import tokens_of
 from schedlang.passes.laying.holdings import holdings_of
 from schedlang.passes.laying.kept_bits import check_kept
+from schedlang.passes.laying.peers import check_peers
 from schedlang.passes.laying.propagate import Traced, propagate
 from schedlang.passes.laying.repeats import check_repeats
 from schedlang.passes.laying.sequence import slicing_of
@@ -60,6 +61,7 @@ def prepare(
     traced = with_statistics(plan, traced, sample, loss, weight is not None)
     staged = stages_of(plan, traced, sample, loss)
     check_stale(plan, staged)
+    check_peers(plan, staged)
     slicing = slicing_of(plan, traced, staged, sample, loss, weight)
     check_kept(plan, staged, slicing)
     tokens = tokens_of(plan, traced, sample, loss, weight)

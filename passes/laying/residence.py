@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.facets import Stored
+from schedlang.passes.laying.peers import peer_of
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
@@ -153,7 +154,8 @@ def away(
             let_leave([found[name]], scratch if one.gradient == DISK else None)
     alone = optimizer is None or is_tensorwise(optimizer)
     files = any(r.tier == DISK and r.what in ("parameters", "optimizer") for r in plan.stores)
-    made = Away(found, tiers, homes, window, scratch, plan.mesh.world, disk, files, alone)
+    world, ring = plan.mesh.world, peer_of(builder, found, tiers, optimizer)
+    made = Away(found, tiers, homes, window, scratch, world, disk, files, alone, ring)
     made.check("the program was not built")
     return made
 

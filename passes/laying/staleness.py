@@ -127,7 +127,7 @@ def _check_scaled(plan: Plan) -> None:
 def _check_residence(plan: Plan) -> None:
     """Versions are kept where the weights are, and an update cannot wait for other ranks' files."""
     bad = [s for s in plan.stores if s.what != "activations"]
-    bad = [s for s in bad if s.tier == "disk" or s.what != "optimizer"]
+    bad = [s for s in bad if s.tier != "cpu" or s.what != "optimizer"]
     if not bad:
         return
     row = next((a for a in plan.actions if bad[0].fqn in a.sites and a.name == "offload"), None)
@@ -139,7 +139,7 @@ def _check_residence(plan: Plan) -> None:
     )  # fmt: skip
 
 
-_WHERE = {"cpu": "in host memory", "disk": "on disk"}
+_WHERE = {"cpu": "in host memory", "disk": "on disk", "peer": "on a peer"}
 
 
 def _check_recomputed(plan: Plan, staged: Staged) -> None:

@@ -123,9 +123,12 @@ def _ranks(view: View, each: bool) -> Iterator[str]:
     if account.classes is None:
         yield f"per rank   not counted (the model has {whole} parameters)"
         return
-    away = [tier for tier in ("cpu", "disk") if any(getattr(c, tier) for c in account.classes)]
+    away = [
+        tier for tier in ("cpu", "disk", "peer") if any(getattr(c, tier) for c in account.classes)
+    ]
     head: Row = ("per rank", "", f"parameters (of {whole})", "gradients", "optimizer", "in a step",
-                 *(f"on {tier}" for tier in away), "activations")  # fmt: skip
+                 *("for a peer" if tier == "peer" else f"on {tier}" for tier in away),
+                 "activations")  # fmt: skip
     classes = account.classes if each else account.classes[:MOST_CLASSES]
     rows = [head, *(_rank(view, one, away) for one in classes)]
     if len(classes) < len(account.classes):

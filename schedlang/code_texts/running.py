@@ -52,6 +52,11 @@ CODES: Mapping[str, tuple[str, str]] = {
         "The step is undone on all ranks.  Files lie in the temporary folder: set TMPDIR, or make\n"
         "room; a step needs room for the new beside the old.",
     ),
+    "S851": (
+        "a peer that cannot hold this",
+        "`layers[:2]  offload(optimizer, to=peer, over=pp)` sends optimizer state to the next\n"
+        "rank of the pipeline. All else, and every other axis, uses `to=cpu` or `zero`.",
+    ),
     "S854": (
         "parameters that are gathered together lie apart",
         "`zero` gathers a layer as one, so all of it lies on one tier: select whole layers.",

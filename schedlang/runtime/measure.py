@@ -36,14 +36,18 @@ def memory_of(program: Program) -> Memory:
     state: list[Any] = []
     if program.optimizer is not None:
         state = [value for slots in program.optimizer.state.values() for value in slots.values()]
+    held = program.away.peer if program.away is not None else None
+    state_bytes = _bytes(state) + (held.held_bytes() if held is not None else 0)
     peak = torch.cuda.max_memory_allocated() if any(p.is_cuda for p in parameters) else None
     own = program.assembly.ranks.rank
-    return Memory(own, _bytes(parameters), _bytes(grads), _bytes(state), peak)
+    return Memory(own, _bytes(parameters), _bytes(grads), state_bytes, peak)
 
 
 def _bytes(values: Iterable[Any]) -> int:
     local = (v.to_local() if hasattr(v, "to_local") else v for v in values)
-    return sum(v.numel() * v.element_size() for v in local if isinstance(v, Tensor))
+    return sum(
+        v.numel() * v.element_size() for v in local if isinstance(v, Tensor) and not v.is_meta
+    )
 
 
 def work_in(batch: Mapping[str, Any]) -> tuple[int, str]:

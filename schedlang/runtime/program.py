@@ -16,7 +16,7 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.casting.loss_scale import LossScale
 from schedlang.runtime.context.install import At
-from schedlang.runtime.keeping.away import Away
+from schedlang.runtime.keeping.away import Away, at_home
 from schedlang.runtime.keeping.leaving import drop_gradient
 from schedlang.runtime.keeping.tiers import DEVICE
 from schedlang.runtime.modes import ambient
@@ -90,9 +90,8 @@ class Program:
             title = f"the pipeline over `{self.assembly.stage_axis}` has no module of its own"
             helps = ("use `train_step` and `eval_step`: each rank runs a stage of the model",)
             raise Refusal(Diagnostic("S617", title, helps=helps))
-        if self.away is not None and any(
-            one.gradient != DEVICE for one in self.away.tiers.values()
-        ):
+        tiers = () if self.away is None else self.away.tiers.values()
+        if any(one.gradient != DEVICE for one in tiers):
             title = "gradients that leave the device as they are made are nowhere in a plain loop"
             helps = ("use `train_step` and `eval_step`: without an optimizer, gradients come back",)
             raise Refusal(Diagnostic("S617", title, helps=helps))
@@ -373,10 +372,12 @@ class Program:
         whole.load_state_dict(self.assembly, state)
         self._loaded()
 
+    @at_home
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """The optimizer's state by original parameter name: whole tensors, and plain numbers."""
         return whole.optimizer_state(self.assembly, self.optimizer)
 
+    @at_home
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the state in a folder, whole or not at all; see `archive.save`."""
         archive.save(self, path)

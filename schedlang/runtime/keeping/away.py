@@ -9,9 +9,11 @@ ranks have written all of theirs: a full disk leaves everything as it was before
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import wraps
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +22,10 @@ from torch.utils import _pytree as pytree
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.keeping import copies
 from schedlang.runtime.keeping.leaving import give_back, local
+from schedlang.runtime.keeping.peer import Peer
 from schedlang.runtime.keeping.scratch import Scratch
 from schedlang.runtime.keeping.streamed import Window
-from schedlang.runtime.keeping.tiers import CPU, DEVICE, DISK, mark, plain_copy
+from schedlang.runtime.keeping.tiers import CPU, DEVICE, DISK, PEER, mark, plain_copy
 from schedlang.runtime.stepping.whole_step import WholeStep, step_on
 from schedlang.runtime.summing.gradient import buckets, local_gradient
 
@@ -45,7 +48,8 @@ class Tiers:
     @property
     def step(self) -> str:
         """Where the step is computed."""
-        return DEVICE if self.parameter == self.state == DEVICE else CPU
+        near = self.parameter == DEVICE and self.state in (DEVICE, PEER)
+        return DEVICE if near else CPU
 
 
 class Home(Protocol):
@@ -81,6 +85,7 @@ class Away:
     disk        whether any row puts anything on disk, on any rank
     rewritten   whether a step writes files, on any rank
     tensorwise  whether the optimizer may step on some parameters at a time
+    peer        where state goes that lies on another rank
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -92,6 +97,7 @@ class Away:
     disk: bool
     rewritten: bool
     tensorwise: bool = True
+    peer: Peer | None = None
     _buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def check_whole(self, whole: WholeStep | None) -> None:
@@ -127,6 +133,9 @@ class Away:
             whole.step(optimizer)
             self.settle(optimizer)
             return
+        if self.peer is not None and optimizer is not None:
+            for names in self.peer.steps(optimizer):
+                self._commit(optimizer, self._step(optimizer, names) if names else ())
         made: list[_Made] = []
         for names in self._batches() if optimizer is not None else ():
             assert optimizer is not None
@@ -170,7 +179,15 @@ class Away:
                 optimizer.state[parameter] = self._laid(state, tiers, local(parameter).shape)
             if tiers.parameter == DISK:
                 self.homes[name].settle(self.scratch.put(self.homes[name].home))
+        if self.peer is not None and optimizer is not None:
+            self.peer.settle(optimizer)
         self.check("what could not be written stays in memory")
+
+    def home(self, optimizer: torch.optim.Optimizer | None) -> AbstractContextManager[None]:
+        """While it is entered, state that other ranks hold is here; all ranks enter it."""
+        if self.peer is None or optimizer is None:
+            return nullcontext()
+        return self.peer.home(optimizer)
 
     # -- some parameters ---------------------------------------------------------------------------
 
@@ -179,7 +196,9 @@ class Away:
         if not self.tensorwise and self.tiers:
             yield list(self.parameters)
             return
-        names = [name for name in self.tiers if self.parameters[name].requires_grad]
+        out = [name for turn in self.peer.rounds for name in turn] if self.peer is not None else []
+        trained = (name for name in self.tiers if self.parameters[name].requires_grad)
+        names = [name for name in trained if name not in out]
         sizes = [(local(self.parameters[n]).nbytes, self.tiers[n].step) for n in names]
         for bucket in buckets(sizes):
             yield [names[k] for k in bucket]
@@ -238,6 +257,20 @@ class Away:
                 return self.scratch.put(part)
             return mark(part, CPU) if part.is_cpu else plain_copy(part)
 
-        if tiers.state == DEVICE:
+        if tiers.state in (DEVICE, PEER):
             return dict(state)
         return dict(pytree.tree_map_only(Tensor, laid, dict(state)))
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def at_home(method: F) -> F:
+    """A program's method that finds here what of the optimizer's state other ranks hold."""
+
+    @wraps(method)
+    def run(program: Any, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if program.away is None else program.away.home(program.optimizer):
+            return method(program, *args, **kwargs)
+
+    return cast(F, run)

@@ -1,4 +1,4 @@
-"""Where storages lie: on the device, in host memory or on disk; told by whoever puts them there.
+"""Where storages lie: on the device (for whom), in host memory or on disk; told by who puts them.
 
 On a machine with a GPU host memory is another device. On a CPU it is not, so whatever is put off
 the device is marked, with its storage, and everything else counts as the device's: the copies are
@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE, CPU, DISK = "device", "cpu", "disk"
-TIERS = (DEVICE, CPU, DISK)
+PEER = "peer"  # on the device, held for another rank
+TIERS = (DEVICE, CPU, DISK, PEER)
 _ENOUGH = 1024  # marks, before those of storages that are gone are looked for
 
 
