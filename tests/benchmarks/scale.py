@@ -1,8 +1,8 @@
 """The language at scale: python -m tests.benchmarks.scale
 
 Prints processor time and memory of: `check` as a command, start included; reading a file of 2,000
-rows; expanding 12,000 actions (three rows at every layer of 4,000, facts included); planning the same
-schedule for 8 and for 16,384 ranks.
+rows; expanding 12,000 actions (three rows at every layer of 4,000, facts of the model included);
+planning the same schedule for 64 and for 16,384 ranks.
 """
 
 from __future__ import annotations
