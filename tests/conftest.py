@@ -11,6 +11,7 @@ from schedlang.runtime.launching.launch import Pool
 from schedlang.runtime.replacing.fuse import unavailable
 from tests.engine import Threads
 from tests.properties.profiles import register
+from tests.tiers import spread
 
 register()
 
@@ -26,6 +27,12 @@ def pytest_configure(config: pytest.Config) -> None:
     asked = config.getoption("--hypothesis-profile", None)
     if config.option.markexpr == "deep" and not asked:
         settings.load_profile("deep")
+
+
+@pytest.hookimpl(tryfirst=True)  # before deep ones are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of long lists of cases some are ordinary and the others deep."""
+    spread(items)
 
 
 @pytest.fixture(scope="session")

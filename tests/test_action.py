@@ -359,6 +359,7 @@ def test_the_action_installs_itself(action: dict[str, Any], tmp_path: Path) -> N
     assert "if" in next(s for s in action["runs"]["steps"] if "pip" in s.get("run", ""))
 
 
+@pytest.mark.deep
 def test_the_action_checks_and_verifies(action: dict[str, Any], tmp_path: Path) -> None:
     """Its step expands globs, verifies, draws, annotates and ends with the code of `ci`."""
     shim = f'exec {shlex.quote(sys.executable)} -m schedlang "$@"'

@@ -149,6 +149,7 @@ def call(*args: object) -> Result:
     return CliRunner().invoke(app, ["run", *(str(arg) for arg in args)])
 
 
+@pytest.mark.deep
 def test_run_draws_what_ran(sched: Path) -> None:
     """`run --timeline` writes the picture and says both bubbles."""
     out = sched.parent / "out.svg"

@@ -79,6 +79,7 @@ def _plan() -> Plan:
     return planned(model, ROWS, "pp=2")
 
 
+@pytest.mark.deep
 def test_a_plan_costs_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every figure, with the curve of memory, is that of a run without it."""
     told = account(_plan(), models.tokens(rows=4), memory=True).to_json()

@@ -169,6 +169,7 @@ def _torchrun(*args: object) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.deep
 def test_under_torchrun(sched: Path) -> None:
     """It joins the job; one rank prints, and trains as local ranks do."""
     args = (sched, "--mesh", "dp=1,tp=2", "--json", "--steps", 2)

@@ -312,6 +312,7 @@ def run(*words: object) -> Any:
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
+@pytest.mark.deep
 def test_verify_of_70b_on_meta(tmp_path: Path) -> None:
     """A model file whose model lies on the meta device is verified by itself on a reduced one, and
     the report says what was reduced; `--whole` refuses it."""

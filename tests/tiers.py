@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
+# Long lists whose every n-th case is ordinary; the others run with `-m deep`.  A proof of the same
+# kind runs in each of them, so what a change breaks shows in some ordinary case.
+EACH = {
+    "test_a_bug_is_found": 6, "test_no_false_alarm": 3, "test_a_dozen_models": 3,
+    "test_a_mistake_of_the_verifier_would_be_noticed": 3, "test_the_diagonal": 3,
+    "test_a_diagonal": 3, "test_what_is_offered_helps": 3, "test_both_orders": 3,
+    "test_plans_are_proven_on_threads": 3, "test_as_ranks_really_do": 2, "test_trained": 3,
+    "test_peak_is_that_of_real_storages": 2, "test_a_changed_model_is_a_readable_difference": 3,
+    "test_it_trains_as_alone": 2, "test_same_bits_on_ranks": 3, "test_beside_other_rows": 2,
+    "test_key_value_heads_below_the_ranks": 2, "test_on_ranks_it_equals_the_original": 2,
+    "test_axes_of_size_one_are_the_identity": 2, "test_any_table_of_versions": 2,
+}  # fmt: skip
+
+
+def spread(items: Iterable[pytest.Item]) -> None:
+    """Mark the cases of the lists above that are not ordinary, counted in each function's order."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        name = getattr(item, "originalname", None) or item.name
+        if name not in EACH or item.get_closest_marker("deep"):
+            continue
+        function = f"{item.path}::{name}"
+        if seen[function] % EACH[name]:
+            item.add_marker(pytest.mark.deep)
+        seen[function] += 1
 
 
 def thinned(cases: Iterable[Any], keep: int = 2) -> list[Any]:

@@ -24,7 +24,7 @@ EXACT = {"pad", "checkpoint", "offload", "shard", "zero", "pipeline_split", "ver
 
 
 @shrinking
-@examples(40)
+@examples(26)
 @given(schedules.legal())
 def test_1_a_legal_schedule_is_the_original(threads: Threads, drawn: Drawn) -> None:
     """Any legal schedule gives the outputs, loss, gradients (of inputs, too), norm, parameters,
@@ -43,14 +43,14 @@ def test_1_the_whole_proof(threads: Threads, drawn: Drawn) -> None:
 
 @pytest.mark.deep
 @shrinking
-@examples(15)
+@examples(10)
 @given(schedules.legal(most=14))
 def test_1_the_whole_proof_of_long_schedules(threads: Threads, drawn: Drawn) -> None:
     """The same, for schedules of up to fourteen steps."""
     engine.holds(drawn, threads, engine.whole)
 
 
-@examples(25)
+@examples(16)
 @given(schedules.legal(ONES), st.sampled_from([sgd, adamw]), st.sampled_from([None, 0.01]))
 def test_2_a_mesh_of_ones_is_the_original(drawn: Drawn, optimizer: Any, clip: float | None) -> None:
     """On one rank every layout, cut and slice is the plain loop to the last bit, two steps long."""
