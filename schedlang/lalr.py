@@ -185,22 +185,18 @@ class Reader:
 
         What may stand at a place depends on what was read before it.
         """
-        text, stack, tries = self.text, self.stack, self.table.tries
+        text, stack, tries, taken = self.text, self.stack, self.table.tries, self._taken
         pos, line, begin = 0, 1, 0  # `begin` is where the line begins
         depth, last, size = 0, "", len(text)
         while pos < size:
-            for name, match, words in tries(stack[-1]):
-                found = match(text, pos)
-                if found is not None:
-                    break
-            else:
-                self._stuck(pos, line, begin)
-            start, pos = pos, found.end()
-            if not name:
+            start = pos
+            found = taken(tries(stack[-1]), start) or self._stuck(start, line, begin)
+            kind, word = found
+            pos += len(word)
+            if not kind:
                 continue
-            word = found[0]
-            kind, before, col = words.get(word, name), line, start - begin + 1
-            if name == NEWLINE:
+            before, col = line, start - begin + 1
+            if kind == NEWLINE:
                 line += word.count("\n")
                 begin = text.rindex("\n", start, pos) + 1
                 if depth > 0 or last == NEWLINE:
@@ -212,16 +208,24 @@ class Reader:
             last = kind
             yield Token(kind, word, before, col, line, pos - begin + 1)
 
+    def _taken(self, tries: Sequence[Try], pos: int) -> tuple[str, str] | None:
+        """The first of these terminals that stands at a place, and its text."""
+        text = self.text
+        for name, match, words in tries:
+            found = match(text, pos)
+            if found is not None:
+                word = found[0]
+                return words.get(word, name), word
+        return None
+
     def _stuck(self, pos: int, line: int, begin: int) -> NoReturn:
         """Nothing that may stand here does: what stands here in place of it, if anything."""
         col = pos - begin + 1
-        for name, match, words in self.table.anything():
-            found = match(self.text, pos)
-            if found is not None:
-                word = found[0]
-                token = Token(words.get(word, name), word, line, col, line, col + len(word))
-                raise Unread(line, col, token, self._accepts())
-        raise Unread(line, col, None, frozenset())
+        found = self._taken(self.table.anything(), pos)
+        if found is None:
+            raise Unread(line, col, None, frozenset())
+        token = Token(*found, line, col, line, col + len(found[1]))
+        raise Unread(line, col, token, self._accepts())
 
     def _accepts(self) -> frozenset[str]:
         """The terminals that could come next."""

@@ -138,7 +138,9 @@ class TreeMaker:
         *paths, where, except_, block = parts
         return n.At(tuple(paths), where, except_ or (), block, span=self._span(place))
 
-    def _when(self, place: Place, test: Any, block: n.Block, orelse: n.Block | None = None) -> n.When:
+    def _when(
+        self, place: Place, test: Any, block: n.Block, orelse: n.Block | None = None
+    ) -> n.When:
         return n.When(self._lit(test), block, orelse, span=self._span(place))
 
     def _expect(self, place: Place, test: Any, on: Token | None = None) -> n.Expect:

@@ -108,7 +108,7 @@ def test_stops_as_lark(text: str) -> None:
 def test_stops_as_lark_anywhere(start: str) -> None:
     """So is every beginning of a text, and texts of tokens put together at random."""
     chance = random.Random(7)
-    words = "schedule 1 for at a.b step \"s\" { } ( ) [ ] : . , = + - * ** ? in or not `x` 2GiB\n# c"
+    words = 'schedule 1 for at a.b step "s" { } ( ) [ ] : . , = + - * ** ? in or not `x` 2GiB\n# c'
     pieces = [*words.split(" "), "\n", " ", "\\", "1e-5", "true", "{a,b}"]
     sample = SAMPLES["gpt2_tp.sched"]
     texts = [sample[: chance.randrange(len(sample))] for _ in range(30)]
