@@ -14,6 +14,7 @@ VERBS = (
     *("fmt", "check", "tree", "init", "plan", "diff", "why"),
     *("verify", "ci", "run", "simulate", "explain", "lsp"),
 )
+HELP = "The model says what to compute, the schedule says how, and the two are proven to agree."
 
 
 def main() -> None:
@@ -35,7 +36,7 @@ def made(verbs: Sequence[str]) -> typer.Typer:
 
     app = typer.Typer(
         name="schedlang",
-        help="The model says what to compute, the schedule says how, and the two are proven to agree.",
+        help=HELP,
         epilog="Exit 0: holds. 1: does not hold. 2: refused. 3: could not be checked.",
         add_completion=False,
         no_args_is_help=True,

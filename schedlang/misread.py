@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import fields
-from functools import cache
 
 from schedlang import nodes as n
 from schedlang.diagnostic import Diagnostic, Label, closest
@@ -31,6 +30,7 @@ KEYWORDS = frozenset(DECLARATIONS + STATEMENTS) | {
     *("schedule", "for", "as", "on", "of", "in", "relax", "where", "except", "else"),
     *("or", "and", "not", "true", "false"),
 }
+NAMED = (n.Knob, n.View, n.Param, n.Pattern, n.Def)  # nodes that give their name a meaning
 RESERVED = KEYWORDS | {"model", "_"}
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 WORDS = {
@@ -213,16 +213,22 @@ def walk(node: object) -> Iterator[n.Node]:
             waiting.extend(getattr(one, name) for name in _inner(type(one)))
 
 
-@cache
 def _inner(kind: type[n.Node]) -> tuple[str, ...]:
     """The fields of a node that may hold others, the last one first."""
-    names = (one.name for one in fields(kind) if one.name not in ("span", "comments"))
-    return tuple(reversed(list(names)))
+    if kind not in _INNER:
+        own = [one for one in fields(kind) if one.type not in _WORDS]
+        names = (one.name for one in reversed(own) if one.name not in ("span", "comments"))
+        _INNER[kind] = tuple(names)
+    return _INNER[kind]
+
+
+_WORDS = ("str", "str | None", "tuple[str, ...]", "bool")
+_INNER: dict[type[n.Node], tuple[str, ...]] = {}
 
 
 def _bound(node: n.Node) -> Iterator[str]:
     """The names that a node gives a meaning to."""
-    if isinstance(node, n.Knob | n.View | n.Param | n.Pattern | n.Def):
+    if isinstance(node, NAMED):
         yield node.name
     elif isinstance(node, n.Use) and node.alias:
         yield node.alias

@@ -48,7 +48,7 @@ class TreeMaker:
 
     def _measure(self, token: Token) -> None:
         if token.type in ("INT", "SIGNED") and len(token.text.lstrip("-")) > LONGEST:
-            title = f"this number has {len(token.lstrip('-'))} digits"
+            title = f"this number has {len(token.text.lstrip('-'))} digits"
             label = Label(self._place(token), f"{LONGEST} are the most a number may have")
             self.problems.append(Diagnostic("S004", title, label))
 
@@ -100,7 +100,10 @@ class TreeMaker:
 
     def _seg(self, place: Place, text: Token, *index: Any) -> tuple[n.Seg, ...]:
         span = self._span(place)
-        for token in (text, *index):
+        self._measure(text)
+        if not index:
+            return (n.Seg(text.text, span=span),)
+        for token in index:
             if isinstance(token, Token):
                 self._measure(token)
         picked = tuple(str(i) if isinstance(i, Token) else i for i in _given(index))

@@ -20,7 +20,6 @@ from schedlang.passes.reading.parameters import arguments_of
 from schedlang.passes.reading.state import Settings, State, current, start
 from schedlang.passes.reading.steps import allowed, open_step
 from schedlang.primitive import Primitive, find
-from schedlang.selector import Selector
 from schedlang.source import Span
 from schedlang.value import UNKNOWN, Names, shown
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from schedlang.model import ModelFacts
+    from schedlang.selector import Selector
 
 Roots = Sequence[str] | None  # the modules of a scope; None where there is no model
 
@@ -110,7 +110,11 @@ class Expander:
         self.state = state
         self.problems: list[Diagnostic] = []
         self.failed: list[Failed] = []
-        self.selector = selector or (Selector(state.facts) if state.facts else None)
+        self.selector = selector
+        if selector is None and state.facts is not None:
+            from schedlang.selector import Selector
+
+            self.selector = Selector(state.facts)
 
     def attempt(self, step: Callable[[], State]) -> bool:
         """Take the state that `step` gives, or note why it refuses."""

@@ -11,15 +11,14 @@ from schedlang import nodes as n
 from schedlang import spelling
 from schedlang.diagnostic import Diagnostic, Label, Refusal, guess
 from schedlang.evaluate import evaluate
-from schedlang.facets import Expectation
-from schedlang.memory import heaviest
-from schedlang.plan import Plan
 from schedlang.value import UNKNOWN, Names, shown
 
 if TYPE_CHECKING:
+    from schedlang.facets import Expectation
     from schedlang.passes.costs.account import Account
     from schedlang.passes.laying.dryrun import Loss
     from schedlang.passes.laying.weigh import Weight
+    from schedlang.plan import Plan
     from schedlang.report import Bound
 
 UNTOLD = "S862"
@@ -47,6 +46,8 @@ def read(node: n.Expect, names: Names) -> Expectation | None:
 
     Raises Refusal S861 for anything but a measure compared with a bound.
     """
+    from schedlang.facets import Expectation
+
     if not isinstance(node.test, n.Chain) or len(node.test.items) != 3:
         _refuse(node, "this compares no measure with a bound")
     left, op, right = node.test.items
@@ -182,6 +183,8 @@ def _problems(plan: Plan, account: Account, one: Expectation) -> Iterator[Diagno
 
 def _found(plan: Plan, account: Account, one: Expectation) -> float | None:
     """The measure; None where the plan does not tell it."""
+    from schedlang.memory import heaviest
+
     if one.measure == "peak_memory":
         return None if not account.memory else heaviest(account.memory).peak
     if one.measure == "bubble":
@@ -201,6 +204,7 @@ def _sent(plan: Plan, account: Account, one: Expectation) -> dict[int | None, in
 
 def _why(plan: Plan, account: Account, one: Expectation) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Where it is most, of what, and what would lower it."""
+    from schedlang.memory import heaviest
     from schedlang.passes.showing.show_text import size
 
     if one.measure == "peak_memory":
