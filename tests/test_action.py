@@ -227,7 +227,7 @@ def test_a_large_mesh_is_left_out_or_reduced(
         return Report((Row("", "loss", "loss", 0.0, 1e-9, ok=True),))
 
     monkeypatch.setattr("schedlang.verbs.posed.posed", posed)
-    monkeypatch.setattr("schedlang.passes.proving.prove.prove", prove)
+    monkeypatch.setattr("schedlang.passes.verifying.prove.prove", prove)
     ranks: Any = SimpleNamespace(model_file=lambda named, beside: None, pool=lambda: None)
     left = examine.verify(tmp_path / "good.sched", Wish(), ranks)
     assert left.skipped and asked == [None] and left.to_json()["exit"] == 3

@@ -11,7 +11,7 @@ import transformers
 
 from schedlang.memory import CLASSES
 from schedlang.passes.costs.estimate import estimate
-from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.preparing.prepare import prepare
 from schedlang.passes.running.build import build
 from schedlang.plan import Plan
 from tests import models

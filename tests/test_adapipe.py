@@ -9,7 +9,7 @@ import pytest
 
 from schedlang.diagnostic import Refusal
 from schedlang.passes.cutting.stages import Unit, balanced
-from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.preparing.prepare import prepare
 from schedlang.regions.partition import Repeated
 from tests import models
 from tests.engine import Threads

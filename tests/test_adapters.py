@@ -14,7 +14,7 @@ from schedlang.diagnostic import Refusal
 from schedlang.kernels import flash_attention as flash
 from schedlang.kernels.device import runs
 from schedlang.kernels.flex_attention import Case, Rule, flex_attention, reference
-from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.preparing.prepare import prepare
 from schedlang.runtime.replacing.adapters import Adapted
 from schedlang.runtime.replacing.attended import by_name
 from schedlang.runtime.replacing.kernel import kernel_of, match, replace

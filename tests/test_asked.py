@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
 from schedlang.passes.proving.asked import Curve, asked, steps_of
-from schedlang.passes.proving.prove import Case, prove
+from schedlang.passes.verifying.prove import Case, prove
 from schedlang.report import Report
 from schedlang.runtime.launching.launch import Pool
 from tests.proofs import planned

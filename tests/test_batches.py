@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from schedlang.diagnostic import Refusal
 from schedlang.passes.proving.original import Sequential
-from schedlang.passes.proving.prove import Case, prove
+from schedlang.passes.verifying.prove import Case, prove
 from schedlang.runtime.launching.launch import Pool
-from schedlang.runtime.summing.parts import named_tensors, rows_of, split
+from schedlang.runtime.parts import named_tensors, rows_of, split
 from tests.proofs import planned, proven
 
 DP2 = "zero(stage=2, over=dp)"
@@ -121,7 +121,7 @@ def test_buffers_that_depend_on_the_split(of: str, rows: str, refused: bool, poo
 
 def test_buffers_are_put_back() -> None:
     """The check leaves the buffers of its subject as they were."""
-    from schedlang.passes.laying.buffers import check_buffers
+    from schedlang.passes.proving.buffers import check_buffers
 
     batch = {"x": torch.ones(4, 3, dtype=torch.float64)}
     subject = Sequential(Averaging("weight"))

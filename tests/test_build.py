@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from schedlang.diagnostic import Refusal
 from schedlang.passes.proving.original import Sequential
-from schedlang.passes.proving.prove import Case, prove
 from schedlang.passes.running.build import build
+from schedlang.passes.verifying.prove import Case, prove
 from schedlang.plan import Plan
 from schedlang.runtime.launching.launch import Pool
 from tests import models

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
 from schedlang.passes.costs.traffic import collectives
-from schedlang.passes.laying.prepare import prepare
-from schedlang.passes.proving.prove import Case, prove
+from schedlang.passes.preparing.prepare import prepare
 from schedlang.passes.running.build import build
+from schedlang.passes.verifying.prove import Case, prove
 from schedlang.plan import Plan
 from schedlang.report import Report
 from schedlang.runtime.collectives.collective import listening

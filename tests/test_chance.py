@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from schedlang.passes.proving.chance import draws_in_words, generators
-from schedlang.passes.proving.prove import Case, prove
 from schedlang.passes.running.build import build
+from schedlang.passes.verifying.prove import Case, prove
 from schedlang.runtime.launching.launch import Pool
 from tests.proofs import planned
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
 from schedlang.passes.cutting.chains import Counting, costs_of
-from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.preparing.prepare import prepare
 from schedlang.regions import places
 from schedlang.regions.rotor import peak
 from tests import models

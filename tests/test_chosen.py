@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from schedlang.diagnostic import Refusal
 from schedlang.passes.costs.account import account
 from schedlang.passes.cutting.chains import Counting, costs_of
-from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.preparing.prepare import prepare
 from schedlang.regions.operators import Operator, choices, frontier, needed, pareto
 from schedlang.regions.rotor import Cost
-from schedlang.runtime.following.burden import counted
 from schedlang.runtime.keeping.menu import Menu
 from schedlang.runtime.keeping.recompute import checkpoint
+from schedlang.runtime.recording.burden import counted
 from tests import models
 from tests.engine import Threads
 from tests.proofs import planned, proven

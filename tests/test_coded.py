@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.preparing.prepare import prepare
 from schedlang.passes.running.build import build
 from schedlang.runtime.keeping.coded import Tally, code
 from schedlang.runtime.keeping.rounded import Coding, rounded

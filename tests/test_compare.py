@@ -19,8 +19,8 @@ from schedlang.runtime.drawing.random import LogicalDropout, Window
 from schedlang.runtime.float64 import Float64, as_float64
 from schedlang.runtime.launching.launch import Pool
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.parts import stack
 from schedlang.runtime.scope import Scope, entered, named_sites
-from schedlang.runtime.summing.parts import stack
 
 
 class Net(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.proposing.complete import completed
+from schedlang.passes.completing.complete import completed
 from schedlang.plan import Plan
 from schedlang.runtime.launching.launch import Pool
 from tests import models

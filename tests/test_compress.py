@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
 from schedlang.passes.costs.traffic import collectives
-from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.preparing.prepare import prepare
 from schedlang.passes.running.build import build
 from schedlang.plan import Plan
 from schedlang.runtime.collectives.collective import listening

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.preparing.prepare import prepare
 from schedlang.passes.running.build import build
 from schedlang.passes.statics.static import static
 from schedlang.plan import Plan

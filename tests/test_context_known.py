@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
 from schedlang.passes.costs.traffic import collectives
-from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.preparing.prepare import prepare
 from schedlang.passes.statics.static import static
 from tests.causal import Causal
 from tests.engine.threads import Threads

@@ -10,7 +10,7 @@ from schedlang.passes.proving.coverage import gaps, idle, repeating, unoffered
 from schedlang.passes.proving.observe import Key, Observation
 from schedlang.passes.proving.variants import Batches, Labels, varied
 from schedlang.report import Gap
-from schedlang.runtime.summing.parts import shares
+from schedlang.runtime.parts import shares
 from tests import models
 from tests.proofs import planned
 

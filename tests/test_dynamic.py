@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.preparing.prepare import prepare
 from schedlang.runtime.keeping.dynamic import dynamic
 from schedlang.runtime.keeping.remat import Pool
 from tests import models

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from schedlang.passes.proving.compare import compare
 from schedlang.passes.proving.observe import conditions
-from schedlang.passes.proving.prove import prove
 from schedlang.passes.proving.sides import Case, original, prepared, tried, widened
+from schedlang.passes.verifying.prove import prove
 from schedlang.plan import Plan
 from schedlang.runtime.launching.launch import Pool, RankDied
 from schedlang.runtime.staging import mail

@@ -14,9 +14,9 @@ from schedlang.diagnostic import Refusal
 from schedlang.memory import CLASSES, RankMemory, heaviest
 from schedlang.passes.costs.account import account
 from schedlang.passes.costs.estimate import estimate
-from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.preparing.prepare import prepare
 from schedlang.plan import Plan
-from schedlang.runtime.summing import parts
+from schedlang.runtime import parts
 from tests.counting import count
 from tests.engine.threads import Threads
 from tests.proofs import planned

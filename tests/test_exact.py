@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from schedlang.passes.proving.exact import EXACT, baseline, given_up
-from schedlang.passes.proving.prove import Case, prove
+from schedlang.passes.verifying.prove import Case, prove
 from schedlang.report import Report
 from schedlang.runtime import program
 from schedlang.runtime.keeping import recompute

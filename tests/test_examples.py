@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from schedlang.cli import app
 from schedlang.diagnostic import Refusal
 from schedlang.modelfile import load_model_file
-from schedlang.passes.proving.prove import Case, prove
 from schedlang.passes.reading.state import Settings
+from schedlang.passes.verifying.prove import Case, prove
 from schedlang.printer import fmt
 from schedlang.runtime.launching.launch import Pool
 from schedlang.schedule import Schedule

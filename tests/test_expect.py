@@ -10,7 +10,7 @@ import pytest
 import schedlang
 from schedlang.diagnostic import Refusal
 from schedlang.passes.costs.account import Account, account
-from schedlang.passes.reading.expect import unmet
+from schedlang.passes.costs.expected import unmet
 from schedlang.plan import Plan
 from tests import models
 from tests.models import tokens

@@ -16,8 +16,8 @@ import schedlang
 from schedlang.cli import app
 from schedlang.diagnostic import Refusal
 from schedlang.modelfile import load_model_file
-from schedlang.passes.proving.prove import Case, prove
 from schedlang.passes.reading.state import Settings
+from schedlang.passes.verifying.prove import Case, prove
 from schedlang.verbs.posed import posed
 from tests.engine.threads import Threads
 from tests.proofs import planned

@@ -274,7 +274,7 @@ def test_tied_experts_are_split_once(threads: Any) -> None:
 def test_a_capacity_counts_the_whole_batch() -> None:
     """Refused where a part of the batch only would be counted: other axes, or microbatches."""
     from schedlang.diagnostic import Refusal
-    from schedlang.passes.laying.prepare import prepare
+    from schedlang.passes.preparing.prepare import prepare
 
     apart = ROW.format("b, capacity=1.0") + "zero(stage=0, over=(a, b))"
     micro = ROW.format("dp, capacity=1.0") + "layers  pipeline_split(over=pp)\n" + DP.format(0)

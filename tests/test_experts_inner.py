@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.preparing.prepare import prepare
 from schedlang.passes.statics.static import static
 from schedlang.runtime.collectives.collective import listening
 from schedlang.runtime.routing.expert_inner import Inner, probe_inner

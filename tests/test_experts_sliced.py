@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from schedlang.passes.costs.account import account
-from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.preparing.prepare import prepare
 from schedlang.passes.statics.static import static
 from tests import expert_models as models
 from tests.proofs import planned, proven

@@ -55,7 +55,7 @@ def test_the_rest_trains_as_the_original_does(threads: Threads, rows: str, mesh:
 def test_frozen_stages_send_nothing_back() -> None:
     """Where nothing before a cut is trained no gradient crosses it, and none is summed."""
     from schedlang.passes.costs.traffic import collectives
-    from schedlang.passes.laying.prepare import prepare
+    from schedlang.passes.preparing.prepare import prepare
 
     batch, split = models.tokens(rows=4, seed=0), f"transformer.h {ONE_F}"
     front = "lm_head, transformer.wpe, transformer.h[:2] freeze()\n"

@@ -14,8 +14,8 @@ from schedlang.runtime.float64 import Float64
 from schedlang.runtime.forward import layers_of
 from schedlang.runtime.keeping.recompute import checkpoint
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.replacing import fuse as fuse_file
-from schedlang.runtime.replacing.fuse import check_fused, fuse, graphs, unavailable
+from schedlang.runtime.regions import fuse as fuse_file
+from schedlang.runtime.regions.fuse import check_fused, fuse, graphs, unavailable
 from schedlang.runtime.replacing.kernel import match, replace
 
 pytestmark = pytest.mark.skipif(

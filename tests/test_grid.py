@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from schedlang.passes.costs.account import account
 from schedlang.passes.cutting.staging import local_skeleton
-from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.preparing.prepare import prepare
 from schedlang.passes.statics.static import static
 from schedlang.plan import Plan
 from schedlang.runtime.collectives.collective import Group

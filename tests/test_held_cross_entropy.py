@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from schedlang.kernels.check import run_kernel_check
 from schedlang.kernels.held_cross_entropy import Case, held_backward, held_forward
+from schedlang.runtime.logits.lazy_logits import LazyLogits
 from schedlang.runtime.replacing.kernel import kernel_of, match, replace
-from schedlang.runtime.replacing.lazy_logits import LazyLogits
 from tests import models
 from tests.proofs import planned, proven, refused
 from tests.test_linear_cross_entropy import LABELS, LOSSES, WHOLE

@@ -17,10 +17,10 @@ from schedlang.kernels.linear_cross_entropy import (
     statistics,
     weighed,
 )
-from schedlang.passes.laying.prepare import prepare
-from schedlang.runtime.replacing.head import Head, probe_head
+from schedlang.passes.preparing.prepare import prepare
+from schedlang.runtime.logits.head import Head, probe_head
+from schedlang.runtime.logits.lazy_logits import LazyLogits
 from schedlang.runtime.replacing.kernel import kernel_of, match, replace
-from schedlang.runtime.replacing.lazy_logits import LazyLogits
 from tests import models
 from tests.proofs import planned, proven, refused
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from schedlang.passes.blaming.localise import Location, localise
 from schedlang.passes.proving.sides import prepared, widened
-from schedlang.runtime.collectives.judge import difference
-from schedlang.runtime.following.alone import Recorder, parts_of
 from schedlang.runtime.following.notes import Tag
+from schedlang.runtime.judging.alone import Recorder, parts_of
+from schedlang.runtime.judging.judge import difference
 from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.logits.vocab import ShardedLogits
 from schedlang.runtime.sharding import shard
-from schedlang.runtime.sharding.vocab import ShardedLogits
 from tests.zoo.pool import Mutated
 from tests.zoo.scenes import case
 

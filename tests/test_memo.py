@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from schedlang.passes.costs.account import account
 from schedlang.plan import Plan
-from schedlang.runtime.following.memo import Memo
+from schedlang.runtime.recording.memo import Memo
 from tests import models
 from tests.proofs import planned
 

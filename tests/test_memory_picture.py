@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from schedlang.amounts import size
 from schedlang.memory import CLASSES, Moment, RankMemory
 from schedlang.passes.costs.account import account
 from schedlang.passes.showing import memory_picture
 from schedlang.passes.showing.memory_picture import HIGH, MOST_PANELS, MOST_POINTS, over_time
 from schedlang.passes.showing.picture import picture
 from schedlang.passes.showing.show import view
-from schedlang.passes.showing.show_text import size
 from tests import models
 from tests.models import tokens
 from tests.proofs import planned

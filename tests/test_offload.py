@@ -13,8 +13,8 @@ from torch import nn
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.keeping.offload import Store, offload
 from schedlang.runtime.keeping.recompute import checkpoint
-from schedlang.runtime.keeping.tiers import Ledger
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.storage.tiers import Ledger
 
 SIZE = 32
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from schedlang.passes.proving.prove import Case, prove
+from schedlang.passes.verifying.prove import Case, prove
 from schedlang.report import Report
 from schedlang.runtime import program
 from schedlang.runtime.launching.launch import Pool

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedlang.diagnostic import Refusal
-from schedlang.runtime.summing.parts import Absent, rows_of, shares, split, stack
+from schedlang.runtime.parts import Absent, rows_of, shares, split, stack
 
 
 @given(st.integers(0, 40), st.integers(1, 9))

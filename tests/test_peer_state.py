@@ -12,7 +12,7 @@ from schedlang.diagnostic import Refusal
 from schedlang.passes.costs.account import account
 from schedlang.passes.running.build import build
 from schedlang.runtime.collectives.collective import listening
-from schedlang.runtime.keeping.tiers import tier_of
+from schedlang.runtime.storage.tiers import tier_of
 from tests.engine import Threads
 from tests.proofs import adamw, assert_same, planned, proven, refused, sgd, trained
 from tests.test_residence import BATCHES, adafactor, batch, words

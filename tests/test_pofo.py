@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.preparing.prepare import prepare
 from schedlang.primitives.checkpoint import checkpoint
 from schedlang.regions import pofo as plans
 from schedlang.regions.pofo import WAYS, Way, needed, pofo
 from schedlang.regions.rotor import Cost
 from schedlang.runtime.keeping import offload
-from schedlang.runtime.keeping.tiers import Residence
+from schedlang.runtime.storage.tiers import Residence
 from schedlang.value import Bytes
 from tests import models
 from tests.engine import Threads

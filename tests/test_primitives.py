@@ -197,8 +197,8 @@ def _plan(name: str, sizes: dict[str, int], *more: str) -> Plan:
 
 def _buildable(name: str, sizes: dict[str, int], *more: str) -> Plan:
     """The plan of the example, with as few other rows as make it traceable."""
+    from schedlang.passes.completing.complete import completed
     from schedlang.passes.laying.propagate import propagate
-    from schedlang.passes.proposing.complete import completed
 
     refusals = []
     for beside in BESIDE:

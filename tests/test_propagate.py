@@ -13,8 +13,8 @@ from schedlang.passes.cutting.staging import local_skeleton
 from schedlang.passes.laying.propagate import Traced, propagate
 from schedlang.placement import R, S
 from schedlang.runtime.collectives.collective import listening
-from schedlang.runtime.following.constants import OnMeta
-from schedlang.runtime.following.meta import hollow_batch
+from schedlang.runtime.recording.constants import OnMeta
+from schedlang.runtime.recording.meta import hollow_batch
 from schedlang.runtime.sharding.crossing import forget
 from tests import models
 from tests.proofs import planned, refused

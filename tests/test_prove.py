@@ -16,8 +16,8 @@ from typer.testing import CliRunner, Result
 
 from schedlang.cli import app
 from schedlang.diagnostic import Refusal
-from schedlang.passes.proving.prove import Case, check_world, prove
 from schedlang.passes.reading.rows import only_lines
+from schedlang.passes.verifying.prove import Case, check_world, prove
 from schedlang.plan import Plan
 from schedlang.report import Report
 from schedlang.runtime.launching.launch import Pool, RankDied

@@ -16,7 +16,7 @@ from schedlang.runtime.forward import layers_of
 from schedlang.runtime.keeping.offload import Store, offload
 from schedlang.runtime.keeping.recompute import checkpoint
 from schedlang.runtime.keeping.region import regions
-from schedlang.runtime.keeping.tiers import Ledger
+from schedlang.runtime.storage.tiers import Ledger
 from tests.test_recompute import Block, Products
 
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.proving.prove import Case, prove
 from schedlang.passes.reading.state import Settings
 from schedlang.passes.running.build import build
 from schedlang.passes.shrinking.whole import whole
+from schedlang.passes.verifying.prove import Case, prove
 from schedlang.schedule import create_schedule
 from schedlang.source import Source
 from schedlang.syntax import parse

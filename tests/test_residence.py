@@ -18,15 +18,15 @@ from torch.nn import functional as F
 
 from schedlang.diagnostic import Refusal
 from schedlang.passes.costs.account import account
-from schedlang.passes.laying.residence import streamed_units, tiers_of
+from schedlang.passes.preparing.residence import streamed_units, tiers_of
 from schedlang.passes.running.build import build
 from schedlang.passes.showing.show import view
 from schedlang.passes.showing.show_text import text
 from schedlang.runtime.keeping.away import Tiers
-from schedlang.runtime.keeping.leaving import local
-from schedlang.runtime.keeping.scratch import Scratch
-from schedlang.runtime.keeping.tiers import Residence, tier_of
 from schedlang.runtime.program import Program
+from schedlang.runtime.storage.leaving import local
+from schedlang.runtime.storage.scratch import Scratch
+from schedlang.runtime.storage.tiers import Residence, tier_of
 from schedlang.runtime.summing.gradient import local_gradient
 from tests.engine import Threads
 from tests.proofs import adamw, assert_same, planned, proven, refused, sgd, trained

@@ -12,8 +12,8 @@ from torch import nn
 from schedlang.passes.proving.flips import tipped
 from schedlang.passes.proving.observe import Observation, conditions, observe
 from schedlang.passes.proving.original import Sequential
-from schedlang.passes.proving.prove import Case, prove
 from schedlang.passes.proving.rounding import within_rounding
+from schedlang.passes.verifying.prove import Case, prove
 from schedlang.report import Report
 from schedlang.runtime.float64 import Float64, as_float64, widened
 from schedlang.runtime.launching.launch import Pool

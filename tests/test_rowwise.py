@@ -15,7 +15,7 @@ from schedlang.diagnostic import Refusal
 from schedlang.kernels.check import compare
 from schedlang.passes.costs.gains import gains
 from schedlang.runtime.regions.compile import compiled
-from schedlang.runtime.replacing.fuse import unavailable
+from schedlang.runtime.regions.fuse import unavailable
 from schedlang.runtime.replacing.gain import eager, scheduled
 from schedlang.runtime.replacing.gain import generated as made_of
 from schedlang.runtime.rowwise import launch, operator

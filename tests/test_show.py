@@ -7,12 +7,13 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
+from schedlang.amounts import number, size
 from schedlang.passes.costs.account import account
 from schedlang.passes.costs.delta import delta
-from schedlang.passes.showing.fold import pattern
+from schedlang.passes.reading.fold import pattern
 from schedlang.passes.showing.picture import page, picture
 from schedlang.passes.showing.show import View, view
-from schedlang.passes.showing.show_text import number, size, text
+from schedlang.passes.showing.show_text import text
 from schedlang.passes.showing.trace import trace
 from schedlang.timeline import timing
 from tests.models import tokens

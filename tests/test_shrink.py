@@ -19,7 +19,6 @@ from examples.custom.model import Watcher
 from examples.custom.model import batch as series
 from schedlang.cli import app
 from schedlang.diagnostic import Refusal
-from schedlang.passes.proving.prove import prove
 from schedlang.passes.proving.sides import Case
 from schedlang.passes.reading.state import Settings
 from schedlang.passes.shrinking.depth import neighbours
@@ -29,6 +28,7 @@ from schedlang.passes.shrinking.recipe import Recipe, recipes, special_ids
 from schedlang.passes.shrinking.shrink import Shrunk, shrink
 from schedlang.passes.shrinking.small_batch import Cutting, small
 from schedlang.passes.shrinking.small_mesh import small_meshes
+from schedlang.passes.verifying.prove import prove
 from schedlang.runtime.launching.launch import Pool
 from schedlang.source import Source
 from schedlang.syntax import parse

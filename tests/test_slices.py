@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.laying.prepare import prepare
-from schedlang.passes.laying.sequence import slices_of
+from schedlang.passes.preparing.prepare import prepare
+from schedlang.passes.preparing.sequence import slices_of
 from schedlang.runtime.drawing.random import LogicalDropout
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.keeping.recompute import checkpoint

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
 from schedlang.passes.cutting import stages as cuts
-from schedlang.runtime.following.meta import hollow_model
-from schedlang.runtime.following.record import record
-from schedlang.runtime.staging.graph import cut
+from schedlang.runtime.recording.graph import cut
+from schedlang.runtime.recording.meta import hollow_model
+from schedlang.runtime.recording.record import record
+from schedlang.runtime.recording.units import Switch, in_trunk, units_of
 from schedlang.runtime.staging.pipeline import Pipeline
 from schedlang.runtime.staging.split import SplitBackward
 from schedlang.runtime.staging.stage import Stage, Stub, enter
-from schedlang.runtime.staging.units import Switch, in_trunk, units_of
 from schedlang.timeline import Kind, Op, timeline
 from tests import models
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
 from schedlang.passes.cutting import stages as cuts
-from schedlang.runtime.following.calls import calls_of
-from schedlang.runtime.following.meta import hollow_model
-from schedlang.runtime.following.record import record
-from schedlang.runtime.staging.graph import cut, labels
+from schedlang.runtime.recording.calls import calls_of
+from schedlang.runtime.recording.graph import cut, labels
+from schedlang.runtime.recording.meta import hollow_model
+from schedlang.runtime.recording.record import record
+from schedlang.runtime.recording.units import Switch, in_trunk, units_of
 from schedlang.runtime.staging.stage import Stage, Stub
-from schedlang.runtime.staging.units import Switch, in_trunk, units_of
 from tests.alone import compared, cut_evenly, in_stages
 
 WIDTH = 4
@@ -223,7 +223,7 @@ def test_spelt_numbers_are_known_without_data() -> None:
 
 def test_calls_that_were_seen_are_not_asked_for_again() -> None:
     """Where every module is called once their order is known; a second call hides it."""
-    from schedlang.runtime.following.calls import once
+    from schedlang.runtime.recording.calls import once
 
     model = Way("b0 b1")
     seen = once(model, {"b": 1, "b.0": 1, "b.1": 1})

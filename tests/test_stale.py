@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from schedlang.orders import order
-from schedlang.passes.laying.prepare import Prepared
+from schedlang.passes.preparing.prepare import Prepared
 from schedlang.passes.proving.observe import Condition
-from schedlang.passes.proving.prove import Case, prove
 from schedlang.passes.proving.replayed import Replayed
 from schedlang.passes.proving.sides import prepared, sequential
 from schedlang.passes.running.build import build
 from schedlang.passes.statics.static import static
+from schedlang.passes.verifying.prove import Case, prove
 from schedlang.plan import Plan
 from schedlang.runtime import program
 from schedlang.runtime.float64 import Float64

@@ -51,7 +51,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_clear_meaning(name: str) -> None:
     """Shared weights, sliced state, recomputation without a stash: S625 with the row and a way."""
-    from schedlang.passes.laying.prepare import prepare
+    from schedlang.passes.preparing.prepare import prepare
 
     make, batch, words = REFUSED[name]
     with pytest.raises(Refusal) as error:

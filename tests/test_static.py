@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from schedlang.diagnostic import Diagnostic
-from schedlang.passes.laying import book
+from schedlang.passes.preparing import book
 from schedlang.passes.statics import owners
 from schedlang.passes.statics.static import Static, static
 from schedlang.plan import Plan

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
 from schedlang.passes.costs.account import account
-from schedlang.passes.laying.prepare import prepare
-from schedlang.passes.proving.prove import Case, prove
+from schedlang.passes.preparing.prepare import prepare
 from schedlang.passes.statics.static import static
+from schedlang.passes.verifying.prove import Case, prove
 from schedlang.runtime.summing.batch_sums import batch_sums
 from schedlang.runtime.summing.statistics import gather_statistics
 from tests import expert_models as models

@@ -8,7 +8,7 @@ import pytest
 
 from schedlang.passes.blaming.again import trials_of
 from schedlang.passes.proving.observe import Condition, Observation
-from schedlang.passes.proving.prove import Case, prove
+from schedlang.passes.verifying.prove import Case, prove
 from schedlang.report import Report, Row
 from schedlang.runtime.launching.launch import Pool
 from tests import models

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from schedlang.passes.costs.traffic import collectives
-from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.preparing.prepare import prepare
 from schedlang.passes.statics.static import static
 from tests.engine.threads import Threads
 from tests.proofs import planned, refused

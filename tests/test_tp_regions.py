@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
 from schedlang.passes.cutting.staging import stages_of
-from schedlang.passes.laying.holdings import holdings_of
 from schedlang.passes.laying.propagate import propagate
-from schedlang.passes.laying.reductions import reductions
+from schedlang.passes.preparing.holdings import holdings_of
+from schedlang.passes.preparing.reductions import reductions
 from tests import models
 from tests.engine import Threads
 from tests.proofs import planned, proven, refused

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.preparing.prepare import prepare
 from tests.engine import Threads
 from tests.proofs import adamw, assert_near, planned, refused, sequential, trained
 from tests.test_primitives import BATCHES, Toy
@@ -53,7 +53,7 @@ def test_draws_of_later_calls_are_their_own(threads: Threads) -> None:
 
 def test_the_static_proof_sees_every_stage_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shared module's gradient is found on all stages that call it: a sum left out is told."""
-    from schedlang.passes.laying import reductions
+    from schedlang.passes.preparing import reductions
     from schedlang.passes.statics.static import static
 
     plan = planned(_toy(), "again  unroll(3)\nagain  pipeline_split(over=pp)", "pp=3")

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from schedlang.runtime.collectives.collective import Group
 from schedlang.runtime.launching.launch import Pool
-from schedlang.runtime.sharding.vocab import ShardedLogits
+from schedlang.runtime.logits.vocab import ShardedLogits
 
 CLASSES = 7
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from schedlang.orders import order
 from schedlang.passes.cutting import stages as cuts
 from schedlang.passes.cutting.weights import in_flight, state_bytes, weight_of
-from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.preparing.prepare import prepare
 from schedlang.plan import Plan
-from schedlang.runtime.following.record import record
-from schedlang.runtime.staging.units import units_of
+from schedlang.runtime.recording.record import record
+from schedlang.runtime.recording.units import units_of
 from tests.proofs import planned, refused
 
 ROWS, WIDTH = 6, 8

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from schedlang.passes.proving.prove import prove
+from schedlang.passes.verifying.prove import prove
 from schedlang.runtime.launching.launch import Pool
 from tests.tiers import thinned
 from tests.zoo import ZOO

@@ -74,8 +74,8 @@ def _calls(plan: Plan, batch: Mapping[str, Any], wanted: set[str]) -> dict[str, 
     """The arguments of one call of each module, without values."""
     import torch
 
-    from schedlang.runtime.following.constants import on_meta
-    from schedlang.runtime.following.meta import hollow_batch, hollow_model
+    from schedlang.runtime.recording.constants import on_meta
+    from schedlang.runtime.recording.meta import hollow_batch, hollow_model
 
     model, calls = hollow_model(plan.model.model, {}), dict[str, Any]()
 

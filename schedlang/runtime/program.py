@@ -13,30 +13,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime import whole
 from schedlang.runtime.assembly import Assembly
-from schedlang.runtime.casting.loss_scale import LossScale
 from schedlang.runtime.context.install import At
 from schedlang.runtime.keeping.away import Away, at_home
-from schedlang.runtime.keeping.leaving import drop_gradient
-from schedlang.runtime.keeping.tiers import DEVICE
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.saving import archive, export, whole
+from schedlang.runtime.outputs import whole_output
+from schedlang.runtime.parts import Batch, Part, followed, rows_of, split
+from schedlang.runtime.recording.graph import GIVE_LOSS, refusal
+from schedlang.runtime.saving import archive, export
 from schedlang.runtime.scope import Scope, entered
 from schedlang.runtime.sharding import crossing
-from schedlang.runtime.staging.graph import GIVE_LOSS, refusal
-from schedlang.runtime.staging.outputs import whole_output
 from schedlang.runtime.staging.pipeline import BACKWARD, Event
 from schedlang.runtime.staging.step import Result
 from schedlang.runtime.staging.versions import Versions, totals, versions_of
 from schedlang.runtime.staging.watch import Watch
+from schedlang.runtime.stepping.loss_scale import LossScale
 from schedlang.runtime.stepping.whole_step import WholeStep
+from schedlang.runtime.storage.leaving import drop_gradient
+from schedlang.runtime.storage.tiers import DEVICE
 from schedlang.runtime.summing.gradient import (
     norm_alone,
     scale_gradients,
     square_sum,
     sum_gradients,
 )
-from schedlang.runtime.summing.parts import Batch, Part, followed, rows_of, split
 from schedlang.runtime.summing.replicas import reshard, used_anywhere
 from schedlang.runtime.training import Training
 from schedlang.timeline import Op

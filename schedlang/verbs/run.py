@@ -80,7 +80,7 @@ def run(
 
 def _demand(course: Course) -> None:
     """Before any rank starts: exit 1 where the plan costs more than the schedule expects."""
-    from schedlang.passes.reading.expect import counted
+    from schedlang.passes.costs.expected import counted
     from schedlang.verbs.files import demand_expected
 
     if course.plan.expected:
@@ -151,8 +151,8 @@ def _here(course: Course, shown: _Shown) -> Trained:
 
 def _local(course: Course, found: ModelFile, shown: _Shown, as_json: bool) -> Trained:
     """On ranks started here."""
-    from schedlang.passes.proving.prove import check_world
     from schedlang.passes.running.train import train
+    from schedlang.passes.verifying.prove import check_world
     from schedlang.runtime.launching.launch import Hang, Pool, RankDied
 
     check_world(course.plan, "run")

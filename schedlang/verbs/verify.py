@@ -52,8 +52,8 @@ def verify(
     steps of two optimizers, buffers, ties and a saved state, in float64 with dropout on.
     """
     from schedlang.modelfile import load_model_file
-    from schedlang.passes.proving.prove import prove
     from schedlang.passes.shrinking.shrink import remarked
+    from schedlang.passes.verifying.prove import prove
     from schedlang.runtime.launching.launch import Hang, Pool, RankDied
     from schedlang.verbs.lockfile import demand_lock
     from schedlang.verbs.posed import posed

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from schedlang.runtime import scope
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.keeping.rounded import Coding, Rounded, rounded
-from schedlang.runtime.keeping.tiers import reference_to
+from schedlang.runtime.storage.tiers import reference_to
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from schedlang.runtime.collectives import collective
 from schedlang.runtime.collectives.collective import Group
-from schedlang.runtime.following.trace import name_of, tensors_in
 from schedlang.runtime.modes import Ambient
+from schedlang.runtime.recording.torch_calls import name_of, tensors_in
 from schedlang.runtime.sharding.crossing import shared
 from schedlang.runtime.sharding.shard import Forward, Sharded
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from schedlang.runtime.following.constants import OnMeta
+from schedlang.runtime.recording.constants import OnMeta
 
 
 class Counting(TorchFunctionMode):

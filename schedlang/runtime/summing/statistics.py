@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime import scope
 from schedlang.runtime.collectives.collective import Group, all_reduce
-from schedlang.runtime.following.trace import name_of, tensors_in
+from schedlang.runtime.recording.torch_calls import name_of, tensors_in
 from schedlang.runtime.summing.batch_sums import MEANS, SUMS, BatchSum
 
 Total = Callable[[Tensor], Tensor]  # the sum over all parts, forward and backward
