@@ -36,7 +36,7 @@ from tests import models
 from tests.conftest import PRELOAD
 from tests.engine import Threads
 from tests.proofs import planned
-from tests.test_build import GPT2
+from tests.training.test_build import GPT2
 
 MESH = "dp=2, tp=2"
 WORLD = 4
