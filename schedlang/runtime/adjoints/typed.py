@@ -8,7 +8,7 @@ is split over, and which collectives the modules were heard to send.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from schedlang.runtime.collectives import collective, moving
+from schedlang.runtime.collectives import collective, moving, total
 from schedlang.runtime.collectives.collective import Group, listening
 from schedlang.runtime.following.pending import Made, trouble
 from schedlang.runtime.following.trace import Stack
 from schedlang.runtime.logits import vocab
 from schedlang.runtime.recording.torch_calls import name_of, tensors_in
-from schedlang.runtime.sharding import cube, grid, shared_norm, split_norm
+from schedlang.runtime.sharding import cube, grid, split_norm
 from schedlang.runtime.sharding.grid import InParts
 from schedlang.runtime.summing import statistics
 
@@ -33,7 +33,7 @@ SUMS = ("all-reduce", "reduce-scatter")
 # what these give still differs from rank to rank: every rank gets parts of others, for its own
 MOVES = ("all-to-all", "shift", "broadcast", "reduce")
 # the modules whose functions of autograd communicate
-TALKING = (collective, cube, grid, moving, shared_norm, split_norm, statistics, vocab)
+TALKING = (collective, cube, grid, moving, split_norm, statistics, total, vocab)
 
 
 @dataclass(frozen=True)
@@ -123,11 +123,7 @@ class Typed(TorchFunctionMode):
         return self.stack.frames[-1][0]
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the call; what it makes varies where anything that it was given does."""
         kwargs = dict(kwargs or {})

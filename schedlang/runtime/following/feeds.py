@@ -116,11 +116,7 @@ class _Following(TorchFunctionMode):
         self.fed = fed
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the call and hand on what its inputs carry."""
         kwargs = dict(kwargs or {})

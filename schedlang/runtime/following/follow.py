@@ -64,11 +64,7 @@ class Follower(TorchFunctionMode):
         tensor.__dict__["_schedlang_note"] = note
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the call, compare it with the original's and note what its results are."""
         kwargs = dict(kwargs or {})

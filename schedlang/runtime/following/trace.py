@@ -163,11 +163,7 @@ class Recorder(TorchFunctionMode):
         }
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the call and write it down."""
         kwargs = dict(kwargs or {})

@@ -47,11 +47,7 @@ class StandIn:
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Functions of torch: what is known here, or a call with the whole."""
         kwargs, known = dict(kwargs or {}), cls.known().get(func)

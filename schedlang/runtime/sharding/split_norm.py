@@ -67,11 +67,7 @@ class Along(Ambient):
         return id(tensor) in self.parameters or "_schedlang_along" in tensor.__dict__
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Compute a call on parts as it would be on the whole, or refuse it."""
         kwargs, name = dict(kwargs or {}), name_of(func)
