@@ -10,11 +10,10 @@ from schedlang import nodes as n
 from schedlang import spelling
 from schedlang.diagnostic import Diagnostic, Label, Refusal, guess
 from schedlang.evaluate import evaluate
-from schedlang.facets import Expectation
 from schedlang.value import UNKNOWN, Names, shown
 
 if TYPE_CHECKING:
-    pass
+    from schedlang.facets import Expectation
 
 ORDER: Mapping[str, Callable[[float, float], bool]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
@@ -29,6 +28,8 @@ def read(node: n.Expect, names: Names) -> Expectation | None:
 
     Raises Refusal S861 for anything but a measure compared with a bound.
     """
+    from schedlang.facets import Expectation
+
     if not isinstance(node.test, n.Chain) or len(node.test.items) != 3:
         _refuse(node, "this compares no measure with a bound")
     left, op, right = node.test.items

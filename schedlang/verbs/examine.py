@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.verbs.answers import CHECK, LOCK, STATIC, VERIFY, Outcome, Wish
-from schedlang.verbs.outcome import FAILS, HOLDS, REFUSED, UNCHECKED
+from schedlang.verbs.ending import FAILS, HOLDS, REFUSED, UNCHECKED
 
 if TYPE_CHECKING:
     from schedlang.modelfile import ModelFile

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from schedlang.verbs.outcome import FAILS
+from schedlang.verbs.ending import FAILS
 
 if TYPE_CHECKING:
     from schedlang.diagnostic import Diagnostic

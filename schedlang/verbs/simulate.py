@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from schedlang.verbs.drawing import Page, Pictures, Svg, Trace, Transfers, Width, in_bars
-from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, show_json, verb
+from schedlang.verbs.ending import show_json
+from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, verb
 
 if TYPE_CHECKING:
     from schedlang.passes.costs.estimated import Machine

@@ -9,17 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from schedlang.verbs.outcome import (
-    FAILS,
-    HOLDS,
-    UNCHECKED,
-    AsJson,
-    Knobs,
-    MeshSizes,
-    Model,
-    show_json,
-    verb,
-)
+from schedlang.verbs.ending import FAILS, HOLDS, UNCHECKED, show_json
+from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, verb
 
 
 @verb
