@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from schedlang.orders import order
-from schedlang.timeline import timing
 
 if TYPE_CHECKING:
     from schedlang.passes.showing.show import View
     from schedlang.report import Report
 
 Drawn = Iterator[tuple[str, str]]  # file name, text
+BLAMED = "3d.sched:14   attn.c_attn  shard(col, blocks=3, over=tp)"
 ORDERS = (("1F1B", 4, 8, 1), ("ZB-V", 4, 8, 2), ("Chimera", 4, 8, 1), ("BPipe", 8, 8, 1))
 
 
@@ -88,7 +88,7 @@ def different() -> Report:
         bounds=(Bound("bubble <= 20%", holds=False, found="33.3%", why=("pipeline: 2 stages",)),
                 Bound("time(step) < 1s", holds=None)),
         command="schedlang verify 3d.sched --seed 0 --mesh tp=2",
-    ).blame("3d.sched:14   attn.c_attn  shard(col, blocks=3, over=tp)", diagnosis="2 times")  # fmt: skip
+    ).blame(BLAMED, diagnosis="tp = 2 times what is right")  # fmt: skip
 
 
 def plans() -> Drawn:

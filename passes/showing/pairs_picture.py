@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from schedlang.passes.costs.pairs import Pairs, pairs
@@ -31,6 +32,7 @@ STYLE = (
 )
 MARGIN, HEAD, SIDE, CELL, WORDY = 24, 44, 420.0, 56.0, 50.0
 LIST, BAR, MOST_SORTS, SORT = 660, 430.0, 8, 32
+MOST_CELLS = 16  # rows and columns; beyond, cells are not told apart when pointed at
 Sort = tuple[str, str]  # kind, axes
 
 
@@ -61,11 +63,13 @@ class Matrix:
         there = self.sums.bytes[self.sums.bytes > 0]
         low, high = math.log(there.min()), math.log(there.max())
         count = len(LIGHT) if high - low > 0.7 else 1
-        return tuple(math.floor(math.exp(low + (high - low) * k / count)) for k in range(count))
+        edges = (math.floor(math.exp(low + (high - low) * k / count)) for k in range(count))
+        return tuple(dict.fromkeys(edges))
 
     def shade(self, value: float) -> int:
         """The shade of so many bytes."""
-        return sum(value >= start for start in self.starts[1:]) if len(self.starts) > 1 else 2
+        lowest = len(LIGHT) - len(self.starts)
+        return lowest + sum(value >= start for start in self.starts[1:])
 
     def every(self, room: int) -> int:
         """Of how many rows or columns one can be named that needs so many points."""
@@ -94,8 +98,8 @@ def between(view: View, y: int) -> tuple[list[str], int]:
 
 def _legend(drawn: Matrix, y: int) -> Iterator[str]:
     x = 150.0
-    for start in drawn.starts:
-        words = f"from {size(start)}"
+    for start, following in zip(drawn.starts, (*drawn.starts[1:], 1)):
+        words = f"from {size(start)}" if start else f"below {size(following)}"
         kind = f"h{drawn.shade(start + 0.5)}"
         yield f'<rect class="{kind}" x="{x:.0f}" y="{y - 10}" width="12" height="12"/>'
         yield say(x + 17, y, words)
@@ -109,32 +113,44 @@ def _names(drawn: Matrix) -> Iterator[str]:
     yield say(MARGIN, drawn.y - 22, f"each row is {whose} and what goes to each column", "s")
     for place, name in enumerate(sums.names):
         middle = (place + 0.5) * wide
-        if place % drawn.every(14) == 0:
+        if place % drawn.every(20) == 0:
             yield say(MARGIN, drawn.y + middle + 4, str(place), "m")
             if drawn.cell >= 24:
                 yield say(MARGIN + 26, drawn.y + middle + 4, name, "s")
-        if place % drawn.every(20) == 0:
             yield say(drawn.left + middle, drawn.y - 5, str(place), "c")
 
 
 def _cells(drawn: Matrix) -> Iterator[str]:
     """Cells of what is sent, with the bytes written on them where there is room."""
     sums, wide = drawn.sums, drawn.cell
-    side = wide - (1 if wide > 8 else 0.3)
-    for row in range(len(sums.names)):
-        y = drawn.y + row * wide
-        yield (f'<rect class="z" x="{drawn.left:.1f}" y="{y:.1f}" '
-               f'width="{wide * len(sums.names):.1f}" height="{side:.1f}"/>')  # fmt: skip
-        for column, value in enumerate(sums.bytes[row].tolist()):
-            if not value:
-                continue
-            x, words = drawn.left + column * wide, size(round(value))
-            said = html.escape(f"{sums.names[row]} to {sums.names[column]}: {words}")
-            shade = drawn.shade(value)
-            yield (f'<rect class="h{shade}" x="{x:.1f}" y="{y:.1f}" width="{side:.1f}" '
-                   f'height="{side:.1f}"><title>{said}</title></rect>')  # fmt: skip
-            if wide >= WORDY:
-                yield say(x + wide / 2, y + wide / 2 + 3, words, f"w w{shade}")
+    side = wide * len(sums.names)
+    yield f'<rect class="z" x="{drawn.left:.1f}" y="{drawn.y}" width="{side:g}" height="{side:g}"/>'
+    if len(sums.names) > MOST_CELLS:
+        yield from _runs(drawn)
+        return
+    for row, column in zip(*(found.tolist() for found in sums.bytes.nonzero())):
+        value = float(sums.bytes[row, column])
+        x, y, words = drawn.left + column * wide, drawn.y + row * wide, size(round(value))
+        said = html.escape(f"{sums.names[row]} to {sums.names[column]}: {words}")
+        shade = drawn.shade(value)
+        yield (f'<rect class="h{shade}" x="{x:.1f}" y="{y:.1f}" width="{wide - 1:.1f}" '
+               f'height="{wide - 1:.1f}"><title>{said}</title></rect>')  # fmt: skip
+        if wide >= WORDY:
+            yield say(x + wide / 2, y + wide / 2 + 3, words, f"w w{shade}")
+
+
+def _runs(drawn: Matrix) -> Iterator[str]:
+    """Of many ranks: neighbours of a shade as one piece, and all of a shade as one path."""
+    wide, paths = drawn.cell, [""] * len(LIGHT)
+    for row, values in enumerate(drawn.sums.bytes.tolist()):
+        shades = enumerate(drawn.shade(value) if value else -1 for value in values)
+        for shade, run in groupby(shades, key=lambda pair: pair[1]):
+            places = [place for place, _ in run]
+            if shade >= 0:
+                x, y = drawn.left + places[0] * wide, drawn.y + row * wide
+                long = len(places) * wide
+                paths[shade] += f"M{x:.1f} {y:.1f}h{long:.1f}v{wide:.1f}h-{long:.1f}z"
+    yield from (f'<path class="h{k}" d="{path}"/>' for k, path in enumerate(paths) if path)
 
 
 def _sorts(view: View, found: Sequence[Collective], y: int) -> tuple[list[str], int]:

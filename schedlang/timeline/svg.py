@@ -9,7 +9,7 @@ import numpy as np
 
 from schedlang.cost import Number
 from schedlang.timeline.durations import Costs
-from schedlang.timeline.looks import fill, label, levels, named, opacity, word
+from schedlang.timeline.looks import fill, label, levels, named, shaded, word
 from schedlang.timeline.needs import dependencies
 from schedlang.timeline.table import UNIT, Kind, Timeline
 from schedlang.timeline.timing import Timing, timing
@@ -149,8 +149,8 @@ def _blocks(times: Timing, scale: float, tops: Sequence[int], left: int) -> Iter
             continue
         x, y = left + start * scale, tops[rank]
         box = f'x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{BLOCK}"'
-        yield (f'<rect class="b" {box} fill="{fill(Kind(kind))}" '
-               f'fill-opacity="{opacity(high, most):.2f}">{_title(t, row)}</rect>')  # fmt: skip
+        yield (f'<rect class="b" {box} fill="{shaded(Kind(kind), high, most)}">'
+               f"{_title(t, row)}</rect>")  # fmt: skip
         if replica:
             yield f'<rect {box} fill="url(#replica)" pointer-events="none"/>'
         words = label(microbatch, part, slices)
@@ -171,8 +171,7 @@ def _paths(times: Timing, scale: float, tops: Sequence[int], left: int) -> Itera
         rows = shown & (sorts == (kind, high, replica)).all(axis=1)
         pieces = zip(x[rows].tolist(), top[t.rank[rows]].tolist(), wide[rows].tolist())
         path = "".join(f"M{a:g} {y}h{w:g}v{BLOCK}h-{w:g}z" for a, y, w in pieces)
-        yield (f'<path d="{path}" fill="{fill(Kind(kind))}" '
-               f'fill-opacity="{opacity(high, most):.2f}"/>')  # fmt: skip
+        yield f'<path d="{path}" fill="{shaded(Kind(kind), high, most)}"/>'
         if replica:
             yield f'<path d="{path}" fill="url(#replica)"/>'
 
