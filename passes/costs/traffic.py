@@ -39,6 +39,7 @@ class Collective:
     bytes    of the whole tensor, once; of the largest slice where ranks sum slices of their own
     places   along the pipeline's axis where it happens; None: everywhere
     row      the row of the plan that asks for it, if one does
+    to       the place along the pipeline's axis to which it is sent; None: not to a certain one
     """
 
     kind: str
@@ -50,6 +51,7 @@ class Collective:
     bytes: int
     places: frozenset[int] | None = None
     row: int | None = None
+    to: int | None = None
 
     @property
     def total(self) -> int:
@@ -308,12 +310,12 @@ def _sent(
     count = staged.microbatches(edge[0], ends[0], replica)
     sent = Collective(
         "send", (staged.axis,), "forward", f"to stage {edge[1]}", fqn, count,
-        _bytes(local(leaf.shape), leaf.dtype), frozenset(ends[:1]), context.row("stage"),
+        _bytes(local(leaf.shape), leaf.dtype), frozenset(ends[:1]), context.row("stage"), ends[1],
     )  # fmt: skip
     yield sent
     if leaf.differentiable:
         what = f"grad to stage {edge[0]}"
-        yield replace(sent, phase="backward", what=what, places=frozenset(ends[1:]))
+        yield replace(sent, phase="backward", what=what, places=frozenset(ends[1:]), to=ends[0])
 
 
 def _bytes(shape: Iterable[int], dtype: str) -> int:
@@ -338,11 +340,11 @@ def _states(context: _Context) -> Iterator[Collective]:
         for size in state_rounds(plan, context.holdings, rank):
             out = Collective(
                 "send", (staged.axis,), "step", "state to a peer", "", 1, size * MOMENTS,
-                frozenset({place}), row,
+                frozenset({place}), row, (place + 1) % places,
             )  # fmt: skip
             yield out
             holder = frozenset({(place + 1) % places})
-            yield replace(out, what="state to its owner", places=holder)
+            yield replace(out, what="state to its owner", places=holder, to=place)
 
 
 def _slices(context: _Context) -> Iterator[Collective]:

@@ -149,8 +149,8 @@ def _page(data: str, shown: Shown | None) -> str:
         '<label><input id="transfers" type="checkbox"> transfers</label></form>\n'
         '<p id="source"></p><p><b id="told"></b></p><p class="key">'
         f"{key}; later stages of a rank are fainter, a second replica is hatched</p>\n"
-        '<div id="frame"><svg xmlns="http://www.w3.org/2000/svg" id="drawing" role="img" '
-        'aria-label="timeline"></svg></div>\n'
+        '<div id="frame"><svg xmlns="http://www.w3.org/2000/svg" class="t" id="drawing" '
+        'role="img" aria-label="timeline"></svg></div>\n'
         "<p>F, I and W are the times of one microbatch on one rank's whole share of the model; a "
         "whole backward takes I + W, a stage of several on a rank its part. Activations are in "
         "microbatches of one rank's share.</p>\n"

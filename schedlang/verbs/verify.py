@@ -35,6 +35,9 @@ def verify(
             "--shrink/--whole", help="A reduced model and mesh; by itself if the model is on meta."
         ),
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write the report as a page into this file.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Prove that a schedule computes what the model computes; a CPU is enough.
@@ -45,7 +48,9 @@ def verify(
     from schedlang.modelfile import load_model_file
     from schedlang.passes.shrinking.shrink import remarked
     from schedlang.passes.verifying.prove import prove
+    from schedlang.report_page import page
     from schedlang.runtime.launching.launch import Hang, Pool, RankDied
+    from schedlang.verbs.files import write_text
     from schedlang.verbs.lockfile import demand_lock
     from schedlang.verbs.posed import posed
     from schedlang.verbs.settings import settings
@@ -66,7 +71,10 @@ def verify(
             print(failure, file=sys.stderr)
             raise typer.Exit(UNCHECKED) from None
     said.done()
-    _show(remarked(report, one.small), as_json)
+    report = remarked(report, one.small)
+    if html is not None:
+        write_text(html, page(report))
+    _show(report, as_json)
     raise typer.Exit(report.exit_code if report.exit_code in (HOLDS, FAILS) else UNCHECKED)
 
 
