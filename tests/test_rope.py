@@ -15,7 +15,8 @@ from schedlang.kernels.rope import Case, Form, reference, rope, rope_turn
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.replacing.kernel import match, replace
-from schedlang.runtime.replacing.rope import Rotary, Turning
+from schedlang.runtime.replacing.rope import Rotary
+from schedlang.runtime.replacing.turned import Turning
 from tests import models
 from tests.proofs import planned, proven, refused
 from tests.tiers import thinned
