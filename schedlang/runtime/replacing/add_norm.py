@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.kernels.add_norm import LONGEST, Case, Form, add_norm
+from schedlang.kernels.add_norm import LONGEST, Case, Form, add_norm, fits
 from schedlang.kernels.device import wide
 from schedlang.kernels.norms import Norm, probe_norm
 from schedlang.kernels.probe import Mismatch
@@ -172,9 +172,9 @@ class Adding:
         self.norm, self.module = norm, module
 
     def __call__(self, owner: nn.Module, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """(sum, norm); apart where the two are not of one shape and type."""
-        if a.shape != b.shape or a.dtype != b.dtype:
-            leave(self.module, "add_norm", "it adds two tensors of one shape and type", a=a, b=b)
+        """(sum, norm); apart where the two are not of one shape."""
+        if not fits(a, b):
+            leave(self.module, "add_norm", "it adds two tensors of one shape", a=a, b=b)
             total = a + b
             return total, owner(total)
         if a.shape[-1] > LONGEST:

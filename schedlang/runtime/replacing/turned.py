@@ -91,10 +91,12 @@ def _unfit(
     if torch.is_grad_enabled() and any(t.requires_grad for t in tables):
         raise _learned(found.name)
     rows, tokens, size = q.shape[0], q.shape[3 - form.heads], q.shape[3]
-    if not all((x.shape[0], x.shape[3 - form.heads], x.shape[3]) == (rows, tokens, size)
+    # sizes may be symbols here, which torch.compile compares rightly only one by one
+    if not all(x.shape[0] == rows and x.shape[3 - form.heads] == tokens and x.shape[3] == size
                and x.dtype == q.dtype for x in lines):  # fmt: skip
         return "it turns queries and keys of one type, with as many rows, tokens and numbers"
-    if cos.shape != sin.shape or cos.shape[0] not in (1, rows) or cos.shape[1] != tokens:
+    alike = all(a == b for a, b in zip(cos.shape, sin.shape))
+    if not alike or not (cos.shape[0] == 1 or cos.shape[0] == rows) or cos.shape[1] != tokens:
         return "it takes cosines and sines of one shape, for each of the tokens"
     width = cos.shape[2] * (1 + found.doubled)
     if width != size and not (found.partial and width < size and width % 2 == 0):
