@@ -32,6 +32,7 @@ class RankMemory:
 
     place  along the pipeline's axis, if there is one
     host   bytes in host memory at most, of what was moved there
+    left   calls that kernels leave to the model, in words
     """
 
     ranks: int
@@ -39,6 +40,7 @@ class RankMemory:
     place: int | None
     moments: tuple[Moment, ...]
     host: int = 0
+    left: tuple[str, ...] = ()
 
     @property
     def top(self) -> Moment:

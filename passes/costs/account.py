@@ -110,6 +110,7 @@ def account(
         gained = gains(plan, sample)
         held, why = _memory(plan, batch, loss, prepared)
         notes += [why] if why else []
+        notes += dict.fromkeys(f"W703: {said}" for one in held or () for said in one.left)
     staged = prepared.staged
     return Account(
         rank_classes(plan, staged, prepared.holdings),

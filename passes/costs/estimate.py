@@ -46,6 +46,7 @@ class _Played:
     ops: Mapping[Any, Sequence[_Run]]
     rest: Sequence[_Run]
     host: int
+    left: tuple[str, ...]
 
 
 class _Run(NamedTuple):
@@ -92,6 +93,7 @@ def _play(
     from schedlang.runtime.collectives.tap import playing
     from schedlang.runtime.keeping.offload import watched
     from schedlang.runtime.played import play
+    from schedlang.runtime.replacing.left import left_in
     from schedlang.runtime.storage.footprint import Footprint
     from schedlang.runtime.summing.gathered import without_values
 
@@ -109,7 +111,8 @@ def _play(
         units = [unit for one in program.assembly.sliced.values() for unit in one.units]
         with without_values(units):
             play(program, staged.cut, few, footprint)
-    return _table(footprint, of, ready.staged)
+    left = tuple(map(str, left_in(program.assembly.module)))
+    return _table(footprint, of, ready.staged, left)
 
 
 def _state_ranks(plan: Plan, rank: int) -> tuple[int, ...]:
@@ -141,7 +144,7 @@ def _start(program: Program, footprint: Footprint) -> None:
             footprint.hold("optimizer", moments)
 
 
-def _table(footprint: Footprint, of: RankClass, staged: Staged) -> _Played:
+def _table(footprint: Footprint, of: RankClass, staged: Staged, left: tuple[str, ...]) -> _Played:
     from schedlang.timeline import Kind
 
     marks = [one.what for one in footprint.stretches]
@@ -154,7 +157,7 @@ def _table(footprint: Footprint, of: RankClass, staged: Staged) -> _Played:
             rest.append(run)
         else:
             ops.setdefault(_key(staged, of.place, one.what), []).append(run)
-    return _Played(of, ran[0].end, ops, rest, footprint.host)
+    return _Played(of, ran[0].end, ops, rest, footprint.host, left)
 
 
 def _key(staged: Staged, place: int | None, op: Op) -> tuple[Any, ...]:
@@ -194,8 +197,9 @@ def _memory(plan: Plan, prepared: Prepared, one: RankClass, played: _Played) -> 
         then(AFTER, run)
     scale = [_ratio(getattr(one, name), getattr(played.of, name)) for name in STATE]
     return RankMemory(
-        one.ranks, one.first, one.place, tuple(_scaled(m, scale) for m in moments), played.host
-    )
+        one.ranks, one.first, one.place, tuple(_scaled(m, scale) for m in moments), played.host,
+        played.left,
+    )  # fmt: skip
 
 
 def _rows(plan: Plan, staged: Staged, place: int | None) -> list[Op]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.blaming.again import Failure
 from schedlang.passes.blaming.suspect import suspected
 from schedlang.passes.costs.expected import bounds
+from schedlang.passes.costs.gains import Gained, gained
 from schedlang.passes.preparing.reductions import is_lossy
 from schedlang.passes.preparing.routing import routings
 from schedlang.passes.proving.asked import STEPS, Asked, asked
@@ -47,10 +48,12 @@ if TYPE_CHECKING:
     from schedlang.passes.proving.original import Sequential
     from schedlang.runtime.launching.launch import Pool
     from schedlang.runtime.program import Program
+    from schedlang.runtime.replacing.left import Left
 
 MOST_RANKS = 8
 Progress = Callable[[str], None]
-_Ran = tuple[Observation, Observation, dict[str, Any]]  # in float64, in the working dtype, saved
+# in float64, in the working dtype, saved; and what kernels left to the model
+_Ran = tuple[Observation, Observation, dict[str, Any], tuple["Left", ...]]
 
 
 def prove(
@@ -71,6 +74,7 @@ def prove(
     case = replace(case, meant=None)
     case = prepared(_lengthened(case, wanted.steps))
     working, case = as_worked(case), widened(case)
+    fewer = () if working is None else gained(working.plan, working.batches[0])
     progress("the original")
     case = check_parts(case)
     working = working and replace(working, parted=case.parted)
@@ -86,7 +90,8 @@ def prove(
     extra, more = _in_working_dtype(working, wanted, pool)
     report = Report(
         (*rows, *bits, *extra, *changed_rows(case)),
-        title=title, facts=_facts(case, ran), command=command,
+        title=title, facts=(*_facts(case, ran), *_kernels(fewer, seen[3])),
+        command=command,
         equivalence=_class(case), unchecked=(*unsure, *unchecked, *more),
         gaps=_gaps(case, ran, expected, actual, drawn), bounds=held,
     )  # fmt: skip
@@ -188,11 +193,15 @@ def _ranks(case: Case, working: Case | None, told: Sequence[Condition], pool: Po
     """What the ranks saw in float64 and in the working dtype, and their saved state, loaded."""
     import tempfile
 
+    from schedlang.runtime.replacing.left import merged
+
     with tempfile.TemporaryDirectory(prefix="schedlang-") as folder:
         world = case.plan.mesh.world
-        seen, rounded, again = pool.run(_rank, world, case, working, tuple(told), folder)[0]
+        every = pool.run(_rank, world, case, working, tuple(told), folder)
+        seen, rounded, again, _ = every[0]
         outputs = NO_OUTPUTS if case.parted else again  # each replica has statistics of its own
-        return seen, rounded, loaded(case, told, folder) | {"outputs": outputs}
+        left = merged(one for ran in every for one in ran[3])
+        return seen, rounded, loaded(case, told, folder) | {"outputs": outputs}, left
 
 
 def _compared(
@@ -201,7 +210,7 @@ def _compared(
     """The rows of one run of the ranks."""
     from schedlang.passes.proving.compare import compare
 
-    actual, rounded, archive = ran
+    actual, rounded, archive, _ = ran
     exact = not given_up(case.plan) and not case.parted
     rows = [*compare(expected, actual, exact=exact)]
     rows += archive_rows(told[saved(told)].name, archive, actual)
@@ -227,10 +236,11 @@ def _baseline_rows(
 
 def _rank(
     case: Case, working: Case | None, told: Sequence[Condition], folder: str
-) -> tuple[Observation, Observation, tuple[Outputs, Outputs]]:
-    """One rank's part of the proof; only rank 0 keeps what it saw."""
+) -> tuple[Observation, Observation, tuple[Outputs, Outputs], tuple[Left, ...]]:
+    """One rank's part of the proof; only rank 0 keeps what it saw, each what kernels left."""
     from schedlang.runtime.float64 import Float64
     from schedlang.runtime.modes import ambient
+    from schedlang.runtime.replacing.left import left_in, merged
     from schedlang.runtime.routing.choices import Choices
 
     made: list[Program] = []
@@ -238,13 +248,17 @@ def _rank(
         seen = observed(case, told, made)
         made[saved(told)].save(f"{folder}/state")
         again = reloaded(made[saved(told)], made[0], case.batches[0], folder)
+
+    def left() -> tuple[Left, ...]:
+        return merged(one for program in made for one in left_in(program.assembly.module))
+
     if working is None:
-        return seen, Observation(), again
+        return seen, Observation(), again, left()
     first = [replace(condition, batches=working.batches) for condition in told[:1]]
     chosen = Choices()
     with ambient(chosen):
-        rounded = observed(working, first, [])
-    return seen, replace(rounded, choices=chosen.everyone()), again
+        rounded = observed(working, first, made)
+    return seen, replace(rounded, choices=chosen.everyone()), again, left()
 
 
 # -- what is said about it ---------------------------------------------------------------------
@@ -262,6 +276,12 @@ def _facts(case: Case, ran: Runs) -> tuple[tuple[str, str], ...]:
         ("torch", torch.__version__),
         *derived,
     )
+
+
+def _kernels(fewer: Sequence[Gained], left: Sequence[Left]) -> Iterator[tuple[str, str]]:
+    """What fused rows gain, and calls that kernels left to the model."""
+    yield from (("fused", str(one)) for one in fewer)
+    yield from (("W703", str(one)) for one in left)
 
 
 def _gaps(

@@ -68,13 +68,18 @@ def run(
                   | trained.to_json())  # fmt: skip
     elif first:
         print(_report(title.name, course, trained))
+        for one in trained.left:
+            print(one.warning.render(), file=sys.stderr)
 
 
 def _demand(course: Course) -> None:
-    """Before any rank starts: exit 1 where the plan costs more than the schedule expects."""
+    """Before any rank starts: refuse what gains nothing (S888), and exit 1 where the plan costs
+    more than the schedule expects."""
     from schedlang.passes.costs.expected import counted
+    from schedlang.passes.costs.gains import gained
     from schedlang.verbs.files import demand_expected
 
+    gained(course.plan, course.batch(course.seed))
     if course.plan.expected:
         batch = course.batch(course.seed)
         costs = counted(course.plan, batch, course.loss, course.weight)

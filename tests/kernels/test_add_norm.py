@@ -36,6 +36,7 @@ def test_kernel_is_as_right_as_eager():
         for form in FORMS
         for dtype in ("float32", "bfloat16", "float16")
     ]
+    cases += [Case((3, 70), "float32", form, right="bfloat16") for form in FORMS[:3:2]]
     cases += [Case((1, 9), strided=True), Case((3, 300), form=FORMS[2], scale=1e-3, bias=True)]
     for each in run_kernel_check(cases, device="cpu"):
         assert each.backend == "interpreter"
@@ -56,6 +57,23 @@ def test_operator_equals_autograd_of_the_reference(form):
             sides.append([*made, *torch.autograd.grad(loss, leaves)])
         for ours, plain in zip(*sides):
             assert (ours - plain).norm() <= 1e-13 * plain.norm()
+
+
+@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
+def test_two_types(first):
+    """As under a cast, where what is added is rounded and the residual is not: types, values and
+    gradients are those of torch's own sum and norm."""
+    second = torch.bfloat16 if first == torch.float32 else torch.float32
+    leaves = [torch.randn(3, 10).to(kind).requires_grad_() for kind in (first, second)]
+    leaves.append(torch.randn(10, requires_grad=True))
+    sides = []
+    for call in (add_norm, reference):
+        made = call(*leaves, None, FORMS[0])
+        sides.append([*made, *torch.autograd.grad(sum((y**2).sum() for y in made), leaves)])
+    for ours, plain in zip(*sides):
+        assert ours.dtype == plain.dtype
+        torch.testing.assert_close(ours, plain, rtol=1e-6 if ours.dtype == torch.float32 else 8e-3,
+                                   atol=1e-6)  # fmt: skip
 
 
 def test_opcheck():

@@ -15,7 +15,8 @@ from schedlang.kernels.rope import Case, Form, reference, rope, rope_turn
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.replacing.kernel import match, replace
-from schedlang.runtime.replacing.rope import Rotary, Turning
+from schedlang.runtime.replacing.rope import Rotary
+from schedlang.runtime.replacing.turned import Turning
 from tests import models
 from tests.proofs import planned, proven, refused
 from tests.tiers import thinned
@@ -235,6 +236,19 @@ def test_forwards_with_decorators_and_one_graph():
         assert made[2] == "noted"
         torch.testing.assert_close(made[:2], expected[:2], rtol=1e-14, atol=0)
     assert runs()["reference"] == before + 2
+
+
+@pytest.mark.parametrize("unknown", [0, 2])
+def test_sizes_that_are_symbols(unknown):
+    """Where the compiler does not know some sizes, the kernel still turns."""
+    own, given = Own(), drawn(Form())
+    expected = own(*given)
+    replace(own, match(own, "rope"))
+    torch._dynamo.maybe_mark_dynamic(given[unknown], 0)
+    before = runs().get("reference", 0)
+    made = torch.compile(own, fullgraph=True, backend="aot_eager")(*given)
+    torch.testing.assert_close(made, expected, rtol=1e-14, atol=0)
+    assert runs()["reference"] == before + 1
 
 
 ROWS = {

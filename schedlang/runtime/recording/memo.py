@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _len_torch_dispatch_stack  # type: ignore[attr-defined]
 
 Made = tuple[tuple[Any, ...], tuple[Any, ...], torch.dtype]  # size, stride, dtype of a result
 PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -39,7 +38,7 @@ class Memo:
         if fresh is None:
             fresh = self._fresh[func] = _makes(func)
         inputs: list[Tensor] = []
-        alone = _len_torch_dispatch_stack() == 0
+        alone = torch._C._len_torch_dispatch_stack() == 0
         key = _key((func, args, *kwargs.items()), inputs) if fresh and alone else None
         if key is None or not inputs:
             return plain(*args, **kwargs)

@@ -227,5 +227,5 @@ def owned(module: nn.Module) -> bool:
     """Has the module's own forward something else in its place?"""
     layers = layers_of(module)
     return layers is not None and (
-        layers.original is not None or bool({"kernel", "context"} & set(layers.kinds))
+        layers.original is not None or bool({"kernel", "attend", "context"} & set(layers.kinds))
     )

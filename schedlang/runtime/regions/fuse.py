@@ -68,7 +68,7 @@ def fuse(module: nn.Module, *, split_backward: bool = False, rounding: str = "fp
     if missing:
         raise _refusal("S831", "inductor cannot compile here", missing)
     layers = layers_of(module)
-    if layers is not None and "kernel" in layers.kinds:
+    if layers is not None and {"kernel", "attend"} & set(layers.kinds):
         name = type(module).__name__
         raise _refusal(
             "S832", f"`{name}` has a kernel of its own already", "fuse what is around it"
