@@ -12,7 +12,7 @@ from torch import nn
 from schedlang.modelfile import load_model_file
 from tests import models, survey
 from tests.alone import compared, cut_evenly
-from tests.book.test_examples import ROOT
+from tests.docs.test_examples import ROOT
 
 Batch = dict[str, Any]
 GROUP = "albert.encoder.albert_layer_groups.0"

@@ -22,7 +22,7 @@ from schedlang.plan import Plan
 from schedlang.report import Report
 from schedlang.runtime.collectives.collective import listening
 from tests import models
-from tests.book.test_docs import ROOT, blocks
+from tests.docs.test_docs import ROOT, blocks
 from tests.engine import Threads
 from tests.proofs import planned, proven, sgd
 
