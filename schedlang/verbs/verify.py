@@ -48,9 +48,7 @@ def verify(
     from schedlang.modelfile import load_model_file
     from schedlang.passes.shrinking.shrink import remarked
     from schedlang.passes.verifying.prove import prove
-    from schedlang.report_page import page
     from schedlang.runtime.launching.launch import Hang, Pool, RankDied
-    from schedlang.verbs.files import write_text
     from schedlang.verbs.lockfile import demand_lock
     from schedlang.verbs.posed import posed
     from schedlang.verbs.settings import settings
@@ -71,14 +69,16 @@ def verify(
             print(failure, file=sys.stderr)
             raise typer.Exit(UNCHECKED) from None
     said.done()
-    report = remarked(report, one.small)
-    if html is not None:
-        write_text(html, page(report))
-    _show(report, as_json)
+    _show(remarked(report, one.small), as_json, html)
     raise typer.Exit(report.exit_code if report.exit_code in (HOLDS, FAILS) else UNCHECKED)
 
 
-def _show(report: Any, as_json: bool) -> None:
+def _show(report: Any, as_json: bool, html: Path | None) -> None:
+    from schedlang.report_page import page
+    from schedlang.verbs.files import write_text
+
+    if html is not None:
+        write_text(html, page(report))
     if as_json:
         show_json(report.to_json())
         return
