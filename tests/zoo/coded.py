@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -50,10 +49,7 @@ def draws_of_the_first_step(patch: Patch, site: Site) -> None:
 def weights_are_rounded(patch: Patch, site: Site) -> None:
     """Weights that are saved for backward are rounded with everything else."""
 
-    def none(*given: Any) -> Iterator[int]:
-        return iter(())
-
-    patch.setattr(coded.Code, "own", none)
+    patch.setattr(coded.Code, "holds", lambda *given: False)
 
 
 @bug("F44", "compress", Operator.SLICE, "rounded", row=ROW)
