@@ -16,7 +16,7 @@ def flat(function: Callable[..., Any]) -> Callable[..., Any]:
     and with their annotations and defaults; no two groups may name an option alike.
     """
     hints = get_type_hints(function, include_extras=True)
-    groups = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    groups: dict[str, Any] = {n: kind for n, kind in hints.items() if is_dataclass(kind)}
     if not groups:
         return function
     plain = [

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.test_coded import ROW, tokens
 from torch import nn
 
 from schedlang.diagnostic import Refusal
@@ -17,6 +16,7 @@ from schedlang.runtime.keeping import offload
 from schedlang.runtime.storage.own import is_copy
 from tests import models
 from tests.engine import Threads
+from tests.memory.test_coded import ROW, tokens
 from tests.proofs import assert_same, planned, proven, trained
 from tests.tiers import thinned
 from tests.zoo.scenes import GPT2, LLAMA
