@@ -139,7 +139,11 @@ def _unclosed(source: Source, token: Token, accepts: Iterable[str]) -> Diagnosti
         place = Span(source, token.line or 0, token.column or 0, token.line or 0, 0)
         place = Span(source, place.line, place.col, place.line, place.col + width)
         label = Label(place, f"expected `{close}` or `,` before this")
-    return Diagnostic("S002", f"this `{char}` is never closed", here, (label,))
+    row = source.line(line).partition("#")[0].strip()
+    closed = (
+        "close it with `}` on a line of its own" if char == "{" else f"close it: `{row}{close}`"
+    )
+    return Diagnostic("S002", f"this `{char}` is never closed", here, (label,), helps=(closed,))
 
 
 def _unexpected(source: Source, mistake: UnexpectedToken) -> Diagnostic:

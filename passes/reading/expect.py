@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from schedlang import nodes as n
 from schedlang import spelling
 from schedlang.diagnostic import Diagnostic, Label, Refusal, guess
 from schedlang.evaluate import evaluate
-from schedlang.facets import Expectation
+from schedlang.facets import BOUNDS, Expectation
 from schedlang.memory import heaviest
+from schedlang.passes.reading.expect_time import LEFT, TIME, timed
 from schedlang.plan import Plan
-from schedlang.value import UNKNOWN, Names, shown
+from schedlang.value import UNKNOWN, Bytes, Names, Seconds, shown
 
 if TYPE_CHECKING:
     from schedlang.passes.costs.account import Account
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from schedlang.report import Bound
 
 UNTOLD = "S862"
-ORDER: Mapping[str, Callable[[float, float], bool]] = {
-    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
-}  # fmt: skip
 MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 MEASURES = {"peak_memory": "peak_memory < 70GiB", "comm_bytes": "comm_bytes(tp) < 2GiB",
-            "bubble": "bubble < 0.2"}  # fmt: skip
+            "bubble": "bubble < 0.2", TIME: "time(step) < 180ms"}  # fmt: skip
+UNITS: Mapping[str, tuple[type, ...]] = {  # what bounds may be, beside plain numbers
+    "peak_memory": (Bytes,), "comm_bytes": (Bytes,), "bubble": (), TIME: (Seconds,),
+}  # fmt: skip
 STATE = "slice it over replicas: `zero(stage=3, over=dp)`"
 AGAIN = "compute them again: `layers.*  checkpoint()`"
 LOWER: Mapping[str, tuple[str, ...]] = {
@@ -51,22 +51,19 @@ def read(node: n.Expect, names: Names) -> Expectation | None:
         _refuse(node, "this compares no measure with a bound")
     left, op, right = node.test.items
     assert isinstance(op, str)
-    if isinstance(left, str) or isinstance(right, str) or op not in ORDER:
-        _refuse(node, f"a bound is one of {', '.join(ORDER)}")
+    if isinstance(left, str) or isinstance(right, str) or op not in BOUNDS:
+        _refuse(node, f"a bound is one of {', '.join(BOUNDS)}")
     if _measure(left) is None and _measure(right) is not None:
         left, op, right = right, MIRRORED[op], left
     name = _measure(left)
     if name is None:
         word = left.text if isinstance(left, n.Name) else spelling.expr(left)
         _refuse(node, f"`{word}` is no measure of a plan", guess(word, MEASURES, "measures are"))
-    axes = _axes(node, left, names)
-    if axes and name != "comm_bytes":
-        _refuse(node, f"`{name}` takes no arguments")
+    axes = _arguments(node, name, left, names)
     bound = evaluate(right, names)
     if bound is UNKNOWN:
         return None
-    if isinstance(bound, bool) or not isinstance(bound, int | float):
-        _refuse(node, f"the bound is {shown(bound)}, which is no number")
+    _check_bound(node, name, bound, spelling.expr(right))
     said = spelling.expr(node.test)
     return Expectation(name, axes, op, float(bound), said, node.on, node.span)
 
@@ -78,34 +75,47 @@ def _measure(expr: n.Expr | str) -> str | None:
     return text if text in MEASURES else None
 
 
-def _axes(node: n.Expect, measure: n.Expr, names: Names) -> tuple[str, ...]:
-    if not isinstance(measure, n.Call):
+def _check_bound(node: n.Expect, name: str, bound: Any, said: str) -> None:
+    """A bound is a number of the measure's own unit; a time says which."""
+    if isinstance(bound, bool) or not isinstance(bound, int | float):
+        _refuse(node, f"the bound is {shown(bound)}, which is no number")
+    other = isinstance(bound, Bytes | Seconds) and not isinstance(bound, UNITS[name])
+    if other or (name == TIME and not isinstance(bound, Seconds)):
+        what = {"bubble": "a share", TIME: "a time with its unit"}.get(name, "a number of bytes")
+        _refuse(node, f"the bound of `{name}` is {what}, not `{said}`")
+
+
+def _arguments(node: n.Expect, name: str, measure: n.Expr, names: Names) -> tuple[str, ...]:
+    """The axes of a measure that has some; a time is that of a step."""
+    given = measure.args if isinstance(measure, n.Call) else ()
+    found = [arg.text if isinstance(arg, n.Name) else "" for arg in given]
+    if name == TIME:
+        if found != ["step"]:
+            _refuse(node, "a time is that of a step: `time(step)`")
         return ()
-    found = [arg.text if isinstance(arg, n.Name) else "" for arg in measure.args]
+    if found and name != "comm_bytes":
+        _refuse(node, f"`{name}` takes no arguments")
     for text in found:
         if text not in names.axes:
-            title = f"`{measure.name.text}` takes axes of the mesh"
+            title = f"`{name}` takes axes of the mesh"
             _refuse(node, title, guess(text, list(names.axes), "the mesh has"))
     return tuple(found)
 
 
 def _refuse(node: n.Expect, title: str, *helps: str) -> NoReturn:
     legal = f"for example {', '.join(f'`expect {one}`' for one in MEASURES.values())}"
-    times = "times are not expected but simulated: `schedlang simulate`"
-    raise Refusal(Diagnostic("S861", title, Label(node.span), helps=(*helps, legal, times)))
+    raise Refusal(Diagnostic("S861", title, Label(node.span), helps=(*helps, legal)))
 
 
 # -- held against the plan ---------------------------------------------------------------------
 
 
 def unmet(plan: Plan, account: Account) -> tuple[Diagnostic, ...]:
-    """What does not hold (S860), or cannot be told (S862), with what was found and would help."""
-    return tuple(
-        problem
-        for one in plan.expected
-        if _applies(plan, one)
-        for problem in _problems(plan, account, one)
-    )
+    """What does not hold (S860), or cannot be told (S862), with what was found and would help.
+
+    Times are no costs that can be counted: `expect_time` holds them.
+    """
+    return tuple(problem for one in counting(plan) for problem in _problems(plan, account, one))
 
 
 def bounds(
@@ -117,12 +127,13 @@ def bounds(
     """
     from schedlang.report import Bound
 
-    mine = [one for one in plan.expected if _applies(plan, one)]
+    mine = counting(plan)
+    later = [Bound(one.said, None, why=(LEFT,), left=True) for one in timed(plan)]
     try:
         costs = counted(plan, batch, loss, weight) if mine else None
     except Refusal as refusal:
         why = tuple(one.title for one in refusal.diagnostics)
-        return tuple(Bound(one.said, None, why=why) for one in mine)
+        return (*(Bound(one.said, None, why=why) for one in mine), *later)
     made = []
     for one in mine:
         assert costs is not None
@@ -130,7 +141,7 @@ def bounds(
         said = "" if found is None else _text(one, found)
         why = () if problem is None else (*problem.notes, *problem.helps)
         made.append(Bound(one.said, None if found is None else problem is None, said, why))
-    return tuple(made)
+    return (*made, *later)
 
 
 def counted(
@@ -139,7 +150,7 @@ def counted(
     """What the plan costs, as far as its expectations ask for it."""
     from schedlang.passes.costs.account import account
 
-    memory = any(one.measure == "peak_memory" for one in plan.expected if _applies(plan, one))
+    memory = any(one.measure == "peak_memory" for one in counting(plan))
     return account(plan, batch, loss, weight=weight, memory=memory)
 
 
@@ -151,7 +162,7 @@ def demand(
     What cannot be told (memory, where this process is a rank of a job already) is no refusal, but
     a warning.
     """
-    if not any(_applies(plan, one) for one in plan.expected):
+    if not counting(plan):
         return
     told = unmet(plan, counted(plan, batch, loss, weight))
     for problem in told:
@@ -162,9 +173,9 @@ def demand(
         raise Refusal(*wrong)
 
 
-def _applies(plan: Plan, one: Expectation) -> bool:
-    """An expectation on a machine is about plans on that machine, or on none that is named."""
-    return one.on is None or plan.mesh.device is None or one.on == plan.mesh.device
+def counting(plan: Plan) -> list[Expectation]:
+    """The expectations about this plan that are held against what is counted."""
+    return [one for one in plan.expected if one.measure != TIME and one.applies(plan.mesh)]
 
 
 def _problems(plan: Plan, account: Account, one: Expectation) -> Iterator[Diagnostic]:
@@ -174,7 +185,7 @@ def _problems(plan: Plan, account: Account, one: Expectation) -> Iterator[Diagno
         title = f"`{one.said}` cannot be told"
         batch = ("let the model file have a batch: `batch(seed)`",)
         yield Diagnostic(UNTOLD, title, label, notes=account.notes, helps=batch)
-    elif not ORDER[one.op](found, one.bound):
+    elif not one.holds(found):
         notes, helps = _why(plan, account, one)
         title = f"`{one.said}` does not hold: it is {_text(one, found)}"
         yield Diagnostic("S860", title, label, notes=notes, helps=helps)

@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from schedlang.passes.showing.show import View
     from schedlang.verbs.files import Planned
 
+Cost = Annotated[
+    str | None,
+    typer.Option(
+        "--cost",
+        metavar="F=18,B=37,step=4|T.json",
+        help="Milliseconds of a microbatch on one rank's share, or what `run --timeline T.html "
+        "--json` printed: `expect time(step)` is held against a step simulated with them.",
+    ),
+]
 Out = Annotated[Path | None, typer.Option("--out", help="Save the plan, for `run --plan`.")]
 
 
@@ -24,6 +33,7 @@ def plan(
     model: Model = None,
     knob: Knobs = None,
     mesh: MeshSizes = None,
+    cost: Cost = None,
     each: Annotated[bool, typer.Option("--each", help="One line for each module.")] = False,
     svg: Annotated[Path | None, typer.Option("--svg", help="Draw it into this file.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="The same as a page.")] = None,
@@ -44,7 +54,8 @@ def plan(
     """
     from schedlang.passes.showing.show import view
     from schedlang.passes.showing.show_text import text
-    from schedlang.verbs.files import accounted, demand_expected, planned
+    from schedlang.verbs.expected import demand_expected, step_of
+    from schedlang.verbs.files import accounted, planned
     from schedlang.verbs.lockfile import demand_lock, write_lock
 
     start = time.perf_counter()
@@ -55,9 +66,10 @@ def plan(
     found = planned(file, model, knob, mesh)
     for warning in () if as_json else found.warnings:
         print(warning.render() + "\n", file=sys.stderr)
+    took = step_of(found.plan, cost)
     shown = view(found.plan, accounted(found, memory=True), file.name, each=each)
     _write(shown, svg, html, trace)
-    value = shown.to_json()
+    value = shown.to_json() | ({} if took is None else {"step_seconds": took.seconds})
     if out is not None:
         _save(out, found)
     if lock:
@@ -66,9 +78,11 @@ def plan(
         show_json({**value, "warnings": [one.to_json() for one in found.warnings]})
     else:
         print(text(shown, each=each))
+        if took is not None:
+            print(f"\na step takes {took.seconds * 1e3:.4g} ms, {took.how[0]}")
         spent = time.perf_counter() - start - found.imports
         print(f"planned in {spent:.1f} s, imports {found.imports:.1f} s", file=sys.stderr)
-    demand_expected(found.plan, shown.account)
+    demand_expected(found.plan, shown.account, took)
 
 
 def _check_lock_alone(knob: object, mesh: object, lock: bool) -> None:

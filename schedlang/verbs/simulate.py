@@ -71,9 +71,11 @@ def simulate(
 ) -> None:
     """Time a pipeline's timeline: rank span, makespan, bubbles, activations, messages; draw it.
 
-    A schedule's order, ranks, microbatches and chunks are those of its plan.
+    A schedule's order, ranks, microbatches and chunks are those of its plan.  `--cost` counts
+    milliseconds where the schedule expects something of `time(step)`: exit 1 if it does not hold.
     """
     from schedlang.verbs.costs import costs
+    from schedlang.verbs.expected import demand_time, step_of
     from schedlang.verbs.files import planned
     from schedlang.verbs.lines import Asked, named, of_schedule
 
@@ -90,6 +92,8 @@ def simulate(
         show_json(found.to_json())
     else:
         print(f"{found.text()}\n\n{in_bars(found.times, width)}")
+    if file is not None and (took := step_of(plan.plan, cost)) is not None:
+        demand_time(plan.plan, took)
 
 
 def _machine(tflops: float, bandwidth: float) -> Machine:
