@@ -165,6 +165,12 @@ class Primitive:
         """Whether a row says by itself what of its modules is moved to the host, and when."""
         return False
 
+    @property
+    def part(self) -> str:
+        """Which part of a module's computation a row replaces, so that another row may replace
+        another part; "": all of it."""
+        return ""
+
     def fit(self, chain: Sequence[Any], memory: int, play: Callable[[Any], Any]) -> Any:
         """What is done with modules of these costs, in `memory` bytes; `apply` finds it again.
 

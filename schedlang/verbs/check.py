@@ -62,12 +62,14 @@ def _proven(
     files: Sequence[Path], model: str | None, knob: list[str] | None, mesh: str | None
 ) -> dict[Path, Static]:
     """The static proofs of each schedule, with the model file's batch."""
+    from schedlang.passes.costs.gains import gained
     from schedlang.passes.statics.static import static
     from schedlang.verbs.files import planned
 
     proven = {}
     for file in files:
         found = planned(file, model, knob, mesh)
+        gained(found.plan, found.model.batch(0))
         proven[file] = static(
             found.plan, found.model.batch(0), found.model.loss, found.model.weight
         )

@@ -158,8 +158,8 @@ def verify(file: Path, wish: Wish, ranks: Ranks) -> Outcome:
 
 
 def _verified(outcome: Outcome, wish: Wish, ranks: Ranks) -> Outcome:
-    from schedlang.passes.proving.prove import prove
     from schedlang.passes.shrinking.shrink import remarked
+    from schedlang.passes.verifying.prove import prove
     from schedlang.verbs.posed import posed
     from schedlang.verbs.settings import settings
 
