@@ -92,8 +92,10 @@ class Binder:
     """Binds one call, collecting what is wrong with it."""
 
     def __init__(self, primitive: type[Primitive], span: Span, axes: Mapping[str, int]) -> None:
-        self.primitive, self.span, self.axes = primitive, span, axes
-        self.surface = surface(primitive)
+        self.primitive: type[Primitive] = primitive
+        self.span: Span = span
+        self.axes: Mapping[str, int] = axes
+        self.surface: Surface = surface(primitive)
         self.problems: list[Diagnostic] = []
         self.bound: dict[str, Any] = {}
         self.rest: list[tuple[str, Any]] = []

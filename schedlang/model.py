@@ -103,8 +103,8 @@ class ModelFacts:
     ) -> None:
         self.model = model
         self.base: ModelFacts = base or self
-        self.changes = changes
-        self.class_name = type(model).__name__
+        self.changes: tuple[Change, ...] = changes
+        self.class_name: str = type(model).__name__
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self.cache: dict[object, object] = {}  # answers of probes, by what was asked
         self.given: dict[str, Any] = {}  # replacements that were named in Python
