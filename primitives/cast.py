@@ -9,6 +9,7 @@ from schedlang.facets import Cast
 from schedlang.model import inside
 from schedlang.plan import Plan
 from schedlang.primitive import Primitive, refuse
+from schedlang.spread import near, parts
 
 if TYPE_CHECKING:
     from schedlang.model import Site
@@ -46,6 +47,7 @@ class cast(Primitive):  # noqa: N801
     example = "layers.*  cast(bf16)"
     reads = frozenset({"structure"})
     writes = frozenset({"dtype"})
+    alike = ()
     gives_up = frozenset({"rounding", "dtype"})
 
     def check(self, site: Site, plan: Plan) -> None:
@@ -53,7 +55,7 @@ class cast(Primitive):  # noqa: N801
         self._check_arguments()
         self._check_others(site, plan)
         self._check_coded(site, plan)
-        names = [n for n in plan.model.parameters if inside(n, site.fqn)]
+        names = plan.model.names_below(site.fqn)
         short = next((n for n in names if plan.model.parameters[n].dtype in HALVES), None)
         if short is not None and self.dtype != "fp32":
             refuse("S891", f"`{short}` is stored in {plan.model.parameters[short].dtype}",
@@ -77,7 +79,7 @@ class cast(Primitive):  # noqa: N801
 
     def _check_others(self, site: Site, plan: Plan) -> None:
         """One row for a module, one level of casts, one loss scale."""
-        for other in plan.casts:
+        for other in near(plan.casts, site.fqn):
             if inside(other.fqn, site.fqn):
                 refuse("S892", f"`{other.fqn}`, inside of `{site}`, is cast above",
                        helps=("put the row for what is around it first",))  # fmt: skip
@@ -85,6 +87,7 @@ class cast(Primitive):  # noqa: N801
                 refuse("S892", f"`{site}` lies inside of what is cast to {other.dtype} already",
                        notes=("only float32 may stand inside of a lower dtype, once",),
                        helps=(f"`{site}  cast(fp32)`", "or select the modules apart"))  # fmt: skip
+        for other in (part.value for part in parts(plan.casts)):
             scales = (other.scale, other.growth), (self.scale, self.growth)
             if other.dtype == self.dtype == "fp16" and scales[0] != scales[1]:
                 refuse("S893", "two loss scales", f"{other.scale} and {self.scale}",
@@ -92,8 +95,7 @@ class cast(Primitive):  # noqa: N801
 
     def _check_coded(self, site: Site, plan: Plan) -> None:
         """A copy of a weight is not known from an activation, and would be coded as one."""
-        coded = (kept.fqn for kept in plan.kept)
-        other = next((n for n in coded if inside(n, site.fqn) or inside(site.fqn, n)), None)
+        other = next((kept.fqn for kept in near(plan.kept, site.fqn)), None)
         if other is not None:
             refuse("S895", f"what `{other}` keeps is coded",
                    notes=("a weight is cast where it is used, and the copy would be coded, too",),

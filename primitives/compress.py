@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from schedlang.facets import Compression, Kept
 from schedlang.kinds import Axes
-from schedlang.model import inside
 from schedlang.plan import Plan
 from schedlang.primitive import Primitive, refuse
+from schedlang.spread import near
 
 if TYPE_CHECKING:
     from schedlang.model import Site
@@ -118,8 +118,7 @@ class compress(Primitive):  # noqa: N801
         if self.over is not None or self.rank != 4 or not self.error_feedback:
             refuse("S856", "`over`, `rank` and `error_feedback` are about sums of gradients",
                    helps=(f"leave them out: `compress(activations, {self.how})`",))  # fmt: skip
-        met = (one.fqn for one in plan.casts)
-        other = next((n for n in met if inside(n, site.fqn) or inside(site.fqn, n)), None)
+        other = next((one.fqn for one in near(plan.casts, site.fqn)), None)
         if other is not None:
             refuse("S895", f"`{other or 'the model'}` is cast above",
                    notes=("a weight is cast where it is used, and the copy would be coded, too",),
