@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from schedlang.passes.costs.account import account
 from schedlang.plan import Plan
+from schedlang.runtime.following.constants import on_meta
 from schedlang.runtime.following.memo import Memo
 from tests import models
 from tests.proofs import planned
@@ -87,3 +88,13 @@ def test_a_plan_costs_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     run = lambda self, func, plain, args, kwargs: plain(*args, **kwargs)  # noqa: E731
     monkeypatch.setattr(Memo, "run", run)
     assert account(_plan(), models.tokens(rows=4), memory=True).to_json() == told
+
+
+def test_a_mode_below_sees_operators() -> None:
+    """Where two record values, both know those that the operators give, and never bare memory."""
+    with on_meta((), ()) as below, on_meta((), ()) as above:
+        for _ in range(3):
+            made = torch.arange(8, device="meta") + 5
+            for one in (above, below):
+                known = one.constants.real(made)
+                assert known is not None and known.tolist() == list(range(5, 13))

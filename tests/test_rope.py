@@ -237,6 +237,19 @@ def test_forwards_with_decorators_and_one_graph():
     assert runs()["reference"] == before + 2
 
 
+@pytest.mark.parametrize("unknown", [0, 2])
+def test_sizes_that_are_symbols(unknown):
+    """Where the compiler does not know some sizes, the kernel still turns."""
+    own, given = Own(), drawn(Form())
+    expected = own(*given)
+    replace(own, match(own, "rope"))
+    torch._dynamo.maybe_mark_dynamic(given[unknown], 0)
+    before = runs().get("reference", 0)
+    made = torch.compile(own, fullgraph=True, backend="aot_eager")(*given)
+    torch.testing.assert_close(made, expected, rtol=1e-14, atol=0)
+    assert runs()["reference"] == before + 1
+
+
 ROWS = {
     "split heads, sliced state, recomputed": (
         ROW + """model.layers.*.self_attn.{q,k,v}_proj shard(col, over=tp)

@@ -124,5 +124,7 @@ def _layered(owner: Any) -> Callable[..., Any]:
             call = partial(layer, call)
         return call(*args, **kwargs)
 
+    # of its own, for torch keeps graphs and the sizes that it saw by code object
+    forward.__code__ = forward.__code__.replace()
     forward.__wrapped__ = owner.forward  # type: ignore[attr-defined]  # for inspect.signature
     return forward

@@ -22,7 +22,8 @@ class Memo:
     """Runs operators that make new tensors; of one that ran with such arguments the result alone.
 
     Only what neither writes nor views, draws nothing and is given nothing but meta tensors and
-    plain numbers is remembered; a result that shares memory with an argument never is.
+    plain numbers is remembered; a result that shares memory with an argument never is. Where
+    another mode watches below, every operator runs: it must see the operator, not bare memory.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,8 @@ class Memo:
         if fresh is None:
             fresh = self._fresh[func] = _makes(func)
         inputs: list[Tensor] = []
-        key = _key((func, args, *kwargs.items()), inputs) if fresh else None
+        alone = torch._C._len_torch_dispatch_stack() == 0
+        key = _key((func, args, *kwargs.items()), inputs) if fresh and alone else None
         if key is None or not inputs:
             return plain(*args, **kwargs)
         found = self._known.get(key)

@@ -336,8 +336,10 @@ def _width(
         raise _learned(found.name)
     rows, tokens, size = q.shape[0], q.shape[3 - form.heads], q.shape[3]
     width: int = cos.shape[2] * (1 + found.doubled)
-    fits = cos.shape == sin.shape and cos.shape[0] in (1, rows) and cos.shape[1] == tokens
-    alike = all((x.shape[0], x.shape[3 - form.heads], x.shape[3]) == (rows, tokens, size)
+    # sizes may be symbols here, which torch.compile compares rightly only one by one
+    fits = (cos.shape[0] == 1 or cos.shape[0] == rows) and cos.shape[1] == tokens
+    fits = fits and all(a == b for a, b in zip(cos.shape, sin.shape))
+    alike = all(x.shape[0] == rows and x.shape[3 - form.heads] == tokens and x.shape[3] == size
                 and x.dtype == q.dtype for x in keys)  # fmt: skip
     whole = width == size or (found.partial and width < size and width % 2 == 0)
     return width if fits and alike and whole else 0
