@@ -20,12 +20,12 @@ def classes(facts: ModelFacts, attributes: tuple[str, ...] = ()) -> Mapping[str,
     """
     key = ("alike", attributes)
     if key not in facts.cache:
-        facts.cache[key] = _with(facts, attributes) if attributes else _plain(facts)
+        facts.cache[key] = _found(facts, attributes)
     return cast(Mapping[str, int], facts.cache[key])
 
 
-def _plain(facts: ModelFacts) -> Mapping[str, int]:
-    """Classes by all but attributes, from the leaves up: a number is made of those of children."""
+def _found(facts: ModelFacts, attributes: tuple[str, ...]) -> Mapping[str, int]:
+    """Numbers given from the leaves up: that of a module is made of those of its children."""
     shared = {name for same in (*facts.ties, *facts.shared_buffers) for name in same}
     single = {holder for name in shared for holder in holders(name)}
     found: dict[str, int] = {}
@@ -39,20 +39,9 @@ def _plain(facts: ModelFacts) -> Mapping[str, int]:
             tensors = [(n, f.shape, f.dtype, f.requires_grad) for n, f in site.parameters.items()]
             buffers = [(n, own["_buffers"][n]) for n in site.buffers]
             shapes = [(n, tuple(buffer.shape), buffer.dtype) for n, buffer in buffers]
-            said = type(module), tuple(held), tuple(tensors), tuple(shapes)
+            values = [(n, _value(own[n])) for n in attributes if n in own]
+            said = type(module), tuple(values), *held, *tensors, *shapes
         found[fqn] = numbers.setdefault(said, len(numbers))
-    return found
-
-
-def _with(facts: ModelFacts, attributes: tuple[str, ...]) -> Mapping[str, int]:
-    """The same classes, each in parts in which the attributes are equal."""
-    found: dict[str, int] = {}
-    numbers: dict[object, int] = {}
-    for fqn, number in classes(facts).items():
-        own, prefix = vars(facts.module(fqn)), f"{fqn}." if fqn else ""
-        values = [(n, _value(own[n])) for n in attributes if n in own]
-        held = [found[prefix + child] for child in facts.children(fqn)]
-        found[fqn] = numbers.setdefault((number, *values, *held), len(numbers))
     return found
 
 

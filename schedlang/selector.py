@@ -57,6 +57,7 @@ class Selector:
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
+        self._known: dict[tuple[n.Path, tuple[str, ...]], tuple[str, ...]] = {}
         self._named: dict[tuple[str, Sequence[str]], Sequence[str]] = {}
 
     @cached_property
@@ -86,6 +87,15 @@ class Selector:
         Refuses S201 (a segment matches nothing under some outer match), S202 (an index out of
         range) and S203 (no module of the type), unless the path ends in `?`.
         """
+        key = (path, tuple(roots))
+        if key not in self._known:
+            found = self._select(path, roots, names)
+            if not _fixed(path):
+                return found
+            self._known[key] = found
+        return self._known[key]
+
+    def _select(self, path: n.Path, roots: Sequence[str], names: Names) -> tuple[str, ...]:
         groups = [Found(root, (root,)) for root in roots]
         for seg in path.segs:
             named = self._everywhere(seg, groups)
@@ -298,6 +308,15 @@ def _pattern(text: str) -> re.Pattern[str]:
         return re.compile(re.escape(text[1:]))
     parts = re.split(r"\*+", text)
     return re.compile("[^.]*".join(map(re.escape, parts)))
+
+
+def _fixed(path: n.Path) -> bool:
+    """Whether a path names the same whatever names mean: its bounds are numbers."""
+    items = [item for seg in path.segs for item in seg.index]
+    each = (
+        (item,) if isinstance(item, str) else (item.start, item.stop, item.step) for item in items
+    )
+    return all(not text or text.lstrip("-").isdigit() for texts in each for text in texts)
 
 
 def _hits(text: str, there: Sequence[str]) -> Sequence[str]:

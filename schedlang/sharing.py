@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.alike import above, classes, holders
 from schedlang.persistent import Persistent, persistent
+from schedlang.primitive import registry
 from schedlang.spread import Part, Spread, parts
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def shared(plan: Plan, action: Action) -> Plan | None:
         return None
     if len(set(sites)) < len(sites) or above(sites) & set(sites):
         return None
-    groups = alike(plan, sites, primitive.alike)
+    groups = alike(plan, sites)
     if len(groups) == len(sites):
         return None
     changes: dict[str, Change] = {}
@@ -92,8 +93,7 @@ def _changed(plan: Plan, sites: Sequence[str], changes: Mapping[str, Change]) ->
     """The plan with what is changed at each module, in their order."""
     made: dict[str, Any] = {}
     for name in MAPS:
-        each = (changes[site].maps.get(name, _NOTHING) for site in sites)
-        items = {site + end: value for site, new in zip(sites, each) for end, value in new.items()}
+        items = _items(sites, [changes[site].maps.get(name, _NOTHING) for site in sites])
         if items:
             made[name] = persistent(getattr(plan, name)).put(items)
     for name in LISTS:
@@ -101,6 +101,14 @@ def _changed(plan: Plan, sites: Sequence[str], changes: Mapping[str, Change]) ->
         if more:
             made[name] = Spread((*parts(getattr(plan, name)), *more))
     return replace(plan, **made)
+
+
+def _items(sites: Sequence[str], new: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """What is put of each module, by its whole name."""
+    kinds = list({id(one): one for one in new}.values())
+    if list(kinds[0]) == [""] and all(kind == kinds[0] for kind in kinds):
+        return dict.fromkeys(sites, kinds[0][""])
+    return {site + end: value for site, one in zip(sites, new) for end, value in one.items()}
 
 
 def _parts(sites: Sequence[str], values: list[tuple[Any, ...]]) -> tuple[Part, ...]:
@@ -112,14 +120,15 @@ def _parts(sites: Sequence[str], values: list[tuple[Any, ...]]) -> tuple[Part, .
     return tuple(Part(value, (site,)) for site, value in each)
 
 
-def alike(plan: Plan, sites: tuple[str, ...], attributes: tuple[str, ...]) -> list[list[str]]:
+def alike(plan: Plan, sites: tuple[str, ...]) -> list[list[str]]:
     """Modules in groups that a row cannot tell apart, in the order of their first ones.
 
-    In one group are modules of one class (`classes`) that lie alike, with the same rows at them, at
-    what holds them and at each thing that they hold.
+    In one group are modules of one class (`classes`, by all attributes that some verb looks at)
+    that lie alike, with the same rows at them, at what holds them and at each thing that they hold.
     """
+    looked = {name for verb in registry().values() for name in verb.alike or ()}
     answers = [
-        list(map(classes(plan.model, attributes).__getitem__, sites)),
+        list(map(classes(plan.model, tuple(sorted(looked))).__getitem__, sites)),
         plan.trail.at.many(sites, ()),
         _around(plan, sites),
         _inside(plan, sites),
@@ -152,6 +161,8 @@ def _around(plan: Plan, sites: tuple[str, ...]) -> list[object]:
 def _inside(plan: Plan, sites: tuple[str, ...]) -> list[object]:
     """The rows at what each module holds."""
     below = plan.trail.below.many(sites, ())
+    if not any(below):
+        return [None]
     return [_marks(plan, site) if rows else None for site, rows in zip(sites, below)]
 
 
