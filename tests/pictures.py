@@ -34,7 +34,7 @@ def timelines() -> Drawn:
     from schedlang.passes.showing.measured_page import measured_page, measured_svg
     from schedlang.passes.showing.timeline_page import Shown, timeline_page
     from schedlang.timeline.svg import svg
-    from tests.test_measured import example
+    from tests.pipelines.test_measured import example
 
     for name, ranks, micro, chunks in ORDERS:
         made = order(name, ranks, micro, chunks)
@@ -113,7 +113,7 @@ def plan(mesh: str, *, zero: bool = True) -> View:
     from schedlang.passes.showing.show import view
     from tests.models import gpt2, tokens
     from tests.proofs import planned
-    from tests.test_account import CHECKPOINT, PIPE, TENSOR
+    from tests.verifying.test_account import CHECKPOINT, PIPE, TENSOR
 
     rows = TENSOR + CHECKPOINT + PIPE.format("zero(stage=1, over=dp)" if zero else "")
     made = planned(gpt2(), rows, mesh)

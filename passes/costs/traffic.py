@@ -7,22 +7,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.passes.costs.memory import MOMENTS, gathered_bytes
+from schedlang.memory import MOMENTS
+from schedlang.passes.costs.memory import gathered_bytes
 from schedlang.passes.costs.messages import messages
 from schedlang.passes.cutting.chains import Chains, Skeleton
-from schedlang.passes.cutting.gathers import gathers
-from schedlang.passes.laying.holdings import slicing
-from schedlang.passes.laying.peers import state_rounds
-from schedlang.passes.laying.reductions import reductions, sliced_names, sliced_over
 from schedlang.passes.laying.root import backward_root
+from schedlang.passes.preparing.gathers import gathers
+from schedlang.passes.preparing.holdings import slicing
+from schedlang.passes.preparing.peers import state_rounds
+from schedlang.passes.preparing.reductions import reductions, sliced_names, sliced_over
 from schedlang.placement import P, Placement, Replicate, S
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     from schedlang.passes.cutting.staging import Staged
     from schedlang.passes.laying.dryrun import Loss
-    from schedlang.passes.laying.prepare import Prepared
     from schedlang.passes.laying.propagate import Traced
+    from schedlang.passes.preparing.prepare import Prepared
     from schedlang.runtime.context.tokens import Tokens
     from schedlang.runtime.saving.holding import Holding
     from schedlang.runtime.sharding.shard import Edge
@@ -187,8 +188,8 @@ def _heard(context: _Context, batch: Mapping[str, Any], loss: Loss | None) -> li
     from schedlang.passes.cutting.staging import local_skeleton
     from schedlang.passes.laying.context import seated
     from schedlang.runtime.collectives.collective import Group, listening
-    from schedlang.runtime.following.constants import OnMeta
-    from schedlang.runtime.following.meta import hollow_batch
+    from schedlang.runtime.recording.constants import OnMeta
+    from schedlang.runtime.recording.meta import hollow_batch
     from schedlang.runtime.sharding import crossing
 
     plan = context.plan

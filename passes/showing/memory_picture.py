@@ -6,8 +6,8 @@ import html
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from schedlang.amounts import size
 from schedlang.memory import CLASSES, heaviest
-from schedlang.passes.showing.show_text import size
 from schedlang.passes.showing.words_at import say
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from schedlang.amounts import size
 from schedlang.passes.costs.pairs import Pairs, pairs
-from schedlang.passes.showing.show_text import size
 from schedlang.passes.showing.words_at import say
 
 if TYPE_CHECKING:

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from schedlang.amounts import number, size
 from schedlang.passes.reading.words import arguments, short
 from schedlang.passes.showing import pairs_picture
-from schedlang.passes.showing.show_text import number, size, text
+from schedlang.passes.showing.show_text import text
 from schedlang.passes.showing.tree import Node, tree
 from schedlang.passes.showing.words_at import say
 

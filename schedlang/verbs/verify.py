@@ -9,17 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from schedlang.verbs.outcome import (
-    FAILS,
-    HOLDS,
-    UNCHECKED,
-    AsJson,
-    Knobs,
-    MeshSizes,
-    Model,
-    show_json,
-    verb,
-)
+from schedlang.verbs.ending import FAILS, HOLDS, UNCHECKED, show_json
+from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, verb
 
 
 @verb
@@ -55,8 +46,8 @@ def verify(
     steps of two optimizers, buffers, ties and a saved state, in float64 with dropout on.
     """
     from schedlang.modelfile import load_model_file
-    from schedlang.passes.proving.prove import prove
     from schedlang.passes.shrinking.shrink import remarked
+    from schedlang.passes.verifying.prove import prove
     from schedlang.runtime.launching.launch import Hang, Pool, RankDied
     from schedlang.verbs.lockfile import demand_lock
     from schedlang.verbs.posed import posed
