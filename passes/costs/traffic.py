@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -321,11 +322,8 @@ def _sent(
 def _bytes(shape: Iterable[int], dtype: str) -> int:
     import torch
 
-    count = 1
-    for size in shape:
-        count *= size
     kind: torch.dtype = getattr(torch, dtype)
-    return count * kind.itemsize
+    return math.prod(shape) * kind.itemsize
 
 
 def _states(context: _Context) -> Iterator[Collective]:
