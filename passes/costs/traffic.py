@@ -109,15 +109,14 @@ def _states(context: Context) -> Iterator[Collective]:
         return
     places = plan.mesh.size(staged.axis)
     for place in range(places):
-        rank = plan.mesh.group(0, staged.axis)[place]
+        rank, after = plan.mesh.group(0, staged.axis)[place], (place + 1) % places
         for size in state_rounds(plan, context.holdings, rank):
             out = Collective(
                 "send", (staged.axis,), "step", "state to a peer", "", 1, size * MOMENTS,
-                frozenset({place}), row, (place + 1) % places,
+                frozenset({place}), row, after,
             )  # fmt: skip
             yield out
-            holder = frozenset({(place + 1) % places})
-            yield replace(out, what="state to its owner", places=holder, to=place)
+            yield replace(out, what="state to its owner", places=frozenset({after}), to=place)
 
 
 def _slices(context: Context) -> Iterator[Collective]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from schedlang.culprit import told
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.mesh import neighbours
+from schedlang.passes.laying.kept_parts import coded_by
 from schedlang.placement import R, S, Uneven
 from schedlang.plan import Plan
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from schedlang.runtime.following.dry import Leaf
     from schedlang.runtime.following.narrowed import Narrowed
     from schedlang.runtime.following.notes import Mismatch, Note
+    from schedlang.runtime.following.saved import SavedBy
     from schedlang.runtime.following.trace import Recording
     from schedlang.runtime.sharding.shard import Edge
 
@@ -55,6 +57,7 @@ def record(
     """What the model as it is calls, in order, with the shapes of each call."""
     from schedlang.runtime.following.hollow import hollow_out
     from schedlang.runtime.following.reach import reached
+    from schedlang.runtime.following.saved import watch_saved
     from schedlang.runtime.following.trace import Recorder, Stack
     from schedlang.runtime.recording.constants import on_meta
     from schedlang.runtime.recording.meta import hollow_model
@@ -64,6 +67,7 @@ def record(
     model.train()
     hollow_out(model, {fqn: kind for fqn, kind in plan.computes.items() if fqn in leaves})
     stack.watch(model, _opaque(leaves))
+    saved = watch_saved(model, coded_by(plan), stack)
     with on_meta(batch, inputs) as values, Recorder(stack, inputs) as recorder:
         try:
             output, value = call(model, inputs, _telling(loss) if loss is not None else None)
@@ -75,6 +79,7 @@ def record(
     recorder.recording.lossless = found is None
     recorder.recording.reached = reached(model, found)
     recorder.recording.asked = values.asked
+    recorder.recording.saved = saved
     recorder.recording.entries.update(stack.turns)
     recorder.recording.order.extend(stack.turns)
     recording: Recording = recorder.recording
@@ -180,6 +185,7 @@ class Run:
         self.layouts: dict[tuple[str, int], list[tuple[Note, ...] | None]] = {}
         self.given: dict[tuple[str, int], Any] = {}
         self.parts: dict[str, tuple[Narrowed, ...]] = {}
+        self.saved: SavedBy = {}
         self.stack.seen = self._see
 
     def _see(self, frame: tuple[str, int], tree: Any) -> None:
@@ -216,6 +222,7 @@ class Run:
         from schedlang.runtime.following.dry import dry_forward
         from schedlang.runtime.following.narrowed import dry_parts
         from schedlang.runtime.following.notes import Note, Tag
+        from schedlang.runtime.following.saved import watch_saved
         from schedlang.runtime.recording.meta import hollow_model
         from schedlang.runtime.recording.torch_calls import tensors_in
         from schedlang.runtime.sharding.numbers import set_number
@@ -247,6 +254,7 @@ class Run:
             forward = dry_forward(leaf, module, self.follower, self._group_at(fqn), self.edges)
             module.forward = forward
         self.stack.watch(model, _opaque(self.leaves))
+        self.saved = watch_saved(model, coded_by(plan), self.stack)
         return model
 
     def _narrowed(self) -> Iterator[tuple[str, tuple[Narrowed, ...]]]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostic import Diagnostic, Label, Refusal
 from schedlang.fitting import remedies
 from schedlang.passes.laying.dryrun import Choice, Loss, Run, record
+from schedlang.passes.laying.kept_parts import SavedParts, saved_parts
 from schedlang.passes.laying.leaves import alike, hoisted, leaves_of, touches
 from schedlang.plan import Action, Plan
 
@@ -44,6 +45,7 @@ class Traced:
     lossless  whether there is no loss to train by
     asked     whether the model asked for values: other ones may reach fewer parameters
     order     modules in the order of their first call; entries: how often each is called
+    saved     how ranks split what modules save that keep it in fewer bits; None: they do not
     statistics  sums over all rows that ranks which share a batch have to share
     """
 
@@ -65,6 +67,7 @@ class Traced:
     asked: bool = False
     order: tuple[str, ...] = ()
     entries: Mapping[str, int] = field(default_factory=dict)
+    saved: SavedParts | None = None
     statistics: Statistics | None = None
 
 
@@ -153,6 +156,7 @@ def _traced(plan: Plan, recording: Recording, run: Run | None = None) -> Traced:
         partial=partial,
         masks=run.follower.masks,
         layouts=run.layouts,
+        saved=saved_parts(plan, recording.saved, run.saved),
         **shared,  # type: ignore[arg-type]
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from schedlang.diagnostic import Diagnostic, Label, Refusal
+from schedlang.passes.laying.kept_parts import splitting
 from schedlang.plan import Action, Plan
 from schedlang.source import NOWHERE
 
@@ -14,9 +15,8 @@ if TYPE_CHECKING:
 
 WHY = {
     "recompute": "recomputation keeps what goes into a module, and would start from it rounded",
-    "dtype": "what is saved in another dtype has not been compared with one process that rounds it",
     "structure": "what it computes in its place saves other tensors than the module does",
-    "residence": "what is saved there, and notes of parameters that come and go, are not rounded",
+    "residence": "what moves inside is not rounded, nor are notes of parameters that come and go",
 }
 
 
@@ -45,7 +45,9 @@ def _keeps(row: Action) -> bool:
 
 def _check_meeting(row: Action, other: Action, facet: str) -> None:
     """Two rows about modules of which one holds the other, or is it."""
+    moves = other.name == "offload" and getattr(other.primitive, "what", "") == "activations"
     pairs = ((a, b) for a in row.sites for b in other.sites)
+    pairs = ((a, b) for a, b in pairs if not (moves and _holds(b, a)))  # whole numbers may move
     met = next(((a, b) for a, b in pairs if _holds(a, b) or _holds(b, a)), None)
     if met is None:
         return
@@ -65,25 +67,35 @@ def _holds(outer: str, inner: str) -> bool:
 
 
 def _check_split(plan: Plan, row: Action) -> None:
-    """Blocks of a part are others than blocks of the whole."""
+    """Blocks of a part are others than blocks of the whole; along one axis of weights one process
+    can tell them."""
     data = {a for r in plan.replicas for over in r.axes for a in plan.mesh.fold(over)}
     stage = {a for cut in plan.cuts for a in plan.mesh.fold(cut.axis)}
     split = [axis for axis in plan.mesh.sizes if plan.mesh.size(axis) > 1]
     split = [a for a in split if a in plan.used_axes and a not in data | stage]
-    split += [axis for layout in plan.layouts.values() for axis in layout.axes
-              if plan.mesh.size(axis) > 1]  # fmt: skip
-    if not split:
+    weights = splitting(plan)
+    routed = [axis for layout in plan.layouts.values() for axis in layout.axes
+              if axis in data and plan.mesh.size(axis) > 1]  # fmt: skip
+    others = [axis for axis in split if axis not in weights or _attends(plan, axis)]
+    bad = [*others, *routed, *weights[1:]]
+    if not bad:
         return
     raise Refusal(
         Diagnostic(
-            "S858", f"activations are split over `{split[0]}`, and kept in fewer bits",
+            "S858", f"activations are split over `{bad[0]}`, and kept in fewer bits",
             Label(row.span or NOWHERE, "rounds what modules save, block by block"), (),
-            ("blocks of a part of a tensor are other blocks than those of the whole, and one"
-             " process could not round alike",),
-            (f"leave `{split[0]}` out: split the batch with `zero` instead",
-             f"or set it to 1: `--mesh {split[0]}=1`"),
+            ("blocks of a part of a tensor are other blocks than those of the whole; one process"
+             " can tell them where one axis splits weights, and none tokens or experts",),
+            (f"leave `{bad[0]}` out: split the batch with `zero` instead",
+             f"or set it to 1: `--mesh {bad[0]}=1`"),
         )
     )  # fmt: skip
+
+
+def _attends(plan: Plan, axis: str) -> bool:
+    """Do ranks along an axis exchange what attention reads?"""
+    rows = (row for rows in plan.contexts.values() for row in rows)
+    return any(axis in plan.mesh.fold(one) for row in rows for one in row.axes)
 
 
 def _check_order(staged: Staged, slicing: Slicing | None, row: Action) -> None:

@@ -185,11 +185,13 @@ def sequential(
         "loss": case.loss, "clip": condition.clip, "scale": condition.scale,
         "evaluate": condition.evaluate, "dropout": dropout,
     }  # fmt: skip
-    table, module = case.table, with_kept(case.plan, twin(case))
+    table, module = case.table, twin(case)
     few = bool(compressed_over(case.plan))
     row = case.plan.scaled if cast else None
     if cast:
         cast_twin(case.plan, module, options)
+    parts = case.prepared.traced.saved if case.prepared is not None else None
+    module = with_kept(case.plan, module, parts)  # around the casts, as a program has it
     if row is not None and not case.parted and not case.plan.kept:
         return ScaledSteps(module, condition.optimizer, **options, row=row)
     if not case.parted and table is None and not few and not case.plan.kept:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import typer
 
 from schedlang.verbs.ending import ended
+from schedlang.verbs.grouped import flat
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
@@ -26,13 +28,27 @@ MeshSizes = Annotated[
 ]
 
 
-def verb(function: Verb) -> Verb:
-    """Turn refusals into exit 2 and errors of our own into exit 3; a message is always shown."""
+@dataclass(frozen=True)
+class Common:
+    """The options of every verb that plans: the model, and what is set from outside."""
 
-    @functools.wraps(function)
+    model: Model = None
+    knob: Knobs = None
+    mesh: MeshSizes = None
+
+
+def verb(function: Verb) -> Verb:
+    """Turn refusals into exit 2 and errors of our own into exit 3; a message is always shown.
+
+    Options may be taken in groups, as dataclasses.
+    """
+
+    options_of = flat(function)
+
+    @functools.wraps(options_of)
     def run(*args: Any, **options: Any) -> Any:
         def call() -> int:
-            function(*args, **options)
+            options_of(*args, **options)
             return 0
 
         code = ended(call, bool(options.get("as_json")), through=(typer.Exit, typer.Abort))

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from schedlang.verbs.ending import FAILS, HOLDS, UNCHECKED, show_json
 from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, verb
-
-if TYPE_CHECKING:
-    from schedlang.report import Report
-    from schedlang.verbs.posed import Posed
 
 
 @verb
@@ -52,8 +47,8 @@ def verify(
     """
     from schedlang.modelfile import load_model_file
     from schedlang.passes.shrinking.shrink import remarked
-    from schedlang.report_page import page
-    from schedlang.verbs.files import write_text
+    from schedlang.passes.verifying.prove import prove
+    from schedlang.runtime.launching.launch import Hang, Pool, RankDied
     from schedlang.verbs.lockfile import demand_lock
     from schedlang.verbs.posed import posed
     from schedlang.verbs.settings import settings
@@ -63,33 +58,27 @@ def verify(
     given = settings(knob, mesh)
     found = load_model_file(model, file)
     one = posed(file, found, given, model=model, seed=seed, only=only, dtype=dtype, shrink=shrink)
-    report = remarked(_proven(one, found.files, file.name, as_json), one.small)
-    if html is not None:
-        write_text(html, page(report))
-    _show(report, as_json)
+    said = _Said(quiet=as_json or not sys.stderr.isatty())
+    with Pool(files=found.files) as pool:
+        try:
+            report = prove(one.case, pool=pool, title=file.name, command=one.command, progress=said)
+        except (RankDied, Hang) as failure:
+            said.done()
+            if as_json:
+                show_json({"exit": UNCHECKED, "error": str(failure)})
+            print(failure, file=sys.stderr)
+            raise typer.Exit(UNCHECKED) from None
+    said.done()
+    _show(remarked(report, one.small), as_json, html)
     raise typer.Exit(report.exit_code if report.exit_code in (HOLDS, FAILS) else UNCHECKED)
 
 
-def _proven(one: Posed, files: Mapping[str, Path], title: str, as_json: bool) -> Report:
-    """The report of a proof on local ranks; exit 3 where a rank dies or hangs."""
-    from schedlang.passes.verifying.prove import prove
-    from schedlang.runtime.launching.launch import Hang, Pool, RankDied
+def _show(report: Any, as_json: bool, html: Path | None) -> None:
+    from schedlang.report_page import page
+    from schedlang.verbs.files import write_text
 
-    said = _Said(quiet=as_json or not sys.stderr.isatty())
-    try:
-        with Pool(files=files) as pool:
-            made = prove(one.case, pool=pool, title=title, command=one.command, progress=said)
-    except (RankDied, Hang) as failure:
-        said.done()
-        if as_json:
-            show_json({"exit": UNCHECKED, "error": str(failure)})
-        print(failure, file=sys.stderr)
-        raise typer.Exit(UNCHECKED) from None
-    said.done()
-    return made
-
-
-def _show(report: Any, as_json: bool) -> None:
+    if html is not None:
+        write_text(html, page(report))
     if as_json:
         show_json(report.to_json())
         return

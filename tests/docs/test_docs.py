@@ -1,5 +1,6 @@
 """What the pages say: commands, schedules, snippets and links are those of the program."""
 
+import functools
 import os
 import re
 import shlex
@@ -15,10 +16,8 @@ import typer.main
 from typer.testing import CliRunner
 
 from schedlang.cli import app
+from tests.book import PAGES, ROOT
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-PAGES += sorted((ROOT / "docs").glob("*.md"))
 README, CONTRIBUTING = PAGES[:2]
 ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
@@ -29,15 +28,17 @@ def blocks(page: Path, language: str) -> list[str]:
     return [text for name, text in fences if name == language]
 
 
+@functools.cache
 def group() -> Any:
+    """The command line, as its library has it."""
     return typer.main.get_command(app)
 
 
 def typed(page: Path) -> Iterator[str]:
-    """The command lines of a page's plain blocks, a compound line taken apart."""
-    for block in blocks(page, ""):
+    """The command lines of a page's blocks, a compound line taken apart."""
+    for block in [*blocks(page, ""), *blocks(page, "console")]:
         for line in block.split("\n"):
-            for part in line.split(" && "):
+            for part in line.removeprefix("$ ").split(" && "):
                 if re.match(r"(schedlang|torchrun|pip|pytest) ", part) or part == "pytest":
                     yield part
 
@@ -87,26 +88,6 @@ def test_the_two_commands() -> None:
     assert said[2:4] == [second, "pytest"]
     assert all(f'"{command}' in ci for command in said[:4])
     assert list(typed(CONTRIBUTING))[:2] == [second, "pytest"]
-
-
-@pytest.mark.parametrize(
-    "page", [p for p in PAGES if p != CONTRIBUTING], ids=lambda page: page.name
-)
-def test_schedules_are_accepted(page: Path, tmp_path: Path) -> None:
-    """Each schedule on a page passes `check` without a warning and stands in canonical form.
-
-    One that is introduced "as `name.sched`" is that file for what stands below it.
-    """
-    introduced = r"as `(\w+\.sched)`\n\n```sched\n(.*?)^```$"
-    named = dict(re.findall(introduced, page.read_text(), re.S | re.M))
-    for name, text in named.items():
-        (tmp_path / name).write_text(text)
-    for number, text in enumerate(blocks(page, "sched")):
-        file = tmp_path / f"{number}.sched"
-        file.write_text(text)
-        checked = CliRunner().invoke(app, ["check", str(file)])
-        assert checked.exit_code == 0 and not checked.stderr, checked.stderr
-        assert CliRunner().invoke(app, ["fmt", "--check", str(file)]).exit_code == 0, text
 
 
 def test_the_schedule_of_the_readme() -> None:

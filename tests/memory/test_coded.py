@@ -255,14 +255,7 @@ def test_it_is_lossy(threads: Threads) -> None:
     (ROW.format("int8") * 2, "", "lossy", "S501", "already"),
     ("transformer.h.0  checkpoint()\n" + ROW.format("int8"), "", "lossy", "S857", "rounded"),
     ("transformer.h.0.mlp  checkpoint()\n" + ROW.format("int8"), "", "lossy", "S857", "keeps"),
-    ("transformer.h.0  cast(bf16)\n" + ROW.format("int8"), "", "lossy, dtype", "S895",
-     "cast above"),
     ("offload(parameters)\n" + ROW.format("int8"), "", "lossy", "S857", "notes of parameters"),
-    ("transformer.h.1  offload(activations)\n" + ROW.format("int8"), "", "lossy", "S857",
-     "come and go"),
-    ("transformer.h.*.mlp.c_fc shard(col, over=tp)\n"
-     "transformer.h.*.mlp.c_proj shard(row, over=tp)\n" + ROW.format("int8"),
-     "tp=2", "lossy", "S858", "--mesh tp=1"),
     (ROW.format("int8") + 'transformer.h pipeline_split(over=pp)\n'
      'pipeline(order="PipeDream", micro=4)', "pp=2", "lossy, staleness", "S859", "1F1B"),
 ])  # fmt: skip

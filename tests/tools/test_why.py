@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -91,3 +92,33 @@ def test_a_difference_is_a_page_of_its_own(folder: Path) -> None:
     text = page.read_text()
     assert "prefers-color-scheme:dark" in text and "http" not in text and len(text) < 300_000
     assert "<code>stage: 0 -&gt; 1</code>" in text and "peak of the fullest rank" in text
+
+
+def test_a_saved_plan_is_compared_as_its_schedule_is(folder: Path) -> None:
+    """On either side, or on both, a saved plan differs from another as the schedules do."""
+    plans = {}
+    for name in ("a", "b"):
+        plans[name] = folder / f"{name}.json"
+        assert run("plan", folder / f"{name}.sched", "--out", plans[name])[0] == 0
+    found = json.loads(run("diff", folder / "a.sched", folder / "b.sched", "--json")[1])
+    assert found["changes"] and any(cost["old"] != cost["new"] for cost in found["costs"])
+    for sides in (
+        (plans["a"], folder / "b.sched"),
+        (folder / "a.sched", plans["b"]),
+        (plans["a"], plans["b"]),
+    ):
+        code, text = run("diff", *sides, "--json")
+        assert code == 0 and json.loads(text) == found, sides
+    assert "No difference" in run("diff", plans["a"], folder / "a.sched", "--markdown")[1]
+
+
+def test_settings_go_with_schedules(folder: Path) -> None:
+    """Of two saved plans nothing can be set (S109); a file that only looks like one is none."""
+    saved = folder / "a.json"
+    assert run("plan", folder / "a.sched", "--out", saved)[0] == 0
+    code, text = run("diff", saved, saved, "--mesh", "dp=4")
+    assert code == 2 and "S109" in text and "saved plans have their decisions" in text
+    assert run("diff", saved, folder / "b.sched", "--mesh", "dp=4")[0] == 0
+    saved.write_text(' {"plan": 2}')
+    code, text = run("diff", saved, folder / "b.sched")
+    assert code == 2 and "S907" in text and "no plan of version 1" in text

@@ -330,8 +330,6 @@ def test_refused_beside_what_cannot_follow() -> None:
         (Net().bfloat16(), "cast(bf16)", "dtype", "S891", "no master weight"),
         (Net(), coded, "dtype, lossy", "S894", "`cast(bf16)`"),
         (Net(), "cast(bf16)", "", "S505", "relax(dtype)"),
-        (Net(), "cast(bf16)\nup compress(activations, int8)", "dtype, lossy", "S895", "the copy"),
-        (Net(), "up compress(activations, int8)\ncast(bf16)", "dtype, lossy", "S895", "the copy"),
     ):
         with pytest.raises(Refusal) as error:
             planned(model, rows, "dp=2", relax)

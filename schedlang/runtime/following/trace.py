@@ -69,6 +69,7 @@ class Recording:
     lossless: bool = False  # neither the model nor a function of the user's gave a loss
     asked: bool = False  # the model asked for values, and may call other modules for others
     reached: frozenset[str] = frozenset()  # parameters that the loss depends on
+    saved: dict[str, list[Any]] = field(default_factory=dict)  # by modules that are asked for
 
 
 def integers_in(tree: Any) -> tuple[int, ...]:
