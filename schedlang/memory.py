@@ -10,6 +10,7 @@ from dataclasses import dataclass
 # what is computed again there
 CLASSES = ("parameters", "gradients", "optimizer", "activations", "communication", "temporary")
 STATE = CLASSES[:3]  # what lies there between two steps, or comes to be in one
+MOMENTS = 2  # AdamW's, in the parameter's dtype
 
 
 @dataclass(frozen=True)

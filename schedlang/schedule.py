@@ -183,9 +183,9 @@ class Schedule(Scope):
         weight     weight(part) of a part of the batch in the mean; default: the labels that count
         seed       draw dropout logically from this seed; on several ranks it always is (0)
         """
+        from schedlang.passes.costs.expected import demand
         from schedlang.passes.costs.gains import gained
         from schedlang.passes.laying.options import check_options
-        from schedlang.passes.reading.expect import demand
         from schedlang.passes.running.build import build, check_job
         from schedlang.passes.statics.roles import repeated
         from schedlang.runtime.replacing.left import telling

@@ -66,7 +66,7 @@ def gains(plan: Plan, batch: Mapping[str, Any]) -> tuple[Gained, ...]:
 
 def gained(plan: Plan, batch: Mapping[str, Any]) -> tuple[Gained, ...]:
     """The same for a batch of a whole step, where they can be counted; raises Refusal S888."""
-    from schedlang.runtime.summing.parts import split
+    from schedlang.runtime.parts import split
 
     if all(type(action.primitive).gain is Primitive.gain for action in plan.actions):
         return ()
@@ -99,8 +99,8 @@ def _calls(plan: Plan, batch: Mapping[str, Any], wanted: set[str]) -> dict[str, 
     """The arguments of one call of each module, without values."""
     import torch
 
-    from schedlang.runtime.following.constants import on_meta
-    from schedlang.runtime.following.meta import hollow_batch, hollow_model
+    from schedlang.runtime.recording.constants import on_meta
+    from schedlang.runtime.recording.meta import hollow_batch, hollow_model
 
     model, calls = hollow_model(plan.model.model, {}), dict[str, Any]()
 

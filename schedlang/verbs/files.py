@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from schedlang.verbs.outcome import FAILS
+from schedlang.verbs.ending import FAILS
 
 if TYPE_CHECKING:
     from schedlang.diagnostic import Diagnostic
@@ -54,7 +54,7 @@ def planned(
     schedule = Schedule(found.model(meta=True), tree, given)
     made = schedule.plan()
     if made.completing:
-        from schedlang.passes.proposing.complete import completed
+        from schedlang.passes.completing.complete import completed
 
         made = completed(made, found.batch(0) if found.has_batch else None, found.loss)
     return Planned(file, tree, made, found, imports, tuple(schedule.warnings()))
@@ -70,7 +70,7 @@ def accounted(one: Planned, *, memory: bool = False) -> Account:
 
 def demand_expected(plan: Plan, account: Account) -> None:
     """Tell what an `expect` wants and the plan does not give; exit 1."""
-    from schedlang.passes.reading.expect import unmet
+    from schedlang.passes.costs.expected import unmet
 
     problems = unmet(plan, account)
     for problem in problems:

@@ -10,16 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from schedlang.verbs.drawing import WATCHED, Run, check_timeline, write_measured
-from schedlang.verbs.outcome import (
-    REFUSED,
-    UNCHECKED,
-    AsJson,
-    Knobs,
-    MeshSizes,
-    Model,
-    show_json,
-    verb,
-)
+from schedlang.verbs.ending import REFUSED, UNCHECKED, show_json
+from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, verb
 
 if TYPE_CHECKING:
     from schedlang.modelfile import ModelFile
@@ -83,8 +75,8 @@ def run(
 def _demand(course: Course) -> None:
     """Before any rank starts: refuse what gains nothing (S888), and exit 1 where the plan costs
     more than the schedule expects."""
+    from schedlang.passes.costs.expected import counted
     from schedlang.passes.costs.gains import gained
-    from schedlang.passes.reading.expect import counted
     from schedlang.verbs.files import demand_expected
 
     gained(course.plan, course.batch(course.seed))
@@ -156,8 +148,8 @@ def _here(course: Course, shown: _Shown) -> Trained:
 
 def _local(course: Course, found: ModelFile, shown: _Shown, as_json: bool) -> Trained:
     """On ranks started here."""
-    from schedlang.passes.proving.prove import check_world
     from schedlang.passes.running.train import train
+    from schedlang.passes.verifying.prove import check_world
     from schedlang.runtime.launching.launch import Hang, Pool, RankDied
 
     check_world(course.plan, "run")

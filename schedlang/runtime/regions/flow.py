@@ -209,7 +209,7 @@ def _ours(hook: Any) -> bool:
 
 def without_bias(module: nn.Module, x: Tensor) -> Tensor:
     """The product of a projection, by its parts where it is sharded; its bias is added outside."""
-    from schedlang.runtime.replacing.decomposed import product
+    from schedlang.runtime.regions.decomposed import product
 
     return product(module, x)
 
