@@ -52,7 +52,6 @@ class cast(Primitive):  # noqa: N801
         """Refuse arguments without meaning, casts within casts, and weights stored in few bits."""
         self._check_arguments()
         self._check_others(site, plan)
-        self._check_coded(site, plan)
         names = [n for n in plan.model.parameters if inside(n, site.fqn)]
         short = next((n for n in names if plan.model.parameters[n].dtype in HALVES), None)
         if short is not None and self.dtype != "fp32":
@@ -89,15 +88,6 @@ class cast(Primitive):  # noqa: N801
             if other.dtype == self.dtype == "fp16" and scales[0] != scales[1]:
                 refuse("S893", "two loss scales", f"{other.scale} and {self.scale}",
                        helps=("give all `fp16` rows the same `scale` and `growth`",))  # fmt: skip
-
-    def _check_coded(self, site: Site, plan: Plan) -> None:
-        """A copy of a weight is not known from an activation, and would be coded as one."""
-        coded = (kept.fqn for kept in plan.kept)
-        other = next((n for n in coded if inside(n, site.fqn) or inside(site.fqn, n)), None)
-        if other is not None:
-            refuse("S895", f"what `{other}` keeps is coded",
-                   notes=("a weight is cast where it is used, and the copy would be coded, too",),
-                   helps=("cast other modules, or keep what these save as it is",))  # fmt: skip
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Note it."""

@@ -192,10 +192,12 @@ class Schedule(Scope):
         weight     weight(part) of a part of the batch in the mean; default: the labels that count
         seed       draw dropout logically from this seed; on several ranks it always is (0)
         """
+        from schedlang.passes.costs.expected import demand
+        from schedlang.passes.costs.gains import gained
         from schedlang.passes.laying.options import check_options
-        from schedlang.passes.reading.expect import demand
         from schedlang.passes.running.build import build, check_job
         from schedlang.passes.statics.roles import repeated
+        from schedlang.runtime.replacing.left import telling
         from schedlang.runtime.waiting import Waiting
 
         plan = self.plan()
@@ -205,12 +207,15 @@ class Schedule(Scope):
         check_options(args, unknown, {"batch": batch, **options})
         if batch is not None:
             demand(plan, batch, loss, weight)
-            return build(plan, batch, **options)
+            gained(plan, batch)
+            return telling(build(plan, batch, **options))
         check_job(plan)
 
         def later(first: Mapping[str, Any], local: bool) -> Program:
-            demand(plan, repeated(first, plan.shares) if local else first, loss, weight)
-            return build(plan, first, local=local, **options)
+            whole = repeated(first, plan.shares) if local else first
+            demand(plan, whole, loss, weight)
+            gained(plan, whole)
+            return telling(build(plan, first, local=local, **options))
 
         return Waiting(later)
 

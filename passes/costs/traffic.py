@@ -7,22 +7,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.passes.costs.memory import MOMENTS, gathered_bytes
+from schedlang.memory import MOMENTS
+from schedlang.passes.costs.memory import gathered_bytes
 from schedlang.passes.costs.messages import messages
 from schedlang.passes.cutting.chains import Chains, Skeleton
-from schedlang.passes.cutting.gathers import gathers
-from schedlang.passes.laying.holdings import slicing
-from schedlang.passes.laying.peers import state_rounds
-from schedlang.passes.laying.reductions import reductions, sliced_names, sliced_over
 from schedlang.passes.laying.root import backward_root
+from schedlang.passes.preparing.gathers import gathers
+from schedlang.passes.preparing.holdings import slicing
+from schedlang.passes.preparing.peers import state_rounds
+from schedlang.passes.preparing.reductions import reductions, sliced_names, sliced_over
 from schedlang.placement import P, Placement, Replicate, S
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     from schedlang.passes.cutting.staging import Staged
     from schedlang.passes.laying.dryrun import Loss
-    from schedlang.passes.laying.prepare import Prepared
     from schedlang.passes.laying.propagate import Traced
+    from schedlang.passes.preparing.prepare import Prepared
     from schedlang.runtime.context.tokens import Tokens
     from schedlang.runtime.saving.holding import Holding
     from schedlang.runtime.sharding.shard import Edge
@@ -38,6 +39,7 @@ class Collective:
     bytes    of the whole tensor, once; of the largest slice where ranks sum slices of their own
     places   along the pipeline's axis where it happens; None: everywhere
     row      the row of the plan that asks for it, if one does
+    to       the place along the pipeline's axis to which it is sent; None: not to a certain one
     """
 
     kind: str
@@ -49,6 +51,7 @@ class Collective:
     bytes: int
     places: frozenset[int] | None = None
     row: int | None = None
+    to: int | None = None
 
     @property
     def total(self) -> int:
@@ -185,8 +188,8 @@ def _heard(context: _Context, batch: Mapping[str, Any], loss: Loss | None) -> li
     from schedlang.passes.cutting.staging import local_skeleton
     from schedlang.passes.laying.context import seated
     from schedlang.runtime.collectives.collective import Group, listening
-    from schedlang.runtime.following.constants import OnMeta
-    from schedlang.runtime.following.meta import hollow_batch
+    from schedlang.runtime.recording.constants import OnMeta
+    from schedlang.runtime.recording.meta import hollow_batch
     from schedlang.runtime.sharding import crossing
 
     plan = context.plan
@@ -307,12 +310,12 @@ def _sent(
     count = staged.microbatches(edge[0], ends[0], replica)
     sent = Collective(
         "send", (staged.axis,), "forward", f"to stage {edge[1]}", fqn, count,
-        _bytes(local(leaf.shape), leaf.dtype), frozenset(ends[:1]), context.row("stage"),
+        _bytes(local(leaf.shape), leaf.dtype), frozenset(ends[:1]), context.row("stage"), ends[1],
     )  # fmt: skip
     yield sent
     if leaf.differentiable:
         what = f"grad to stage {edge[0]}"
-        yield replace(sent, phase="backward", what=what, places=frozenset(ends[1:]))
+        yield replace(sent, phase="backward", what=what, places=frozenset(ends[1:]), to=ends[0])
 
 
 def _bytes(shape: Iterable[int], dtype: str) -> int:
@@ -333,15 +336,14 @@ def _states(context: _Context) -> Iterator[Collective]:
         return
     places = plan.mesh.size(staged.axis)
     for place in range(places):
-        rank = plan.mesh.group(0, staged.axis)[place]
+        rank, after = plan.mesh.group(0, staged.axis)[place], (place + 1) % places
         for size in state_rounds(plan, context.holdings, rank):
             out = Collective(
                 "send", (staged.axis,), "step", "state to a peer", "", 1, size * MOMENTS,
-                frozenset({place}), row,
+                frozenset({place}), row, after,
             )  # fmt: skip
             yield out
-            holder = frozenset({(place + 1) % places})
-            yield replace(out, what="state to its owner", places=holder)
+            yield replace(out, what="state to its owner", places=frozenset({after}), to=place)
 
 
 def _slices(context: _Context) -> Iterator[Collective]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.cutting.staging import Loss
+from schedlang.passes.laying.dryrun import Loss
 from schedlang.passes.laying.propagate import Traced
 from schedlang.passes.laying.weigh import Weight, weight_of
 from schedlang.plan import Plan
@@ -89,8 +89,8 @@ def hollow(model: nn.Module) -> bool:
 
 def weight_by_tokens(traced: Traced, count: int) -> Weight:
     """What a part weighs in the mean: its labels that count; its tokens where there are none."""
+    from schedlang.runtime.parts import rows_of
     from schedlang.runtime.slicing.slices import length_of
-    from schedlang.runtime.summing.parts import rows_of
 
     if traced.labels:
         return weight_of(traced, count)

@@ -185,7 +185,9 @@ def _once(done: str) -> Callable[[Plan, Action, Primitive, list[Meeting], Span],
         plan: Plan, first: Action, then: Primitive, meetings: list[Meeting], span: Span
     ) -> None:
         same = [pair for pair in meetings if pair[0] == pair[1]]
-        if same and (not first.primitive.anew or then.anew):
+        parts = {first.primitive.part, then.part}
+        apart = len(parts) == 2 and "" not in parts
+        if same and not apart and (not first.primitive.anew or then.anew):
             title = f"{_name(same[0][0])} {done} twice"
             now, before = "this is the second time", "first here"
             helps = ["drop one of the two"]

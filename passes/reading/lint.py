@@ -45,7 +45,7 @@ def lint(file: n.File, state: State | None = None) -> list[Diagnostic]:
 def _unused(file: n.File) -> Iterator[Diagnostic]:
     """W101 to W104: knobs, definitions, patterns and views.  Libraries are there for others."""
     used = {part for node in walk(file) for part in _uses(node)}
-    called = {node.call.name.text for node in walk(file) if isinstance(node, n.Rule | n.Do)}
+    called = {row.call.name.text for row in _rows(file)}
     library = all(isinstance(x, n.Knob | n.Require | n.Def | n.Use | n.Pattern) for x in file.items)
     for item in file.items:
         if isinstance(item, n.Knob) and item.name not in used:
@@ -90,7 +90,7 @@ def _unverified(steps: Sequence[n.Step]) -> Iterator[Diagnostic]:
 
 def _never(file: n.File, state: State) -> Iterator[Diagnostic]:
     """W105: a `when` that holds for no values of the knobs."""
-    for node in walk(file):
+    for node in _statements(file):
         if isinstance(node, n.When) and _holds(node.test, state) == {False}:
             title = f"`{spelling.expr(node.test)}` is never true"
             names = {part for inner in walk(node.test) for part in _uses(inner)}
@@ -187,7 +187,25 @@ def _loose(file: n.File, state: State) -> Iterator[Diagnostic]:
 
 
 def _rows(node: n.Node) -> Rows:
-    return [inner for inner in walk(node) if isinstance(inner, n.Rule | n.Do)]
+    return [inner for inner in _statements(node) if isinstance(inner, n.Rule | n.Do)]
+
+
+def _statements(node: n.Node) -> Iterator[n.Node]:
+    """What stands below a node as a statement, in the order of the text; expressions are not."""
+    match node:
+        case n.File(items=body) | n.Block(body=body):
+            inner: tuple[n.Node, ...] = body
+        case n.Step(block=block) | n.Def(block=block) | n.At(block=block):
+            inner = block.body
+        case n.When(block=block, orelse=orelse):
+            inner = (*block.body, *(orelse.body if orelse else ()))
+        case n.Override(step=step):
+            inner = (step,)
+        case _:
+            inner = ()
+    for one in inner:
+        yield one
+        yield from _statements(one)
 
 
 def _warning(code: str, title: str, node: n.Node, *helps: str, label: str = "") -> Diagnostic:

@@ -73,11 +73,13 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S857": (
         "two rows about what a module saves",
-        "It is rounded, or recomputed, or moved, or saved by something else: one of them.",
+        "It is rounded, or recomputed, or saved by something else: one of them.  What is rounded\n"
+        "may move: select modules to `offload` that are rounded, or hold those that are.",
     ),
     "S858": (
         "parts of activations in fewer bits",
-        "Whole numbers stand for blocks of a tensor; those of a part are others.",
+        "Whole numbers stand for blocks of a tensor; those of a part are others.  Of parts along\n"
+        "one axis that splits weights one process can round the same blocks.",
     ),
     "S859": (
         "activations in fewer bits, in an order that saves several of them",
@@ -164,10 +166,6 @@ CODES: Mapping[str, tuple[str, str]] = {
         "a scaled loss, and sums in fewer bytes",
         "What a code leaves out is kept for the next step, which may have another scale.",
     ),
-    "S895": (
-        "coded activations of what is cast",
-        "Weights are cast where they are used; their copies would be coded as activations are.",
-    ),
     "S901": ("the model file has no batch", "Define `batch(seed)`: a dict of tensors."),
     "S902": ("`batch` returns something else", "Return the forward's keyword arguments as a dict."),
     "S903": ("`model` returns something else", "Return a torch.nn.Module."),
@@ -185,5 +183,10 @@ CODES: Mapping[str, tuple[str, str]] = {
         "no measured times to be read",
         "`plan --cost T.json` reads what `run FILE --timeline t.html --json` printed.  Times may\n"
         "be given as text too, in milliseconds: `--cost F=18,B=37,step=4`.",
+    ),
+    "S935": (
+        "unequal parts of activations in fewer bits",
+        "What a rank saves of a module is compared with what the whole module saves: each tensor\n"
+        "the same, or an equal part along one dim.  Else one process has other blocks to round.",
     ),
 }

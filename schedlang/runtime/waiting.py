@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from schedlang.diagnostic import Diagnostic, Label, Refusal, at_their_callers_lines
+from schedlang.runtime.parts import Batch
 from schedlang.runtime.program import Program
-from schedlang.runtime.summing.parts import Batch
 from schedlang.source import python_span
 
 Make = Callable[[Batch, bool], Program]  # from a batch, and whether it is this rank's own rows

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from schedlang.verbs.outcome import FAILS
+from schedlang.verbs.ending import FAILS
 
 if TYPE_CHECKING:
     from schedlang.diagnostic import Diagnostic
@@ -32,8 +32,8 @@ def demand_expected(plan: Plan, account: Account, took: Took | None = None) -> N
 
     Times are held where a step has one; else it is said that they are not.
     """
-    from schedlang.passes.reading.expect import unmet
-    from schedlang.passes.reading.expect_time import late
+    from schedlang.passes.costs.expected import unmet
+    from schedlang.passes.costs.expected_time import late
 
     _say_left(plan, took)
     _fail([*unmet(plan, account), *(late(plan, took) if took is not None else ())])
@@ -41,21 +41,21 @@ def demand_expected(plan: Plan, account: Account, took: Took | None = None) -> N
 
 def demand_costs(plan: Plan, account: Account) -> None:
     """The same before times are known."""
-    from schedlang.passes.reading.expect import unmet
+    from schedlang.passes.costs.expected import unmet
 
     _fail(unmet(plan, account))
 
 
 def demand_time(plan: Plan, took: Took) -> None:
     """The same of times alone."""
-    from schedlang.passes.reading.expect_time import late
+    from schedlang.passes.costs.expected_time import late
 
     _fail(late(plan, took))
 
 
 def _say_left(plan: Plan, took: Took | None) -> None:
     """Name the times that nothing here can be held against."""
-    from schedlang.passes.reading.expect_time import LEFT, timed
+    from schedlang.passes.costs.expected_time import LEFT, timed
 
     for one in timed(plan) if took is None else ():
         print(f"`{one.said}` is not held here: {LEFT}", file=sys.stderr)

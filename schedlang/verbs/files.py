@@ -49,7 +49,7 @@ def planned(
     schedule = Schedule(found.model(meta=True), tree, given)
     made = schedule.plan()
     if made.completing:
-        from schedlang.passes.proposing.complete import completed
+        from schedlang.passes.completing.complete import completed
 
         made = completed(made, found.batch(0) if found.has_batch else None, found.loss)
     return Planned(file, tree, made, found, imports, tuple(schedule.warnings()))

@@ -10,17 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from schedlang.verbs.drawing import WATCHED, Run, check_timeline, write_measured
-from schedlang.verbs.outcome import (
-    FAILS,
-    REFUSED,
-    UNCHECKED,
-    AsJson,
-    Knobs,
-    MeshSizes,
-    Model,
-    show_json,
-    verb,
-)
+from schedlang.verbs.ending import FAILS, REFUSED, UNCHECKED, show_json
+from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, verb
 
 if TYPE_CHECKING:
     from schedlang.modelfile import ModelFile
@@ -50,7 +41,7 @@ def run(
     included.
     """
     from schedlang.diagnostic import Refusal
-    from schedlang.passes.reading.expect_time import late
+    from schedlang.passes.costs.expected_time import late
     from schedlang.passes.running.train import Course, check
     from schedlang.verbs.expected import demand_time
 
@@ -84,14 +75,19 @@ def run(
                   | trained.to_json())  # fmt: skip
     else:
         print(_report(title.name, course, trained))
+        for one in trained.left:
+            print(one.warning.render(), file=sys.stderr)
     demand_time(planned, took)
 
 
 def _demand(course: Course) -> None:
-    """Before any rank starts: exit 1 where the plan costs more than the schedule expects."""
-    from schedlang.passes.reading.expect import counted, counting
+    """Before any rank starts: refuse what gains nothing (S888), and exit 1 where the plan costs
+    more than the schedule expects."""
+    from schedlang.passes.costs.expected import counted, counting
+    from schedlang.passes.costs.gains import gained
     from schedlang.verbs.expected import demand_costs
 
+    gained(course.plan, course.batch(course.seed))
     if counting(course.plan):
         batch = course.batch(course.seed)
         demand_costs(course.plan, counted(course.plan, batch, course.loss, course.weight))
@@ -167,8 +163,8 @@ def _here(course: Course, shown: _Shown) -> Trained:
 
 def _local(course: Course, found: ModelFile, shown: _Shown, as_json: bool) -> Trained:
     """On ranks started here."""
-    from schedlang.passes.proving.prove import check_world
     from schedlang.passes.running.train import train
+    from schedlang.passes.verifying.prove import check_world
     from schedlang.runtime.launching.launch import Hang, Pool, RankDied
 
     check_world(course.plan, "run")

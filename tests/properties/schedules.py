@@ -101,7 +101,10 @@ def _regions(config: Config, sizes: dict[str, int]) -> list[Step]:
 
 @generator
 def offload(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """At blocks, with and without looking ahead; parameters also all, gradients and state all."""
+    """At blocks, with and without looking ahead; parameters also all, gradients and state all.
+
+    State that a peer holds is not that of streamed parameters, nor beside files.
+    """
     found, every = [], [f"parameters {_at(place)}" for place in range(len(config.blocks))]
     for place, own in enumerate(every):
         at = _at(place)
@@ -114,7 +117,9 @@ def offload(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
         step("offload", ["offload(parameters)"], every),
         step("offload", ["offload(gradients)"], ["leaving"]),
         step("offload", ["offload(optimizer, to=disk)"], ["optimizer"]),
-    ]
+        *(step("offload", ["offload(optimizer, to=peer, over=pp)"], ["optimizer", *every], ["pp"])
+          for _ in range("pp" in sizes)),
+    ]  # fmt: skip
 
 
 @generator
@@ -298,9 +303,8 @@ def fewer_bits(config: Config) -> list[Step]:
     found = []
     for place in range(len(config.blocks)):
         at = _at(place)
-        claims = [f"{verb} {at}" for verb in ("checkpoint", "offload", "kernel", "replace")]
+        claims = [f"{verb} {at}" for verb in ("checkpoint", "kernel", "replace")]
         claims += [f"{verb} {at}" for verb in ("decompose", "unroll", "parameters")]
-        claims += ["cast"]
         rows = [f"{at}  compress(activations, int{bits}, block=8)" for bits in (8, 2)]
         found += [step("compress activations", [row], claims) for row in rows]
     return found

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.runtime.following.meta import copy_with
+from schedlang.runtime.recording.meta import copy_with
 
 Names = Mapping[str, str | Sequence[str]]  # own name -> the name, or names, that it is made of
 

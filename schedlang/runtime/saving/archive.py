@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from schedlang.diagnostic import Diagnostic, Refusal, quoted
+from schedlang.runtime.saving import residue
 from schedlang.runtime.saving.boxes import (
     FAILURES,
     INDEX,
@@ -24,9 +25,8 @@ from schedlang.runtime.saving.boxes import (
     whole,
     write,
 )
-from schedlang.runtime.saving.folder import agreed, gathered, newest, replace_folder, together
 from schedlang.runtime.saving.holding import blocks
-from schedlang.runtime.stepping.moments import (
+from schedlang.runtime.saving.moments import (
     Moments,
     described,
     grouped_otherwise,
@@ -35,7 +35,7 @@ from schedlang.runtime.stepping.moments import (
     named,
     put_back,
 )
-from schedlang.runtime.summing import residue
+from schedlang.runtime.storage.folder import agreed, gathered, newest, replace_folder, together
 from schedlang.runtime.summing.replicas import reshard
 
 if TYPE_CHECKING:
