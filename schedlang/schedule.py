@@ -21,9 +21,9 @@ from schedlang.diagnostic import (
     closest,
 )
 from schedlang.edits import folded, without_last
-from schedlang.passes.reading.alike import comes_to
 from schedlang.passes.reading.expand import Expander, expand
 from schedlang.passes.reading.lint import lint
+from schedlang.passes.reading.same_plan import comes_to
 from schedlang.passes.reading.state import Settings, State, current, start
 from schedlang.passes.reading.steps import open_step
 from schedlang.passes.showing.diff import Difference, compare
@@ -149,13 +149,10 @@ class Schedule(Scope):
     def to_sched(self, fold: bool = False) -> str:
         """The schedule as the text of a file, in canonical form.
 
-        fold   rows that say the same of `h.0` to `h.11` become one of `h[:12]`, wherever that
-               does the same to the same modules
+        fold   rows that say the same of `h.0` to `h.11` become one, wherever the plan stays so
         """
-        if not fold:
-            return printer.to_text(self.tree)
-        known = self.plan(), self._facts, self._settings
-        made = folded(self._stack[0], lambda items: comes_to(self._of(items), *known))
+        known, items = (self.plan(), self._facts, self._settings), self._stack[0]
+        made = folded(items, lambda new: comes_to(self._of(new), *known)) if fold else items
         return printer.to_text(self._of(made))
 
     def to_json(self) -> dict[str, object]:
