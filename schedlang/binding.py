@@ -205,7 +205,8 @@ class Binder:
             else:
                 each = "holds" if wrong.culprit else "is"
                 title = f"`{field}` of `{self.name}` {each} {wrong.expected}"
-                self._problem("S304", title, Label(argument.inner, _is(argument, value)))
+                shape = f"for example `{self.primitive.example}`"
+                self._problem("S304", title, Label(argument.inner, _is(argument, value)), shape)
         return []
 
     def _no_axis(self, name: str, argument: Argument) -> None:

@@ -60,6 +60,7 @@ def verify(
     return remarked(prove(case, title=type(model).__name__), small)
 
 
+@at_the_callers_line()
 def assert_equivalent(sch: Schedule, **options: Any) -> None:
     """Raise AssertionError with the report unless `verify(sch, **options)` finds all equal."""
     report = verify(sch, **options)

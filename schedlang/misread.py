@@ -136,7 +136,11 @@ def _unclosed(source: Source, token: Token, accepts: frozenset[str]) -> Diagnost
         width = min(3, len(word[0])) if word else 1
         place = Span(source, token.line, token.col, token.line, token.col + width)
         label = Label(place, f"expected `{close}` or `,` before this")
-    return Diagnostic("S002", f"this `{char}` is never closed", here, (label,))
+    row = source.line(line).partition("#")[0].strip()
+    closed = (
+        "close it with `}` on a line of its own" if char == "{" else f"close it: `{row}{close}`"
+    )
+    return Diagnostic("S002", f"this `{char}` is never closed", here, (label,), helps=(closed,))
 
 
 def _unexpected(source: Source, token: Token, accepts: frozenset[str]) -> Diagnostic:

@@ -50,16 +50,19 @@ class Gap:
 class Bound:
     """What the schedule expects of its plan's costs; `holds` is None where that cannot be told.
 
-    `found` is the figure in words, `why` what it is made of and what would lower it.
+    `found` is the figure in words, `why` what it is made of and what would lower it.  What is
+    `left` to other verbs is no part of this verdict.
     """
 
     said: str
     holds: bool | None
     found: str = ""
     why: tuple[str, ...] = ()
+    left: bool = False
 
     def __str__(self) -> str:
-        word = {True: "holds", False: "does not hold", None: "cannot be told"}[self.holds]
+        untold = "is not held here" if self.left else "cannot be told"
+        word = {True: "holds", False: "does not hold", None: untold}[self.holds]
         return f"{self.said}   {word}" + (f": it is {self.found}" if self.found else "")
 
 
@@ -95,7 +98,7 @@ class Report:
     def ok(self) -> bool:
         """Whether everything was compared, everything is equal, and what is expected holds."""
         equal = bool(self.rows) and all(row.ok for row in self.rows) and not self.unchecked
-        return equal and all(bound.holds for bound in self.bounds)
+        return equal and all(bound.holds or bound.left for bound in self.bounds)
 
     @property
     def exit_code(self) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from schedlang import nodes as n
-from schedlang.diagnostic import Diagnostic, Label, Refusal
+from schedlang.diagnostic import Diagnostic, Label, Refusal, closest
 from schedlang.lalr import Unread
 from schedlang.misread import explain, form_problems, too_deep
 from schedlang.source import Source, Span
@@ -91,11 +91,15 @@ def read(path: str | FilePath, name: str | None = None) -> Source:
         raw = FilePath(path).read_bytes()
     except OSError as error:
         why = (error.strerror or str(error)).lower()
-        raise Refusal(Diagnostic("S000", f"cannot read `{shown}`: {why}")) from None
+        there = [each.name for each in FilePath(path).parent.glob("*.sched")]
+        near = closest(FilePath(path).name, there)
+        helps = (f"did you mean `{near}`?",) if near else ("name a file of text: `x.sched`",)
+        raise Refusal(Diagnostic("S000", f"cannot read `{shown}`: {why}", helps=helps)) from None
     try:
         return Source(shown, raw.decode("utf-8-sig").replace("\r\n", "\n"))
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         title = f"`{shown}` is not UTF-8 text"
         note = f"byte {error.start + 1}, on line {line}, is 0x{raw[error.start]:02x}"
-        raise Refusal(Diagnostic("S000", title, notes=(note,))) from None
+        helps = ("save it as UTF-8",)
+        raise Refusal(Diagnostic("S000", title, notes=(note,), helps=helps)) from None

@@ -11,9 +11,10 @@ from schedlang.diagnostic import Diagnostic, Label, Refusal
 from schedlang.facets import Expectation
 from schedlang.memory import heaviest
 from schedlang.passes.costs.account import Account, account
+from schedlang.passes.costs.expected_time import LEFT, timed
 from schedlang.passes.laying.dryrun import Loss
 from schedlang.passes.laying.weigh import Weight
-from schedlang.passes.reading.expect import ORDER
+from schedlang.passes.reading.expect import TIME
 from schedlang.plan import Plan
 from schedlang.report import Bound
 
@@ -32,13 +33,11 @@ LOWER: Mapping[str, tuple[str, ...]] = {
 
 
 def unmet(plan: Plan, account: Account) -> tuple[Diagnostic, ...]:
-    """What does not hold (S860), or cannot be told (S862), with what was found and would help."""
-    return tuple(
-        problem
-        for one in plan.expected
-        if _applies(plan, one)
-        for problem in _problems(plan, account, one)
-    )
+    """What does not hold (S860), or cannot be told (S862), with what was found and would help.
+
+    Times are no costs that can be counted: `expected_time` holds them.
+    """
+    return tuple(problem for one in counting(plan) for problem in _problems(plan, account, one))
 
 
 def bounds(
@@ -48,12 +47,13 @@ def bounds(
 
     A plan that cannot be built for this batch tells nothing, and why.
     """
-    mine = [one for one in plan.expected if _applies(plan, one)]
+    mine = counting(plan)
+    later = [Bound(one.said, None, why=(LEFT,), left=True) for one in timed(plan)]
     try:
         costs = counted(plan, batch, loss, weight) if mine else None
     except Refusal as refusal:
         why = tuple(one.title for one in refusal.diagnostics)
-        return tuple(Bound(one.said, None, why=why) for one in mine)
+        return (*(Bound(one.said, None, why=why) for one in mine), *later)
     made = []
     for one in mine:
         assert costs is not None
@@ -61,14 +61,14 @@ def bounds(
         said = "" if found is None else _text(one, found)
         why = () if problem is None else (*problem.notes, *problem.helps)
         made.append(Bound(one.said, None if found is None else problem is None, said, why))
-    return tuple(made)
+    return (*made, *later)
 
 
 def counted(
     plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None, weight: Weight | None = None
 ) -> Account:
     """What the plan costs, as far as its expectations ask for it."""
-    memory = any(one.measure == "peak_memory" for one in plan.expected if _applies(plan, one))
+    memory = any(one.measure == "peak_memory" for one in counting(plan))
     return account(plan, batch, loss, weight=weight, memory=memory)
 
 
@@ -80,7 +80,7 @@ def demand(
     What cannot be told (memory, where this process is a rank of a job already) is no refusal, but
     a warning.
     """
-    if not any(_applies(plan, one) for one in plan.expected):
+    if not counting(plan):
         return
     told = unmet(plan, counted(plan, batch, loss, weight))
     for problem in told:
@@ -91,9 +91,9 @@ def demand(
         raise Refusal(*wrong)
 
 
-def _applies(plan: Plan, one: Expectation) -> bool:
-    """An expectation on a machine is about plans on that machine, or on none that is named."""
-    return one.on is None or plan.mesh.device is None or one.on == plan.mesh.device
+def counting(plan: Plan) -> list[Expectation]:
+    """The expectations about this plan that are held against what is counted."""
+    return [one for one in plan.expected if one.measure != TIME and one.applies(plan.mesh)]
 
 
 def _problems(plan: Plan, account: Account, one: Expectation) -> Iterator[Diagnostic]:
@@ -103,7 +103,7 @@ def _problems(plan: Plan, account: Account, one: Expectation) -> Iterator[Diagno
         title = f"`{one.said}` cannot be told"
         batch = ("let the model file have a batch: `batch(seed)`",)
         yield Diagnostic(UNTOLD, title, label, notes=account.notes, helps=batch)
-    elif not ORDER[one.op](found, one.bound):
+    elif not one.holds(found):
         notes, helps = _why(plan, account, one)
         title = f"`{one.said}` does not hold: it is {_text(one, found)}"
         yield Diagnostic("S860", title, label, notes=notes, helps=helps)

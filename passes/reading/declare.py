@@ -16,6 +16,7 @@ from schedlang.evaluate import evaluate
 from schedlang.knob import alternatives, decided, declare, unknown_settings
 from schedlang.mesh import Mesh
 from schedlang.misread import walk
+from schedlang.passes.reading.bases import ALONE
 from schedlang.passes.reading.state import Definition, Settings, State, start
 from schedlang.primitive import Primitive, find, load_all, registry
 from schedlang.source import Span
@@ -134,7 +135,10 @@ def _filled(
     if not blanks:
         return tuple((name, size) for name, size in sizes.items() if size is not None)
     if len(blanks) > 1:
-        refused("S111", "one axis at most takes the rest", node.span, f"{len(blanks)} are `_`")
+        given = ", ".join(f"{k}={'_' if k == blanks[0] else v or 2}" for k, v in sizes.items())
+        help_ = f"give the others a size: `mesh({given})`"
+        said = f"{len(blanks)} are `_`"
+        refused("S111", "one axis at most takes the rest", node.span, said, help_)
     taken = math.prod(size for size in sizes.values() if size is not None)
     machine = re.fullmatch(r".*?x(\d+)", node.on or "")
     world = settings.world or (int(machine[1]) if machine else 2 * taken)
@@ -242,7 +246,7 @@ def use(node: n.Use, state: State, above: tuple[Path, ...] = ()) -> State:
     place = (holder / node.path).resolve()
     if place in above:
         chain = " -> ".join(path.name for path in (*above, place))
-        refused("S112", "these files use each other", node.span, chain)
+        refused("S112", "these files use each other", node.span, chain, ALONE)
     try:
         file = parse(read(place, str(holder / node.path)))
     except Refusal as refusal:

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from schedlang import nodes as n
 from schedlang import spelling
 from schedlang.diagnostic import Diagnostic, Label, Refusal, guess
 from schedlang.evaluate import evaluate
-from schedlang.value import UNKNOWN, Names, shown
+from schedlang.facets import BOUNDS, Expectation
+from schedlang.value import UNKNOWN, Bytes, Names, Seconds, shown
 
 if TYPE_CHECKING:
     from schedlang.facets import Expectation
 
-ORDER: Mapping[str, Callable[[float, float], bool]] = {
-    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
-}  # fmt: skip
+TIME = "time"
 MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 MEASURES = {"peak_memory": "peak_memory < 70GiB", "comm_bytes": "comm_bytes(tp) < 2GiB",
-            "bubble": "bubble < 0.2"}  # fmt: skip
+            "bubble": "bubble < 0.2", TIME: "time(step) < 180ms"}  # fmt: skip
+UNITS: Mapping[str, tuple[type, ...]] = {  # what bounds may be, beside plain numbers
+    "peak_memory": (Bytes,), "comm_bytes": (Bytes,), "bubble": (), TIME: (Seconds,),
+}  # fmt: skip
 
 
 def read(node: n.Expect, names: Names) -> Expectation | None:
@@ -34,22 +35,19 @@ def read(node: n.Expect, names: Names) -> Expectation | None:
         _refuse(node, "this compares no measure with a bound")
     left, op, right = node.test.items
     assert isinstance(op, str)
-    if isinstance(left, str) or isinstance(right, str) or op not in ORDER:
-        _refuse(node, f"a bound is one of {', '.join(ORDER)}")
+    if isinstance(left, str) or isinstance(right, str) or op not in BOUNDS:
+        _refuse(node, f"a bound is one of {', '.join(BOUNDS)}")
     if _measure(left) is None and _measure(right) is not None:
         left, op, right = right, MIRRORED[op], left
     name = _measure(left)
     if name is None:
         word = left.text if isinstance(left, n.Name) else spelling.expr(left)
         _refuse(node, f"`{word}` is no measure of a plan", guess(word, MEASURES, "measures are"))
-    axes = _axes(node, left, names)
-    if axes and name != "comm_bytes":
-        _refuse(node, f"`{name}` takes no arguments")
+    axes = _arguments(node, name, left, names)
     bound = evaluate(right, names)
     if bound is UNKNOWN:
         return None
-    if isinstance(bound, bool) or not isinstance(bound, int | float):
-        _refuse(node, f"the bound is {shown(bound)}, which is no number")
+    _check_bound(node, name, bound, spelling.expr(right))
     said = spelling.expr(node.test)
     return Expectation(name, axes, op, float(bound), said, node.on, node.span)
 
@@ -61,18 +59,33 @@ def _measure(expr: n.Expr | str) -> str | None:
     return text if text in MEASURES else None
 
 
-def _axes(node: n.Expect, measure: n.Expr, names: Names) -> tuple[str, ...]:
-    if not isinstance(measure, n.Call):
+def _check_bound(node: n.Expect, name: str, bound: Any, said: str) -> None:
+    """A bound is a number of the measure's own unit; a time says which."""
+    if isinstance(bound, bool) or not isinstance(bound, int | float):
+        _refuse(node, f"the bound is {shown(bound)}, which is no number")
+    other = isinstance(bound, Bytes | Seconds) and not isinstance(bound, UNITS[name])
+    if other or (name == TIME and not isinstance(bound, Seconds)):
+        what = {"bubble": "a share", TIME: "a time with its unit"}.get(name, "a number of bytes")
+        _refuse(node, f"the bound of `{name}` is {what}, not `{said}`")
+
+
+def _arguments(node: n.Expect, name: str, measure: n.Expr, names: Names) -> tuple[str, ...]:
+    """The axes of a measure that has some; a time is that of a step."""
+    given = measure.args if isinstance(measure, n.Call) else ()
+    found = [arg.text if isinstance(arg, n.Name) else "" for arg in given]
+    if name == TIME:
+        if found != ["step"]:
+            _refuse(node, "a time is that of a step: `time(step)`")
         return ()
-    found = [arg.text if isinstance(arg, n.Name) else "" for arg in measure.args]
+    if found and name != "comm_bytes":
+        _refuse(node, f"`{name}` takes no arguments")
     for text in found:
         if text not in names.axes:
-            title = f"`{measure.name.text}` takes axes of the mesh"
+            title = f"`{name}` takes axes of the mesh"
             _refuse(node, title, guess(text, list(names.axes), "the mesh has"))
     return tuple(found)
 
 
 def _refuse(node: n.Expect, title: str, *helps: str) -> NoReturn:
     legal = f"for example {', '.join(f'`expect {one}`' for one in MEASURES.values())}"
-    times = "times are not expected but simulated: `schedlang simulate`"
-    raise Refusal(Diagnostic("S861", title, Label(node.span), helps=(*helps, legal, times)))
+    raise Refusal(Diagnostic("S861", title, Label(node.span), helps=(*helps, legal)))

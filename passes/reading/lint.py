@@ -49,13 +49,17 @@ def _unused(file: n.File) -> Iterator[Diagnostic]:
     library = all(isinstance(x, n.Knob | n.Require | n.Def | n.Use | n.Pattern) for x in file.items)
     for item in file.items:
         if isinstance(item, n.Knob) and item.name not in used:
-            yield _warning("W101", f"the knob `{item.name}` is never used", item)
+            help_ = f"drop it, or use it: `mesh(tp={item.name})`"
+            yield _warning("W101", f"the knob `{item.name}` is never used", item, help_)
         if isinstance(item, n.Def) and not library and item.name not in called:
-            yield _warning("W102", f"`{item.name}` is never called", item)
+            help_ = f"drop it, or call it in a row: `path  {item.name}(...)`"
+            yield _warning("W102", f"`{item.name}` is never called", item, help_)
         if isinstance(item, n.Pattern) and not library and item.name not in used:
-            yield _warning("W103", f"the pattern `{item.name}` is never used", item)
+            help_ = f"drop it, or use it: `path  fuse({item.name})`"
+            yield _warning("W103", f"the pattern `{item.name}` is never used", item, help_)
         if isinstance(item, n.View) and item.name not in used:
-            yield _warning("W104", f"the view `{item.name}` is never used", item)
+            help_ = f"drop it, or name it in a row: `over={item.name}`"
+            yield _warning("W104", f"the view `{item.name}` is never used", item, help_)
 
 
 def _uses(node: n.Node) -> Iterator[str]:
@@ -92,7 +96,8 @@ def _never(file: n.File, state: State) -> Iterator[Diagnostic]:
             names = {part for inner in walk(node.test) for part in _uses(inner)}
             knobs = [knob for name, knob in state.knobs.items() if name in names and knob.options]
             label = ", ".join(f"`{k.name}` is one of {shown(k.options)}" for k in knobs[:2])
-            yield _warning("W105", title, node, label=label if len(label) < 80 else "")
+            help_ = "drop the block, or widen the domain of a knob"
+            yield _warning("W105", title, node, help_, label=label if len(label) < 80 else "")
 
 
 def _holds(test: n.Expr, state: State) -> set[object]:
@@ -154,7 +159,8 @@ def _empty(body: Sequence[n.Node], idle: Sequence[Span], maybe: bool = False) ->
             case n.Rule(call=call) | n.Do(call=call):
                 asked = maybe or (isinstance(node, n.Rule) and any(p.maybe for p in node.paths))
                 if asked and call.span in idle:
-                    found.append(_warning("W201", "this row selects no module", node))
+                    help_ = "drop the row; `schedlang tree FILE` shows the modules"
+                    found.append(_warning("W201", "this row selects no module", node, help_))
     return found
 
 
@@ -176,7 +182,8 @@ def _loose(file: n.File, state: State) -> Iterator[Diagnostic]:
             if isinstance(value, float) and value > usual:
                 which = next(iter(dtypes)) if len(dtypes) == 1 else "any dtype"
                 title = f"a tolerance of {value:g} is looser than the usual one of {which}"
-                yield _warning("W702", title, arg, label=f"{usual:g} is usual")
+                help_ = "leave `rtol` out"
+                yield _warning("W702", title, arg, help_, label=f"{usual:g} is usual")
 
 
 def _rows(node: n.Node) -> Rows:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostic import Diagnostic, Refusal, at_their_callers_lines
 from schedlang.runtime import whole
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.context.install import At
@@ -44,6 +44,7 @@ from schedlang.runtime.training import Training
 from schedlang.timeline import Op
 
 
+@at_their_callers_lines
 @dataclass
 class Program:
     """A scheduled model on this rank.
@@ -82,14 +83,13 @@ class Program:
     @property
     def module(self) -> nn.Module:
         """The plain module, where no pipeline is involved: bring your own loop (S617)."""
-        if self.assembly.tokens is not None:
-            title = (
-                f"sequences split over `{self.assembly.context[0]}` need a step that splits them"
-            )
+        a = self.assembly
+        if a.tokens is not None:
+            title = f"sequences split over `{a.context[0]}` need a step that splits them"
             helps = ("use `train_step` and `eval_step`: they give each rank its tokens",)
             raise Refusal(Diagnostic("S617", title, helps=helps))
-        if self.assembly.stage_axis is not None:
-            title = f"the pipeline over `{self.assembly.stage_axis}` has no module of its own"
+        if a.stage_axis is not None:
+            title = f"the pipeline over `{a.stage_axis}` has no module of its own"
             helps = ("use `train_step` and `eval_step`: each rank runs a stage of the model",)
             raise Refusal(Diagnostic("S617", title, helps=helps))
         tiers = () if self.away is None else self.away.tiers.values()
@@ -97,7 +97,7 @@ class Program:
             title = "gradients that leave the device as they are made are nowhere in a plain loop"
             helps = ("use `train_step` and `eval_step`: without an optimizer, gradients come back",)
             raise Refusal(Diagnostic("S617", title, helps=helps))
-        return self.assembly.module
+        return a.module
 
     # -- a step ----------------------------------------------------------------------------------
 

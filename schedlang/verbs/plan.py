@@ -17,6 +17,16 @@ if TYPE_CHECKING:
     from schedlang.passes.showing.show import View
     from schedlang.verbs.files import Planned
 
+Cost = Annotated[
+    str | None,
+    typer.Option(
+        "--cost",
+        metavar="F=18,B=37,step=4|T.json",
+        help="Milliseconds of a microbatch on one rank's share, or what `run --timeline T.html "
+        "--json` printed: `expect time(step)` is held against a step simulated with them.",
+    ),
+]
+
 
 @dataclass(frozen=True)
 class Written:
@@ -47,6 +57,7 @@ def plan(
     file: Annotated[Path, typer.Argument(help="A schedule.", metavar="FILE")],
     *,
     common: Common,
+    cost: Cost = None,
     each: Annotated[bool, typer.Option("--each", help="One line for each module.")] = False,
     written: Written,
     locks: Locks,
@@ -59,7 +70,8 @@ def plan(
     """
     from schedlang.passes.showing.show import view
     from schedlang.passes.showing.show_text import text
-    from schedlang.verbs.files import accounted, demand_expected, planned
+    from schedlang.verbs.expected import demand_expected, step_of
+    from schedlang.verbs.files import accounted, planned
     from schedlang.verbs.lockfile import demand_lock, write_lock
 
     start = time.perf_counter()
@@ -70,9 +82,10 @@ def plan(
     found = planned(file, common.model, common.knob, common.mesh)
     for warning in () if as_json else found.warnings:
         print(warning.render() + "\n", file=sys.stderr)
+    took = step_of(found.plan, cost)
     shown = view(found.plan, accounted(found, memory=True), file.name, each=each)
     _draw(shown, written)
-    value = shown.to_json()
+    value = shown.to_json() | ({} if took is None else {"step_seconds": took.seconds})
     if written.out is not None:
         _save(written.out, found)
     if locks.lock:
@@ -81,9 +94,11 @@ def plan(
         show_json({**value, "warnings": [one.to_json() for one in found.warnings]})
     else:
         print(text(shown, each=each))
+        if took is not None:
+            print(f"\na step takes {took.seconds * 1e3:.4g} ms, {took.how[0]}")
         spent = time.perf_counter() - start - found.imports
         print(f"planned in {spent:.1f} s, imports {found.imports:.1f} s", file=sys.stderr)
-    demand_expected(found.plan, shown.account)
+    demand_expected(found.plan, shown.account, took)
 
 
 def _check_lock_alone(common: Common, locks: Locks) -> None:

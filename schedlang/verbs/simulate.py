@@ -65,9 +65,11 @@ def simulate(
 ) -> None:
     """Time a pipeline's timeline: rank span, makespan, bubbles, activations, messages; draw it.
 
-    A schedule's order, ranks, microbatches and chunks are those of its plan.
+    A schedule's order, ranks, microbatches and chunks are those of its plan.  `--cost` counts
+    milliseconds where the schedule expects something of `time(step)`: exit 1 if it does not hold.
     """
     from schedlang.verbs.costs import costs
+    from schedlang.verbs.expected import demand_time, step_of
     from schedlang.verbs.files import planned
     from schedlang.verbs.lines import named, of_schedule
 
@@ -83,3 +85,17 @@ def simulate(
         show_json(found.to_json())
     else:
         print(f"{found.text()}\n\n{in_bars(found.times, width)}")
+    if file is not None and (took := step_of(plan.plan, cost)) is not None:
+        demand_time(plan.plan, took)
+
+
+def _machine(tflops: float, bandwidth: float) -> Machine:
+    """What ranks and links do in a second; refuses what is no speed."""
+    from schedlang.diagnostic import Diagnostic, Refusal
+    from schedlang.passes.costs.estimated import Machine
+
+    for name, value in (("tflops", tflops), ("bandwidth", bandwidth)):
+        if not 0 < value < float("inf"):
+            title = f"`--{name} {value:g}` is no speed"
+            raise Refusal(Diagnostic("S109", title, helps=("it is above zero",)))
+    return Machine(tflops * 1e12, bandwidth * 1e9)

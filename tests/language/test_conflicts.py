@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import fields, replace
-from functools import cache
+from functools import cache, partial
 from itertools import combinations
 
 import pytest
@@ -46,7 +46,43 @@ GPT2 = {
     "untie": ("lm_head  untie(weight)", "model"),
     "zero": ("zero(stage=1, over=dp)", ""),
 }
+# the same rows of other models, where their modules have other names
+LLAMA = GPT2 | {
+    "cast": ("model.layers.*  cast(bf16)", "dtype"),
+    "checkpoint": ("model.layers.*  checkpoint()", ""),
+    "context_parallel": ("model.layers.*.self_attn  context_parallel(ring, over=cp)", ""),
+    "decompose": ("model.layers.*.mlp.up_proj  decompose(bias)", ""),
+    "freeze": ("model.layers.0  freeze()", "updates"),
+    "fuse": ("model.layers.*.mlp  fuse()", ""),
+    "grid": ("model.layers.*.mlp.up_proj  grid(summa, over=(r, c))", ""),
+    "offload": ("model.layers.*  offload(activations)", ""),
+    "pad": ("model.layers.*.mlp.up_proj  pad(out, multiple=16)", ""),
+    "pipeline_split": ("model.layers  pipeline_split(over=pp)", ""),
+    "replace_kernel": ("**:LlamaRMSNorm  replace_kernel(rms_norm)", ""),
+    "shard": ("model.layers.*.mlp.up_proj  shard(col, over=tp)", ""),
+    "split_backward": ("model.layers.*  split_backward()", ""),
+}
+BERT = GPT2 | {
+    "cast": ("bert.encoder.layer.*  cast(bf16)", "dtype"),
+    "checkpoint": ("bert.encoder.layer.*  checkpoint()", ""),
+    "context_parallel": (
+        "bert.encoder.layer.*.attention.self  context_parallel(ring, over=cp)",
+        "",
+    ),
+    "decompose": ("bert.encoder.layer.*.intermediate.dense  decompose(bias)", ""),
+    "freeze": ("bert.encoder.layer.0  freeze()", "updates"),
+    "fuse": ("bert.encoder.layer.*.intermediate  fuse()", ""),
+    "grid": ("bert.encoder.layer.*.intermediate.dense  grid(summa, over=(r, c))", ""),
+    "offload": ("bert.encoder.layer.*  offload(activations)", ""),
+    "pad": ("bert.encoder.layer.*.intermediate.dense  pad(out, multiple=16)", ""),
+    "pipeline_split": ("bert.encoder.layer  pipeline_split(over=pp)", ""),
+    "replace_kernel": ("bert.encoder.layer.*.attention.self  replace_kernel(sdpa)", ""),
+    "shard": ("bert.encoder.layer.*.intermediate.dense  shard(col, over=tp)", ""),
+    "split_backward": ("bert.encoder.layer.*  split_backward()", ""),
+    "untie": ("cls.predictions.decoder  untie(weight)", "model"),
+}
 Make = Callable[..., Plan]
+Rows = dict[str, tuple[str, str]]
 
 
 def _planned(*names: str) -> Plan:
@@ -58,16 +94,23 @@ def _planned(*names: str) -> Plan:
 
 
 @cache
-def _gpt2() -> nn.Module:
-    return models.gpt2(2).float()
+def _model(name: str) -> nn.Module:
+    made: dict[str, Callable[[], nn.Module]] = {
+        "gpt2": lambda: models.gpt2(2), "llama": lambda: models.llama(2, bias=True),
+        "bert": models.bert,
+    }  # fmt: skip
+    return made[name]().float()
 
 
-def _planned_gpt2(*names: str) -> Plan:
-    """The plan of rows for GPT-2, in this order."""
-    rows = [GPT2[name] for name in names]
+def _planned_on(model: str, table: Rows, *names: str) -> Plan:
+    """The plan of rows of a table for a model of transformers, in this order."""
+    rows = [table[name] for name in names]
     relaxed = ", ".join(sorted({relax for _, relax in rows} - {""}))
     mesh = "dp=2, pp=2, cp=2, tp=2, r=2, c=2"
-    return planned(_gpt2(), "\n".join(row for row, _ in rows), mesh, relaxed)
+    return planned(_model(model), "\n".join(row for row, _ in rows), mesh, relaxed)
+
+
+_planned_gpt2 = partial(_planned_on, "gpt2", GPT2)
 
 
 @cache
@@ -133,6 +176,17 @@ def test_rows_that_commute_on_gpt2() -> None:
     for one, other in GPT2_PAIRS:
         if _commute(one, other):
             _hold_in_both_orders(_planned_gpt2, one, other)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("model, table", [("llama", LLAMA), ("bert", BERT)])
+def test_orders_on_others(model: str, table: Rows) -> None:
+    """The same for all pairs of rows of Llama and of BERT, each of which stands by itself."""
+    make = partial(_planned_on, model, table)
+    for name in table:
+        assert isinstance(_tried(make, name), Plan), (name, _tried(make, name))
+    for one, other in combinations(table, 2):
+        _hold_in_both_orders(make, one, other)
 
 
 def test_enough_pairs_are_tried() -> None:

@@ -132,7 +132,8 @@ error[S202]: index 7 is out of range
   |
 2 | at transformer.h[2, 7] {}
   |                ^^^^^^^ `transformer.h` has 4 children, 0 to 3
-  |"""
+  |
+  = help: count from the end: the last is `-1`"""
     )
     assert "index 7 is out of range" in refused("transformer.h.7")
 

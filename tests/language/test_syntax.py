@@ -87,7 +87,8 @@ error[S002]: this `(` is never closed
    |                       ^ opened here
 17 |     mlp.c_proj   shard(row, over=tp)
    |     --- expected `)` or `,` before this
-   |"""
+   |
+   = help: close it: `mlp.c_fc     shard(col, over=tp)`"""
     )
 
 
@@ -117,7 +118,8 @@ error[S002]: this `{` is never closed
 ...
 20 |   verify(forward, backward)
    |                            - the file ends; expected `}`
-   |"""
+   |
+   = help: close it with `}` on a line of its own"""
     )
 
 

@@ -80,7 +80,12 @@ def test_another_machine(costs: Account) -> None:
         ("comm_bytes(tp) < 3", "takes axes of the mesh"),
         ("peak_memory(pp) < 3", "takes no arguments"),
         ("bubble < true", "which is no number"),
-        ("time(step) < 180ms", "schedlang simulate"),
+        ("time < 180ms", "a time is that of a step"),
+        ("time(row) < 180ms", "a time is that of a step"),
+        ("time(step) < 180", "a time with its unit, not `180`"),
+        ("time(step) < 2GiB", "a time with its unit, not `2GiB`"),
+        ("peak_memory < 2s", "a number of bytes, not `2s`"),
+        ("bubble < 1KiB", "a share, not `1KiB`"),
     ],
 )
 def test_what_is_no_expectation(text: str, said: str) -> None:

@@ -159,6 +159,7 @@ def _saved(name: str, value: Any) -> Any:
         Diagnostic(
             "S637", f"`{name}` of the optimizer is a `{type(value).__name__}`",
             notes=("a checkpoint holds tensors, numbers and texts",),
+            helps=("take it out of the optimizer's state before saving",),
         )
     )  # fmt: skip
 
@@ -205,5 +206,6 @@ def _unlike(name: str, key: str) -> Refusal:
         Diagnostic(
             "S637", f"ranks differ in `{key}` of the optimizer for `{name}`",
             notes=("it does not lie as the parameter does, so one value must stand for all",),
+            helps=("let it hang on nothing that only one rank sees", "or save its parts yourself"),
         )
     )  # fmt: skip
