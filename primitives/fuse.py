@@ -104,7 +104,7 @@ class fuse(Primitive):  # noqa: N801
         import copy
         from contextlib import nullcontext
 
-        from schedlang.runtime.regions.fuse import check_fused
+        from schedlang.runtime.regions.checked import check_fused
         from schedlang.runtime.rowwise.child import interpreted
 
         module = copy.deepcopy(plan.model.model.get_submodule(site.fqn))

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from schedlang.diagnostic import Diagnostic, Label, Refusal
-from schedlang.passes.reading.fold import folded
 from schedlang.plan import Action, Plan
 from schedlang.primitive import Count, Gain, Primitive
 
@@ -24,8 +23,9 @@ class Gained:
 
     def __str__(self) -> str:
         before, after = self.gain.before, self.gain.after
+        more = f" and {len(self.sites) - 1} more" if len(self.sites) > 1 else ""
         return (
-            f"`{self.what}` at `{folded(self.sites)}`: {before.forward} kernels forward and"
+            f"`{self.what}` at `{self.sites[0]}`{more}: {before.forward} kernels forward and"
             f" {before.backward} backward become {after.forward} and {after.backward},"
             f" {before.bytes} bytes {after.bytes}"
         )

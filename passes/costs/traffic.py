@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -94,11 +95,8 @@ def _sent(
 def _bytes(shape: Iterable[int], dtype: str) -> int:
     import torch
 
-    count = 1
-    for size in shape:
-        count *= size
     kind: torch.dtype = getattr(torch, dtype)
-    return count * kind.itemsize
+    return math.prod(shape) * kind.itemsize
 
 
 def _states(context: Context) -> Iterator[Collective]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from schedlang.runtime.forward import layers_of
 from schedlang.runtime.keeping.recompute import checkpoint
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.regions import fuse as fuse_file
-from schedlang.runtime.regions.fuse import check_fused, fuse, graphs, unavailable
+from schedlang.runtime.regions.checked import check_fused
+from schedlang.runtime.regions.fuse import fuse, graphs, unavailable
 from schedlang.runtime.replacing.kernel import match, replace
 
 pytestmark = pytest.mark.skipif(
@@ -126,6 +128,38 @@ def test_the_check_runs_with_dropout(monkeypatch):
     monkeypatch.setattr(fuse_file, "_compile", lambda inner, *given: _unscaled(inner, plain))
     wrong = {one.name: one.ok for one in check_fused(module, (x,))}
     assert wrong["output .x"] and not wrong["output .x with dropout"]
+
+
+@pytest.mark.deep
+def test_masks_that_are_given(monkeypatch):
+    """Where a compiled graph draws otherwise than eager torch, dropout has masks that follow from
+    places: what is done with them is judged, and draws by themselves: fixed ones, and ones that no
+    seed decides, are found."""
+    module, x = Block(0.3), torch.randn(3, 8)
+    fuse(module)
+
+    def wrong():
+        return {one.name for one in check_fused(module, (x,), given_masks=True) if not one.ok}
+
+    assert wrong() == set()
+    plain = F.dropout
+    monkeypatch.setattr(fuse_file, "_compile", lambda inner, *given: _unscaled(inner, plain))
+    assert "output .x with dropout" in wrong()
+    for before, said in [
+        (lambda: torch.manual_seed(0), "spread of draws"),
+        (torch.seed, "draws after one seed"),
+    ]:
+        made = functools.partial(_compiled_after, before)
+        monkeypatch.setattr(fuse_file, "_compile", made)
+        assert said in wrong()
+
+
+def _compiled_after(before, inner, *_):
+    def call(*args, **kwargs):
+        before()
+        return inner(*args, **kwargs)
+
+    return call
 
 
 def _unscaled(inner, plain):

@@ -14,8 +14,9 @@ from schedlang.passes.reading.state import Settings
 from schedlang.passes.running.build import build
 from schedlang.patterns import read
 from schedlang.plan import Plan
+from schedlang.runtime.regions.checked import check_fused
 from schedlang.runtime.regions.flow import Looked, flow, imagined
-from schedlang.runtime.regions.fuse import check_fused, unavailable
+from schedlang.runtime.regions.fuse import unavailable
 from schedlang.runtime.regions.layer import Told, fuse_pattern, regions_of
 from schedlang.runtime.regions.match import matches
 from schedlang.schedule import Schedule, create_schedule

@@ -15,21 +15,18 @@ This is the one file that touches dynamo, inductor and functorch configuration.
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.kernels.check import Comparison, compare
-from schedlang.runtime.forward import layers_of, plain_forward, wrap
+from schedlang.runtime.forward import layers_of, wrap
 from schedlang.runtime.modes import Ambient
 
 LIMIT = 16  # graphs of one forward; beyond, compiling costs more than it can give
@@ -214,101 +211,3 @@ def _refusing(name: str) -> Iterator[None]:
         said = [line.strip() for line in str(error).splitlines() if line.strip()]
         where = [line for line in said if line.startswith("File ")][-1:]
         raise _refusal("S833", f"`{name}` is not one graph", *said[:2], *where) from error
-
-
-def check_fused(
-    module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-) -> list[Comparison]:
-    """Judge a fused module in its working dtype against float64, as kernels/check.py does.
-
-    One call with these arguments in evaluation mode, and one in training mode where that draws
-    random numbers: a program that is proven draws them logically, with the module run as it stands.
-    Outputs and all gradients.  The module is not changed: copies run.
-    """
-    found = _checked(module, args, kwargs or {}, training=False)
-    if draws(module, args, kwargs or {}):
-        drawn = _checked(module, args, kwargs or {}, training=True)
-        found += [replace(one, name=f"{one.name} with dropout") for one in drawn]
-    return found
-
-
-def draws(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the module draws random numbers in training, as it stands."""
-    twin = copy.deepcopy(module).train()
-    with torch.random.fork_rng(), torch.no_grad():
-        before = torch.get_rng_state()
-        plain_forward(twin)(*args, **kwargs)
-        return not torch.equal(before, torch.get_rng_state())
-
-
-def _checked(
-    module: nn.Module, args: Sequence[Any], named: Mapping[str, Any], *, training: bool
-) -> list[Comparison]:
-    twins = [copy.deepcopy(module).train(training) for _ in range(3)]
-    twins[2].double()
-    layers = layers_of(twins[0])
-    assert layers is not None and "fuse" in layers.kinds, "not a fused module"
-    whole = partial(layers.kinds["fuse"], plain_forward(twins[0]))
-    fused = _values(twins[0], whole, args, named, torch.Tensor.clone)
-    eager = _values(twins[1], plain_forward(twins[1]), args, named, torch.Tensor.clone)
-    exact = _values(twins[2], plain_forward(twins[2]), args, named, _widened)
-    return [
-        # two orders of the same sums: k = 8 for gradients, 4 for outputs, as in proving/rounding.py
-        compare(
-            name, fused[name], eager[name], value.double(), times=8.0 if "gradient" in name else 4.0
-        )
-        for name, value in exact.items()
-    ]
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor.clone()
-
-
-def _values(
-    module: nn.Module,
-    forward: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    change: Callable[[Tensor], Tensor],
-) -> dict[str, Tensor]:
-    """Outputs and gradients of one call, by name."""
-    leaves: dict[str, Tensor] = dict(module.named_parameters())
-
-    def prepared(value: Any, name: str) -> Any:
-        if isinstance(value, (tuple, list)):
-            return type(value)(prepared(v, f"{name}.{i}") for i, v in enumerate(value))
-        if not isinstance(value, Tensor):
-            return value
-        new = change(value.detach())
-        if new.is_floating_point():
-            leaves[f"input {name}"] = new.requires_grad_()
-        return new
-
-    given = [prepared(value, str(place)) for place, value in enumerate(args)]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)  # the same masks, whatever the type: they are drawn in float64
-        out = forward(*given, **{name: prepared(value, name) for name, value in kwargs.items()})
-    found = {f"output {n}": t for n, t in _tensors(out, "") if t.is_floating_point()}
-    total = torch.stack([_weighed(t) for t in found.values() if t.requires_grad]).sum()
-    used = [name for name, leaf in leaves.items() if leaf.requires_grad]
-    grads = torch.autograd.grad(total, [leaves[name] for name in used], allow_unused=True)
-    found = {name: t.detach() for name, t in found.items()}
-    pairs = zip(used, grads, strict=True)
-    return found | {f"gradient of {name}": g for name, g in pairs if g is not None}
-
-
-def _weighed(tensor: Tensor) -> Tensor:
-    """A sum in which every element counts otherwise, in float64."""
-    weights = torch.linspace(-1, 1, tensor.numel(), dtype=torch.float64, device=tensor.device)
-    return (tensor.double().flatten() * weights).sum()
-
-
-def _tensors(value: Any, name: str) -> list[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        return [(name, value)]
-    if isinstance(value, Mapping):
-        return [pair for key, each in value.items() for pair in _tensors(each, f"{name}.{key}")]
-    if isinstance(value, (tuple, list)):
-        return [pair for i, each in enumerate(value) for pair in _tensors(each, f"{name}.{i}")]
-    return []
