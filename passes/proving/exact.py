@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -113,7 +114,8 @@ def _regrouped(rows: Iterable[Row], without: Observation, program: Observation) 
             yield row
             continue
         want, got = without.tensors[_key(row)], program.tensors[_key(row)]
-        error = float((got - want).norm() / want.norm())
+        known = want is not None and got is not None
+        error = float((got - want).norm() / want.norm()) if known else math.inf
         if error <= _REGROUPED:
             note = "added in another order"
             row = replace(row, error=error, gate=_REGROUPED, ok=True, note=note)
