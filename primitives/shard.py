@@ -62,6 +62,7 @@ class shard(Primitive):  # noqa: N801
     reads = frozenset({"structure", "shape", "dtype"})
     writes = frozenset({"placement"})
     gives_up = frozenset({"rounding"})
+    alike = ("max_norm", "groups")
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse what cannot be split so, with the sizes that can."""

@@ -102,6 +102,11 @@ class Primitive:
     differ in; a property where it depends on the arguments.  `field(kw_only=True)` makes an
     argument that must be named, and may then be required after optional ones.  A `foremost` verb
     changes which parameters there are: it stands above whatever else is done, wherever that is.
+
+    `alike` promises that `check` and `effect` see nothing of a module but its Python class, its
+    parameters and buffers (not their values), the plain attributes that it names, what it holds
+    likewise, and what rows do to it, around it and inside of it.  They are then asked once for all
+    modules that are equal in that.  None: they are asked for each module.
     """
 
     example: ClassVar[str]
@@ -110,6 +115,7 @@ class Primitive:
     takes: ClassVar[str] = "module"
     foremost: ClassVar[bool] = False
     anew: ClassVar[bool] = False  # its sites are other modules afterwards, for rows below
+    alike: ClassVar[tuple[str, ...] | None] = None
     if TYPE_CHECKING:
 
         @property

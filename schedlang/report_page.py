@@ -71,7 +71,7 @@ def _head(report: Report) -> Iterator[str]:
 
 
 def _table(report: Report) -> Iterator[str]:
-    heads = ("", "compared", "worst", "gate", "error on a scale of decades, | its gate", "verdict")
+    heads = ("", "compared", "worst", "gate", "error and its gate, by decades", "verdict")
     numbers = ("worst", "gate")
     cells = "".join(f"<th{' class=n' * (h in numbers)}>{html.escape(h)}</th>" for h in heads)
     yield f'<div class="frame"><table><tr>{cells}</tr>'

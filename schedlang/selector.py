@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from schedlang import nodes as n
 from schedlang import spelling
@@ -50,8 +51,7 @@ class Tree(Protocol):
         """The parameters of a module and its children."""
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """Modules found under one outer match; `loose` once a `**` has been passed."""
 
     root: str
@@ -64,6 +64,8 @@ class Selector:
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
+        self._known: dict[tuple[n.Path, tuple[str, ...]], tuple[str, ...]] = {}
+        self._named: dict[tuple[str, Sequence[str]], Sequence[str]] = {}
 
     @cached_property
     def order(self) -> dict[str, int]:
@@ -78,6 +80,10 @@ class Selector:
 
     def sort(self, modules: Iterable[str]) -> tuple[str, ...]:
         """Model order, each module once."""
+        modules = tuple(modules)
+        places = list(map(self.order.__getitem__, modules))
+        if all(map(operator.lt, places, places[1:])):
+            return modules
         return tuple(sorted(set(modules), key=self.order.__getitem__))
 
     # ---- paths ----------------------------------------------------------------------------
@@ -88,15 +94,51 @@ class Selector:
         Refuses S201 (a segment matches nothing under some outer match), S202 (an index out of
         range) and S203 (no module of the type), unless the path ends in `?`.
         """
+        key = (path, tuple(roots))
+        if key not in self._known:
+            found = self._select(path, roots, names)
+            if not _fixed(path):
+                return found
+            self._known[key] = found
+        return self._known[key]
+
+    def _select(self, path: n.Path, roots: Sequence[str], names: Names) -> tuple[str, ...]:
         groups = [Found(root, (root,)) for root in roots]
         for seg in path.segs:
-            looked = [m for group in groups for m in group.modules]
-            groups = [new for group in groups for new in self._step(seg, group, looked, path.maybe)]
+            named = self._everywhere(seg, groups)
+            if named and seg is path.segs[-1] and not seg.index and not path.type:
+                return self.sort(fqn for _, names in named for fqn in names)
+            found = [Found(root, (fqn,)) for root, names in named for fqn in names]
+            groups = found or self._steps(seg, groups, path.maybe)
             if seg.index:
                 groups = [self._index(seg, group, names) for group in groups]
         if path.type:
             return self.sort(m for same in _by_root(groups) for m in self._of_type(path, same))
         return self.sort(m for group in groups for m in group.modules)
+
+    def _everywhere(self, seg: n.Seg, groups: Sequence[Found]) -> list[tuple[str, list[str]]]:
+        """One segment further down, by outer match; nothing where a module lacks one of the names.
+
+        Modules with the same children are looked at once.
+        """
+        if seg.text == "**" or any(group.loose for group in groups):
+            return []
+        found = []
+        for group in groups:
+            for fqn in group.modules:
+                key = (seg.text, tuple(self.tree.children(fqn)))
+                names = self._named[key] if key in self._named else _hits(*key)
+                self._named[key] = names
+                if not names:
+                    return []
+                prefix = f"{fqn}." if fqn else ""
+                found.append((group.root, [prefix + name for name in names]))
+        return found
+
+    def _steps(self, seg: n.Seg, groups: Sequence[Found], maybe: bool) -> list[Found]:
+        """One segment further down, module by module."""
+        looked = [m for group in groups for m in group.modules]
+        return [new for group in groups for new in self._step(seg, group, looked, maybe)]
 
     def _step(self, seg: n.Seg, group: Found, looked: Sequence[str], maybe: bool) -> list[Found]:
         """One segment further down; `maybe` lets it match nothing."""
@@ -290,6 +332,27 @@ def _pattern(text: str) -> re.Pattern[str]:
         return re.compile(re.escape(text[1:]))
     parts = re.split(r"\*+", text)
     return re.compile("[^.]*".join(map(re.escape, parts)))
+
+
+def _fixed(path: n.Path) -> bool:
+    """Whether a path names the same whatever names mean: its bounds are numbers."""
+    items = [item for seg in path.segs for item in seg.index]
+    each = (
+        (item,) if isinstance(item, str) else (item.start, item.stop, item.step) for item in items
+    )
+    return all(not text or text.lstrip("-").isdigit() for texts in each for text in texts)
+
+
+def _hits(text: str, there: Sequence[str]) -> Sequence[str]:
+    """The children that a segment names, in order; none if one of its alternatives has none."""
+    found: set[str] = set()
+    for wanted in _alternatives(text):
+        pattern = _pattern(wanted)
+        hits = [name for name in there if pattern.fullmatch(name)]
+        if not hits:
+            return ()
+        found.update(hits)
+    return [name for name in there if name in found]
 
 
 def _bound(text: str | None, seg: n.Seg, names: Names) -> int | None:

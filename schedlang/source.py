@@ -90,7 +90,7 @@ RUNNERS = {
     "threading",
     "typer",
 }
-SERVER = "schedlang.runtime.launching.forkserver"
+RANKS = "__runs_ranks__"  # what a module says that calls a function on every rank
 
 
 def _is_ours(frame: FrameType) -> bool:
@@ -106,11 +106,11 @@ def _home(frame: FrameType) -> str:
 def _users_frame() -> FrameType | None:
     """The nearest frame outside this package; None where none called it, as on a rank of ours."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and _is_ours(frame):
-        if frame.f_globals.get("__name__") == SERVER:
-            return None
+    while frame is not None and _is_ours(frame) and RANKS not in frame.f_globals:
         frame = frame.f_back
-    return None if frame is None or _home(frame) in RUNNERS else frame
+    if frame is None or RANKS in frame.f_globals or _home(frame) in RUNNERS:
+        return None
+    return frame
 
 
 def python_span() -> Span:

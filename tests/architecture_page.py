@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
+from tests.figures import parsed, table
+
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 HEAD = """# Architecture
@@ -41,12 +43,6 @@ def files(room: str) -> list[Path]:
     return sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
 
 
-@cache
-def parsed(path: Path) -> ast.Module:
-    """A file as syntax."""
-    return ast.parse(path.read_text())
-
-
 def said(room: str) -> str:
     """The first sentence of a room about itself."""
     path = ROOT / "schedlang" / room
@@ -75,7 +71,7 @@ def uses() -> Mapping[str, frozenset[str]]:
     rooms = {room for floor in floors() for room in floor}
     found = {}
     for room in rooms:
-        named = {name for file in files(room) for name in imported(parsed(file))}
+        named = {name for file in files(room) for name in imported(parsed(file.resolve()))}
         found[room] = frozenset(named & rooms - {room})
     return found
 
@@ -91,7 +87,7 @@ def inner(room: str) -> str:
     for number, floor in enumerate(inside):
         for part in floor:
             paths = files(f"{room}/{part}")
-            named = {n for p in paths for n in imported(parsed(p), f"schedlang.{room}")}
+            named = {n for p in paths for n in imported(parsed(p.resolve()), f"schedlang.{room}")}
             below = ", ".join(f"`{name}`" for name in sorted(named & every - {part}))
             name = f"`{part}`" + (f", {len(paths)} files" if len(paths) > 1 else "")
             row = (str(len(inside) - number - 1), name, said(f"{room}/{part}"), below)
@@ -111,7 +107,7 @@ def page() -> str:
             name = f"`{room}`" + (f", {count} files" if count > 1 else "")
             text += f"| {name} | {said(room)} | {below} |\n"
         text += "\n" + "".join(inner(room) for room in sorted(floor))
-    return text.rstrip() + "\n"
+    return text + table()
 
 
 if __name__ == "__main__":

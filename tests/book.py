@@ -203,3 +203,26 @@ def execute(words: list[str], folder: Path) -> tuple[int, str]:
         [*start, *words[1:]], cwd=folder, env=environ, capture_output=True, text=True, timeout=300
     )
     return ran.returncode, ran.stdout if not ran.returncode else ran.stdout + ran.stderr
+
+
+def counts() -> dict[str, int]:
+    """How much of the book is played, by what is done with it."""
+    found = [snippet for page in PAGES for snippet in snippets(page)]
+    here = [s for s in found if not s.elsewhere]
+    typed = [shlex.split(c) for s in here if s.language == "console" for c, _ in s.commands()]
+    return {
+        "fences": len(found),
+        "schedules checked": sum(s.language == "sched" and not s.mark("run by") for s in found),
+        "schedules verified as their comment says": sum(len(s.asked) for s in here),
+        "commands": len(typed),
+        "commands of a moment": sum(map(quick, typed)),
+        "proofs among the commands": sum(words[1:2] == ["verify"] for words in typed),
+        "programs": sum(s.language == "python" for s in here),
+        "run by another test": sum(s.mark("run by") is not None for s in found),
+        "only shown": sum(s.mark("not played") is not None for s in found),
+    }
+
+
+if __name__ == "__main__":
+    for what, number in counts().items():
+        print(f"{number:4} {what}")

@@ -1,4 +1,4 @@
-// What is wrong with the page that is open, as a list of sentences: see tests/test_pictures_browser.py.
+// What is wrong with the page that is open, as a list of sentences: see tests/tools/test_pictures_browser.py.
 (() => {
   const found = [];
   const parse = (text) => {

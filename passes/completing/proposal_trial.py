@@ -41,15 +41,16 @@ class Trial:
         try:
             short = self.shorter(1)
             return short, self._uses(short)
-        except Exception:
+        except Exception as error:
             # a model may count its layers by itself, and no longer run with fewer: then it is
-            # followed whole, and what fails there too is told below
-            pass
+            # followed whole, and what fails there too is told below, with this as its cause
+            fewer = error
         try:
             return self.all, self._uses(self.all)
-        except Refusal:
-            raise
+        except Refusal as refusal:
+            raise refusal from fewer
         except Exception as error:
+            error.__cause__ = fewer
             raise rejected(error) from error
 
     @property

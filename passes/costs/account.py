@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostic import Refusal
 from schedlang.passes.costs.gains import Gained, gains
 from schedlang.passes.costs.memory import RankClass, rank_classes
-from schedlang.passes.costs.traffic import Collective, collectives
+from schedlang.passes.costs.sent import Collective
+from schedlang.passes.costs.traffic import collectives
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:

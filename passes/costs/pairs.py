@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from schedlang.mesh import Mesh
 
 if TYPE_CHECKING:
-    from schedlang.passes.costs.traffic import Collective
+    from schedlang.passes.costs.sent import Collective
 
 MOST = 64  # rows and columns
 Bytes = NDArray[np.float64]

@@ -67,15 +67,16 @@ def answer(subject: Subject, count: int, ask: Question[T]) -> T:
         return ask.guess(subject.trial(count, short=True))
     try:
         return ask.probe(subject.trial(count, short=True))
-    except Exception:
+    except Exception as error:
         # whatever it says, a refusal too: blocks that were left out, or sequences too short for
         # what it does, may be all that is wrong; the other stand-in is nearer, and has the word
-        pass
+        short = error
     try:
         return ask.probe(subject.trial(count, short=False))
-    except Refusal:
-        raise
+    except Refusal as refusal:
+        raise refusal from short
     except Exception as error:
+        error.__cause__ = short
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         title = f"`{type(subject.model).__name__}` does not run on a small batch, to be tried"
         raise ask.refusal(title, said) from error

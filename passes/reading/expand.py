@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -256,8 +257,8 @@ class Expander:
         if self.selector is None or roots is None:
             return None
         selector = self.selector = current(self.selector, self.state)
-        found = [fqn for path in paths for fqn in selector.select(path, roots, names)]
-        return selector.sort(found)
+        found = [selector.select(path, roots, names) for path in paths]
+        return found[0] if len(found) == 1 else selector.sort(itertools.chain(*found))
 
     def _scope(self, node: n.At, roots: Roots, names: Names) -> Roots:
         if self.selector is None or roots is None:

@@ -15,7 +15,7 @@ from schedlang.passes.costs.pairs import Pairs, pairs
 from schedlang.passes.showing.words_at import say
 
 if TYPE_CHECKING:
-    from schedlang.passes.costs.traffic import Collective
+    from schedlang.passes.costs.sent import Collective
     from schedlang.passes.showing.show import View
 
 # one hue, from the ground's lightness away: told apart by lightness alone

@@ -13,7 +13,7 @@ from schedlang.value import shown
 
 if TYPE_CHECKING:
     from schedlang.passes.costs.memory import RankClass
-    from schedlang.passes.costs.traffic import Collective
+    from schedlang.passes.costs.sent import Collective
     from schedlang.passes.showing.show import Effect, Line, View
 
 WIDTH = 100

@@ -14,7 +14,7 @@ from schedlang.passes.showing.why import row_text
 if TYPE_CHECKING:
     from schedlang import nodes as n
     from schedlang.passes.costs.account import Account
-    from schedlang.passes.costs.traffic import Collective
+    from schedlang.passes.costs.sent import Collective
     from schedlang.plan import Plan
 
 # why a kind of collective is needed at all

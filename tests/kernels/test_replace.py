@@ -154,6 +154,32 @@ def test_several_names_are_joined(threads: Threads) -> None:
     assert "gate_proj" in said
 
 
+def test_a_child_that_is_taken_over_keeps_its_values() -> None:
+    """Beside renamed parameters a child of the model's own has them still, in plan and model."""
+
+    class Packed(nn.Module):
+        def __init__(self, old: Any) -> None:
+            super().__init__()
+            width, hidden = old.down_proj.weight.shape
+            self.both = nn.Linear(width, 2 * hidden, bias=False)
+            self.down_proj = old.down_proj
+
+        def forward(self, x: Tensor) -> Tensor:
+            gate, up = self.both(x).chunk(2, -1)
+            return self.down_proj(F.silu(gate) * up)
+
+    model = models.llama(1)
+    model.replacements = {
+        "mine": lambda old: (
+            Packed(old), {"both.weight": ["gate_proj.weight", "up_proj.weight"]})
+    }  # fmt: skip
+    changed = planned(model, "model.layers.*.mlp  replace(mine)").model.model
+    assert not any(p.is_meta for made in (model, changed) for p in made.parameters())
+    x = torch.randn(2, model.config.hidden_size, dtype=model.dtype)
+    mlp = [made.get_submodule("model.layers.0.mlp") for made in (model, changed)]
+    torch.testing.assert_close(mlp[0](x), mlp[1](x))
+
+
 def test_a_reduced_model_knows_them_too() -> None:
     """What `--shrink` makes of the class is planned with what the model file told of the whole."""
     tree = parse(Source("rows.sched", f'schedule 1\nstep "all" {{\n{MLP}}}\n'))

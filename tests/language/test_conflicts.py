@@ -47,7 +47,8 @@ GPT2 = {
     "zero": ("zero(stage=1, over=dp)", ""),
 }
 # the same rows of other models, where their modules have other names
-LLAMA = GPT2 | {
+TIED = ("untie",)  # rows that Llama, whose head is its own, has nothing for
+LLAMA = {name: row for name, row in GPT2.items() if name not in TIED} | {
     "cast": ("model.layers.*  cast(bf16)", "dtype"),
     "checkpoint": ("model.layers.*  checkpoint()", ""),
     "context_parallel": ("model.layers.*.self_attn  context_parallel(ring, over=cp)", ""),

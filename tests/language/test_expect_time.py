@@ -15,9 +15,9 @@ from typer.testing import CliRunner, Result
 from schedlang.cli import app
 from schedlang.cost import Cost
 from schedlang.diagnostic import Refusal
+from schedlang.passes.costs.expected import demand, unmet
 from schedlang.passes.costs.expected_time import late
 from schedlang.passes.costs.step_time import Measurement, Took, simulated_step
-from schedlang.passes.reading.expect import demand, unmet
 from schedlang.passes.verifying.prove import Case, prove
 from schedlang.report import Bound, Report
 from tests import models

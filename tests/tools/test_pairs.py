@@ -7,7 +7,8 @@ import pytest
 
 from schedlang.mesh import Mesh, neighbours
 from schedlang.passes.costs.pairs import SHARE, Pairs, pairs
-from schedlang.passes.costs.traffic import Collective, collectives
+from schedlang.passes.costs.sent import Collective
+from schedlang.passes.costs.traffic import collectives
 from schedlang.passes.showing.pairs_picture import Matrix, between
 from tests import models
 from tests.models import tokens

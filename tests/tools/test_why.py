@@ -122,3 +122,28 @@ def test_settings_go_with_schedules(folder: Path) -> None:
     saved.write_text(' {"plan": 2}')
     code, text = run("diff", saved, folder / "b.sched")
     assert code == 2 and "S907" in text and "no plan of version 1" in text
+
+
+NEST = MODEL.replace("def model", """class Mine(nn.Module):
+    def __init__(self, old):
+        super().__init__()
+        self.up, self.down, self.act = old.up, old.down, nn.ReLU()
+    def forward(self, x):
+        return {"loss": self.down(self.act(self.up(x))).square().mean()}
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.replacements = Net(), {"mine": Mine}
+    def forward(self, x):
+        return self.net(x)
+def model""").replace("return Net()", "return Whole()")  # fmt: skip
+
+
+def test_a_saved_plan_names_modules_that_its_rows_made(tmp_path: Path) -> None:
+    """A row inside what an earlier row put in place is found again."""
+    (tmp_path / "model.py").write_text(NEST)
+    sched, saved = tmp_path / "a.sched", tmp_path / "a.json"
+    sched.write_text("schedule 1 for Whole\n\nnet      replace(mine)\nnet.act  checkpoint()\n")
+    assert run("plan", sched, "--out", saved)[0] == 0
+    code, text = run("diff", saved, sched, "--json")
+    assert code == 0 and json.loads(text)["changes"] == [], text
