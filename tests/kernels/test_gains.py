@@ -17,6 +17,7 @@ from schedlang.diagnostic import Refusal
 from schedlang.passes.costs.gains import gained
 from schedlang.passes.verifying.prove import Case, prove
 from tests.proofs import planned
+from tests.tiers import thinned
 
 IDLE = "act  fuse(backend=rowwise)"
 
@@ -57,7 +58,7 @@ def test_it_is_refused_by_proofs_and_programs(threads: Any) -> None:
     assert gained(planned(Net(), "up  decompose(bias)"), batch()) == ()
 
 
-@pytest.mark.parametrize("verb", ["check", "run", "verify", "plan"])
+@pytest.mark.parametrize("verb", thinned(["check", "run", "verify", "plan"], 4))
 def test_it_is_refused_by_verbs(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit 2 and the row's place, before any rank starts."""
     monkeypatch.chdir(Path(__file__).parents[2])
@@ -78,6 +79,7 @@ class Wide(Net):
         return self.down(F.silu(h) * h).square().mean()
 
 
+@pytest.mark.deep
 def test_what_is_gained_is_told(threads: Any) -> None:
     """The report says kernels and bytes before and after."""
 

@@ -34,7 +34,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("attend", "rows"), thinned(CASES, 3))
+@pytest.mark.parametrize(("attend", "rows"), thinned(CASES, 4))
 def test_over_ranks(attend: str, rows: str, threads: Any) -> None:
     """In either order of rows, beside split heads and recomputation: the whole proof."""
     plan = planned(models.llama(1, attend=attend), rows + SPLIT, "tp=2")
