@@ -64,7 +64,9 @@ def _by_hand(model: Any) -> Any:
 def test_a_loop_of_python_becomes_a_table() -> None:
     """`to_sched(fold=True)` is the text that one writes by hand, and comes to the same plan."""
     sch = _by_hand(models.gpt2(4))
-    assert sch.to_sched(fold=True) == '''\
+    assert (
+        sch.to_sched(fold=True)
+        == """\
 schedule 1 for GPT2LMHeadModel
 
 mesh(tp=2)
@@ -79,7 +81,8 @@ step "tensor parallel" {
 }
 
 transformer.h[:3:2]  checkpoint()
-'''
+"""
+    )
     assert sch.to_sched() != sch.to_sched(fold=True) and "h.3.attn" in sch.to_sched()
 
 
