@@ -107,15 +107,17 @@ def _regrouped(rows: Iterable[Row], without: Observation, program: Observation) 
     rows = list(rows)
     made = {row.name: row for row in rows if row.kind == "gradients"}
     first = next((made[name] for name in program.order if name in made), None)
-    same = first is not None and first.ok and bool(without.tensors[_key(first)].any())
+    start = without.tensors[_key(first)] if first is not None and first.ok else None
+    same = start is not None and bool(start.any())
     same = same and all(row.ok or row.kind in _BACKWARD for row in rows)
     for row in rows:
         if row.ok or not same:
             yield row
             continue
         want, got = without.tensors[_key(row)], program.tensors[_key(row)]
-        known = want is not None and got is not None
-        error = float((got - want).norm() / want.norm()) if known else math.inf
+        error = math.inf
+        if want is not None and got is not None:
+            error = float((got - want).norm() / want.norm())
         if error <= _REGROUPED:
             note = "added in another order"
             row = replace(row, error=error, gate=_REGROUPED, ok=True, note=note)
