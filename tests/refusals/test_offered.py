@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -100,9 +99,5 @@ def test_every_text_is_raised() -> None:
     raised: set[str] = set()
     for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
         if "code_texts" not in path.parts:
-            tree = ast.parse(path.read_text())
-            raised |= {
-                node.value for node in ast.walk(tree)
-                if isinstance(node, ast.Constant) and isinstance(node.value, str)
-            }  # fmt: skip
+            raised |= set(re.findall(r'"([SW]\d{3})"', path.read_text()))
     assert not {*CODES, *WARNINGS} - raised, sorted({*CODES, *WARNINGS} - raised)

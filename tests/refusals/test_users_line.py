@@ -13,12 +13,11 @@ import schedlang
 from schedlang.code_example import model
 from schedlang.cursor import Caller, Cursor
 from schedlang.diagnostic import Refusal
-from schedlang.report import Report
 from schedlang.runtime.program import Program
 from schedlang.runtime.waiting import Waiting
 from schedlang.schedule import Schedule, Scope
 
-CLASSES = (Scope, Schedule, Cursor, Caller, Program, Waiting, Report)
+CLASSES = (Scope, Schedule, Cursor, Caller, Program, Waiting)  # a Report is a value
 
 # what is called, and a last line that is refused; those of a class after the lines of its name
 BEFORE = {
@@ -68,8 +67,6 @@ NEVER = {  # why they refuse nothing
     "Program.buffers": "tells what is there", "Program.buffer_errors": "compares what is there",
     "Program.state_dict": "what could not be told was refused when it was built",
     "Program.optimizer_state": "tells what is there",
-    "Report.ok": "a value", "Report.exit_code": "a value", "Report.worst": "a value",
-    "Report.first": "a value", "Report.blame": "ours", "Report.to_json": "a record of it",
 }  # fmt: skip
 HEAD = """\
 import schedlang
