@@ -38,7 +38,7 @@ def dropping() -> nn.Module:
     (lambda: models.llama(1, attend="eager"), LLAMA + CODED.format("int4"), "tp=2"),
     (models.phi3, "model.layers.*.mlp.gate_up_proj shard(col, blocks=2, over=tp)\n"
      "model.layers.*.mlp.down_proj shard(row, over=tp)\n" + CODED.format("int2"), "tp=3"),
-], 5))  # fmt: skip
+], 6))  # fmt: skip
 def test_ranks_round_their_parts(
     threads: Threads, model: Callable[[], nn.Module], rows: str, mesh: str
 ) -> None:
