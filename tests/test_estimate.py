@@ -89,7 +89,8 @@ def estimated(plan: Plan, given: Mapping[str, Any]) -> tuple[RankMemory, ...]:
 
 
 DEEP = (
-    "interleaved", "weights later", "split, sliced state", "cast", "cast, gathered", "rounded", "rounded, split",
+    "interleaved", "weights later", "split, sliced state", "cast", "cast, gathered", "rounded",
+    "rounded, split",
     "rounded, moved", "rounded, cast", "lent",
 )  # fmt: skip
 
