@@ -9,6 +9,7 @@ from schedlang.facets import Cast
 from schedlang.model import inside
 from schedlang.plan import Plan
 from schedlang.primitive import Primitive, refuse
+from schedlang.spread import near, parts
 
 if TYPE_CHECKING:
     from schedlang.model import Site
@@ -46,13 +47,14 @@ class cast(Primitive):  # noqa: N801
     example = "layers.*  cast(bf16)"
     reads = frozenset({"structure"})
     writes = frozenset({"dtype"})
+    alike = ()
     gives_up = frozenset({"rounding", "dtype"})
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse arguments without meaning, casts within casts, and weights stored in few bits."""
         self._check_arguments()
         self._check_others(site, plan)
-        names = [n for n in plan.model.parameters if inside(n, site.fqn)]
+        names = plan.model.names_below(site.fqn)
         short = next((n for n in names if plan.model.parameters[n].dtype in HALVES), None)
         if short is not None and self.dtype != "fp32":
             refuse("S891", f"`{short}` is stored in {plan.model.parameters[short].dtype}",
@@ -76,7 +78,7 @@ class cast(Primitive):  # noqa: N801
 
     def _check_others(self, site: Site, plan: Plan) -> None:
         """One row for a module, one level of casts, one loss scale."""
-        for other in plan.casts:
+        for other in near(plan.casts, site.fqn):
             if inside(other.fqn, site.fqn):
                 refuse("S892", f"`{other.fqn}`, inside of `{site}`, is cast above",
                        helps=("put the row for what is around it first",))  # fmt: skip
@@ -84,6 +86,7 @@ class cast(Primitive):  # noqa: N801
                 refuse("S892", f"`{site}` lies inside of what is cast to {other.dtype} already",
                        notes=("only float32 may stand inside of a lower dtype, once",),
                        helps=(f"`{site}  cast(fp32)`", "or select the modules apart"))  # fmt: skip
+        for other in (part.value for part in parts(plan.casts)):
             scales = (other.scale, other.growth), (self.scale, self.growth)
             if other.dtype == self.dtype == "fp16" and scales[0] != scales[1]:
                 refuse("S893", "two loss scales", f"{other.scale} and {self.scale}",

@@ -60,6 +60,7 @@ class checkpoint(Primitive):  # noqa: N801
     example = "layers.*  checkpoint()"
     reads = frozenset({"structure", "placement"})
     writes = frozenset({"recompute"})
+    alike = ()
     takes = "selection"
 
     def taken(self, sites: tuple[str, ...]) -> list[tuple[str, ...]]:

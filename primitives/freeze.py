@@ -84,8 +84,8 @@ class freeze(Primitive):  # noqa: N801
 def _below(site: Site, plan: Plan) -> list[tuple[str, ParameterFact]]:
     """The parameters of a module and of all in it, by their names there."""
     prefix = f"{site.fqn}." if site.fqn else ""
-    found = plan.model.parameters.items()
-    return [(n.removeprefix(prefix), fact) for n, fact in found if n.startswith(prefix)]
+    known = plan.model.parameters
+    return [(n.removeprefix(prefix), known[n]) for n in plan.model.names_below(site.fqn)]
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -49,6 +49,7 @@ class offload(Primitive):  # noqa: N801
     example = "layers.*  offload(activations, to=cpu)"
     reads = frozenset({"structure", "placement", "recompute"})
     writes = frozenset({"residence"})
+    alike = ()
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse a distance that means nothing."""
@@ -63,18 +64,16 @@ class offload(Primitive):  # noqa: N801
 
     def _check_plans(self, site: Site, plan: Plan) -> None:
         """No row beside a plan that says by itself what is kept, or moved."""
-        row = next(
-            (a for a in plan.actions if a.primitive.keeps and _meet(a.sites, site.fqn)), None
-        )
+        near = [a for a in plan.rows_near(site.fqn) if a.primitive.keeps or a.primitive.moves]
+        met = [a for a in near if _meet(a.sites, site.fqn)]
+        row = next((a for a in met if a.primitive.keeps), None)
         if row is not None and self.what in MOVES:
             refuse("S844", f"`{row.name}` keeps by itself what a backward of these modules needs",
                    f"nothing would leave the device: `{row.primitive}`",
                    helps=("drop one of the two",
                           "or choose before it runs: `checkpoint(plan=rotor, ...)`"))  # fmt: skip
 
-        row = next(
-            (a for a in plan.actions if a.primitive.moves and _meet(a.sites, site.fqn)), None
-        )
+        row = next((a for a in met if a.primitive.moves), None)
         if row is not None and self.what == "activations":
             refuse("S847", f"`{row.name}` says by itself which of these modules move what",
                    f"two rows move the same: `{row.primitive}`",
@@ -106,7 +105,7 @@ class offload(Primitive):  # noqa: N801
         """Put the module's saved tensors into a store; `build` moves what is parameters'."""
         from schedlang.runtime.keeping.offload import Store
         from schedlang.runtime.keeping.offload import offload as move
-        from schedlang.runtime.keeping.scratch import Scratch
+        from schedlang.runtime.storage.scratch import Scratch
 
         if self.what == "activations":
             scratch = build.shared("scratch", Scratch) if self.to == "disk" else None

@@ -28,6 +28,7 @@ class pad(Primitive):  # noqa: N801
     example = "embed  pad(vocab, multiple=8)"
     reads = frozenset({"structure"})
     writes = frozenset({"shape"})
+    alike = ()
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse modules without such a dim, and padding that would come too late."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -104,7 +105,8 @@ class ModelFacts:
         self.base: ModelFacts = base or self
         self.changes = changes
         self.class_name = type(model).__name__
-        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
+        self._classes: dict[type, tuple[str, ...]] = {}
         self.cache: dict[object, object] = {}  # answers of probes, by what was asked
         self.given: dict[str, Any] = {}  # replacements that were named in Python
 
@@ -157,7 +159,12 @@ class ModelFacts:
     def parameters(self) -> Mapping[str, ParameterFact]:
         """Every parameter by every name it has; tied names share one fact."""
         names: dict[int, list[str]] = {}
-        tensors = dict(self.model.named_parameters(remove_duplicate=False))
+        tensors = {
+            f"{fqn}.{name}" if fqn else name: tensor
+            for fqn, module in self._modules.items()
+            for name, tensor in module._parameters.items()
+            if tensor is not None
+        }
         for name, tensor in tensors.items():
             names.setdefault(id(tensor), []).append(name)
         facts: dict[str, ParameterFact] = {}
@@ -183,8 +190,10 @@ class ModelFacts:
     def shared_buffers(self) -> tuple[tuple[str, ...], ...]:
         """The groups of names that are one buffer, the first in model order first."""
         names: dict[int, list[str]] = {}
-        for name, buffer in self.model.named_buffers(remove_duplicate=False):
-            names.setdefault(id(buffer), []).append(name)
+        for fqn, module in self._modules.items():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    names.setdefault(id(buffer), []).append(f"{fqn}.{name}" if fqn else name)
         return tuple(tuple(same) for same in names.values() if len(same) > 1)
 
     @cached_property
@@ -199,8 +208,8 @@ class ModelFacts:
             for name, tensor in module._parameters.items()
             if tensor is not None
         }
-        mro = (f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__)
-        classes = tuple(name for name in mro if name not in (BASE, "builtins.object")) or (BASE,)
+        classes = self._classes.get(type(module)) or _bases(type(module))
+        self._classes[type(module)] = classes
         children = tuple(name for name, child in module._modules.items() if child is not None)
         buffers = tuple(name for name, value in module._buffers.items() if value is not None)
         return Site(fqn, classes, children, own, buffers)
@@ -216,8 +225,23 @@ class ModelFacts:
         return tuple(name.rpartition(".")[2] for name in self.sites[fqn].classes)
 
     def attribute(self, fqn: str, name: str) -> object:
-        """A plain attribute of a module; AttributeError if it has none of that name."""
-        return getattr(self._modules[fqn], name)
+        """An attribute of a module; AttributeError if it has none of that name, or computes it.
+
+        Nothing of the model's own code runs for it.
+        """
+        module = self._modules[fqn]
+        if isinstance(inspect.getattr_static(type(module), name, None), property | cached_property):
+            raise AttributeError(name)
+        return getattr(module, name)
+
+    def attributes(self, fqn: str) -> list[str]:
+        """The public names of what a module itself holds, beside parameters and children."""
+        own = vars(self._modules[fqn])  # torch puts `training` there
+        return [name for name in own if not name.startswith("_") and name != "training"]
+
+    def module(self, fqn: str) -> nn.Module:
+        """The module itself, which stays as it is."""
+        return self._modules[fqn]
 
     def computes_as(self, fqn: str, name: str) -> bool:
         """Does the module run the forward of its base class `name`, unchanged?"""
@@ -234,12 +258,24 @@ class ModelFacts:
 
     def below(self, fqn: str) -> list[ParameterFact]:
         """The parameters of a module and all below it, by every name there."""
-        prefix = f"{fqn}." if fqn else ""
-        return [fact for name, fact in self.parameters.items() if name.startswith(prefix)]
+        return [self.parameters[name] for name in self.names_below(fqn)]
+
+    def names_below(self, fqn: str) -> Iterator[str]:
+        """The names of the parameters of a module and all below it, in model order."""
+        site, prefix = self.sites[fqn], f"{fqn}." if fqn else ""
+        yield from (prefix + name for name in site.parameters)
+        for child in site.children:
+            yield from self.names_below(prefix + child)
 
     def owner(self, parameter: str) -> Site:
         """The module that holds a parameter of this name."""
         return self.sites[parameter.rpartition(".")[0]]
+
+
+def _bases(kind: type) -> tuple[str, ...]:
+    """The qualified names of a class of modules and of its bases."""
+    names = (f"{c.__module__}.{c.__qualname__}" for c in kind.__mro__)
+    return tuple(name for name in names if name not in (BASE, "builtins.object")) or (BASE,)
 
 
 def inside(name: str, fqn: str) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from schedlang.alike import holders
 from schedlang.facets import (
     Boundary,
     Cast,
@@ -19,8 +20,11 @@ from schedlang.facets import (
     Stored,
 )
 from schedlang.mesh import Mesh
-from schedlang.model import ModelFacts, inside
+from schedlang.model import ModelFacts
+from schedlang.persistent import persistent
 from schedlang.placement import Layout
+from schedlang.sharing import changed, shared
+from schedlang.trail import Trail
 
 if TYPE_CHECKING:
     from schedlang.primitive import Primitive
@@ -44,6 +48,11 @@ class Action:
     def name(self) -> str:
         """The word of the language for what is done."""
         return type(self.primitive).__name__
+
+    def target(self, group: Sequence[str], model: ModelFacts) -> Any:
+        """What the primitive is given of a group of sites: them all, or the only one."""
+        known = tuple(model.sites[fqn] for fqn in group)
+        return known if self.primitive.takes == "selection" else known[0]
 
     @property
     def each(self) -> Iterator[tuple[str, ...]]:
@@ -83,10 +92,11 @@ class Plan:
     replicas: tuple[Replicas, ...] = ()
     contexts: Mapping[str, tuple[Context, ...]] = field(default_factory=dict)  # by module
     compression: Compression | None = None  # of the sums of gradients over some data axes
-    casts: tuple[Cast, ...] = ()  # modules that compute in another dtype than they are stored in
-    stores: tuple[Stored, ...] = ()  # what does not lie on the device
-    kept: tuple[Kept, ...] = ()  # what is saved for backward in fewer bits
+    casts: Sequence[Cast] = ()  # modules that compute in another dtype than they are stored in
+    stores: Sequence[Stored] = ()  # what does not lie on the device
+    kept: Sequence[Kept] = ()  # what is saved for backward in fewer bits
     expected: tuple[Expectation, ...] = ()  # bounds on what it costs
+    known: Trail = field(default_factory=Trail, compare=False, repr=False)
 
     @staticmethod
     def empty(model: ModelFacts, mesh: Mesh | None = None) -> Plan:
@@ -116,17 +126,29 @@ class Plan:
         """
         row = self.actions[-1].row + 1 if self.actions else 0
         action = Action(primitive, tuple(sites), step, row, span)
-        plan = self
+        together = shared(self, action)
+        plan = together or self._each(action)
+        actions = (*self.actions, action)
+        wide = len(sites) > 1 or bool(self.model.children(sites[0]))
+        alone = wide and together is None and changed(self, plan)
+        return replace(plan, actions=actions, known=self.trail.after(actions, alone))
+
+    @property
+    def trail(self) -> Trail:
+        """Which rows stand at each module: kept as rows are added, found anew for other rows."""
+        return self.known if self.known.of is self.actions else Trail.along(self.actions)
+
+    def _each(self, action: Action) -> Plan:
+        """The plan after a row, every module (or group of them) taken by itself."""
+        plan, primitive = self, action.primitive
         for target in self.targets(action):
             primitive.check(target, plan)
             plan = primitive.effect(target, plan)
-        return replace(plan, actions=(*self.actions, action))
+        return plan
 
     def targets(self, action: Action) -> Iterator[Any]:
         """What the primitive of an action is given, one after the other: a site, or several."""
-        for group in action.each:
-            known = tuple(self.model.sites[fqn] for fqn in group)
-            yield known if action.primitive.takes == "selection" else known[0]
+        return (action.target(group, self.model) for group in action.each)
 
     def layout(self, parameter: str) -> Layout:
         """How a parameter (any of its names) lies on the mesh."""
@@ -233,8 +255,13 @@ class Plan:
 
     def rows_at(self, fqn: str) -> list[Action]:
         """The actions whose sites are this module or hold it."""
-        return [a for a in self.actions if any(inside(fqn, site) for site in a.sites)]
+        places = {p for rows in self.trail.at.many((fqn, *holders(fqn)), ()) for p in rows}
+        return [self.actions[place] for place in sorted(places)]
+
+    def rows_near(self, fqn: str) -> list[Action]:
+        """The actions at this module, at what holds it and at what it holds."""
+        return [self.actions[place] for place in sorted(self.trail.around((fqn,)))]
 
 
 def _put(known: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
-    return {**known, key: value}
+    return persistent(known).put({key: value})

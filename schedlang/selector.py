@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property, lru_cache
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from schedlang import nodes as n
 from schedlang import spelling
 from schedlang.diagnostic import Diagnostic, Label, Refusal, closest, quoted
-from schedlang.evaluate import evaluate, plain
+from schedlang.evaluate import evaluate, reached
+from schedlang.misread import walk
 from schedlang.value import UNKNOWN, Missing, Names, Symbol, shown
+
+SEEN = ("params", "dtype", "fqn", "index")  # of every module, in a `where`
 
 
 class Typed(Protocol):
@@ -36,6 +41,9 @@ class Tree(Protocol):
     def attribute(self, fqn: str, name: str) -> object:
         """A plain attribute of a module, or AttributeError."""
 
+    def attributes(self, fqn: str) -> Sequence[str]:
+        """The public names of a module's own attributes."""
+
     def numel(self, fqn: str) -> int:
         """The number of elements of a module's parameters, those of its children included."""
 
@@ -43,8 +51,7 @@ class Tree(Protocol):
         """The parameters of a module and its children."""
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """Modules found under one outer match; `loose` once a `**` has been passed."""
 
     root: str
@@ -57,6 +64,8 @@ class Selector:
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
+        self._known: dict[tuple[n.Path, tuple[str, ...]], tuple[str, ...]] = {}
+        self._named: dict[tuple[str, Sequence[str]], Sequence[str]] = {}
 
     @cached_property
     def order(self) -> dict[str, int]:
@@ -71,6 +80,10 @@ class Selector:
 
     def sort(self, modules: Iterable[str]) -> tuple[str, ...]:
         """Model order, each module once."""
+        modules = tuple(modules)
+        places = list(map(self.order.__getitem__, modules))
+        if all(map(operator.lt, places, places[1:])):
+            return modules
         return tuple(sorted(set(modules), key=self.order.__getitem__))
 
     # ---- paths ----------------------------------------------------------------------------
@@ -81,15 +94,51 @@ class Selector:
         Refuses S201 (a segment matches nothing under some outer match), S202 (an index out of
         range) and S203 (no module of the type), unless the path ends in `?`.
         """
+        key = (path, tuple(roots))
+        if key not in self._known:
+            found = self._select(path, roots, names)
+            if not _fixed(path):
+                return found
+            self._known[key] = found
+        return self._known[key]
+
+    def _select(self, path: n.Path, roots: Sequence[str], names: Names) -> tuple[str, ...]:
         groups = [Found(root, (root,)) for root in roots]
         for seg in path.segs:
-            looked = [m for group in groups for m in group.modules]
-            groups = [new for group in groups for new in self._step(seg, group, looked, path.maybe)]
+            named = self._everywhere(seg, groups)
+            if named and seg is path.segs[-1] and not seg.index and not path.type:
+                return self.sort(fqn for _, names in named for fqn in names)
+            found = [Found(root, (fqn,)) for root, names in named for fqn in names]
+            groups = found or self._steps(seg, groups, path.maybe)
             if seg.index:
                 groups = [self._index(seg, group, names) for group in groups]
         if path.type:
             return self.sort(m for same in _by_root(groups) for m in self._of_type(path, same))
         return self.sort(m for group in groups for m in group.modules)
+
+    def _everywhere(self, seg: n.Seg, groups: Sequence[Found]) -> list[tuple[str, list[str]]]:
+        """One segment further down, by outer match; nothing where a module lacks one of the names.
+
+        Modules with the same children are looked at once.
+        """
+        if seg.text == "**" or any(group.loose for group in groups):
+            return []
+        found = []
+        for group in groups:
+            for fqn in group.modules:
+                key = (seg.text, tuple(self.tree.children(fqn)))
+                names = self._named[key] if key in self._named else _hits(*key)
+                self._named[key] = names
+                if not names:
+                    return []
+                prefix = f"{fqn}." if fqn else ""
+                found.append((group.root, [prefix + name for name in names]))
+        return found
+
+    def _steps(self, seg: n.Seg, groups: Sequence[Found], maybe: bool) -> list[Found]:
+        """One segment further down, module by module."""
+        looked = [m for group in groups for m in group.modules]
+        return [new for group in groups for new in self._step(seg, group, looked, maybe)]
 
     def _step(self, seg: n.Seg, group: Found, looked: Sequence[str], maybe: bool) -> list[Found]:
         """One segment further down; `maybe` lets it match nothing."""
@@ -119,7 +168,8 @@ class Selector:
         if not -len(there) <= index < len(there):
             count = f"{len(there)} children, 0 to {len(there) - 1}" if there else "no children"
             label = Label(seg.span, f"{_name(fqn)} has {count}")
-            raise Refusal(Diagnostic("S202", f"index {index} is out of range", label))
+            helps = ("count from the end: the last is `-1`",) if there else ()
+            raise Refusal(Diagnostic("S202", f"index {index} is out of range", label, helps=helps))
         return there[index]
 
     def _index(self, seg: n.Seg, group: Found, names: Names) -> Found:
@@ -182,8 +232,11 @@ class Selector:
         if not left:
             title = "nothing is left of this selection"
             label = Label(at.paths[0].span.to(at.paths[-1].span), _counted(found))
-            said = "`where` keeps none" if not kept else "`except` takes all of them"
-            raise Refusal(Diagnostic("S207", title, label, notes=(said,)))
+            notes: tuple[str, ...] = ("`except` takes all of them",)
+            if not kept and at.where is not None:
+                notes = ("`where` keeps none", *self._told(at.where, found, names))
+            helps = ("let it keep some; a `?` at the end of a path lets it name nothing",)
+            raise Refusal(Diagnostic("S207", title, label, notes=notes, helps=helps))
         return left
 
     def _where(self, test: n.Expr, found: tuple[str, ...], names: Names) -> tuple[str, ...]:
@@ -203,9 +256,24 @@ class Selector:
         if lacking and len(lacking) == len(found):
             label = Label(test.span, f"in `{spelling.expr(test)}`")
             title = f"no selected module has an attribute `{lacking[0]}`"
-            known = quoted(["params", "dtype", "fqn", "index"])
-            raise Refusal(Diagnostic("S208", title, label, helps=(f"every module has {known}",)))
+            own = self.tree.attributes(found[0])
+            helps: tuple[str, ...] = (f"every module has {quoted(SEEN)}",)
+            if near := closest(lacking[0], [*SEEN, *own]):
+                helps = (f"did you mean `{near}`?", *helps)
+            raise Refusal(Diagnostic("S208", title, label, helps=helps))
         return tuple(kept)
+
+    def _told(self, test: n.Expr, found: tuple[str, ...], names: Names) -> Iterator[str]:
+        """What the names in a test are of the modules that were selected."""
+        for word in dict.fromkeys(node.text for node in walk(test) if isinstance(node, n.Name)):
+            values: dict[str, None] = {}
+            for index, fqn in enumerate(found):
+                with suppress(AttributeError):
+                    values[shown(self._sight(fqn, index)(word))] = None
+            known = list(values)
+            if known and word not in names.known():
+                more = f" and {len(known) - 4} more" if len(known) > 4 else ""
+                yield f"`{word}` is {', '.join(known[:4])}{more}"
 
     def _sight(self, fqn: str, index: int) -> Any:
         """What names mean in a `where` that looks at one module."""
@@ -220,12 +288,10 @@ class Selector:
             if name == "dtype":
                 kinds = {p.dtype for p in self.tree.below(fqn)}
                 return kinds.pop() if len(kinds) == 1 else "mixed" if kinds else "none"
-            if name.startswith("_"):
+            first, *path = name.split(".")
+            if first.startswith("_"):
                 raise AttributeError(name)
-            value = plain(self.tree.attribute(fqn, name))
-            if value is None:
-                raise AttributeError(name)
-            return value
+            return reached(self.tree.attribute(fqn, first), path)
 
         return here
 
@@ -268,6 +334,27 @@ def _pattern(text: str) -> re.Pattern[str]:
     return re.compile("[^.]*".join(map(re.escape, parts)))
 
 
+def _fixed(path: n.Path) -> bool:
+    """Whether a path names the same whatever names mean: its bounds are numbers."""
+    items = [item for seg in path.segs for item in seg.index]
+    each = (
+        (item,) if isinstance(item, str) else (item.start, item.stop, item.step) for item in items
+    )
+    return all(not text or text.lstrip("-").isdigit() for texts in each for text in texts)
+
+
+def _hits(text: str, there: Sequence[str]) -> Sequence[str]:
+    """The children that a segment names, in order; none if one of its alternatives has none."""
+    found: set[str] = set()
+    for wanted in _alternatives(text):
+        pattern = _pattern(wanted)
+        hits = [name for name in there if pattern.fullmatch(name)]
+        if not hits:
+            return ()
+        found.update(hits)
+    return [name for name in there if name in found]
+
+
 def _bound(text: str | None, seg: n.Seg, names: Names) -> int | None:
     """The value of one bound: a number, or a name that has one."""
     if text is None:
@@ -296,10 +383,12 @@ def _sliced(
     texts = (item.start, item.stop, item.step)
     bounds = [_bound(text, seg, names) for text in texts]
     if bounds[2] == 0:
-        raise Refusal(Diagnostic("S202", "a slice cannot step by 0", Label(seg.span)))
+        helps = ("every second one is `[::2]`",)
+        raise Refusal(Diagnostic("S202", "a slice cannot step by 0", Label(seg.span), helps=helps))
     picked = there[slice(*bounds)]
     numbers = all(text is None or text.lstrip("-").isdigit() for text in texts)
     if not picked and numbers:
         label = Label(seg.span, f"{_name(fqn)} has {len(there)} children")
-        raise Refusal(Diagnostic("S202", "this slice is empty", label))
+        helps = ("a slice goes up, and leaves out its end: `[0:2]` are two",)
+        raise Refusal(Diagnostic("S202", "this slice is empty", label, helps=helps))
     return picked

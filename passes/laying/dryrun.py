@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.runtime.following.dry import Leaf
+    from schedlang.runtime.following.narrowed import Narrowed
     from schedlang.runtime.following.notes import Mismatch, Note
     from schedlang.runtime.following.saved import SavedBy
     from schedlang.runtime.following.trace import Recording
-    from schedlang.runtime.sharding.narrowed import Narrowed
     from schedlang.runtime.sharding.shard import Edge
 
 Loss = Callable[..., Any]
@@ -55,13 +55,13 @@ def record(
     leaves: Mapping[str, Leaf],
 ) -> Recording:  # fmt: skip
     """What the model as it is calls, in order, with the shapes of each call."""
-    from schedlang.runtime.following.constants import on_meta
     from schedlang.runtime.following.hollow import hollow_out
-    from schedlang.runtime.following.meta import hollow_model
     from schedlang.runtime.following.reach import reached
-    from schedlang.runtime.following.record import loss_of
     from schedlang.runtime.following.saved import watch_saved
     from schedlang.runtime.following.trace import Recorder, Stack
+    from schedlang.runtime.recording.constants import on_meta
+    from schedlang.runtime.recording.meta import hollow_model
+    from schedlang.runtime.recording.record import loss_of
 
     model, stack = hollow_model(plan.model.model, {}), Stack()
     model.train()
@@ -108,7 +108,7 @@ def _for_values(error: Exception) -> bool:
 def rejected(error: Exception) -> Refusal:
     """What a model raised when it was followed on the meta device, as a message."""
     if _for_values(error):
-        from schedlang.runtime.following.calls import asks_for_values
+        from schedlang.runtime.recording.calls import asks_for_values
 
         return asks_for_values(error)
     text = f"{type(error).__name__}: {error}".split("\n")[0]
@@ -190,7 +190,7 @@ class Run:
 
     def _see(self, frame: tuple[str, int], tree: Any) -> None:
         """Note how the tensors that a call is given, or gives, lie on the ranks."""
-        from schedlang.runtime.following.trace import tensors_in
+        from schedlang.runtime.recording.torch_calls import tensors_in
 
         if frame not in self.given and frame[0]:
             self.given[frame] = tree  # first what goes in
@@ -199,8 +199,8 @@ class Run:
 
     def attempt(self) -> Mismatch | None:
         """Run; what disagreed first, or None."""
-        from schedlang.runtime.following.constants import on_meta
         from schedlang.runtime.following.notes import Hoist, Mismatch
+        from schedlang.runtime.recording.constants import on_meta
 
         model = self._copy()
         try:
@@ -220,11 +220,11 @@ class Run:
 
     def _copy(self) -> nn.Module:
         from schedlang.runtime.following.dry import dry_forward
-        from schedlang.runtime.following.meta import hollow_model
+        from schedlang.runtime.following.narrowed import dry_parts
         from schedlang.runtime.following.notes import Note, Tag
         from schedlang.runtime.following.saved import watch_saved
-        from schedlang.runtime.following.trace import tensors_in
-        from schedlang.runtime.sharding.narrowed import dry_parts
+        from schedlang.runtime.recording.meta import hollow_model
+        from schedlang.runtime.recording.torch_calls import tensors_in
         from schedlang.runtime.sharding.numbers import set_number
 
         plan = self.plan
@@ -259,7 +259,7 @@ class Run:
 
     def _narrowed(self) -> Iterator[tuple[str, tuple[Narrowed, ...]]]:
         """The modules that take parts of arguments."""
-        from schedlang.runtime.sharding.narrowed import Narrowed
+        from schedlang.runtime.following.narrowed import Narrowed
         from schedlang.runtime.sharding.shard import Edge
 
         chosen = [one for one in self.divided if isinstance(one, Part)]
@@ -299,7 +299,7 @@ class Run:
 
     def _parts(self, failure: Mismatch) -> list[Part]:
         """Arguments, whole on every rank, of the module that failed, where its heads are split."""
-        from schedlang.runtime.sharding.narrowed import whole_arguments
+        from schedlang.runtime.following.narrowed import whole_arguments
 
         fqn, given = failure.frame[0], self.given.get(failure.frame)
         below = self.below.get(fqn, ())
@@ -335,7 +335,7 @@ class Run:
 
     def _check_outputs(self, output: Any) -> None:
         from schedlang.runtime.following.notes import Mismatch
-        from schedlang.runtime.following.trace import tensors_in
+        from schedlang.runtime.recording.torch_calls import tensors_in
 
         for tensor in tensors_in(output):
             for axis, tag in self.follower.note(tensor).tags.items():

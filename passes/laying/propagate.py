@@ -20,9 +20,9 @@ from schedlang.passes.laying.leaves import alike, hoisted, leaves_of, touches
 from schedlang.plan import Action, Plan
 
 if TYPE_CHECKING:
+    from schedlang.runtime.following.narrowed import Narrowed
     from schedlang.runtime.following.notes import Mismatch, Note, Tag
     from schedlang.runtime.following.trace import LabelRule, Recording
-    from schedlang.runtime.sharding.narrowed import Narrowed
     from schedlang.runtime.sharding.shard import Edge
     from schedlang.runtime.summing.statistics import Statistics
 
@@ -73,8 +73,8 @@ class Traced:
 
 def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) -> Traced:
     """Trace a plan with one microbatch; raises Refusal where it cannot work."""
-    from schedlang.runtime.following.meta import hollow_batch
     from schedlang.runtime.following.notes import Hoist
+    from schedlang.runtime.recording.meta import hollow_batch
 
     inputs = hollow_batch(dict(batch))
     leaves = leaves_of(plan)

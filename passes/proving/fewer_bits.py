@@ -53,7 +53,7 @@ class _Saved:
         """A call begins; those of a part of a step are counted from 0."""
         from torch.nn import Parameter
 
-        from schedlang.runtime.following.trace import tensors_in
+        from schedlang.runtime.recording.torch_calls import tensors_in
         from schedlang.runtime.scope import current
 
         here = current()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
+from schedlang.alike import above, holders
 from schedlang.diagnostic import Diagnostic, Label, Refusal
 from schedlang.primitive import Primitive, conflicts
 from schedlang.source import NOWHERE, Span
@@ -21,28 +23,57 @@ def check(plan: Plan, primitive: Primitive, sites: Sequence[str], span: Span) ->
     Rows meet where their sites are equal, one lies in the other, or they share a tied parameter; a
     verb that changes which parameters there are meets all rows.
     """
+    sites = tuple(sites)
     if "recompute" in primitive.writes:
         _once_each(sites, span)
-    for first in plan.actions:
+    for first in plan.actions if primitive.foremost else _met(plan, sites):
         relation = conflicts(first.primitive, primitive)
         if relation not in ("clash", "both"):
             continue
-        pairs = list(meetings(plan, first.sites, sites))
-        if relation == "clash" and primitive.foremost:
-            pairs = pairs or [(first.sites[0], sites[0])]
-        if not pairs:
-            continue
+        pairs = Meetings(plan, first.sites, sites)
         if relation == "clash":
-            _clash(first, primitive, pairs, span)
+            _clash(first, primitive, pairs or [(first.sites[0], sites[0])], span)
+        if primitive.foremost and not pairs:
+            continue
         for facet in sorted(first.primitive.writes & primitive.writes & set(RULES)):
             RULES[facet](plan, first, primitive, pairs, span)
 
 
-def _once_each(sites: Sequence[str], span: Span) -> None:
+def _met(plan: Plan, sites: tuple[str, ...]) -> Iterator[Action]:
+    """The rows of the plan that meet one at these sites, in order."""
+    rows = plan.trail.around(sites)
+    here = set(sites)
+    for names in plan.model.ties:
+        owners = {name.rpartition(".")[0] for name in names}
+        if owners & here:
+            rows.update(row for at in plan.trail.at.many(tuple(owners), ()) for row in at)
+    return (plan.actions[row] for row in sorted(rows))
+
+
+class Meetings(Sequence[Meeting]):
+    """Where two rows meet, found when it is asked for: most rules look at other things first."""
+
+    def __init__(self, plan: Plan, first: Sequence[str], then: Sequence[str]) -> None:
+        self._given = plan, first, then
+
+    @cached_property
+    def _found(self) -> list[Meeting]:
+        return list(meetings(*self._given))
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._found[place]
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+def _once_each(sites: tuple[str, ...], span: Span) -> None:
     """Refuse a row that recomputes a module, and another one inside of it (S502)."""
-    above = set(sites)
+    here = set(sites)
+    if not above(sites) & here:
+        return
     for site in sites:
-        outer = next((h for h in _holders(site) if h != site and h in above), None)
+        outer = next((h for h in holders(site) if h in here), None)
         if outer is not None:
             label = Label(span, f"selects {_name(site)}, and {_name(outer)} around it")
             helps = ("select one of the two: a `*` in a path stands for one level",)
@@ -52,20 +83,20 @@ def _once_each(sites: Sequence[str], span: Span) -> None:
 
 def meetings(plan: Plan, first: Sequence[str], then: Sequence[str]) -> Iterator[Meeting]:
     """Pairs of sites that are equal or nested, then those that share a tensor."""
-    above, below = set(first), set(then)
+    outer, inner = set(first), set(then)
     for site in then:
-        for holder in _holders(site):
-            if holder in above:
+        for holder in (site, *holders(site)):
+            if holder in outer:
                 yield holder, site
     for site in first:
-        for holder in _holders(site):
-            if holder in below and holder != site:
+        for holder in holders(site):
+            if holder in inner:
                 yield site, holder
     for names in plan.model.ties:
         owners = [name.rpartition(".")[0] for name in names]
         for one in owners:
             for other in owners:
-                if one != other and one in above and other in below:
+                if one != other and one in outer and other in inner:
                     yield one, other
 
 
@@ -74,16 +105,8 @@ def tied(plan: Plan, sites: Sequence[str]) -> Iterator[str]:
     here = set(sites)
     for names in plan.model.ties:
         owners = {name.rpartition(".")[0] for name in names}
-        if any(holder in here for owner in owners for holder in _holders(owner)):
+        if any(holder in here for owner in owners for holder in (owner, *holders(owner))):
             yield from owners
-
-
-def _holders(site: str) -> Iterator[str]:
-    """The module itself, what holds it, and the model."""
-    yield site
-    while site:
-        site = site.rpartition(".")[0]
-        yield site
 
 
 def _name(site: str) -> str:
@@ -108,7 +131,7 @@ def _refuse(
     raise Refusal(Diagnostic(code, title, Label(span, now), also, tuple(notes), tuple(helps)))
 
 
-def _clash(first: Action, then: Primitive, meetings: list[Meeting], span: Span) -> None:
+def _clash(first: Action, then: Primitive, meetings: Sequence[Meeting], span: Span) -> None:
     name = type(then).__name__
     facets = sorted((then.writes & first.primitive.reads) - first.primitive.writes)
     what = " and ".join(facets) or "parameters"
@@ -129,7 +152,7 @@ def _clash(first: Action, then: Primitive, meetings: list[Meeting], span: Span) 
 
 
 def _recompute(
-    plan: Plan, first: Action, then: Primitive, meetings: list[Meeting], span: Span
+    plan: Plan, first: Action, then: Primitive, meetings: Sequence[Meeting], span: Span
 ) -> None:
     """Nested or equal regions would be recomputed twice."""
     one, other = meetings[0]
@@ -158,12 +181,14 @@ def _over(plan: Plan, primitive: Primitive) -> set[str]:
 
 
 def _placement(
-    plan: Plan, first: Action, then: Primitive, meetings: list[Meeting], span: Span
+    plan: Plan, first: Action, then: Primitive, meetings: Sequence[Meeting], span: Span
 ) -> None:
     """An axis can split a tensor once; another axis may split it again."""
-    same = [pair for pair in meetings if pair[0] == pair[1]]
     shared = sorted(_over(plan, first.primitive) & _over(plan, then))
-    if not same or not shared or type(then) is not type(first.primitive):
+    if not shared or type(then) is not type(first.primitive):
+        return
+    same = [pair for pair in meetings if pair[0] == pair[1]]
+    if not same:
         return
     site = _name(same[0][0])
     _refuse(
@@ -178,14 +203,18 @@ def _placement(
     )
 
 
-def _once(done: str) -> Callable[[Plan, Action, Primitive, list[Meeting], Span], None]:
+def _once(done: str) -> Callable[[Plan, Action, Primitive, Sequence[Meeting], Span], None]:
     """The rule of a facet that one row per module may write."""
 
     def rule(
-        plan: Plan, first: Action, then: Primitive, meetings: list[Meeting], span: Span
+        plan: Plan, first: Action, then: Primitive, meetings: Sequence[Meeting], span: Span
     ) -> None:
+        if first.primitive.anew and not then.anew:
+            return
         same = [pair for pair in meetings if pair[0] == pair[1]]
-        if same and (not first.primitive.anew or then.anew):
+        parts = {first.primitive.part, then.part}
+        apart = len(parts) == 2 and "" not in parts
+        if same and not apart:
             title = f"{_name(same[0][0])} {done} twice"
             now, before = "this is the second time", "first here"
             helps = ["drop one of the two"]
@@ -195,7 +224,7 @@ def _once(done: str) -> Callable[[Plan, Action, Primitive, list[Meeting], Span],
 
 
 def _residence(
-    plan: Plan, first: Action, then: Primitive, meetings: list[Meeting], span: Span
+    plan: Plan, first: Action, then: Primitive, meetings: Sequence[Meeting], span: Span
 ) -> None:
     """A tensor class lives in one place; two rows may move two classes."""
     if type(first.primitive) is type(then) and _subject(first.primitive) == _subject(then):
@@ -211,7 +240,7 @@ def _subject(primitive: Primitive) -> object:
     return next(iter(vars(primitive).values()), None)
 
 
-Rule = Callable[["Plan", "Action", Primitive, list[Meeting], Span], None]
+Rule = Callable[["Plan", "Action", Primitive, Sequence[Meeting], Span], None]
 
 # stage, state and order are facts of the whole plan: their verbs' own checks compare them there
 RULES: Mapping[str, Rule] = {

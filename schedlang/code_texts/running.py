@@ -88,12 +88,13 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S860": (
         "the plan costs more than is expected",
         "`expect` is held against what `plan` counts: bytes at the peak of a step, bytes sent,\n"
-        "the pipeline's bubble.  `plan` shows where they come from.",
+        "the pipeline's bubble; and the time of a step against what `run` measured, or `plan\n"
+        "--cost` simulated.  `plan` shows where they come from.",
     ),
     "S861": (
         "nothing that can be expected of a plan",
         "A measure is compared with a bound: `expect peak_memory < 70GiB on h100x64`,\n"
-        "`expect comm_bytes(tp) < 2GiB`, `expect bubble < 0.2`.",
+        "`expect comm_bytes(tp) < 2GiB`, `expect bubble < 0.2`, `expect time(step) < 180ms`.",
     ),
     "S862": (
         "an expectation that cannot be told",
@@ -173,6 +174,16 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S906": ("the model file has no `model()`", "Define it; it may build on the meta device."),
     "S907": ("no plan to be read", "It must be one that `schedlang plan --out` wrote."),
     "S909": ("no language server", "It needs pygls: `pip install 'schedlang[editors]'`."),
+    "S914": (
+        "measured times of another plan",
+        "What `run --timeline t.html --json` measured counts for the same mesh, microbatches and\n"
+        "slices, and for operations that ran: another order of them may be simulated.",
+    ),
+    "S915": (
+        "no measured times to be read",
+        "`plan --cost T.json` reads what `run FILE --timeline t.html --json` printed.  Times may\n"
+        "be given as text too, in milliseconds: `--cost F=18,B=37,step=4`.",
+    ),
     "S935": (
         "unequal parts of activations in fewer bits",
         "What a rank saves of a module is compared with what the whole module saves: each tensor\n"

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostic import Diagnostic, Refusal
 
-ORDER = ("kernel", "context", "fuse", "cast", "stream", "code", "checkpoint", "offload")
+ORDER = ("kernel", "attend", "context", "fuse", "cast", "stream", "code", "checkpoint", "offload")
 
 Layer = Callable[..., Any]  # layer(inner, *args, **kwargs) calls inner, or computes in its place
 _SLOT = "_schedlang_forward"
@@ -124,5 +124,7 @@ def _layered(owner: Any) -> Callable[..., Any]:
             call = partial(layer, call)
         return call(*args, **kwargs)
 
+    # of its own, for torch keeps graphs and the sizes that it saw by code object
+    forward.__code__ = forward.__code__.replace()
     forward.__wrapped__ = owner.forward  # type: ignore[attr-defined]  # for inspect.signature
     return forward

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from schedlang.regions.rotor import again, least, peak, rotor
 from tests.benchmarks import head_memory, kept
-from tests.test_rotor import chain, trees
+from tests.memory.test_rotor import chain, trees
 
 
 def chains(most: int = 6) -> Iterator[tuple[int, int, int, int]]:

@@ -1,8 +1,8 @@
 """The language at scale: python -m tests.benchmarks.scale
 
 Prints processor time and memory of: `check` as a command, start included; reading a file of 2,000
-rows; expanding 12,000 actions (three rows at every layer of 4,000, facts of the model included);
-planning the same schedule for 64 and for 16,384 ranks.
+rows; expanding up to 1,000,000 actions (facts of the model included), by ten rows about all layers
+and by ten about each hundred; planning the same schedule for 64 and for 16,384 ranks.
 """
 
 from __future__ import annotations
@@ -44,20 +44,58 @@ def command(*words: str) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+class Layer(nn.Module):
+    """The modules of a transformer's layer, as far as rows are about them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        linear = partial(nn.Linear, bias=False, device="meta")
+        self.norm1, self.norm2 = (nn.RMSNorm(64, device="meta") for _ in range(2))
+        self.q, self.k, self.v, self.o = (linear(64, 64) for _ in range(4))
+        self.gate, self.up, self.down = linear(64, 128), linear(64, 128), linear(128, 64)
+
+
 class Deep(nn.Module):
-    """Very many small layers, on no device."""
+    """Very many layers, on no device."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(2, 2, device="meta") for _ in range(layers))
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
 
 
-def actions(layers: int = 4_000) -> int:
-    """Three rows at very many modules: actions of a plan, counted by the modules they act on."""
-    verbs = ("shard(col, output=R, over=tp)", "checkpoint()", "offload(activations)")
-    text = HEAD + "".join(f"layers.*  {verb}\n" for verb in verbs)
-    plan = Schedule(Deep(layers), parse(Source("deep.sched", text)), Settings()).plan()
-    return sum(len(action.sites) for action in plan.actions)
+ROWS = """
+step "low precision" relax(dtype) {
+  layers.*.{norm1,norm2,q,k,v,o,gate,up,down}  cast(bf16)
+}
+layers.*.{q,k,v,gate,up}  shard(col, over=tp)
+layers.*.{o,down}         shard(row, over=tp)
+layers.*.{q,k,v,gate,up}  shard(col, over=dp)
+layers.*.{o,down}         shard(row, over=dp)
+layers.*                  checkpoint()
+layers.*.{q,k,v,o,gate,up,down}  offload(activations)
+layers.*.{q,k,v,o,gate,up,down}  offload(parameters)
+layers.*.{q,k,v,o,gate,up,down}  offload(gradients)
+layers.*.{q,k,v,o,gate,up,down}  offload(optimizer)
+"""  # 52 actions at each layer
+
+
+def whole_model(layers: int) -> str:
+    """Ten rows about all layers."""
+    return HEAD + ROWS
+
+
+def by_hundreds(layers: int) -> str:
+    """The same ten rows for each hundred layers."""
+    parts = range(0, layers, 100)
+    steps = (ROWS.replace("layers.*", f"layers[{n}:{n + 100}]") for n in parts)
+    return HEAD + "".join(s.replace("low precision", str(n)) for n, s in enumerate(steps))
+
+
+def actions(write: Callable[[int], str], model: Deep) -> tuple[int, int]:
+    """Rows and actions of a plan, which are counted by the modules that rows act on."""
+    file = parse(Source("deep.sched", write(len(model.layers))))
+    plan = Schedule(model, file, Settings()).plan()
+    return len(plan.actions), sum(len(action.sites) for action in plan.actions)
 
 
 def planned(ranks: int) -> None:
@@ -83,9 +121,12 @@ def main() -> None:
     )
     print(f"read 2,000 rows                   {spent:.2f} s")
     print(f"and check them                    {timed(lambda: expand(tree, None))[0]:.2f} s")
-    spent, count = timed(actions)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"{count:,} actions           {spent:.2f} s, {peak:.2f} GiB")
+    for layers in (192, 1_923, 19_231):
+        for write in (whole_model, by_hundreds):
+            model = Deep(layers)
+            spent, (rows, count) = timed(partial(actions, write, model))
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+            print(f"{rows:5,} rows, {count:9,} actions     {spent:.2f} s, {peak:.2f} GiB")
     for ranks in (64, 16_384):
         print(f"plan for {ranks:6} ranks             {timed(partial(planned, ranks))[0]:.1f} s")
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from schedlang.runtime.keeping import leaving
 from schedlang.runtime.keeping.away import Away
 from schedlang.runtime.keeping.peer import Peer
 from schedlang.runtime.keeping.streamed import Held
+from schedlang.runtime.storage import leaving
 from tests.zoo.bug import Operator, Patch, Site, bug
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from schedlang.runtime.casting import cast
-from schedlang.runtime.casting.loss_scale import LossScale
 from schedlang.runtime.program import Program
+from schedlang.runtime.stepping.loss_scale import LossScale
 from tests.zoo.bug import Operator, Patch, Site, bug
 
 
-@bug("M50", "cast", Operator.REDUCTION, "scaled", row="cast(", credit="PyTorch, AMP examples")
+@bug("C30", "cast", Operator.REDUCTION, "scaled", row="cast(", credit="PyTorch, AMP examples")
 def clipped_before_unscaled(patch: Patch, site: Site) -> None:
     """Gradients are clipped while they are still multiplied by the scale of the loss."""
     unscale, following = LossScale.unscale, LossScale.next
@@ -31,7 +31,7 @@ def clipped_before_unscaled(patch: Patch, site: Site) -> None:
     patch.setattr(LossScale, "next", after)
 
 
-@bug("M51", "cast", Operator.SKIP, "overflowing", row="cast(", credit="Micikevicius et al. 2018")
+@bug("C31", "cast", Operator.SKIP, "overflowing", row="cast(", credit="Micikevicius et al. 2018")
 def stepped_on_infinite_gradients(patch: Patch, site: Site) -> None:
     """A step whose gradients overflowed is made, and not skipped."""
     following = LossScale.next
@@ -43,7 +43,7 @@ def stepped_on_infinite_gradients(patch: Patch, site: Site) -> None:
     patch.setattr(LossScale, "next", always)
 
 
-@bug("M52", "cast", Operator.CONSTANT, "scaled", row="cast(", credit="Micikevicius et al. 2018")
+@bug("C32", "cast", Operator.CONSTANT, "scaled", row="cast(", credit="Micikevicius et al. 2018")
 def master_weights_rounded(patch: Patch, site: Site) -> None:
     """After each step weights are rounded to what the model computes in."""
     step = Program._step_weights
@@ -57,7 +57,7 @@ def master_weights_rounded(patch: Patch, site: Site) -> None:
     patch.setattr(Program, "_step_weights", rounding)
 
 
-@bug("M53", "cast", Operator.ALIAS, "cast slices", row="cast(")
+@bug("C33", "cast", Operator.ALIAS, "cast slices", row="cast(")
 def slices_taken_for_what_is_used(patch: Patch, site: Site) -> None:
     """Who gathers a slice gets a copy in the low dtype, and reduces gradients into the copy."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from schedlang.passes.proving.prove import Case
+from schedlang.passes.verifying.prove import Case
 from tests import expert_models, models, spacetime
 from tests.proofs import planned
 from tests.zoo import networks

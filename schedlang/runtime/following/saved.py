@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.runtime.following.trace import Stack
-from schedlang.runtime.keeping.own import given_whole, is_candidate, places
+from schedlang.runtime.storage.own import given_whole, is_candidate, places
 
 
 class Saved(NamedTuple):

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from schedlang.runtime import scope
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.keeping.offload import Move, back, mover
-from schedlang.runtime.keeping.own import given_whole, is_candidate, is_copy, own, place
 from schedlang.runtime.keeping.rounded import Coding, Rounded, rounded
-from schedlang.runtime.keeping.tiers import reference_to
+from schedlang.runtime.storage.own import given_whole, is_candidate, is_copy, own, place
+from schedlang.runtime.storage.tiers import reference_to
 
 
 @dataclass

@@ -22,10 +22,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from schedlang.runtime import scope
 from schedlang.runtime.forward import wrap
-from schedlang.runtime.keeping import copies
-from schedlang.runtime.keeping.own import place, places
-from schedlang.runtime.keeping.scratch import Scratch
-from schedlang.runtime.keeping.tiers import CPU, DEVICE, DISK, gone, reference_to
+from schedlang.runtime.storage import copies
+from schedlang.runtime.storage.own import place, places
+from schedlang.runtime.storage.scratch import Scratch
+from schedlang.runtime.storage.tiers import CPU, DEVICE, DISK, gone, reference_to
 
 SMALLEST = 1 << 16  # bytes; what is smaller costs more to move than to keep
 
