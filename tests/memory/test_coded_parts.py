@@ -38,7 +38,7 @@ def dropping() -> nn.Module:
     (lambda: models.llama(1, attend="eager"), LLAMA + CODED.format("int4"), "tp=2"),
     (models.phi3, "model.layers.*.mlp.gate_up_proj shard(col, blocks=2, over=tp)\n"
      "model.layers.*.mlp.down_proj shard(row, over=tp)\n" + CODED.format("int2"), "tp=3"),
-], 5))  # fmt: skip
+], 6))  # fmt: skip
 def test_ranks_round_their_parts(
     threads: Threads, model: Callable[[], nn.Module], rows: str, mesh: str
 ) -> None:
@@ -51,13 +51,14 @@ def test_ranks_round_their_parts(
 # -- cast ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows, mesh", thinned([
+@pytest.mark.deep
+@pytest.mark.parametrize("rows, mesh", [
     ("cast(bf16, params=true)\n" + ROW.format("int8"), ""),
     ("cast(bf16)\n" + GPT2 + ROW.format("int4"), "tp=2"),
     ("transformer.h.*  cast(fp16)\n" + ROW.format("int8") + PIPE, "pp=2"),
     ("transformer.h.*  cast(bf16, params=true)\n" + ROW.format("int8")
      + "zero(stage=3, over=dp)", "dp=2"),
-], 4))  # fmt: skip
+])  # fmt: skip
 def test_what_is_cast_is_rounded(threads: Threads, rows: str, mesh: str) -> None:
     """In float64 as one process that rounds; in low dtypes as near as one that casts, too."""
     plan = planned(models.gpt2(2).float(), rows, mesh, "lossy, dtype")

@@ -47,6 +47,7 @@ SCHEDULES = {
     "interleaved": ("pp=2", CUT + 'pipeline(order="Interleaved1F1B", micro=4, chunks=2)'),
     "weights later": ("pp=2", CUT + 'pipeline(order="ZB-H1", micro=4)'),
     "cast": ("dp=1", "cast(bf16)\nzero(stage=0, over=dp)"),
+    "cast, gathered": ("dp=2", "cast(bf16, params=true)\nzero(stage=2, over=dp)"),
     "rounded": ("dp=1", CODED + "zero(stage=0, over=dp)"),
     "rounded, split": ("tp=2", MLP + CODED),
     "rounded, moved": (
@@ -88,7 +89,8 @@ def estimated(plan: Plan, given: Mapping[str, Any]) -> tuple[RankMemory, ...]:
 
 
 DEEP = (
-    "interleaved", "weights later", "split, sliced state", "cast", "rounded", "rounded, split",
+    "interleaved", "weights later", "split, sliced state", "cast", "cast, gathered", "rounded",
+    "rounded, split",
     "rounded, moved", "rounded, cast", "lent",
 )  # fmt: skip
 

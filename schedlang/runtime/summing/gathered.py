@@ -82,6 +82,8 @@ def without_values(units: Iterable[FSDPModule]) -> Iterator[None]:
         for group in groups_of(unit):
             group._validate_no_meta_params = lambda: None
             group.device = torch.device("meta")
+            for one in group.fsdp_params:  # those that are cast are put together there
+                one.device = torch.device("meta")
     names = vars(_fsdp_collectives)
     before = names["_get_device_handle"]
     names["_get_device_handle"] = partial(_handle, before)
