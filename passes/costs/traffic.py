@@ -333,7 +333,7 @@ def _states(context: _Context) -> Iterator[Collective]:
         return
     places = plan.mesh.size(staged.axis)
     for place in range(places):
-        rank = plan.mesh.group(0, staged.axis)[place]
+        rank = plan.mesh.member(0, staged.axis, place)
         for size in state_rounds(plan, context.holdings, rank):
             out = Collective(
                 "send", (staged.axis,), "step", "state to a peer", "", 1, size * MOMENTS,
