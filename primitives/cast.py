@@ -54,7 +54,6 @@ class cast(Primitive):  # noqa: N801
         """Refuse arguments without meaning, casts within casts, and weights stored in few bits."""
         self._check_arguments()
         self._check_others(site, plan)
-        self._check_coded(site, plan)
         names = plan.model.names_below(site.fqn)
         short = next((n for n in names if plan.model.parameters[n].dtype in HALVES), None)
         if short is not None and self.dtype != "fp32":
@@ -92,14 +91,6 @@ class cast(Primitive):  # noqa: N801
             if other.dtype == self.dtype == "fp16" and scales[0] != scales[1]:
                 refuse("S893", "two loss scales", f"{other.scale} and {self.scale}",
                        helps=("give all `fp16` rows the same `scale` and `growth`",))  # fmt: skip
-
-    def _check_coded(self, site: Site, plan: Plan) -> None:
-        """A copy of a weight is not known from an activation, and would be coded as one."""
-        other = next((kept.fqn for kept in near(plan.kept, site.fqn)), None)
-        if other is not None:
-            refuse("S895", f"what `{other}` keeps is coded",
-                   notes=("a weight is cast where it is used, and the copy would be coded, too",),
-                   helps=("cast other modules, or keep what these save as it is",))  # fmt: skip
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Note it."""

@@ -9,7 +9,6 @@ from schedlang.facets import Compression, Kept
 from schedlang.kinds import Axes
 from schedlang.plan import Plan
 from schedlang.primitive import Primitive, refuse
-from schedlang.spread import near
 
 if TYPE_CHECKING:
     from schedlang.model import Site
@@ -43,6 +42,8 @@ class compress(Primitive):  # noqa: N801
     int8, int4, int2   whole numbers of so many bits, with a least value and a step for each `block`
                        elements, stochastically rounded: the gradient of a linear layer is right in
                        the mean. Weights, masks, indices and what is tiny are kept as they are.
+                       Ranks that split a tensor each round their part. What is cast is rounded
+                       as it is cast, and of offloaded modules the whole numbers move.
 
     Results are those of one process that codes the same parts in the same way: `relax(lossy)`; the
     original's own where the rank is full, or where whole numbers can say what is kept.
@@ -118,11 +119,6 @@ class compress(Primitive):  # noqa: N801
         if self.over is not None or self.rank != 4 or not self.error_feedback:
             refuse("S856", "`over`, `rank` and `error_feedback` are about sums of gradients",
                    helps=(f"leave them out: `compress(activations, {self.how})`",))  # fmt: skip
-        other = next((one.fqn for one in near(plan.casts, site.fqn)), None)
-        if other is not None:
-            refuse("S895", f"`{other or 'the model'}` is cast above",
-                   notes=("a weight is cast where it is used, and the copy would be coded, too",),
-                   helps=("code other modules, or drop this row",))  # fmt: skip
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Note it."""

@@ -46,7 +46,7 @@ class decompose(Primitive):  # noqa: N801
 
     def apply(self, site: Site, build: Any) -> None:
         """Change the module of the copy."""
-        from schedlang.runtime.replacing.decomposed import decompose as apart
+        from schedlang.runtime.regions.decomposed import decompose as apart
 
         apart(build.at(site.fqn), kind_of(site, build.plan) or "")
 

@@ -91,8 +91,8 @@ class fuse(Primitive):  # noqa: N801
         self._compile(build.at(site.fqn), site, build.plan)
 
     def _compile(self, module: Any, site: Site, plan: Plan) -> None:
+        from schedlang.runtime.regions.fuse import fuse as compiled
         from schedlang.runtime.regions.layer import fuse_pattern
-        from schedlang.runtime.replacing.fuse import fuse as compiled
 
         if self.pattern or self.backend == "rowwise":
             fuse_pattern(module, _told(site, plan, self))
@@ -104,7 +104,7 @@ class fuse(Primitive):  # noqa: N801
         import copy
         from contextlib import nullcontext
 
-        from schedlang.runtime.replacing.fuse import check_fused
+        from schedlang.runtime.regions.checked import check_fused
         from schedlang.runtime.rowwise.child import interpreted
 
         module = copy.deepcopy(plan.model.model.get_submodule(site.fqn))
@@ -119,7 +119,7 @@ class fuse(Primitive):  # noqa: N801
 
     def gain(self, site: Site, plan: Plan, call: tuple[Any, Any]) -> Gain:
         """Of the regions of one module, or of all of it."""
-        from schedlang.runtime.following.meta import hollow_model
+        from schedlang.runtime.recording.meta import hollow_model
         from schedlang.runtime.replacing.gained import of_module, of_regions
 
         module = hollow_model(plan.model.model.get_submodule(site.fqn), {})

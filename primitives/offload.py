@@ -105,7 +105,7 @@ class offload(Primitive):  # noqa: N801
         """Put the module's saved tensors into a store; `build` moves what is parameters'."""
         from schedlang.runtime.keeping.offload import Store
         from schedlang.runtime.keeping.offload import offload as move
-        from schedlang.runtime.keeping.scratch import Scratch
+        from schedlang.runtime.storage.scratch import Scratch
 
         if self.what == "activations":
             scratch = build.shared("scratch", Scratch) if self.to == "disk" else None

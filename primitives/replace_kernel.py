@@ -24,6 +24,11 @@ PACKAGES = {
     "liger.layer_norm": ("liger_kernel", "pip install liger-kernel", "replace_kernel(layer_norm)"),
 }
 
+# kernels that replace a part of what their module computes, and which
+PARTS = {"rope": "rotation"} | dict.fromkeys(
+    ("sdpa", "flex_attention", "flash_attention"), "attention"
+)
+
 
 class replace_kernel(Primitive):  # noqa: N801
     """Swap the computation between a module's parameters; its parameters, children and names stay.
@@ -48,6 +53,8 @@ class replace_kernel(Primitive):  # noqa: N801
                              product for all of them, nothing padded and no token left out
       liger.rms_norm, liger.layer_norm     those of the package liger_kernel, where it is installed
 
+    An attention may have `rope` and one of the kernels that attend, in rows of either order.
+
     A module is replaced only if a copy of it, in float64 on random input, computes what the kernel
     computes; otherwise the refusal gives the measured difference.
     """
@@ -68,6 +75,11 @@ class replace_kernel(Primitive):  # noqa: N801
     def waits(self) -> bool:
         """Whether the module's parameters are needed after its forward."""
         return self.kernel in ("cross_entropy", "linear_cross_entropy")
+
+    @property
+    def part(self) -> str:
+        """An attention turns by one kernel and attends by another."""
+        return PARTS.get(self.kernel, "")
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse a module that computes something else, with the measured mismatch."""

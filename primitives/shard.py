@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
 from schedlang.facets import Boundary
-from schedlang.fitting import Cut, remedies, some
+from schedlang.fitting import Cut, blocks_of, remedies, some
 from schedlang.kinds import Axis, Rest
 from schedlang.placement import EVEN, P, Placement, R, Replicate, S
 from schedlang.plan import Plan
@@ -252,11 +252,14 @@ class shard(Primitive):  # noqa: N801
         size, cut = layout.shape[dim], self._cut(layout.shape[dim])
         if sum(cut.blocks) != size:
             refuse("S406", f"blocks of {list(cut.blocks)} do not make up {size}",
-                   notes=(f"`{site}.{name}` is {_shape(fact)}",))  # fmt: skip
+                   notes=(f"`{site}.{name}` is {_shape(fact)}",),
+                   helps=blocks_of(self.blocks, size))  # fmt: skip
         odd = [block for block in cut.blocks if self.heads and block % self.heads]
         if odd or (self.heads is not None and self.heads < 1):
+            divide = [n for n in range(1, (odd or [size])[0] + 1) if (odd or [size])[0] % n == 0]
             refuse("S406", f"{self.heads} heads do not make up {(odd or [size])[0]}",
-                   notes=(f"`{site}.{name}` is {_shape(fact)}",))  # fmt: skip
+                   notes=(f"`{site}.{name}` is {_shape(fact)}",),
+                   helps=(f"`heads` may be {some(divide)}",))  # fmt: skip
         if self.uneven == "replicate":
             self._check_replicate(site, plan, name, dim, cut)
         padded = Fraction(layout.padded[dim], size)

@@ -7,6 +7,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from schedlang.diagnostic import Diagnostic, Label, Refusal, closest, guess, quoted
 from schedlang.kinds import MANY, REST, Axis, Mismatch, NoAxis, convert, describe
@@ -43,8 +44,17 @@ class Surface:
         return tuple(name for name in self.types if name not in (self.rest, self.many))
 
 
+_SURFACES: WeakKeyDictionary[type[Any], Surface] = WeakKeyDictionary()
+
+
 def surface(primitive: type[Any]) -> Surface:
-    """The arguments of a primitive."""
+    """The arguments of a primitive; reading its annotations takes longer than binding a row."""
+    if primitive not in _SURFACES:
+        _SURFACES[primitive] = _read(primitive)
+    return _SURFACES[primitive]
+
+
+def _read(primitive: type[Any]) -> Surface:
     hints = typing.get_type_hints(primitive, include_extras=True)
     own = [f for f in dataclasses.fields(primitive) if f.init]
     kinds = {f.name: hints[f.name] for f in own}
@@ -195,7 +205,8 @@ class Binder:
             else:
                 each = "holds" if wrong.culprit else "is"
                 title = f"`{field}` of `{self.name}` {each} {wrong.expected}"
-                self._problem("S304", title, Label(argument.inner, _is(argument, value)))
+                shape = f"for example `{self.primitive.example}`"
+                self._problem("S304", title, Label(argument.inner, _is(argument, value)), shape)
         return []
 
     def _no_axis(self, name: str, argument: Argument) -> None:

@@ -17,7 +17,7 @@ FAMILIES: Mapping[str, str] = {
     "6": "the pipeline, the batch and the structure of the model",
     "7": "verification and expectations",
     "8": "running: precision, randomness, kernels",
-    "9": "the model file",
+    "9": "the model file, and other files",
 }
 
 CODES: Mapping[str, tuple[str, str]] = {

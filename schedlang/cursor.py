@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from schedlang import lift
 from schedlang import nodes as n
+from schedlang.diagnostic import at_their_callers_lines
 from schedlang.primitive import Primitive
 from schedlang.source import python_span
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from schedlang.schedule import Schedule
 
 
+@at_their_callers_lines
 @dataclass(frozen=True)
 class Cursor:
     """The modules of one path: `sch["transformer.h.*"].checkpoint()`."""
@@ -39,6 +41,7 @@ class Cursor:
         return self
 
 
+@at_their_callers_lines
 @dataclass(frozen=True)
 class Caller:
     """A primitive or a definition about to be called; a dotted name is one of a library."""

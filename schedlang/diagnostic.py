@@ -7,9 +7,12 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import FunctionType
+from typing import TypeVar
 
 from schedlang.source import NOWHERE, Source, Span, python_span
 
+T = TypeVar("T")
 SIMILAR = 0.6  # below this a guess does more harm than good
 
 
@@ -88,6 +91,19 @@ def at_the_callers_line() -> Iterator[None]:
         yield
     except Refusal as refusal:
         raise refusal.at(python_span()) from refusal.__cause__
+
+
+def at_their_callers_lines(cls: type[T]) -> type[T]:
+    """A class whose public methods and properties place what they refuse at the caller's line."""
+    for name, found in list(vars(cls).items()):
+        if name.startswith("_") and name != "__call__":
+            continue
+        if isinstance(found, FunctionType):
+            setattr(cls, name, at_the_callers_line()(found))
+        elif isinstance(found, property) and found.fget is not None:
+            placed = at_the_callers_line()(found.fget)
+            setattr(cls, name, property(placed, found.fset, found.fdel, found.__doc__))
+    return cls
 
 
 def closest(word: str, options: Iterable[str]) -> str | None:

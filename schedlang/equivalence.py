@@ -40,10 +40,10 @@ def verify(
     Refusal for what cannot be run, RankDied or Hang for a run that failed.
     """
     from schedlang.passes.proving.asked import steps_of
-    from schedlang.passes.proving.prove import prove
     from schedlang.passes.proving.sides import Case
     from schedlang.passes.shrinking.shrink import lies_on_meta, remarked
     from schedlang.passes.shrinking.shrink import shrink as reduce
+    from schedlang.passes.verifying.prove import prove
 
     plan, small, meant = sch.plan(), None, None
     batches: tuple[Mapping[str, Any], ...] = _batches(batch, seed, steps_of(plan))
@@ -60,6 +60,7 @@ def verify(
     return remarked(prove(case, title=type(model).__name__), small)
 
 
+@at_the_callers_line()
 def assert_equivalent(sch: Schedule, **options: Any) -> None:
     """Raise AssertionError with the report unless `verify(sch, **options)` finds all equal."""
     report = verify(sch, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from schedlang import nodes as n
@@ -57,7 +57,7 @@ def _named(node: n.Name, parts: tuple[str, ...], names: Names) -> Any:
         return names.lookup(parts[0])
     if parts[0] == "model" and "model" not in names.arguments:
         return _fact(node, parts, names)
-    return Symbol(".".join(parts))
+    return names.lookup(node.text) if names.here is not None else Symbol(node.text)
 
 
 def _fact(node: n.Name, parts: tuple[str, ...], names: Names) -> Any:
@@ -72,8 +72,9 @@ def _fact(node: n.Name, parts: tuple[str, ...], names: Names) -> Any:
         try:
             holder = names.model.attribute("", name) if depth == 1 else getattr(holder, name)
         except AttributeError:
-            there = [] if depth == 1 else [k for k in vars(holder) if not k.startswith("_")]
-            near = (guess(name, there, "it has"),) if there else ()
+            there = names.model.attributes("") if depth == 1 else vars(holder)
+            public = [known for known in there if not known.startswith("_")]
+            near = (guess(name, public, "it has"),) if public else ()
             refused(node, "S206", f"`{path}` has no attribute `{name}`", "", *near)
         if inspect.isroutine(holder):
             refused(node, "S206", f"`{path}.{name}` is not a plain value", "only data can be read")
@@ -88,6 +89,19 @@ def _is_computed(holder: object, name: str) -> bool:
     """Whether reading the attribute would run code written for it."""
     found = inspect.getattr_static(type(holder), name, None) if holder is not None else None
     return isinstance(found, property) or inspect.isroutine(found)
+
+
+def reached(holder: object, path: Sequence[str]) -> Any:
+    """The plain value at `path` below a value; AttributeError for what is private, computed by
+    code of its own, or no plain data."""
+    for name in path:
+        if name.startswith("_") or _is_computed(holder, name):
+            raise AttributeError(name)
+        holder = getattr(holder, name)
+    value = plain(holder)
+    if value is None:
+        raise AttributeError(path[-1] if path else "")
+    return value
 
 
 def plain(value: object) -> Any:
@@ -211,7 +225,9 @@ def _arithmetic(
     if UNKNOWN in (left, right):
         return UNKNOWN
     if right == 0 and op in ("/", "//", "%"):
-        refused(node, "S107", "division by zero", f"`{spelling.expr(item)}` is 0")
+        word = spelling.expr(item)
+        help_ = f"set it: `--knob {word}=1`" if word in names.knobs else "divide by another number"
+        refused(node, "S107", "division by zero", f"`{word}` is 0", help_)
     result = ARITHMETIC[op](left, right)
     kind = Bytes if Bytes in (type(left), type(right)) else Seconds
     return kind(result) if kind in (type(left), type(right)) and op != "/" else result

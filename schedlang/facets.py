@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -9,8 +11,14 @@ from typing import TYPE_CHECKING
 from schedlang.placement import Placement, R
 
 if TYPE_CHECKING:
+    from schedlang.mesh import Mesh
     from schedlang.source import Span
     from schedlang.timeline import Timeline
+
+
+BOUNDS: Mapping[str, Callable[[float, float], bool]] = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -154,7 +162,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Expectation:
-    """A bound on what the plan costs: `said` as written, `bound` in bytes or as a share.
+    """A bound on what the plan costs: `said` as written, `bound` in bytes, seconds or a share.
 
     `axes` are those over which bytes are counted (none: all); `on` the machine that it is about.
     """
@@ -166,6 +174,14 @@ class Expectation:
     said: str
     on: str | None = None
     span: Span | None = field(default=None, compare=False)
+
+    def applies(self, mesh: Mesh) -> bool:
+        """What is expected on a machine is about plans on it, or on none that is named."""
+        return self.on is None or mesh.device is None or self.on == mesh.device
+
+    def holds(self, found: float) -> bool:
+        """Whether a value is within the bound."""
+        return BOUNDS[self.op](found, self.bound)
 
 
 @lru_cache(maxsize=32)  # searched orders take seconds

@@ -64,3 +64,11 @@ def remedies(row: str, heads: int | None, ranks: int, splits_out: bool) -> list[
     if heads != 1:
         found.append(f"pad with zeros: `{row}{count}, uneven=pad)`")
     return found
+
+
+def blocks_of(blocks: object, size: int) -> tuple[str, ...]:
+    """What may be written in the place of blocks that do not make up a dim."""
+    if isinstance(blocks, int):
+        fit = [n for n in range(1, size + 1) if size % n == 0]
+        return (f"`blocks` may be {some(fit)}, or sizes that add up to {size}: `blocks=[...]`",)
+    return (f"sizes add up to {size}; a number of equal blocks divides it: `blocks=2`",)

@@ -14,6 +14,10 @@ from schedlang.source import Span
 from schedlang.value import AxisSize, Choice, Names, Symbol, listed, shown
 
 TYPES = ("int", "float", "bool", "choice")
+OF_TYPE: Mapping[str, str] = {
+    "int": "a whole number: `4`", "float": "a number: `0.5`", "bool": "`true` or `false`",
+    "choice": "a word: `full`",
+}  # fmt: skip
 WIDEST = 4096  # an interval with more members is not listed
 
 
@@ -81,7 +85,10 @@ def _domain(node: n.Knob, names: Names) -> tuple[tuple[Any, ...] | None, tuple[A
         if node.type not in ("int", "float") or low > high:
             said = "the first is the larger" if node.type in ("int", "float") else "numbers only"
             title = "an interval goes from a smaller to a larger number"
-            raise Refusal(Diagnostic("S102", title, Label(node.domain.span, said)))
+            helps: tuple[str, ...] = ("turn it round: `in 1..8`",)
+            if node.type not in ("int", "float"):
+                helps = ("list the values: `in [...]`",)
+            raise Refusal(Diagnostic("S102", title, Label(node.domain.span, said), helps=helps))
         return None, (low, high)
     values = evaluate(node.domain, names)
     if not isinstance(values, tuple) or not values:
@@ -101,7 +108,12 @@ def _typed(knob: Knob, value: Any, span: Span) -> Any:
     }
     if not kinds[knob.type](value):
         title = f"`{knob.name}` is of type {knob.type}"
-        raise Refusal(Diagnostic("S102", title, Label(span, f"this is {shown(value)}")))
+        helps: tuple[str, ...] = (f"give it {OF_TYPE[knob.type]}",)
+        if other := next((name for name, fits in kinds.items() if fits(value)), None):
+            helps = (*helps, f"or declare it so: `knob {knob.name}: {other}`")
+        raise Refusal(
+            Diagnostic("S102", title, Label(span, f"this is {shown(value)}"), helps=helps)
+        )
     if knob.type == "choice":
         return Symbol(value.name if isinstance(value, AxisSize) else value)
     return {"int": int, "float": float, "bool": bool}[knob.type](value)
@@ -117,7 +129,8 @@ def _setting(knob: Knob, given: Any) -> Any:
         except ValueError:
             title = f"`{knob.name}` cannot be `{given}`"
             label = Label(knob.span, f"is of type {knob.type}")
-            raise Refusal(Diagnostic("S102", title, label)) from None
+            helps = (f"give it {OF_TYPE[knob.type]}",)
+            raise Refusal(Diagnostic("S102", title, label, helps=helps)) from None
     return _typed(knob, value, knob.span)
 
 

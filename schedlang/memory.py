@@ -10,6 +10,7 @@ from dataclasses import dataclass
 # what is computed again there
 CLASSES = ("parameters", "gradients", "optimizer", "activations", "communication", "temporary")
 STATE = CLASSES[:3]  # what lies there between two steps, or comes to be in one
+MOMENTS = 2  # AdamW's, in the parameter's dtype
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class RankMemory:
 
     place  along the pipeline's axis, if there is one
     host   bytes in host memory at most, of what was moved there
+    left   calls that kernels leave to the model, in words
     """
 
     ranks: int
@@ -38,6 +40,7 @@ class RankMemory:
     place: int | None
     moments: tuple[Moment, ...]
     host: int = 0
+    left: tuple[str, ...] = ()
 
     @property
     def top(self) -> Moment:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
-
-from lark import Token
-from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 
 from schedlang import nodes as n
 from schedlang.diagnostic import Diagnostic, Label, closest
 from schedlang.editions import misfit
+from schedlang.lalr import Token, Unread
 from schedlang.source import Source, Span
 
 DEEPEST = 48  # brackets inside brackets; nothing a person writes comes near
@@ -32,6 +30,7 @@ KEYWORDS = frozenset(DECLARATIONS + STATEMENTS) | {
     *("schedule", "for", "as", "on", "of", "in", "relax", "where", "except", "else"),
     *("or", "and", "not", "true", "false"),
 }
+NAMED = (n.Knob, n.View, n.Param, n.Pattern, n.Def)  # nodes that give their name a meaning
 RESERVED = KEYWORDS | {"model", "_"}
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 WORDS = {
@@ -82,17 +81,16 @@ def too_deep(source: Source) -> Diagnostic | None:
     return None
 
 
-def explain(source: Source, mistake: UnexpectedInput) -> Diagnostic:
-    """The message for what lark could not read."""
-    if isinstance(mistake, UnexpectedCharacters):
-        return _bad_character(source, mistake)
-    assert isinstance(mistake, UnexpectedToken)
+def explain(source: Source, mistake: Unread) -> Diagnostic:
+    """The message for what could not be read."""
     token = mistake.token
-    return _unclosed(source, token, mistake.accepts) or _unexpected(source, mistake)
+    if token is None:
+        return _bad_character(source, mistake.line, mistake.col)
+    unclosed = _unclosed(source, token, mistake.accepts)
+    return unclosed or _unexpected(source, token, mistake.accepts)
 
 
-def _bad_character(source: Source, mistake: UnexpectedCharacters) -> Diagnostic:
-    line, col = mistake.line, mistake.column
+def _bad_character(source: Source, line: int, col: int) -> Diagnostic:
     char = source.line(line)[col - 1 : col] or "\\r"
     place = Span(source, line, col, line, col + 1)
     rest = source.line(line)[col - 1 :]
@@ -110,12 +108,12 @@ def _bad_character(source: Source, mistake: UnexpectedCharacters) -> Diagnostic:
     return Diagnostic("S001", f"`{shown}` means nothing here", Label(place), helps=helps)
 
 
-def _unclosed(source: Source, token: Token, accepts: Iterable[str]) -> Diagnostic | None:
+def _unclosed(source: Source, token: Token, accepts: frozenset[str]) -> Diagnostic | None:
     """The bracket that is still open where the parser gave up, if it is to blame."""
     ended = token.type == "$END"
     opened: list[tuple[str, int, int]] = []
     for char, line, col in _brackets(source):
-        if not ended and (line, col) >= (token.line, token.column):
+        if not ended and (line, col) >= (token.line, token.col):
             break
         if char in CLOSING:
             opened.append((char, line, col))
@@ -125,8 +123,8 @@ def _unclosed(source: Source, token: Token, accepts: Iterable[str]) -> Diagnosti
         return None
     char, line, col = opened[-1]
     close = CLOSING[char]
-    wanted = {"(": "RPAR", "[": "RSQB"}.get(char) in set(accepts)
-    if not ended and not (wanted and (token.line or 0) > line):
+    wanted = {"(": "RPAR", "[": "RSQB"}.get(char) in accepts
+    if not ended and not (wanted and token.line > line):
         return None
     here = Label(Span(source, line, col, line, col + 1), "opened here")
     if ended:
@@ -134,16 +132,18 @@ def _unclosed(source: Source, token: Token, accepts: Iterable[str]) -> Diagnosti
         end = len(source.line(last)) + 1
         label = Label(Span(source, last, end, last, end + 1), f"the file ends; expected `{close}`")
     else:
-        word = re.match(r"[\w*{}]+", source.line(token.line or 0)[(token.column or 1) - 1 :])
+        word = re.match(r"[\w*{}]+", source.line(token.line)[token.col - 1 :])
         width = min(3, len(word[0])) if word else 1
-        place = Span(source, token.line or 0, token.column or 0, token.line or 0, 0)
-        place = Span(source, place.line, place.col, place.line, place.col + width)
+        place = Span(source, token.line, token.col, token.line, token.col + width)
         label = Label(place, f"expected `{close}` or `,` before this")
-    return Diagnostic("S002", f"this `{char}` is never closed", here, (label,))
+    row = source.line(line).partition("#")[0].strip()
+    closed = (
+        "close it with `}` on a line of its own" if char == "{" else f"close it: `{row}{close}`"
+    )
+    return Diagnostic("S002", f"this `{char}` is never closed", here, (label,), helps=(closed,))
 
 
-def _unexpected(source: Source, mistake: UnexpectedToken) -> Diagnostic:
-    token, accepts = mistake.token, set(mistake.accepts)
+def _unexpected(source: Source, token: Token, accepts: frozenset[str]) -> Diagnostic:
     place, shown = _found(source, token)
     before = source.line(place.line)[: place.col - 1]
     misspelt = _misspelt(before or str(token))
@@ -186,12 +186,10 @@ def _found(source: Source, token: Token) -> tuple[Span, str]:
         last = len(source.text.rstrip("\n").split("\n"))
         end = len(source.line(last)) + 1
         return Span(source, last, end, last, end + 1), "the file ends"
-    assert token.line and token.column
     if token.type == "_NL":
-        place = Span(source, token.line, token.column, token.line, token.column + 1)
+        place = Span(source, token.line, token.col, token.line, token.col + 1)
         return place, "the line ends"
-    end = token.column + len(token)
-    return Span(source, token.line, token.column, token.line, end), f"`{token}`"
+    return Span(source, token.line, token.col, token.line, token.end_col), f"`{token}`"
 
 
 # ---- what the grammar accepts and the language does not ----------------------------------
@@ -209,19 +207,32 @@ def form_problems(file: n.File) -> list[Diagnostic]:
 
 def walk(node: object) -> Iterator[n.Node]:
     """The node and everything below it, in the order of the text."""
-    if isinstance(node, tuple):
-        for item in node:
-            yield from walk(item)
-    elif isinstance(node, n.Node):
-        yield node
-        for field in fields(node):
-            if field.name not in ("span", "comments"):
-                yield from walk(getattr(node, field.name))
+    waiting = [node]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, tuple):
+            waiting.extend(reversed(one))
+        elif isinstance(one, n.Node):
+            yield one
+            waiting.extend(getattr(one, name) for name in _inner(type(one)))
+
+
+def _inner(kind: type[n.Node]) -> tuple[str, ...]:
+    """The fields of a node that may hold others, the last one first."""
+    if kind not in _INNER:
+        own = [one for one in fields(kind) if one.type not in _WORDS]
+        names = (one.name for one in reversed(own) if one.name not in ("span", "comments"))
+        _INNER[kind] = tuple(names)
+    return _INNER[kind]
+
+
+_WORDS = ("str", "str | None", "tuple[str, ...]", "bool")
+_INNER: dict[type[n.Node], tuple[str, ...]] = {}
 
 
 def _bound(node: n.Node) -> Iterator[str]:
     """The names that a node gives a meaning to."""
-    if isinstance(node, n.Knob | n.View | n.Param | n.Pattern | n.Def):
+    if isinstance(node, NAMED):
         yield node.name
     elif isinstance(node, n.Use) and node.alias:
         yield node.alias

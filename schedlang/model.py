@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -224,8 +225,19 @@ class ModelFacts:
         return tuple(name.rpartition(".")[2] for name in self.sites[fqn].classes)
 
     def attribute(self, fqn: str, name: str) -> object:
-        """A plain attribute of a module; AttributeError if it has none of that name."""
-        return getattr(self._modules[fqn], name)
+        """An attribute of a module; AttributeError if it has none of that name, or computes it.
+
+        Nothing of the model's own code runs for it.
+        """
+        module = self._modules[fqn]
+        if isinstance(inspect.getattr_static(type(module), name, None), property | cached_property):
+            raise AttributeError(name)
+        return getattr(module, name)
+
+    def attributes(self, fqn: str) -> list[str]:
+        """The public names of what a module itself holds, beside parameters and children."""
+        own = vars(self._modules[fqn])  # torch puts `training` there
+        return [name for name in own if not name.startswith("_") and name != "training"]
 
     def module(self, fqn: str) -> nn.Module:
         """The module itself, which stays as it is."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, dataclass_transform
@@ -17,6 +16,8 @@ from schedlang.diagnostic import Diagnostic, Label, Refusal
 from schedlang.source import python_span
 
 if TYPE_CHECKING:
+    from importlib import metadata
+
     from schedlang.patterns import Pattern
     from schedlang.plan import Plan
 
@@ -27,7 +28,7 @@ FACETS = frozenset(
 TAKES = ("module", "selection", "model")
 Relation = Literal["commute", "order", "clash", "both"]
 
-EXTENSIONS = "schedlang.primitives"  # the group of entry points
+EXTENSIONS = "schedlang.primitives"  # our package, and the group of entry points
 _registry: dict[str, type[Primitive]] = {}
 
 
@@ -170,6 +171,12 @@ class Primitive:
         """Whether a row says by itself what of its modules is moved to the host, and when."""
         return False
 
+    @property
+    def part(self) -> str:
+        """Which part of a module's computation a row replaces, so that another row may replace
+        another part; "": all of it."""
+        return ""
+
     def fit(self, chain: Sequence[Any], memory: int, play: Callable[[Any], Any]) -> Any:
         """What is done with modules of these costs, in `memory` bytes; `apply` finds it again.
 
@@ -247,6 +254,7 @@ def registry() -> Mapping[str, type[Primitive]]:
 @contextmanager
 def scratch(keep: Sequence[str] | None = None) -> Iterator[None]:
     """Primitives defined inside are forgotten afterwards; of those outside, `keep` are known."""
+    load_all()  # a module imported inside would be forgotten, and never imported again
     before = dict(_registry)
     for name in before if keep is not None else ():
         if name not in (keep or ()):
@@ -258,6 +266,19 @@ def scratch(keep: Sequence[str] | None = None) -> Iterator[None]:
         _registry.update(before)
 
 
+def find(name: str) -> type[Primitive] | None:
+    """The primitive of a name, imported when it is first asked for; None if there is none.
+
+    Ours stand in files of their names.  What installed packages add is imported when a name is
+    neither known nor ours.
+    """
+    if name not in _registry and name in _ours():
+        importlib.import_module(f"{EXTENSIONS}.{name}")
+    elif name not in _registry:
+        _load_installed()
+    return _registry.get(name)
+
+
 @cache
 def load_all() -> None:
     """Import every module of `schedlang.primitives`, and what installed packages add to them.
@@ -265,9 +286,23 @@ def load_all() -> None:
     None of ours imports torch.  A package names the modules of its primitives as entry points of
     the group `schedlang.primitives`.
     """
-    package = importlib.import_module("schedlang.primitives")
-    for module in sorted(info.name for info in pkgutil.iter_modules(package.__path__)):
-        importlib.import_module(f"schedlang.primitives.{module}")
+    for module in _ours():
+        importlib.import_module(f"{EXTENSIONS}.{module}")
+    _load_installed()
+
+
+@cache
+def _ours() -> tuple[str, ...]:
+    """The names of our primitives, which are those of their files."""
+    package = importlib.import_module(EXTENSIONS)
+    return tuple(sorted(info.name for info in pkgutil.iter_modules(package.__path__)))
+
+
+@cache
+def _load_installed() -> None:
+    """Import the primitives of installed packages; reading what is installed takes its time."""
+    from importlib import metadata
+
     for point in sorted(metadata.entry_points(group=EXTENSIONS), key=lambda found: found.name):
         _load(point)
 

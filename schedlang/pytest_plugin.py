@@ -124,7 +124,7 @@ class SchedItem(pytest.Item):
 
     def setup(self) -> None:
         """Ask.  What could not be checked is an error of the setup: neither passed nor failed."""
-        from schedlang.verbs.outcome import UNCHECKED
+        from schedlang.verbs.ending import UNCHECKED
 
         self.outcome = self._asked()
         self.user_properties += self.outcome.facts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import io
 import json
 import math
@@ -51,17 +50,30 @@ class Gap:
 class Bound:
     """What the schedule expects of its plan's costs; `holds` is None where that cannot be told.
 
-    `found` is the figure in words, `why` what it is made of and what would lower it.
+    `found` is the figure in words, `why` what it is made of and what would lower it.  What is
+    `left` to other verbs is no part of this verdict.
     """
 
     said: str
     holds: bool | None
     found: str = ""
     why: tuple[str, ...] = ()
+    left: bool = False
 
     def __str__(self) -> str:
-        word = {True: "holds", False: "does not hold", None: "cannot be told"}[self.holds]
+        untold = "is not held here" if self.left else "cannot be told"
+        word = {True: "holds", False: "does not hold", None: untold}[self.holds]
         return f"{self.said}   {word}" + (f": it is {self.found}" if self.found else "")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All rows of one kind: what was compared, in words, and what failed or came nearest."""
+
+    kind: str
+    compared: str
+    worst: Row
+    ok: bool
 
 
 @dataclass(frozen=True)
@@ -86,7 +98,7 @@ class Report:
     def ok(self) -> bool:
         """Whether everything was compared, everything is equal, and what is expected holds."""
         equal = bool(self.rows) and all(row.ok for row in self.rows) and not self.unchecked
-        return equal and all(bound.holds for bound in self.bounds)
+        return equal and all(bound.holds or bound.left for bound in self.bounds)
 
     @property
     def exit_code(self) -> int:
@@ -104,6 +116,11 @@ class Report:
     def first(self) -> Row | None:
         """The first failing row, in the order of comparison: forward, backward, updates."""
         return next((row for row in self.rows if not row.ok), None)
+
+    @property
+    def summary(self) -> tuple[Summary, ...]:
+        """One line for each kind of thing that was compared, in the order of comparison."""
+        return tuple(_summed(kind, rows) for kind, rows in _kinds(self.rows).items())
 
     def blame(self, *rows: str, diagnosis: str = "") -> Report:
         """The same report with the rows of the schedule that are to blame."""
@@ -125,8 +142,10 @@ class Report:
         return text.getvalue().rstrip()
 
     def _repr_html_(self) -> str:
-        """The table, for notebooks."""
-        return f"<pre>{html.escape(str(self))}</pre>"
+        """The table with its errors on a scale, for notebooks."""
+        from schedlang.report_page import fragment
+
+        return fragment(self)
 
     def __rich__(self) -> Group:
         from rich.console import Group
@@ -169,6 +188,18 @@ def _kinds(rows: tuple[Row, ...]) -> dict[str, list[Row]]:
     return kinds
 
 
+def _summed(kind: str, rows: list[Row]) -> Summary:
+    failed = [row for row in rows if not row.ok]
+    worst = failed[0] if failed else max(rows, key=_closeness)
+    names = {row.name for row in rows}
+    good = len(names - {row.name for row in failed})
+    count = f"{good} / {len(names)}" if len(names) > 1 or failed else _single(worst)
+    detail = f"{count}   worst {worst.name}" if len(names) > 1 else count
+    if not failed and worst.step is None and " = " in worst.name:  # sets of names: counts
+        detail = ", ".join(dict.fromkeys(row.name for row in rows))
+    return Summary(kind, detail, worst, not failed)
+
+
 def _table(report: Report) -> Table:
     from rich import box
     from rich.table import Table
@@ -178,19 +209,11 @@ def _table(report: Report) -> Table:
     table.add_column("compared", overflow="fold")
     for name in ("worst", "gate", "verdict"):
         table.add_column(name, justify="left" if name == "verdict" else "right")
-    for kind, rows in _kinds(report.rows).items():
-        failed = [row for row in rows if not row.ok]
-        worst = failed[0] if failed else max(rows, key=_closeness)
-        names = {row.name for row in rows}
-        good = len(names - {row.name for row in failed})
-        count = f"{good} / {len(names)}" if len(names) > 1 or failed else _single(worst)
-        detail = f"{count}   worst {worst.name}" if len(names) > 1 else count
-        if not failed and worst.step is None and " = " in worst.name:  # sets of names: counts
-            detail = ", ".join(dict.fromkeys(row.name for row in rows))
-        style = "red" if failed else "green"
-        verdict = f"[{style}]{'DIFFERENT' if failed else 'equal'}[/]"
-        gate = f"{worst.gate:.0e}" if worst.gate else "exact"
-        table.add_row(kind, detail, f"{worst.error:.1e}", gate, verdict)
+    for one in report.summary:
+        style = "green" if one.ok else "red"
+        verdict = f"[{style}]{'equal' if one.ok else 'DIFFERENT'}[/]"
+        gate = f"{one.worst.gate:.0e}" if one.worst.gate else "exact"
+        table.add_row(one.kind, one.compared, f"{one.worst.error:.1e}", gate, verdict)
     return table
 
 

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 from schedlang import lift, patterns, printer
 from schedlang import nodes as n
 from schedlang.cursor import Caller, Cursor
-from schedlang.diagnostic import Diagnostic, Label, Refusal, at_the_callers_line, closest
+from schedlang.diagnostic import (
+    Diagnostic,
+    Label,
+    Refusal,
+    at_the_callers_line,
+    at_their_callers_lines,
+    closest,
+)
 from schedlang.passes.reading.expand import Expander, expand
 from schedlang.passes.reading.lint import lint
 from schedlang.passes.reading.state import Settings, State, current, start
@@ -33,11 +40,13 @@ if TYPE_CHECKING:
     from schedlang.runtime.waiting import Waiting
 
 
+@at_the_callers_line()
 def create_schedule(model: nn.Module, file: str | Path | None = None) -> Schedule:
     """An empty schedule for a model, or the one of a file.  The model is read, never changed."""
     return load(file, model) if file is not None else Schedule(model)
 
 
+@at_the_callers_line()
 def load(path: str | Path, model: nn.Module, **knobs: object) -> Schedule:
     """The schedule of a file for a model, its knobs set as given.  Refuses every mistake in it."""
     return Schedule(model, parse(read(path)), Settings(knobs=knobs, world=job_size()))
@@ -49,6 +58,7 @@ def job_size() -> int | None:
     return int(size) if size.isdigit() else None
 
 
+@at_their_callers_lines
 class Scope:
     """Some modules of the model, to which rows are applied."""
 
@@ -89,6 +99,7 @@ class Scope:
             yield Scope(self._schedule, roots)
 
 
+@at_their_callers_lines
 class Schedule(Scope):
     """A model and what is to be done with it.
 
@@ -152,7 +163,6 @@ class Schedule(Scope):
         """What has no effect, and what is not verified as usual; none of it is an error."""
         return lint(self.tree, self._state)
 
-    @at_the_callers_line()
     def why(self, fqn: str) -> str:
         """Which rows act on a module or a parameter, and where they are written."""
         return why(self.plan(), self.tree, fqn)
@@ -161,7 +171,6 @@ class Schedule(Scope):
         """How this schedule differs from another, action by action."""
         return compare(self.plan(), other.plan() if isinstance(other, Schedule) else other)
 
-    @at_the_callers_line()
     def build(
         self,
         *args: object,
@@ -183,10 +192,12 @@ class Schedule(Scope):
         weight     weight(part) of a part of the batch in the mean; default: the labels that count
         seed       draw dropout logically from this seed; on several ranks it always is (0)
         """
+        from schedlang.passes.costs.expected import demand
+        from schedlang.passes.costs.gains import gained
         from schedlang.passes.laying.options import check_options
-        from schedlang.passes.reading.expect import demand
         from schedlang.passes.running.build import build, check_job
         from schedlang.passes.statics.roles import repeated
+        from schedlang.runtime.replacing.left import telling
         from schedlang.runtime.waiting import Waiting
 
         plan = self.plan()
@@ -196,12 +207,15 @@ class Schedule(Scope):
         check_options(args, unknown, {"batch": batch, **options})
         if batch is not None:
             demand(plan, batch, loss, weight)
-            return build(plan, batch, **options)
+            gained(plan, batch)
+            return telling(build(plan, batch, **options))
         check_job(plan)
 
         def later(first: Mapping[str, Any], local: bool) -> Program:
-            demand(plan, repeated(first, plan.shares) if local else first, loss, weight)
-            return build(plan, first, local=local, **options)
+            whole = repeated(first, plan.shares) if local else first
+            demand(plan, whole, loss, weight)
+            gained(plan, whole)
+            return telling(build(plan, first, local=local, **options))
 
         return Waiting(later)
 
@@ -283,7 +297,8 @@ class Schedule(Scope):
         node = n.Step(name, tuple(relax), n.Block((), span=span), span=span)
         if self._state.step is not None or len(self._stack) > 1:
             title = "a step stands outside of steps and blocks"
-            raise Refusal(Diagnostic("S113", title, Label(span)))
+            helps = ("leave the block above first: steps stand side by side",)
+            raise Refusal(Diagnostic("S113", title, Label(span), helps=helps))
         opened = replace(open_step(node, self._state), step=node)
         with self._block(lambda body: replace(node, block=body), opened):
             yield self
@@ -329,7 +344,8 @@ class Schedule(Scope):
         if len(self._stack) > 1:
             word = type(node).__name__.lower()
             title = f"`{word}` stands outside of steps and blocks"
-            raise Refusal(Diagnostic("S113", title, Label(span)))
+            helps = ("call it above the first `with sch.step(...)`",)
+            raise Refusal(Diagnostic("S113", title, Label(span), helps=helps))
         self._run(lambda runner: runner.item(node), span)
         self._stack[-1].append(node)
 

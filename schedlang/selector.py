@@ -6,6 +6,7 @@ import itertools
 import operator
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -13,8 +14,11 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 from schedlang import nodes as n
 from schedlang import spelling
 from schedlang.diagnostic import Diagnostic, Label, Refusal, closest, quoted
-from schedlang.evaluate import evaluate, plain
+from schedlang.evaluate import evaluate, reached
+from schedlang.misread import walk
 from schedlang.value import UNKNOWN, Missing, Names, Symbol, shown
+
+SEEN = ("params", "dtype", "fqn", "index")  # of every module, in a `where`
 
 
 class Typed(Protocol):
@@ -36,6 +40,9 @@ class Tree(Protocol):
 
     def attribute(self, fqn: str, name: str) -> object:
         """A plain attribute of a module, or AttributeError."""
+
+    def attributes(self, fqn: str) -> Sequence[str]:
+        """The public names of a module's own attributes."""
 
     def numel(self, fqn: str) -> int:
         """The number of elements of a module's parameters, those of its children included."""
@@ -161,7 +168,8 @@ class Selector:
         if not -len(there) <= index < len(there):
             count = f"{len(there)} children, 0 to {len(there) - 1}" if there else "no children"
             label = Label(seg.span, f"{_name(fqn)} has {count}")
-            raise Refusal(Diagnostic("S202", f"index {index} is out of range", label))
+            helps = ("count from the end: the last is `-1`",) if there else ()
+            raise Refusal(Diagnostic("S202", f"index {index} is out of range", label, helps=helps))
         return there[index]
 
     def _index(self, seg: n.Seg, group: Found, names: Names) -> Found:
@@ -224,8 +232,11 @@ class Selector:
         if not left:
             title = "nothing is left of this selection"
             label = Label(at.paths[0].span.to(at.paths[-1].span), _counted(found))
-            said = "`where` keeps none" if not kept else "`except` takes all of them"
-            raise Refusal(Diagnostic("S207", title, label, notes=(said,)))
+            notes: tuple[str, ...] = ("`except` takes all of them",)
+            if not kept and at.where is not None:
+                notes = ("`where` keeps none", *self._told(at.where, found, names))
+            helps = ("let it keep some; a `?` at the end of a path lets it name nothing",)
+            raise Refusal(Diagnostic("S207", title, label, notes=notes, helps=helps))
         return left
 
     def _where(self, test: n.Expr, found: tuple[str, ...], names: Names) -> tuple[str, ...]:
@@ -245,9 +256,24 @@ class Selector:
         if lacking and len(lacking) == len(found):
             label = Label(test.span, f"in `{spelling.expr(test)}`")
             title = f"no selected module has an attribute `{lacking[0]}`"
-            known = quoted(["params", "dtype", "fqn", "index"])
-            raise Refusal(Diagnostic("S208", title, label, helps=(f"every module has {known}",)))
+            own = self.tree.attributes(found[0])
+            helps: tuple[str, ...] = (f"every module has {quoted(SEEN)}",)
+            if near := closest(lacking[0], [*SEEN, *own]):
+                helps = (f"did you mean `{near}`?", *helps)
+            raise Refusal(Diagnostic("S208", title, label, helps=helps))
         return tuple(kept)
+
+    def _told(self, test: n.Expr, found: tuple[str, ...], names: Names) -> Iterator[str]:
+        """What the names in a test are of the modules that were selected."""
+        for word in dict.fromkeys(node.text for node in walk(test) if isinstance(node, n.Name)):
+            values: dict[str, None] = {}
+            for index, fqn in enumerate(found):
+                with suppress(AttributeError):
+                    values[shown(self._sight(fqn, index)(word))] = None
+            known = list(values)
+            if known and word not in names.known():
+                more = f" and {len(known) - 4} more" if len(known) > 4 else ""
+                yield f"`{word}` is {', '.join(known[:4])}{more}"
 
     def _sight(self, fqn: str, index: int) -> Any:
         """What names mean in a `where` that looks at one module."""
@@ -262,12 +288,10 @@ class Selector:
             if name == "dtype":
                 kinds = {p.dtype for p in self.tree.below(fqn)}
                 return kinds.pop() if len(kinds) == 1 else "mixed" if kinds else "none"
-            if name.startswith("_"):
+            first, *path = name.split(".")
+            if first.startswith("_"):
                 raise AttributeError(name)
-            value = plain(self.tree.attribute(fqn, name))
-            if value is None:
-                raise AttributeError(name)
-            return value
+            return reached(self.tree.attribute(fqn, first), path)
 
         return here
 
@@ -359,10 +383,12 @@ def _sliced(
     texts = (item.start, item.stop, item.step)
     bounds = [_bound(text, seg, names) for text in texts]
     if bounds[2] == 0:
-        raise Refusal(Diagnostic("S202", "a slice cannot step by 0", Label(seg.span)))
+        helps = ("every second one is `[::2]`",)
+        raise Refusal(Diagnostic("S202", "a slice cannot step by 0", Label(seg.span), helps=helps))
     picked = there[slice(*bounds)]
     numbers = all(text is None or text.lstrip("-").isdigit() for text in texts)
     if not picked and numbers:
         label = Label(seg.span, f"{_name(fqn)} has {len(there)} children")
-        raise Refusal(Diagnostic("S202", "this slice is empty", label))
+        helps = ("a slice goes up, and leaves out its end: `[0:2]` are two",)
+        raise Refusal(Diagnostic("S202", "this slice is empty", label, helps=helps))
     return picked

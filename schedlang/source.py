@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import linecache
 import os
 import sys
@@ -78,16 +77,45 @@ def shown_path(filename: str) -> str:
     return filename.removeprefix(here)
 
 
+# they call what we gave them; who calls them is whom a message is for
+BETWEEN = {"contextlib", "functools", "torch"}
+# they run verbs, tests of schedules and ranks: beyond them stands no line of a user's
+RUNNERS = {
+    "_pytest",
+    "asyncio",
+    "click",
+    "multiprocessing",
+    "pluggy",
+    "pygls",
+    "threading",
+    "typer",
+}
+RANKS = "__runs_ranks__"  # what a module says that calls a function on every rank
+
+
 def _is_ours(frame: FrameType) -> bool:
     filename = os.path.abspath(frame.f_code.co_filename)
-    return filename.startswith(HOME + os.sep) or filename == contextlib.__file__
+    return filename.startswith(HOME + os.sep) or _home(frame) in BETWEEN
+
+
+def _home(frame: FrameType) -> str:
+    """The name of the package that a frame runs."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _users_frame() -> FrameType | None:
+    """The nearest frame outside this package; None where none called it, as on a rank of ours."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and _is_ours(frame) and RANKS not in frame.f_globals:
+        frame = frame.f_back
+    if frame is None or RANKS in frame.f_globals or _home(frame) in RUNNERS:
+        return None
+    return frame
 
 
 def python_span() -> Span:
-    """The place in the caller's Python code: the nearest frame outside this package."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_ours(frame):
-        frame = frame.f_back
+    """The place in the caller's Python code, of the nearest frame that is no library's."""
+    frame = _users_frame()
     if frame is None:
         return NOWHERE
     filename = frame.f_code.co_filename

@@ -2,75 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import re
-from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from pathlib import Path as FilePath
 from typing import Any
 
-import lark
-from lark import Lark, Token
-
 from schedlang import nodes as n
-from schedlang.diagnostic import Diagnostic, Label, Refusal
+from schedlang.diagnostic import Diagnostic, Label, Refusal, closest
+from schedlang.lalr import Unread
 from schedlang.misread import explain, form_problems, too_deep
 from schedlang.source import Source, Span
 from schedlang.treemaker import TreeMaker
 
-GRAMMAR = FilePath(__file__).with_name("sched.lark")
 COMMENT = re.compile(r'"[^"\n]*"|`[^`\n]+`|(#[^\n]*)')
-
-
-class Newlines:
-    """A newline ends a statement, except inside parentheses and square brackets."""
-
-    always_accept = ("_NL",)
-
-    def process(self, stream: Iterable[Token]) -> Iterator[Token]:
-        """The tokens without the newlines that end nothing."""
-        depth, last = 0, ""
-        for token in stream:
-            depth += (token.type in ("LPAR", "LSQB")) - (token.type in ("RPAR", "RSQB"))
-            if token.type == "_NL" and (depth > 0 or last == "_NL"):
-                continue
-            last = token.type
-            yield token
-
-
-def _cache_file(grammar: str, starts: list[str]) -> str | bool:
-    """Where the parse table is kept: in the user's own cache directory, or nowhere."""
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    folder = os.path.join(root, "schedlang")
-    try:
-        os.makedirs(folder, mode=0o700, exist_ok=True)
-        # the table is unpickled, so nobody else may have put it there
-        owner = os.stat(folder)
-        if hasattr(os, "getuid") and (owner.st_uid != os.getuid() or owner.st_mode & 0o022):
-            return False
-    except OSError:
-        return False
-    key = "\0".join([grammar, *starts, lark.__version__])
-    return os.path.join(folder, f"grammar-{hashlib.sha256(key.encode()).hexdigest()[:16]}")
-
-
-@lru_cache
-def grammar(strict: bool = False) -> Lark:
-    """The compiled grammar; `strict` refuses every conflict and takes no cache."""
-    text = GRAMMAR.read_text(encoding="utf-8")
-    starts = ["start", "path", "expr"]
-    return Lark(
-        text,
-        parser="lalr",
-        lexer="contextual",
-        start=starts,
-        postlex=Newlines(),
-        propagate_positions=True,
-        maybe_placeholders=True,
-        strict=strict,
-        cache=False if strict else _cache_file(text, starts),
-    )
 
 
 def comments(source: Source) -> tuple[n.Comment, ...]:
@@ -85,14 +28,13 @@ def comments(source: Source) -> tuple[n.Comment, ...]:
 
 
 def _tree(source: Source, start: str) -> tuple[Any, list[Diagnostic]]:
-    text = source.text
     problem = too_deep(source)
     if problem:
         raise Refusal(problem)
     maker = TreeMaker(source)
     try:
-        return maker.make(grammar().parse(text, start=start)), maker.problems
-    except lark.exceptions.UnexpectedInput as mistake:
+        return maker.made(start), maker.problems
+    except Unread as mistake:
         raise Refusal(explain(source, mistake)) from None
     except RecursionError:
         place = Span(source, 1, 1, 1, 2)
@@ -149,11 +91,15 @@ def read(path: str | FilePath, name: str | None = None) -> Source:
         raw = FilePath(path).read_bytes()
     except OSError as error:
         why = (error.strerror or str(error)).lower()
-        raise Refusal(Diagnostic("S000", f"cannot read `{shown}`: {why}")) from None
+        there = [each.name for each in FilePath(path).parent.glob("*.sched")]
+        near = closest(FilePath(path).name, there)
+        helps = (f"did you mean `{near}`?",) if near else ("name a file of text: `x.sched`",)
+        raise Refusal(Diagnostic("S000", f"cannot read `{shown}`: {why}", helps=helps)) from None
     try:
         return Source(shown, raw.decode("utf-8-sig").replace("\r\n", "\n"))
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         title = f"`{shown}` is not UTF-8 text"
         note = f"byte {error.start + 1}, on line {line}, is 0x{raw[error.start]:02x}"
-        raise Refusal(Diagnostic("S000", title, notes=(note,))) from None
+        helps = ("save it as UTF-8",)
+        raise Refusal(Diagnostic("S000", title, notes=(note,), helps=helps)) from None

@@ -91,6 +91,9 @@ class Reader(Protocol):
     def attribute(self, fqn: str, name: str) -> object:
         """The attribute, or AttributeError."""
 
+    def attributes(self, fqn: str) -> Sequence[str]:
+        """The public names of a module's own attributes."""
+
 
 class Missing(Exception):
     """In a `where`: this module has no attribute of this name."""

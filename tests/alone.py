@@ -10,12 +10,12 @@ from torch import nn
 from schedlang.orders import order
 from schedlang.passes.cutting import stages as cuts
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.following.meta import hollow_model
-from schedlang.runtime.following.record import loss_of, record
-from schedlang.runtime.staging.graph import Cut, cut
+from schedlang.runtime.recording.graph import Cut, cut
+from schedlang.runtime.recording.meta import hollow_model
+from schedlang.runtime.recording.record import loss_of, record
+from schedlang.runtime.recording.units import Switch, in_trunk, units_of
 from schedlang.runtime.staging.pipeline import Pipeline
 from schedlang.runtime.staging.stage import Stage, Stub
-from schedlang.runtime.staging.units import Switch, in_trunk, units_of
 from schedlang.timeline import Op, Timeline, timeline
 
 GATE = 1e-9

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+
+from tests.figures import parsed, table
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 HEAD = """# Architecture
 
 The floors of the house, from the top down. A file imports only from its own floor and from those
-below. import-linter holds the code to this table, and `python -m tests.architecture_page` draws it
-from the imports: what each room uses is what its files import, inside functions too.
+below; `runtime` and `passes` have floors of their own. import-linter holds the code to these
+tables, and `python -m tests.architecture_page` draws them from the imports: what each room uses is
+what its files import, inside functions too.
 
 Why it is so: the language (text, names, plan) can be read and tested without torch; a primitive is
 one file that no pass knows by name; what runs on ranks (`runtime`, `kernels`) knows nothing of
@@ -24,23 +28,19 @@ schedules. [How it works](how_it_works.md) follows one schedule through the floo
 
 
 @cache
-def floors() -> list[list[str]]:
-    """The rooms of each floor, the top floor first."""
+def floors(room: str = "") -> list[list[str]]:
+    """The rooms of each floor, the top floor first; those inside a room, where it has floors."""
     told = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    (contract,) = told["tool"]["importlinter"]["contracts"]
-    return [[room.strip() for room in floor.split(":")] for floor in contract["layers"]]
+    within = ".".join(filter(None, ("schedlang", room)))
+    contracts = told["tool"]["importlinter"]["contracts"]
+    layers = next((c["layers"] for c in contracts if c["containers"] == [within]), [])
+    return [[name.strip() for name in re.split("[:|]", floor)] for floor in layers]
 
 
 def files(room: str) -> list[Path]:
     """The Python files of a room; links to the folders beside the package are followed."""
     folder = ROOT / "schedlang" / room
     return sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
-
-
-@cache
-def parsed(path: Path) -> ast.Module:
-    """A file as syntax."""
-    return ast.parse(path.read_text())
 
 
 def said(room: str) -> str:
@@ -71,24 +71,27 @@ def uses() -> Mapping[str, frozenset[str]]:
     rooms = {room for floor in floors() for room in floor}
     found = {}
     for room in rooms:
-        named = {name for file in files(room) for name in imported(parsed(file))}
+        named = {name for file in files(room) for name in imported(parsed(file.resolve()))}
         found[room] = frozenset(named & rooms - {room})
     return found
 
 
 def inner(room: str) -> str:
-    """The folders of a room, what each is about, and which of the others its files import."""
-    folder = ROOT / "schedlang" / room
-    parts = sorted(path.parent.name for path in folder.glob("*/__init__.py"))
-    if not parts:
+    """The rooms inside a room by floors, and which of the others each imports."""
+    inside = floors(room)
+    if not inside:
         return ""
-    text = f"In `{room}`:\n\n| folder | does | uses |\n|---|---|---|\n"
-    for part in parts:
-        trees = [parsed(file) for file in (folder / part).rglob("*.py")]
-        named = {name for tree in trees for name in imported(tree, f"schedlang.{room}")}
-        below = ", ".join(f"`{name}`" for name in sorted(named & set(parts) - {part}))
-        count = f"{len(trees)} files"
-        text += f"| `{part}`, {count} | {said(f'{room}/{part}')} | {below} |\n"
+    every = {name for floor in inside for name in floor}
+    text = f"Inside `{room}`, from the top down:\n\n"
+    text += "| floor | room | does | uses |\n|---|---|---|---|\n"
+    for number, floor in enumerate(inside):
+        for part in floor:
+            paths = files(f"{room}/{part}")
+            named = {n for p in paths for n in imported(parsed(p.resolve()), f"schedlang.{room}")}
+            below = ", ".join(f"`{name}`" for name in sorted(named & every - {part}))
+            name = f"`{part}`" + (f", {len(paths)} files" if len(paths) > 1 else "")
+            row = (str(len(inside) - number - 1), name, said(f"{room}/{part}"), below)
+            text += f"| {' | '.join(row)} |\n"
     return text + "\n"
 
 
@@ -104,7 +107,7 @@ def page() -> str:
             name = f"`{room}`" + (f", {count} files" if count > 1 else "")
             text += f"| {name} | {said(room)} | {below} |\n"
         text += "\n" + "".join(inner(room) for room in sorted(floor))
-    return text.rstrip() + "\n"
+    return text + table()
 
 
 if __name__ == "__main__":

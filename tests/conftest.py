@@ -8,7 +8,7 @@ from hypothesis import settings
 
 from schedlang.diagnostic import Refusal
 from schedlang.runtime.launching.launch import Pool
-from schedlang.runtime.replacing.fuse import unavailable
+from schedlang.runtime.regions.fuse import unavailable
 from tests.engine import Threads
 from tests.properties.profiles import register
 from tests.tiers import spread
@@ -17,7 +17,7 @@ register()
 
 # imported once, before the ranks are forked
 PRELOAD = (
-    *("torch", "torch.distributed", "cloudpickle", "schedlang.passes.proving.prove"),
+    *("torch", "torch.distributed", "cloudpickle", "schedlang.passes.verifying.prove"),
     *("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
 )
 

@@ -10,12 +10,12 @@ from torch import nn
 
 from schedlang.passes.cutting import stages as cuts
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.following.meta import hollow_model
-from schedlang.runtime.following.record import record
-from schedlang.runtime.staging.graph import Cut, cut
+from schedlang.runtime.recording.graph import Cut, cut
+from schedlang.runtime.recording.meta import hollow_model
+from schedlang.runtime.recording.record import record
+from schedlang.runtime.recording.units import Switch, in_trunk, units_of
 from schedlang.runtime.staging.pipeline import Pipeline
 from schedlang.runtime.staging.stage import Stage, Stub
-from schedlang.runtime.staging.units import Switch, in_trunk, units_of
 from schedlang.timeline import Kind, Op, Timeline, timeline
 from tests.models import split, weight
 

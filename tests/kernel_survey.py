@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from schedlang.kernels.probe import Mismatch
 from schedlang.runtime.float64 import Float64
+from schedlang.runtime.logits.lazy_logits import LazyLogits
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.replacing.attention import implementation
 from schedlang.runtime.replacing.kernel import match, replace
-from schedlang.runtime.replacing.lazy_logits import LazyLogits
 from tests.survey import kinds, ready
 
 WORDS = {"norm": ("Norm",), "mlp": ("MLP", "Mlp", "FeedForward")}

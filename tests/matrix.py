@@ -21,7 +21,7 @@ from typing import Any
 
 from schedlang.diagnostic import Refusal
 from schedlang.orders import ORDERS, Order, OrderError, Size, find, sized
-from schedlang.passes.proving.prove import Case, prove
+from schedlang.passes.verifying.prove import Case, prove
 from schedlang.schedule import Schedule
 from schedlang.source import Source
 from schedlang.syntax import parse

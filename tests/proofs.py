@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
 from schedlang.passes.proving.original import Sequential
-from schedlang.passes.proving.prove import Case, prove
 from schedlang.passes.reading.state import Settings
 from schedlang.passes.running.build import build
+from schedlang.passes.verifying.prove import Case, prove
 from schedlang.plan import Plan
 from schedlang.report import Report
 from schedlang.runtime.drawing.random import LogicalDropout

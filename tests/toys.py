@@ -46,6 +46,9 @@ class Forest:
         except KeyError:
             raise AttributeError(name) from None
 
+    def attributes(self, fqn: str) -> list[str]:
+        return list(self.at(fqn).data)
+
     def numel(self, fqn: str) -> int:
         node = self.at(fqn)
         below = (self.numel(f"{fqn}.{c}" if fqn else c) for c in node.children)

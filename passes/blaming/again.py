@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.laying.reductions import is_lossy
+from schedlang.passes.preparing.reductions import is_lossy
 from schedlang.passes.proving.observe import Condition, Observation
 from schedlang.passes.proving.sides import Case, original, prepared, tried
 from schedlang.passes.reading.rows import only

@@ -20,12 +20,12 @@ from schedlang.plan import Plan
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from schedlang.passes.laying.prepare import Prepared
-    from schedlang.runtime.collectives.judge import Finding, View
-    from schedlang.runtime.following.alone import Calls, Frame
+    from schedlang.passes.preparing.prepare import Prepared
+    from schedlang.runtime.judging.alone import Calls, Frame
+    from schedlang.runtime.judging.judge import Finding, View
     from schedlang.runtime.launching.launch import Pool
+    from schedlang.runtime.parts import Part
     from schedlang.runtime.program import Program
-    from schedlang.runtime.summing.parts import Part
 
 Seen = dict[tuple[int, "Frame"], tuple[float, bool]]
 
@@ -100,7 +100,7 @@ def _opaque(plan: Plan) -> tuple[str, ...]:
 
 def _parts(case: Case, batch: Batch) -> list[list[Part]]:
     """The microbatches of each data-parallel rank; one without labels gets some, as in a run."""
-    from schedlang.runtime.summing.parts import Part, split
+    from schedlang.runtime.parts import Part, split
 
     plan = case.plan
     micro = plan.micro
@@ -121,7 +121,7 @@ def _record(case: Case, batch: Batch, folder: str) -> tuple[Frame, ...]:
     """Write down every call of the original for every part; the calls as they return."""
     import torch
 
-    from schedlang.runtime.following.alone import Recorder
+    from schedlang.runtime.judging.alone import Recorder
     from schedlang.runtime.modes import ambient
     from schedlang.runtime.scope import Scope, entered, named_sites
 
@@ -149,8 +149,8 @@ def _rank(
     import torch
 
     from schedlang.passes.running.build import build
-    from schedlang.runtime.collectives.judge import Judge, Watch, worst_of
     from schedlang.runtime.float64 import Float64
+    from schedlang.runtime.judging.judge import Judge, Watch, worst_of
     from schedlang.runtime.modes import ambient
     from schedlang.runtime.summing.gradient import local_gradient
 
@@ -218,7 +218,7 @@ def _forward(program: Program, parts: Sequence[Part]) -> None:
 
 
 def _view(case: Case, program: Program, order: Sequence[Frame]) -> View:
-    from schedlang.runtime.collectives.judge import View
+    from schedlang.runtime.judging.judge import View
 
     plan, ready = case.plan, case.prepared
     assert ready is not None

@@ -76,7 +76,7 @@ def _shares(name: str, failure: Failure, batch: Batch) -> dict[str, Tensor | Non
     from schedlang.passes.proving.original import Sequential
     from schedlang.passes.proving.sides import modes_of, twin
     from schedlang.runtime.modes import ambient
-    from schedlang.runtime.summing.parts import split
+    from schedlang.runtime.parts import split
 
     case, plan = failure.case, failure.case.plan
     micro = plan.micro

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostic import Refusal
 from schedlang.passes.costs.gains import Gained, gains
 from schedlang.passes.costs.memory import RankClass, rank_classes
-from schedlang.passes.costs.traffic import Collective, collectives
+from schedlang.passes.costs.sent import Collective
+from schedlang.passes.costs.traffic import collectives
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     from schedlang.memory import RankMemory
     from schedlang.passes.cutting.staging import Staged
     from schedlang.passes.laying.dryrun import Loss
-    from schedlang.passes.laying.prepare import Prepared
     from schedlang.passes.laying.weigh import Weight
+    from schedlang.passes.preparing.prepare import Prepared
     from schedlang.timeline import Timeline
 
 ACTIVATIONS = "not estimated"
@@ -88,10 +89,10 @@ def account(
     """
     if batch is None:
         return _without_batch(plan)
+    from schedlang.passes.completing.complete import completed
     from schedlang.passes.cutting.chains import told
-    from schedlang.passes.laying.prepare import prepare
-    from schedlang.passes.proposing.complete import completed
-    from schedlang.runtime.summing import parts
+    from schedlang.passes.preparing.prepare import prepare
+    from schedlang.runtime import parts
 
     plan = completed(plan, batch, loss)
     sample = parts.sample(batch, plan.shares, plan.micro)
@@ -109,6 +110,7 @@ def account(
         gained = gains(plan, sample)
         held, why = _memory(plan, batch, loss, prepared)
         notes += [why] if why else []
+        notes += dict.fromkeys(f"W703: {said}" for one in held or () for said in one.left)
     staged = prepared.staged
     return Account(
         rank_classes(plan, staged, prepared.holdings),
@@ -143,8 +145,8 @@ _NO_STAGES = "what each stage holds is not known: there is no batch to cut the m
 
 def _without_batch(plan: Plan) -> Account:
     from schedlang.passes.cutting.staging import stages_of
-    from schedlang.passes.laying.holdings import holdings_of
     from schedlang.passes.laying.propagate import Traced
+    from schedlang.passes.preparing.holdings import holdings_of
 
     if any(plan.mesh.size(cut.axis) > 1 for cut in plan.cuts):
         return Account(None, None, None, {}, (), (_NO_BATCH, _NO_STAGES))

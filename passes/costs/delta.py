@@ -44,7 +44,7 @@ class Cost:
 
     def said(self, value: float | None) -> str:
         """A value of this figure in words."""
-        from schedlang.passes.showing.show_text import size
+        from schedlang.amounts import size
 
         if value is None:
             return "not counted"

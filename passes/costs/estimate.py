@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from schedlang.memory import STATE, Moment, RankMemory
-from schedlang.passes.costs.memory import MOMENTS, RankClass, rank_classes
-from schedlang.passes.laying.holdings import slicing
-from schedlang.passes.laying.prepare import Prepared
+from schedlang.memory import MOMENTS, STATE, Moment, RankMemory
+from schedlang.passes.costs.memory import RankClass, rank_classes
+from schedlang.passes.preparing.holdings import slicing
+from schedlang.passes.preparing.prepare import Prepared
 from schedlang.passes.statics.roles import fewer, places, repeated
 from schedlang.plan import Plan
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from schedlang.passes.cutting.staging import Staged
     from schedlang.passes.laying.dryrun import Loss
-    from schedlang.runtime.keeping.footprint import Footprint, Levels
     from schedlang.runtime.program import Program
+    from schedlang.runtime.storage.footprint import Footprint, Levels
     from schedlang.timeline import Op
 
 PLAYED = 3  # microbatches: the first, one between, the last
@@ -46,6 +46,7 @@ class _Played:
     ops: Mapping[Any, Sequence[_Run]]
     rest: Sequence[_Run]
     host: int
+    left: tuple[str, ...]
 
 
 class _Run(NamedTuple):
@@ -88,11 +89,12 @@ def _play(
     """A short step of the first rank of a class, watched."""
     from schedlang.passes.cutting.staging import timeline_of
     from schedlang.passes.running.build import build
+    from schedlang.runtime import parts
     from schedlang.runtime.collectives.tap import playing
-    from schedlang.runtime.keeping.footprint import Footprint
     from schedlang.runtime.keeping.offload import watched
-    from schedlang.runtime.staging.played import play
-    from schedlang.runtime.summing import parts
+    from schedlang.runtime.played import play
+    from schedlang.runtime.replacing.left import left_in
+    from schedlang.runtime.storage.footprint import Footprint
     from schedlang.runtime.summing.gathered import without_values
 
     order, staged = fewer(plan, prepared.staged, PLAYED)
@@ -109,7 +111,8 @@ def _play(
         units = [unit for one in program.assembly.sliced.values() for unit in one.units]
         with without_values(units):
             play(program, staged.cut, few, footprint)
-    return _table(footprint, of, ready.staged)
+    left = tuple(map(str, left_in(program.assembly.module)))
+    return _table(footprint, of, ready.staged, left)
 
 
 def _state_ranks(plan: Plan, rank: int) -> tuple[int, ...]:
@@ -141,7 +144,7 @@ def _start(program: Program, footprint: Footprint) -> None:
             footprint.hold("optimizer", moments)
 
 
-def _table(footprint: Footprint, of: RankClass, staged: Staged) -> _Played:
+def _table(footprint: Footprint, of: RankClass, staged: Staged, left: tuple[str, ...]) -> _Played:
     from schedlang.timeline import Kind
 
     marks = [one.what for one in footprint.stretches]
@@ -154,7 +157,7 @@ def _table(footprint: Footprint, of: RankClass, staged: Staged) -> _Played:
             rest.append(run)
         else:
             ops.setdefault(_key(staged, of.place, one.what), []).append(run)
-    return _Played(of, ran[0].end, ops, rest, footprint.host)
+    return _Played(of, ran[0].end, ops, rest, footprint.host, left)
 
 
 def _key(staged: Staged, place: int | None, op: Op) -> tuple[Any, ...]:
@@ -194,13 +197,14 @@ def _memory(plan: Plan, prepared: Prepared, one: RankClass, played: _Played) -> 
         then(AFTER, run)
     scale = [_ratio(getattr(one, name), getattr(played.of, name)) for name in STATE]
     return RankMemory(
-        one.ranks, one.first, one.place, tuple(_scaled(m, scale) for m in moments), played.host
-    )
+        one.ranks, one.first, one.place, tuple(_scaled(m, scale) for m in moments), played.host,
+        played.left,
+    )  # fmt: skip
 
 
 def _rows(plan: Plan, staged: Staged, place: int | None) -> list[Op]:
     """What a place runs in a whole step, with what it sends and gathers."""
-    from schedlang.passes.cutting.gathers import gathers_by_rows
+    from schedlang.passes.preparing.gathers import gathers_by_rows
     from schedlang.timeline import with_gathers, with_transfers
 
     made = with_transfers(staged.timeline.with_edges(staged.cut.edges), plan.ahead)

@@ -12,7 +12,7 @@ from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     from schedlang.passes.cutting.staging import Staged
-    from schedlang.runtime.staging.graph import Leaf
+    from schedlang.runtime.recording.graph import Leaf
     from schedlang.timeline import Timeline
 
 MS = 1000.0
@@ -50,7 +50,7 @@ def estimated(
         note = "nothing: the model file has no batch to count with; every stage costs the same"
         return Estimate(line, UNIT_COST, (note,))
     from schedlang.passes.laying.propagate import propagate
-    from schedlang.runtime.summing import parts
+    from schedlang.runtime import parts
 
     micro = plan.order.micro if plan.order is not None else 1
     sample = parts.sample(batch, plan.shares, micro)

@@ -21,6 +21,15 @@ class Gained:
     sites: tuple[str, ...]
     gain: Gain
 
+    def __str__(self) -> str:
+        before, after = self.gain.before, self.gain.after
+        more = f" and {len(self.sites) - 1} more" if len(self.sites) > 1 else ""
+        return (
+            f"`{self.what}` at `{self.sites[0]}`{more}: {before.forward} kernels forward and"
+            f" {before.backward} backward become {after.forward} and {after.backward},"
+            f" {before.bytes} bytes {after.bytes}"
+        )
+
     def to_json(self) -> dict[str, object]:
         """As plain values."""
         return {
@@ -55,6 +64,22 @@ def gains(plan: Plan, batch: Mapping[str, Any]) -> tuple[Gained, ...]:
     return tuple(found)
 
 
+def gained(plan: Plan, batch: Mapping[str, Any]) -> tuple[Gained, ...]:
+    """The same for a batch of a whole step, where they can be counted; raises Refusal S888."""
+    from schedlang.runtime.parts import split
+
+    if all(type(action.primitive).gain is Primitive.gain for action in plan.actions):
+        return ()
+    try:
+        return gains(plan, split(batch, plan.shares, plan.micro)[0][0].inputs)
+    except Refusal as refusal:
+        if refusal.diagnostic.code == "S888":
+            raise
+        return ()  # whatever else is wrong is told by those who build
+    except Exception:  # a model that asks for values may be built, and trained, all the same
+        return ()
+
+
 def _nothing(action: Action, site: str, gain: Gain) -> Refusal:
     before, after = gain.before, gain.after
     note = (
@@ -74,8 +99,8 @@ def _calls(plan: Plan, batch: Mapping[str, Any], wanted: set[str]) -> dict[str, 
     """The arguments of one call of each module, without values."""
     import torch
 
-    from schedlang.runtime.following.constants import on_meta
-    from schedlang.runtime.following.meta import hollow_batch, hollow_model
+    from schedlang.runtime.recording.constants import on_meta
+    from schedlang.runtime.recording.meta import hollow_batch, hollow_model
 
     model, calls = hollow_model(plan.model.model, {}), dict[str, Any]()
 

@@ -9,18 +9,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from schedlang.passes.cutting.gathers import gathers_of
+from schedlang.memory import MOMENTS
 from schedlang.passes.laying.casts import gathered_in
-from schedlang.passes.laying.holdings import slicing
-from schedlang.passes.laying.reductions import sliced_names
-from schedlang.passes.laying.residence import tiers_of, window_bytes
+from schedlang.passes.preparing.gathers import gathers_of
+from schedlang.passes.preparing.holdings import slicing
+from schedlang.passes.preparing.reductions import sliced_names
+from schedlang.passes.preparing.residence import tiers_of, window_bytes
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     from schedlang.passes.cutting.staging import Staged
     from schedlang.runtime.saving.holding import Holding
-
-MOMENTS = 2  # AdamW's, in the parameter's dtype
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from schedlang.passes.cutting.staging import Staged
-from schedlang.passes.laying.reductions import Reduction
+from schedlang.passes.preparing.reductions import Reduction
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:

@@ -2,125 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.passes.costs.memory import MOMENTS, gathered_bytes
+from schedlang.memory import MOMENTS
+from schedlang.passes.costs.activations import activations
+from schedlang.passes.costs.memory import gathered_bytes
 from schedlang.passes.costs.messages import messages
-from schedlang.passes.cutting.chains import Chains, Skeleton
-from schedlang.passes.cutting.gathers import gathers
-from schedlang.passes.laying.holdings import slicing
-from schedlang.passes.laying.peers import state_rounds
-from schedlang.passes.laying.reductions import reductions, sliced_names, sliced_over
-from schedlang.passes.laying.root import backward_root
-from schedlang.placement import P, Placement, Replicate, S
+from schedlang.passes.costs.sent import Collective, Context
+from schedlang.passes.preparing.gathers import gathers
+from schedlang.passes.preparing.holdings import slicing
+from schedlang.passes.preparing.peers import state_rounds
+from schedlang.passes.preparing.reductions import reductions, sliced_names, sliced_over
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     from schedlang.passes.cutting.staging import Staged
     from schedlang.passes.laying.dryrun import Loss
-    from schedlang.passes.laying.prepare import Prepared
-    from schedlang.passes.laying.propagate import Traced
-    from schedlang.runtime.context.tokens import Tokens
-    from schedlang.runtime.saving.holding import Holding
-    from schedlang.runtime.sharding.shard import Edge
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective operation of a step, as often as one rank takes part in it.
-
-    phase    "forward", "backward" (with recomputed forwards) or "step" (after the last backward)
-    what     what is sent, in words: "output", "input grad", "parameters", ...
-    fqn      the module where it happens; empty for the model as a whole
-    bytes    of the whole tensor, once; of the largest slice where ranks sum slices of their own
-    places   along the pipeline's axis where it happens; None: everywhere
-    row      the row of the plan that asks for it, if one does
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    phase: str
-    what: str
-    fqn: str
-    count: int
-    bytes: int
-    places: frozenset[int] | None = None
-    row: int | None = None
-
-    @property
-    def total(self) -> int:
-        """Bytes of all of them."""
-        return self.count * self.bytes
-
-    def to_json(self) -> dict[str, object]:
-        """As plain values."""
-        places = None if self.places is None else sorted(self.places)
-        return {**asdict(self), "axes": list(self.axes), "places": places, "total": self.total}
-
-
-@dataclass(frozen=True)
-class _Exchange:
-    """One collective of one forward and backward: what, over which axes, how many bytes, where."""
-
-    kind: str
-    axes: tuple[str, ...]
-    bytes: int
-    fqn: str
-    backward: bool
-
-
-@dataclass(frozen=True)
-class _Context:
-    plan: Plan
-    prepared: Prepared
-
-    @property
-    def traced(self) -> Traced:
-        return self.prepared.traced
-
-    @property
-    def staged(self) -> Staged:
-        return self.prepared.staged
-
-    @property
-    def holdings(self) -> Mapping[str, Holding]:
-        return self.prepared.holdings
-
-    @property
-    def tokens(self) -> Tokens | None:
-        return self.prepared.tokens
-
-    @property
-    def micro(self) -> int:
-        return self.plan.micro
-
-    def row(self, facet: str) -> int | None:
-        """The last row that writes a facet."""
-        found = [a.row for a in self.plan.actions if facet in a.primitive.writes]
-        return found[-1] if found else None
-
-    def runs(self, fqn: str) -> list[tuple[frozenset[int] | None, int]]:
-        """Where along the pipeline a module runs, and for how many microbatches.
-
-        Code between units runs on several stages, which are not told apart.
-        """
-        cut = self.staged.cut
-        for unit, name in enumerate(cut.graph.units if self.staged.axis is not None else ()):
-            if fqn == name or fqn.startswith(f"{name}."):
-                return self.copies(cut.stage_of[unit])
-        return [(None, self.micro)]
-
-    def copies(self, stage: int) -> list[tuple[frozenset[int] | None, int]]:
-        """The places that hold a stage, and how many microbatches each of them runs."""
-        if self.staged.axis is None:
-            return [(None, self.micro)]
-        found: dict[int, set[int]] = {}
-        for place in self.staged.places(stage):
-            found.setdefault(self.staged.microbatches(stage, place), set()).add(place)
-        return [(frozenset(places), count) for count, places in found.items()]
+    from schedlang.passes.preparing.prepare import Prepared
 
 
 def collectives(
@@ -130,9 +31,9 @@ def collectives(
 
     Sizes are those of that microbatch; smaller ones send less.
     """
-    context, staged = _Context(plan, prepared), prepared.staged
+    context, staged = Context(plan, prepared), prepared.staged
     found = [
-        *(_by_slice(one, staged) for one in _activations(context, batch, loss)),
+        *(_by_slice(one, staged) for one in activations(context, batch, loss)),
         *(_by_slice(one, staged) for one in _transfers(context, batch)),
         *_slices(context),
         *_sums(context),
@@ -155,134 +56,10 @@ def _by_slice(one: Collective, staged: Staged) -> Collective:
     return replace(one, count=one.count * slices, bytes=one.bytes // slices)
 
 
-# -- inside a microbatch -----------------------------------------------------------------------
-
-
-def _activations(
-    context: _Context, batch: Mapping[str, Any], loss: Loss | None
-) -> Iterator[Collective]:
-    traced = context.traced
-    sends = traced.edges or context.tokens is not None or traced.statistics is not None
-    heard = _heard(context, batch, loss) if sends else []
-    for (one, what), count in Counter((e, _what(context, e)) for e in heard).items():
-        for places, micro in context.runs(one.fqn):
-            yield Collective(
-                one.kind, one.axes, "backward" if one.backward else "forward", what, one.fqn,
-                count * micro, one.bytes, places, _row_of(context.plan, one.fqn),
-            )  # fmt: skip
-
-
-def _row_of(plan: Plan, fqn: str) -> int | None:
-    """The last row that places this module, else one inside it (it gathers for its children)."""
-    rows = [a for a in plan.actions if "placement" in a.primitive.writes]
-    own = [a.row for a in rows if fqn in a.sites]
-    below = (a.row for a in rows if any(site.startswith(f"{fqn}.") for site in a.sites))
-    return own[-1] if own else next(below, None)
-
-
-def _heard(context: _Context, batch: Mapping[str, Any], loss: Loss | None) -> list[_Exchange]:
-    """What a microbatch sends: the sharded model on meta, recomputed where rows ask for it."""
-    from schedlang.passes.cutting.staging import local_skeleton
-    from schedlang.passes.laying.context import seated
-    from schedlang.runtime.collectives.collective import Group, listening
-    from schedlang.runtime.following.constants import OnMeta
-    from schedlang.runtime.following.meta import hollow_batch
-    from schedlang.runtime.sharding import crossing
-
-    plan = context.plan
-    model = local_skeleton(plan, context.traced)
-    model.train()
-    at_skeleton(plan, model, context.prepared.chains)
-    heard: list[_Exchange] = []
-    backward = False
-
-    def listen(kind: str, group: Group, size: int) -> None:
-        heard.append(_Exchange(kind, group.axes, size, group.label, backward))
-
-    batch, sitting = seated(plan, model, context.tokens, batch)
-    inputs = hollow_batch(dict(batch))
-    # a model may ask for values of masks, and what is indexed by one has a backward that does
-    with listening(listen), sitting, OnMeta(dict(batch), inputs):
-        value = backward_root(model, inputs, loss)
-        backward = True
-        if value is not None:
-            value.backward()
-    crossing.forget()
-    return heard
-
-
-def at_skeleton(plan: Plan, model: Any, chains: Chains) -> None:
-    """Let modules of a local model on meta keep less where rows ask for it: recomputed, or coded.
-
-    What is moved elsewhere and comes back as it was is kept all the same.
-    """
-    at = Skeleton(plan, model, chains)
-    for action in plan.actions:
-        writes, coded = action.primitive.writes, bool(action.primitive.gives_up)
-        if "recompute" in writes or ("residence" in writes and coded):
-            for target in plan.targets(action):
-                action.primitive.apply(target, at)
-
-
-# (from, to) -> kind in forward, kind in backward; of an entry the backward only where ranks differ
-_ENTRY: Mapping[tuple[type, type], tuple[str, str]] = {
-    (Replicate, Replicate): ("", "all-reduce"),
-    (S, Replicate): ("all-gather", "reduce-scatter"),
-    (Replicate, S): ("", "all-gather"),
-}
-_EXIT: Mapping[tuple[type, type], tuple[str, str]] = {
-    (P, Replicate): ("all-reduce", ""),
-    (P, S): ("reduce-scatter", "all-gather"),
-    (S, Replicate): ("all-gather", ""),
-    (Replicate, S): ("", "all-gather"),
-}
-
-
-# what a module of experts sends; shares of tokens are those of equally many for each expert
-_ROUTED = {"all-to-all": "token", "all-gather": "expert", "reduce-scatter": "expert"}
-
-
-def _what(context: _Context, one: _Exchange) -> str:
-    """Which tensor of its module an exchange is of."""
-    traced, plan = context.traced, context.plan
-    if one.fqn in plan.contexts and set(plan.mesh.fold(one.axes)) <= set(plan.context_axes):
-        return "keys and values"
-    edge = next((e for e in traced.edges.get(one.fqn, ()) if e.group.axes == one.axes), None)
-    if edge is None:
-        return "statistics" if traced.statistics is not None else "activation"
-    if edge.told is not None and one.kind in _ROUTED:
-        return _ROUTED[one.kind] + (" grads" if one.backward else "s")
-    enters, leaves = _ends(edge)
-    entry, leave = enters[one.backward] == one.kind, leaves[one.backward] == one.kind
-    if edge.head and not one.backward and not entry:
-        return "loss"
-    if one.kind not in (*enters, *leaves):  # between its own parts
-        return "parts, backward" if one.backward else "parts"
-    side = "input or output" if entry and leave else "output" if leave else "input"
-    if one.backward and not (entry or leave):  # recomputed
-        return "input again" if enters[False] == one.kind else "output again"
-    return f"{side} grad" if one.backward else side
-
-
-def _ends(edge: Edge) -> tuple[tuple[str, str], tuple[str, str]]:
-    from schedlang.runtime.sharding.crossing import switches
-
-    def kinds(table: Mapping[Any, Any], a: Placement, b: Placement) -> tuple[str, str]:
-        if switches(a, b):
-            return "all-to-all", "all-to-all"
-        found: tuple[str, str] = table.get((type(a), type(b)), ("", ""))
-        return found
-
-    forward, backward = kinds(_ENTRY, edge.arrives, edge.wants)
-    needed = edge.differ or not isinstance(edge.arrives, Replicate | S) or edge.wants != Replicate()
-    enters = (forward, backward if needed else "")
-    return enters, kinds(_EXIT, edge.computes, edge.leaves)
-
-
 # -- between stages, and over data-parallel ranks ----------------------------------------------
 
 
-def _transfers(context: _Context, batch: Mapping[str, Any]) -> Iterator[Collective]:
+def _transfers(context: Context, batch: Mapping[str, Any]) -> Iterator[Collective]:
     """What stages send to each other, per value; only between stages of different ranks."""
     staged = context.staged
     local = context.tokens.sizes(batch) if context.tokens is not None else tuple
@@ -296,7 +73,7 @@ def _transfers(context: _Context, batch: Mapping[str, Any]) -> Iterator[Collecti
 
 
 def _sent(
-    context: _Context, token: tuple[int, int], edge: tuple[int, int], replica: int,
+    context: Context, token: tuple[int, int], edge: tuple[int, int], replica: int,
     local: Callable[[Any], tuple[int, ...]],
 ) -> Iterator[Collective]:  # fmt: skip
     """One value of an edge between two places, and its gradient."""
@@ -307,25 +84,22 @@ def _sent(
     count = staged.microbatches(edge[0], ends[0], replica)
     sent = Collective(
         "send", (staged.axis,), "forward", f"to stage {edge[1]}", fqn, count,
-        _bytes(local(leaf.shape), leaf.dtype), frozenset(ends[:1]), context.row("stage"),
+        _bytes(local(leaf.shape), leaf.dtype), frozenset(ends[:1]), context.row("stage"), ends[1],
     )  # fmt: skip
     yield sent
     if leaf.differentiable:
         what = f"grad to stage {edge[0]}"
-        yield replace(sent, phase="backward", what=what, places=frozenset(ends[1:]))
+        yield replace(sent, phase="backward", what=what, places=frozenset(ends[1:]), to=ends[0])
 
 
 def _bytes(shape: Iterable[int], dtype: str) -> int:
     import torch
 
-    count = 1
-    for size in shape:
-        count *= size
     kind: torch.dtype = getattr(torch, dtype)
-    return count * kind.itemsize
+    return math.prod(shape) * kind.itemsize
 
 
-def _states(context: _Context) -> Iterator[Collective]:
+def _states(context: Context) -> Iterator[Collective]:
     """Optimizer state that lies on the next rank: home before its step, and out again."""
     staged, plan = context.staged, context.plan
     row = next((a.row for a in plan.actions if getattr(a.primitive, "to", None) == "peer"), None)
@@ -333,18 +107,17 @@ def _states(context: _Context) -> Iterator[Collective]:
         return
     places = plan.mesh.size(staged.axis)
     for place in range(places):
-        rank = plan.mesh.member(0, staged.axis, place)
+        rank, after = plan.mesh.member(0, staged.axis, place), (place + 1) % places
         for size in state_rounds(plan, context.holdings, rank):
             out = Collective(
                 "send", (staged.axis,), "step", "state to a peer", "", 1, size * MOMENTS,
-                frozenset({place}), row,
+                frozenset({place}), row, after,
             )  # fmt: skip
             yield out
-            holder = frozenset({(place + 1) % places})
-            yield replace(out, what="state to its owner", places=holder)
+            yield replace(out, what="state to its owner", places=frozenset({after}), to=place)
 
 
-def _slices(context: _Context) -> Iterator[Collective]:
+def _slices(context: Context) -> Iterator[Collective]:
     """Gathers of sliced parameters and reductions of their gradients, unit by unit.
 
     As runtime/summing/replicas.py has them: parameters are gathered once a step, or for every
@@ -385,7 +158,7 @@ FACETS = {"partial": "placement", "tied": "stage", "replicas": "state", "compres
 WORDS = {"partial": "grads of parts", "tied": "grads of ties", "replicas": "grads"}
 
 
-def _sums(context: _Context) -> Iterator[Collective]:
+def _sums(context: Context) -> Iterator[Collective]:
     """Sums of gradients in buckets, which differ by stage."""
     plan, staged = context.plan, context.staged
     places = range(plan.mesh.size(staged.axis)) if staged.axis is not None else (None,)

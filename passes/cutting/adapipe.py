@@ -16,7 +16,7 @@ from schedlang.regions.partition import Repeated
 
 if TYPE_CHECKING:
     from schedlang.regions.rotor import Cost
-    from schedlang.runtime.staging.graph import StageGraph
+    from schedlang.runtime.recording.graph import StageGraph
     from schedlang.timeline import Timeline
 
 BACKWARD = 2.0  # of a unit's forward

@@ -139,10 +139,10 @@ def _running(
     from schedlang.passes.cutting.staging import local_skeleton
     from schedlang.passes.laying.context import seated
     from schedlang.passes.laying.root import backward_root
-    from schedlang.runtime.following.constants import OnMeta
     from schedlang.runtime.following.fused_meta import Fused
-    from schedlang.runtime.following.meta import hollow_batch
     from schedlang.runtime.modes import ambient
+    from schedlang.runtime.recording.constants import OnMeta
+    from schedlang.runtime.recording.meta import hollow_batch
 
     model = local_skeleton(counting.plan, counting.traced)
     model.train()
@@ -155,8 +155,8 @@ def _running(
 
 def costs_of(counting: Counting, names: Sequence[str]) -> list[Cost]:
     """Operations of a forward, bytes saved and bytes of the input of modules, on one rank."""
-    from schedlang.runtime.following.burden import counted
     from schedlang.runtime.keeping.menu import Menu
+    from schedlang.runtime.recording.burden import counted
 
     menu = Menu(len(names))
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from schedlang.diagnostic import Diagnostic, Label, Refusal, closest, quoted
 from schedlang.facets import Cut
 from schedlang.plan import Plan
-from schedlang.runtime.staging.graph import refusal
+from schedlang.runtime.recording.graph import refusal
 from schedlang.source import NOWHERE
 
 if TYPE_CHECKING:
-    from schedlang.runtime.staging.graph import StageGraph
+    from schedlang.runtime.recording.graph import StageGraph
 
 Weight = Callable[[int, int, int], float]
 LISTS = ("ModuleList", "ModuleDict", "Sequential")

@@ -16,7 +16,7 @@ from schedlang.plan import Plan
 if TYPE_CHECKING:
     from torch import nn
 
-    from schedlang.runtime.staging.graph import Cut, StageGraph
+    from schedlang.runtime.recording.graph import Cut, StageGraph
     from schedlang.timeline import Timeline
 
 Loss = Callable[..., Any]
@@ -62,7 +62,7 @@ class Staged:
 
 def local_skeleton(plan: Plan, traced: Traced) -> nn.Module:
     """The local model on the meta device: right shapes, crossings that send nothing."""
-    from schedlang.runtime.following.meta import hollow_model
+    from schedlang.runtime.recording.meta import hollow_model
 
     shapes = {name: plan.held(name).local_shape(plan.mesh) for name in plan.layouts}
     model = hollow_model(plan.model.model, shapes)
@@ -73,7 +73,7 @@ def local_skeleton(plan: Plan, traced: Traced) -> nn.Module:
 
 def shape_up(model: nn.Module, traced: Traced, at_home: Callable[[Any], Any]) -> None:
     """Divide the numbers that modules count by, and put crossings around sharded modules."""
-    from schedlang.runtime.sharding.narrowed import WithParts
+    from schedlang.runtime.following.narrowed import WithParts
     from schedlang.runtime.sharding.numbers import set_number
     from schedlang.runtime.sharding.shard import Sharded
     from schedlang.runtime.summing.statistics import gather_statistics, over
@@ -95,7 +95,7 @@ def shape_up(model: nn.Module, traced: Traced, at_home: Callable[[Any], Any]) ->
 
 def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss | None) -> Staged:
     """Cut the model as the plan asks; without cuts everything is one stage."""
-    from schedlang.runtime.staging.graph import cut
+    from schedlang.runtime.recording.graph import cut
     from schedlang.runtime.training import Training
 
     axis = plan.cuts[0].axis if plan.cuts else None
@@ -120,9 +120,9 @@ def _graph(
     plan: Plan, traced: Traced, skeleton: nn.Module, batch: Mapping[str, Any], loss: Loss | None
 ) -> StageGraph:
     """What units read of each other; calls are asked for once more where the trace does not say."""
-    from schedlang.runtime.following.calls import once
-    from schedlang.runtime.following.record import record
-    from schedlang.runtime.staging.units import units_of
+    from schedlang.runtime.recording.calls import once
+    from schedlang.runtime.recording.record import record
+    from schedlang.runtime.recording.units import units_of
 
     at = [fqn for c in plan.cuts for fqn in c.before]
     trunks, unrolled = [fqn for c in plan.cuts for fqn in c.trunks], dict(plan.unrolled)
@@ -139,7 +139,7 @@ def _graph(
 
 def _as_often(plan: Plan, traced: Traced) -> None:
     """Refuse a row about another number of calls than the model makes (S601)."""
-    from schedlang.runtime.staging.units import check_calls
+    from schedlang.runtime.recording.units import check_calls
 
     try:
         check_calls(dict(plan.unrolled), traced.entries)
@@ -179,7 +179,7 @@ def _ordered(plan: Plan) -> Timeline:
 
 
 def _one_stage(plan: Plan, timeline: Timeline) -> Staged:
-    from schedlang.runtime.staging.graph import Cut, Reads, StageGraph
+    from schedlang.runtime.recording.graph import Cut, Reads, StageGraph
 
     whole = StageGraph(("",), (Reads(),), Reads(), {}, (Reads(), Reads()), {})
     return Staged(Cut(whole, (0,)), timeline, ((0,),), None, _trunk(plan))
@@ -205,7 +205,7 @@ def _stage_numbers(
 
 
 def _numbers(cutting: _Cutting, graph: StageGraph, timeline: Timeline) -> tuple[int, ...]:
-    from schedlang.runtime.staging.units import in_trunk
+    from schedlang.runtime.recording.units import in_trunk
 
     plan = cutting.plan
     trunks = [fqn for c in plan.cuts for fqn in c.trunks]

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from schedlang.passes.costs.memory import MOMENTS
+from schedlang.memory import MOMENTS
 from schedlang.passes.cutting.stages import Weight
 from schedlang.plan import Plan
 from schedlang.timeline import Kind, Timeline
 
 if TYPE_CHECKING:
-    from schedlang.runtime.staging.graph import StageGraph
+    from schedlang.runtime.recording.graph import StageGraph
 
 
 def weight_of(balance: str, plan: Plan, graph: StageGraph, timeline: Timeline) -> Weight:

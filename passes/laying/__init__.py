@@ -1,1 +1,1 @@
-"""How tensors lie and what is summed: from a plan and a batch to all that ranks will do."""
+"""How tensors lie: layouts through one forward, and what splits of rows and tokens make of it."""

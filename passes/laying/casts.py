@@ -11,7 +11,7 @@ from schedlang.plan import Plan
 if TYPE_CHECKING:
     from torch import nn
 
-    from schedlang.runtime.casting.loss_scale import LossScale
+    from schedlang.runtime.stepping.loss_scale import LossScale
 
 Loss = Callable[..., Any]
 
@@ -69,7 +69,7 @@ def lowest(plan: Plan) -> float:
 
 def loss_scale(plan: Plan) -> LossScale | None:
     """The scale that a program begins with, where one of its rows computes in float16."""
-    from schedlang.runtime.casting.loss_scale import LossScale
+    from schedlang.runtime.stepping.loss_scale import LossScale
 
     row = plan.scaled
     return None if row is None else LossScale(float(row.scale), row.growth)

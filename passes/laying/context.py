@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.facets import Context
-from schedlang.passes.cutting.staging import Loss
+from schedlang.passes.laying.dryrun import Loss
 from schedlang.passes.laying.propagate import Traced
 from schedlang.passes.laying.tried import Question, Subject, answer
 from schedlang.passes.laying.weigh import Weight
@@ -122,7 +122,7 @@ def seated(
     """The first rank's part of a microbatch for a model without ranks, and where it runs."""
     from schedlang.runtime.collectives.collective import Group
     from schedlang.runtime.context.install import At, Exchanging, install
-    from schedlang.runtime.summing.parts import Part
+    from schedlang.runtime.parts import Part
 
     if tokens is None:
         return batch, nullcontext()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from schedlang.culprit import told
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.mesh import neighbours
+from schedlang.passes.laying.kept_parts import coded_by
 from schedlang.placement import R, S, Uneven
 from schedlang.plan import Plan
 
@@ -16,9 +17,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from schedlang.runtime.following.dry import Leaf
+    from schedlang.runtime.following.narrowed import Narrowed
     from schedlang.runtime.following.notes import Mismatch, Note
+    from schedlang.runtime.following.saved import SavedBy
     from schedlang.runtime.following.trace import Recording
-    from schedlang.runtime.sharding.narrowed import Narrowed
     from schedlang.runtime.sharding.shard import Edge
 
 Loss = Callable[..., Any]
@@ -53,17 +55,19 @@ def record(
     leaves: Mapping[str, Leaf],
 ) -> Recording:  # fmt: skip
     """What the model as it is calls, in order, with the shapes of each call."""
-    from schedlang.runtime.following.constants import on_meta
     from schedlang.runtime.following.hollow import hollow_out
-    from schedlang.runtime.following.meta import hollow_model
     from schedlang.runtime.following.reach import reached
-    from schedlang.runtime.following.record import loss_of
+    from schedlang.runtime.following.saved import watch_saved
     from schedlang.runtime.following.trace import Recorder, Stack
+    from schedlang.runtime.recording.constants import on_meta
+    from schedlang.runtime.recording.meta import hollow_model
+    from schedlang.runtime.recording.record import loss_of
 
     model, stack = hollow_model(plan.model.model, {}), Stack()
     model.train()
     hollow_out(model, {fqn: kind for fqn, kind in plan.computes.items() if fqn in leaves})
     stack.watch(model, _opaque(leaves))
+    saved = watch_saved(model, coded_by(plan), stack)
     with on_meta(batch, inputs) as values, Recorder(stack, inputs) as recorder:
         try:
             output, value = call(model, inputs, _telling(loss) if loss is not None else None)
@@ -75,6 +79,7 @@ def record(
     recorder.recording.lossless = found is None
     recorder.recording.reached = reached(model, found)
     recorder.recording.asked = values.asked
+    recorder.recording.saved = saved
     recorder.recording.entries.update(stack.turns)
     recorder.recording.order.extend(stack.turns)
     recording: Recording = recorder.recording
@@ -103,7 +108,7 @@ def _for_values(error: Exception) -> bool:
 def rejected(error: Exception) -> Refusal:
     """What a model raised when it was followed on the meta device, as a message."""
     if _for_values(error):
-        from schedlang.runtime.following.calls import asks_for_values
+        from schedlang.runtime.recording.calls import asks_for_values
 
         return asks_for_values(error)
     text = f"{type(error).__name__}: {error}".split("\n")[0]
@@ -180,11 +185,12 @@ class Run:
         self.layouts: dict[tuple[str, int], list[tuple[Note, ...] | None]] = {}
         self.given: dict[tuple[str, int], Any] = {}
         self.parts: dict[str, tuple[Narrowed, ...]] = {}
+        self.saved: SavedBy = {}
         self.stack.seen = self._see
 
     def _see(self, frame: tuple[str, int], tree: Any) -> None:
         """Note how the tensors that a call is given, or gives, lie on the ranks."""
-        from schedlang.runtime.following.trace import tensors_in
+        from schedlang.runtime.recording.torch_calls import tensors_in
 
         if frame not in self.given and frame[0]:
             self.given[frame] = tree  # first what goes in
@@ -193,8 +199,8 @@ class Run:
 
     def attempt(self) -> Mismatch | None:
         """Run; what disagreed first, or None."""
-        from schedlang.runtime.following.constants import on_meta
         from schedlang.runtime.following.notes import Hoist, Mismatch
+        from schedlang.runtime.recording.constants import on_meta
 
         model = self._copy()
         try:
@@ -214,10 +220,11 @@ class Run:
 
     def _copy(self) -> nn.Module:
         from schedlang.runtime.following.dry import dry_forward
-        from schedlang.runtime.following.meta import hollow_model
+        from schedlang.runtime.following.narrowed import dry_parts
         from schedlang.runtime.following.notes import Note, Tag
-        from schedlang.runtime.following.trace import tensors_in
-        from schedlang.runtime.sharding.narrowed import dry_parts
+        from schedlang.runtime.following.saved import watch_saved
+        from schedlang.runtime.recording.meta import hollow_model
+        from schedlang.runtime.recording.torch_calls import tensors_in
         from schedlang.runtime.sharding.numbers import set_number
 
         plan = self.plan
@@ -247,11 +254,12 @@ class Run:
             forward = dry_forward(leaf, module, self.follower, self._group_at(fqn), self.edges)
             module.forward = forward
         self.stack.watch(model, _opaque(self.leaves))
+        self.saved = watch_saved(model, coded_by(plan), self.stack)
         return model
 
     def _narrowed(self) -> Iterator[tuple[str, tuple[Narrowed, ...]]]:
         """The modules that take parts of arguments."""
-        from schedlang.runtime.sharding.narrowed import Narrowed
+        from schedlang.runtime.following.narrowed import Narrowed
         from schedlang.runtime.sharding.shard import Edge
 
         chosen = [one for one in self.divided if isinstance(one, Part)]
@@ -291,7 +299,7 @@ class Run:
 
     def _parts(self, failure: Mismatch) -> list[Part]:
         """Arguments, whole on every rank, of the module that failed, where its heads are split."""
-        from schedlang.runtime.sharding.narrowed import whole_arguments
+        from schedlang.runtime.following.narrowed import whole_arguments
 
         fqn, given = failure.frame[0], self.given.get(failure.frame)
         below = self.below.get(fqn, ())
@@ -327,7 +335,7 @@ class Run:
 
     def _check_outputs(self, output: Any) -> None:
         from schedlang.runtime.following.notes import Mismatch
-        from schedlang.runtime.following.trace import tensors_in
+        from schedlang.runtime.recording.torch_calls import tensors_in
 
         for tensor in tensors_in(output):
             for axis, tag in self.follower.note(tensor).tags.items():

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostic import Diagnostic, Label, Refusal
 from schedlang.fitting import remedies
 from schedlang.passes.laying.dryrun import Choice, Loss, Run, record
+from schedlang.passes.laying.kept_parts import SavedParts, saved_parts
 from schedlang.passes.laying.leaves import alike, hoisted, leaves_of, touches
 from schedlang.plan import Action, Plan
 
 if TYPE_CHECKING:
+    from schedlang.runtime.following.narrowed import Narrowed
     from schedlang.runtime.following.notes import Mismatch, Note, Tag
     from schedlang.runtime.following.trace import LabelRule, Recording
-    from schedlang.runtime.sharding.narrowed import Narrowed
     from schedlang.runtime.sharding.shard import Edge
     from schedlang.runtime.summing.statistics import Statistics
 
@@ -44,6 +45,7 @@ class Traced:
     lossless  whether there is no loss to train by
     asked     whether the model asked for values: other ones may reach fewer parameters
     order     modules in the order of their first call; entries: how often each is called
+    saved     how ranks split what modules save that keep it in fewer bits; None: they do not
     statistics  sums over all rows that ranks which share a batch have to share
     """
 
@@ -65,13 +67,14 @@ class Traced:
     asked: bool = False
     order: tuple[str, ...] = ()
     entries: Mapping[str, int] = field(default_factory=dict)
+    saved: SavedParts | None = None
     statistics: Statistics | None = None
 
 
 def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) -> Traced:
     """Trace a plan with one microbatch; raises Refusal where it cannot work."""
-    from schedlang.runtime.following.meta import hollow_batch
     from schedlang.runtime.following.notes import Hoist
+    from schedlang.runtime.recording.meta import hollow_batch
 
     inputs = hollow_batch(dict(batch))
     leaves = leaves_of(plan)
@@ -153,6 +156,7 @@ def _traced(plan: Plan, recording: Recording, run: Run | None = None) -> Traced:
         partial=partial,
         masks=run.follower.masks,
         layouts=run.layouts,
+        saved=saved_parts(plan, recording.saved, run.saved),
         **shared,  # type: ignore[arg-type]
     )
 

@@ -24,8 +24,8 @@ def _root(output: Any, loss: Tensor | None) -> Tensor | None:
     """Where a backward can start: the loss, the model's own, else the sum of what it gives."""
     import torch
 
-    from schedlang.runtime.following.record import loss_of
-    from schedlang.runtime.following.trace import tensors_in
+    from schedlang.runtime.recording.record import loss_of
+    from schedlang.runtime.recording.torch_calls import tensors_in
 
     root = loss if loss is not None else loss_of(output, {}, None)
     if root is None:

@@ -6,20 +6,15 @@ made of means over all tokens.  Where a rank sees a part of them its means are t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.laying.propagate import Traced
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from schedlang.passes.proving.sides import Case
     from schedlang.runtime.summing.batch_sums import BatchSum
-    from schedlang.runtime.summing.parts import Part
     from schedlang.runtime.summing.statistics import Statistics
 
 Loss = Callable[..., Any]
@@ -83,58 +78,3 @@ def _again(plan: Plan, fqn: str) -> bool:
     """Whether the forward of a module is run again in backward, where nothing is shared."""
     sites = {s for a in plan.actions if "recompute" in a.primitive.writes for s in a.sites}
     return any(not site or fqn == site or fqn.startswith(f"{site}.") for site in sites)
-
-
-def check_microbatches(case: Case) -> None:
-    """Refuse a loss whose statistics no microbatch sees (S668), where parts do not make it."""
-    from schedlang.runtime.summing.parts import split
-
-    plan, micro = case.plan, case.plan.micro
-    sample = split(case.batches[0], plan.shares, micro)[0][0].inputs
-    sums = shared_sums(plan, sample, case.loss, case.weight is not None)
-    if micro == 1 or not sums:
-        return
-    where = f"`{sums[0].fqn}`" if sums[0].fqn else "the model"
-    raise Refusal(
-        Diagnostic(
-            "S668", f"the loss has statistics of the batch, which {micro} microbatches take apart",
-            notes=(f"the forward of {where} takes a {sums[0].name} over all rows, and its backward"
-                   " begins before later microbatches are there",),
-            helps=("one microbatch: `micro=1`; ranks that share the batch share its statistics",
-                   ALLOW),
-        )
-    )  # fmt: skip
-
-
-def together(
-    case: Case, parts: Sequence[Part], weights: Sequence[float], sums: tuple[BatchSum, ...]
-) -> list[dict[str, Tensor | None]]:
-    """Weighed losses (under "") and gradients of parts of the original that share their sums.
-
-    Each part runs on a copy of its own in a thread of this process.
-    """
-    from concurrent.futures import ThreadPoolExecutor
-
-    from schedlang.passes.proving.original import Sequential
-    from schedlang.passes.proving.sides import modes_of, twin
-    from schedlang.runtime.modes import ambient
-    from schedlang.runtime.summing.statistics import Meeting, gather_statistics
-
-    meeting, total = Meeting(len(parts)), sum(weights)
-    rules = case.prepared.traced.labels if case.prepared is not None else ()
-
-    def run(place: int) -> dict[str, Tensor | None]:
-        part, share = parts[place], weights[place] / total
-        given = part.inputs if share or not rules else rules[0].filled(part.inputs)
-        try:
-            with ambient(*modes_of(case.seed)[0]):
-                module = twin(case)
-                gather_statistics(module, sums, meeting.at(place))
-                subject = Sequential(module, loss=case.loss, scale=share)
-                return {"": subject.derive(given, part.rows), **subject.gradients()}
-        except BaseException:
-            meeting.barrier.abort()  # the others would wait for this one
-            raise
-
-    with ThreadPoolExecutor(len(parts)) as threads:
-        return list(threads.map(run, range(len(parts))))

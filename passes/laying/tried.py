@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.cutting.staging import Loss
+from schedlang.passes.laying.dryrun import Loss
 from schedlang.passes.laying.propagate import Traced
 from schedlang.passes.laying.weigh import Weight, weight_of
 from schedlang.plan import Plan
@@ -67,15 +67,16 @@ def answer(subject: Subject, count: int, ask: Question[T]) -> T:
         return ask.guess(subject.trial(count, short=True))
     try:
         return ask.probe(subject.trial(count, short=True))
-    except Exception:
+    except Exception as error:
         # whatever it says, a refusal too: blocks that were left out, or sequences too short for
         # what it does, may be all that is wrong; the other stand-in is nearer, and has the word
-        pass
+        short = error
     try:
         return ask.probe(subject.trial(count, short=False))
-    except Refusal:
-        raise
+    except Refusal as refusal:
+        raise refusal from short
     except Exception as error:
+        error.__cause__ = short
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         title = f"`{type(subject.model).__name__}` does not run on a small batch, to be tried"
         raise ask.refusal(title, said) from error
@@ -88,8 +89,8 @@ def hollow(model: nn.Module) -> bool:
 
 def weight_by_tokens(traced: Traced, count: int) -> Weight:
     """What a part weighs in the mean: its labels that count; its tokens where there are none."""
+    from schedlang.runtime.parts import rows_of
     from schedlang.runtime.slicing.slices import length_of
-    from schedlang.runtime.summing.parts import rows_of
 
     if traced.labels:
         return weight_of(traced, count)

@@ -24,7 +24,7 @@ def part_weight(
 
 def weight_of(traced: Traced, parts: int) -> Weight:
     """What a part of a batch weighs: its labels that count, else its rows."""
-    from schedlang.runtime.summing.parts import named_tensors, rows_of
+    from schedlang.runtime.parts import named_tensors, rows_of
 
     if len(traced.labels) == 1:
         rule = traced.labels[0]

@@ -1,1 +1,1 @@
-"""Schedules written for a model and a mesh, and rows that complete others."""
+"""Schedules written for a model and a mesh."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from schedlang.passes.proposing.flows import flows
-from schedlang.passes.proposing.proposal_text import Row
-from schedlang.passes.proposing.tensor_rows import Finder
+from schedlang.passes.completing.flows import flows
+from schedlang.passes.completing.proposal_text import Row
+from schedlang.passes.completing.tensor_rows import Finder
 from schedlang.passes.shrinking.blocks import Blocks
 
 METHODS = ("ring", "gather")  # the first that is legal

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 
-from schedlang.passes.proposing.proposal_text import names_text
-from schedlang.passes.showing.show_text import number
+from schedlang.amounts import number
+from schedlang.passes.completing.proposal_text import names_text
 from schedlang.passes.shrinking.blocks import Blocks, leaf_kind
 from schedlang.plan import Plan
 

@@ -7,13 +7,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.completing.proposal_text import Row, canonical, mesh_text, rows_text, wrapped
+from schedlang.passes.completing.proposal_trial import Trial
+from schedlang.passes.completing.tensor_rows import Finder, tensor_rows
+from schedlang.passes.costs.account import account
 from schedlang.passes.proposing.expert_rows import context_rows, expert_rows
 from schedlang.passes.proposing.proposal_notes import differences, headline, left_whole
-from schedlang.passes.proposing.proposal_text import Row, canonical, mesh_text, rows_text, wrapped
-from schedlang.passes.proposing.proposal_trial import Trial
-from schedlang.passes.proposing.tensor_rows import Finder, tensor_rows
 from schedlang.passes.proposing.vocabulary_rows import vocabulary_rows
+from schedlang.passes.reading.expand import expand
 from schedlang.passes.shrinking.blocks import Blocks, blocks_of, leaf_kind
+from schedlang.source import Source
+from schedlang.syntax import parse
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,11 +69,26 @@ def propose(
     notes: list[str] = []
     rows = _rows(asked, notes)
     rest = _rest(asked)
-    text = asked.trial.whole(
+    text = _planned(
+        asked.trial,
         lambda blocks: _text(asked, blocks, rows, rest, notes),
         max(1, mesh.get(asked.axis("stages") or "", 1)),
     )
     return Proposed(text, tuple(notes))
+
+
+def _planned(trial: Trial, text: Callable[[Blocks], str], stages: int) -> str:
+    """The text for the whole model, planned; traced and cut with as few blocks as show all.
+
+    Raises Refusal for what is refused.
+    """
+    made = text(trial.all)
+    full = expand(parse(Source("proposed", made)), trial.facts).plan
+    short = trial.shorter(stages) if trial.shortened else trial.all
+    plan = expand(parse(Source("proposed", text(short))), short.facts).plan
+    assert full is not None and plan is not None
+    account(plan, trial.batch, trial.loss)
+    return made
 
 
 def check_mesh(mesh: Mapping[str, int]) -> None:
@@ -163,7 +182,7 @@ def _rest(asked: Asked) -> list[Row]:
 
 def _micro(asked: Asked, stages: int) -> int:
     """Microbatches for the rows that a rank has."""
-    from schedlang.runtime.summing.parts import rows_of
+    from schedlang.runtime.parts import rows_of
 
     parts = 1
     for name, size in asked.mesh.items():

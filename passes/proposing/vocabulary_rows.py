@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from schedlang.passes.proposing.proposal_text import Row
-from schedlang.passes.proposing.tensor_rows import Finder, outputs_of
+from schedlang.passes.completing.proposal_text import Row
+from schedlang.passes.completing.tensor_rows import Finder, outputs_of
 from schedlang.passes.shrinking.blocks import PROJECTIONS, leaf_kind
 
 PADDED, LARGE = 128, 4096  # rows are padded to what kernels like where there are many

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from schedlang.passes.laying.reductions import compressed_over
+from schedlang.passes.preparing.reductions import compressed_over
 from schedlang.passes.proving.observe import Batch
 from schedlang.passes.proving.parted import Parted, joined
 from schedlang.plan import Plan
@@ -52,7 +52,7 @@ class Compressed(Parted):
         """The weighed loss of all parts; the coded sum of their gradients in `gradients()`."""
         import torch
 
-        from schedlang.runtime.summing.parts import stack
+        from schedlang.runtime.parts import stack
 
         self._switch()
         shares = self.split(batch)

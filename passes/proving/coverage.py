@@ -106,7 +106,7 @@ def _batches(seen: Batches) -> Iterator[Gap]:
 def _same(a: Batch, b: Batch) -> bool:
     from torch import equal
 
-    from schedlang.runtime.summing.parts import named_tensors
+    from schedlang.runtime.parts import named_tensors
 
     one, other = named_tensors(a), named_tensors(b)
     return one.keys() == other.keys() and all(equal(v, other[k]) for k, v in one.items())
@@ -130,6 +130,6 @@ def _inputs(seen: Batches) -> Iterator[Gap]:
 
 
 def _floats(batch: Mapping[str, Any]) -> bool:
-    from schedlang.runtime.summing.parts import named_tensors
+    from schedlang.runtime.parts import named_tensors
 
     return any(value.is_floating_point() for value in named_tensors(batch).values())

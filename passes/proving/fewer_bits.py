@@ -21,12 +21,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from schedlang.passes.laying.kept_parts import SavedParts
 
-def with_kept(plan: Plan, module: nn.Module) -> nn.Module:
-    """A copy of the original in which modules keep what the plan says of them."""
+
+def with_kept(plan: Plan, module: nn.Module, parts: SavedParts | None) -> nn.Module:
+    """A copy of the original in which modules keep what the plan says of them.
+
+    `parts`: how ranks split it, for each of them rounds its own.
+    """
     for row in plan.kept:
         part: Any = module.get_submodule(row.fqn)
-        part.forward = partial(_forward, _Saved(row, part), part.forward)
+        part.forward = partial(_forward, _Saved(row, part, parts), part.forward)
     return module
 
 
@@ -36,6 +41,7 @@ class _Saved:
 
     row: Kept
     module: nn.Module
+    parts: SavedParts | None = None
     place: tuple[int, tuple[int, ...]] = (-1, ())
     calls: int = 0
     numbers: int = 0
@@ -46,7 +52,7 @@ class _Saved:
         """A call begins; those of a part of a step are counted from 0."""
         from torch.nn import Parameter
 
-        from schedlang.runtime.following.trace import tensors_in
+        from schedlang.runtime.recording.torch_calls import tensors_in
         from schedlang.runtime.scope import current
 
         here = current()
@@ -59,32 +65,41 @@ class _Saved:
 
     def value(self, tensor: Tensor) -> Tensor:
         """What backward sees of a saved tensor."""
-        from schedlang.runtime.keeping.coded import stream
+        from schedlang.runtime.scope import site
 
-        whole = self.whole(tensor)
+        whole = tensor.dim() > 2 and tuple(tensor.shape) in self.rows
         self.rows.append(tuple(tensor.shape[:-1]))
         if whole:
             return tensor
-        return approximated(
-            tensor, self.row, stream(self.row.fqn, self.calls, *self.place, self.numbers)
-        )
+        rounded = partial(self.rounded, held=tensor.untyped_storage().nbytes())
+        if self.parts is None:
+            return rounded(tensor)
+        samples = len(self.place[1])
+        return self.parts.each(self.row.fqn, site(), tensor.detach(), samples, rounded)
 
-    def whole(self, tensor: Tensor) -> bool:
-        """Is it kept as it is?"""
+    def rounded(self, part: Tensor, held: int) -> Tensor:
+        """What a rank makes of its part, if its numbers are fewer bytes than those held now."""
         import torch
 
-        if not tensor.is_floating_point() or tensor.numel() < self.row.block:
-            return True
-        if tensor.shape[-1] == 1 or (tensor.dim() > 2 and tuple(tensor.shape) in self.rows):
-            return True
-        if tensor.nbytes > tensor.untyped_storage().nbytes():
-            return True
-        held = [*self.module.parameters(), *self.module.buffers(), *self.given]
+        from schedlang.runtime.keeping.coded import stream
+
+        if part.numel() < self.row.block or part.shape[-1] == 1:
+            return part
+        each = self.row.block * self.row.bits // 8 + 2 * max(4, part.element_size())
+        if -(-part.numel() // self.row.block) * each >= held:
+            return part
+        if not bool((part.detach().abs() < torch.finfo(part.dtype).max / 4).all()):
+            return part
+        words = self.row.fqn, self.calls, *self.place, self.numbers
+        return approximated(part, self.row, stream(*words))
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Is it an activation: neither a weight, however cast, nor given without a gradient?"""
+        held = [*self.module.parameters(), *self.module.buffers()]
         mine = tensor.untyped_storage().data_ptr()
-        if any(one.untyped_storage().data_ptr() == mine for one in held):
-            return True
-        sizes = tensor.detach().abs()
-        return not bool((sizes < torch.finfo(tensor.dtype).max / 4).all())
+        if any(one.untyped_storage().data_ptr() == mine for one in (*held, *self.given)):
+            return False
+        return tensor.is_floating_point() and not any(_is_cast(one, tensor) for one in held)
 
 
 @contextmanager
@@ -95,6 +110,8 @@ def _saving(saved: _Saved) -> Iterator[None]:
     seen: list[tuple[Tensor, int, Tensor]] = []  # what was saved, its version, its value
 
     def pack(tensor: Tensor) -> Tensor:
+        if not saved.counts(tensor):
+            return tensor
         saved.numbers += 1
         for other, version, before in seen:
             if version == tensor._version and _alike(other, tensor):
@@ -106,6 +123,15 @@ def _saving(saved: _Saved) -> Iterator[None]:
 
     with saved_tensors_hooks(pack, lambda value: value):
         yield
+
+
+def _is_cast(weight: Tensor, tensor: Tensor) -> bool:
+    """Is this the weight, or its transpose, with fewer bits?"""
+    if tensor.dtype.itemsize != 2 or weight.dtype.itemsize != 4 or weight.dim() != tensor.dim():
+        return False
+    made = weight.detach().to(tensor.dtype)
+    forms = [made, made.mT] if made.dim() == 2 else [made]
+    return any(one.shape == tensor.shape and bool((one == tensor).all()) for one in forms)
 
 
 def _alike(one: Tensor, two: Tensor) -> bool:

@@ -88,7 +88,7 @@ class Sequential:
 
     def _given(self, batch: Batch) -> dict[str, Any]:
         """The batch with float tensors whose gradients are kept."""
-        from schedlang.runtime.summing.parts import followed, named_tensors
+        from schedlang.runtime.parts import followed, named_tensors
 
         given: dict[str, Any] = followed(batch)
         self._inputs = {k: v for k, v in named_tensors(given).items() if v.requires_grad}
@@ -190,7 +190,7 @@ def loss_of(output: Any, batch: Batch) -> Tensor:
 
 def rows(batch: Batch) -> int:
     """The number of samples of a batch: the common size of dim 0 of its tensors."""
-    from schedlang.runtime.summing.parts import named_tensors
+    from schedlang.runtime.parts import named_tensors
 
     sizes = [v.shape[0] for v in named_tensors(batch).values() if v.dim()]
     assert sizes, "a batch holds at least one tensor with rows"

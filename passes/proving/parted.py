@@ -11,7 +11,7 @@ from schedlang.passes.proving.original import Sequential
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from schedlang.runtime.summing.parts import Part
+    from schedlang.runtime.parts import Part
 
 
 class Parted(Sequential):
@@ -38,7 +38,7 @@ class Parted(Sequential):
         """The weighed loss of all parts in training mode, its gradients in `gradients()`."""
         import torch
 
-        from schedlang.runtime.summing.parts import stack
+        from schedlang.runtime.parts import stack
 
         self._switch()
         self.module.zero_grad(set_to_none=True)
@@ -75,8 +75,8 @@ class Parted(Sequential):
         """The output in eval mode, each replica's rows under its own buffers."""
         import torch
 
+        from schedlang.runtime.parts import stack
         from schedlang.runtime.scope import Scope, entered
-        from schedlang.runtime.summing.parts import stack
 
         self._training.off()
         outputs, rows, weights = [], [], []

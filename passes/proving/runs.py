@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.passes.laying.statistics import check_microbatches
+from schedlang.passes.preparing.routing import routings, unlimited
+from schedlang.passes.proving.meeting import check_microbatches
 from schedlang.passes.proving.observe import Batch, Condition, conditions
-from schedlang.passes.proving.routing import routings, unlimited
 from schedlang.passes.proving.sides import Case, modes_of, prepared, twin
 from schedlang.passes.proving.variants import Batches, Labels, varied
 from schedlang.report import Gap, Row
@@ -18,7 +18,7 @@ from schedlang.report import Gap, Row
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from schedlang.runtime.summing.parts import Part
+    from schedlang.runtime.parts import Part
 
 EVALUATED = "SGD, eval mode"
 SCALE = 3.0  # of the loss: a backward that takes its gradient for 1 is found out
@@ -106,7 +106,7 @@ def _unlimited(case: Case, plain: Condition) -> list[Condition]:
 
 def batches_of(case: Case) -> Batches:
     """The batches of a case, how they are cut, and what in them is known to be labels."""
-    from schedlang.runtime.summing.parts import shares
+    from schedlang.runtime.parts import shares
 
     replicas, micro = case.cuts
 
@@ -158,10 +158,10 @@ def check_parts(case: Case) -> Case:
 
 def _buffers(case: Case, batch: Batch) -> None:
     """Refuse a model in whose buffers the parts leave what the whole does not (S708)."""
-    from schedlang.passes.laying.buffers import check_buffers
+    from schedlang.passes.proving.buffers import check_buffers
     from schedlang.passes.proving.original import Sequential
     from schedlang.runtime.modes import ambient
-    from schedlang.runtime.summing.parts import split
+    from schedlang.runtime.parts import split
 
     plan = case.plan
     micro = plan.micro
@@ -177,7 +177,7 @@ def _parts(case: Case, batch: Batch, evaluate: bool = False) -> tuple[int, Row |
     from schedlang.passes.proving.compare import parts_agree
     from schedlang.passes.proving.original import Sequential
     from schedlang.runtime.modes import ambient
-    from schedlang.runtime.summing.parts import split
+    from schedlang.runtime.parts import split
 
     plan = case.plan
     micro = plan.micro
@@ -199,7 +199,7 @@ def _together(
     case: Case, parts: Sequence[Part], weights: Sequence[float]
 ) -> list[dict[str, Tensor | None]] | None:
     """The parts with the sums over rows that they share in the program; None: they share none."""
-    from schedlang.passes.laying.statistics import together
+    from schedlang.passes.proving.meeting import together
 
     assert case.prepared is not None
     shared = case.prepared.traced.statistics

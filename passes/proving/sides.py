@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.preparing.routing import limited
 from schedlang.passes.proving.chance import draws_in_words, generators, generators_agree, together
 from schedlang.passes.proving.observe import Batch, Condition, Loss, Observation, observe
-from schedlang.passes.proving.routing import limited
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from schedlang.passes.laying.prepare import Prepared
+    from schedlang.passes.preparing.prepare import Prepared
+    from schedlang.passes.preparing.stale_table import Table
     from schedlang.passes.proving.original import Sequential
-    from schedlang.passes.proving.replayed import Table
     from schedlang.runtime.drawing.random import LogicalDropout
     from schedlang.runtime.program import Program
 
@@ -55,7 +55,7 @@ class Case:
     @property
     def table(self) -> Table | None:
         """The versions of weights that are met, where they are stale; the case is prepared."""
-        from schedlang.passes.proving.replayed import table_of
+        from schedlang.passes.preparing.stale_table import table_of
 
         return table_of(self.prepared.staged) if self.prepared is not None else None
 
@@ -66,10 +66,10 @@ class Case:
 
 def prepared(case: Case) -> Case:
     """The case with its plan traced once, here, for all ranks: here it is refused, if it is."""
-    from schedlang.passes.laying.prepare import prepare
-    from schedlang.passes.proposing.complete import completed
+    from schedlang.passes.completing.complete import completed
+    from schedlang.passes.preparing.prepare import prepare
     from schedlang.runtime.launching.travel import let_travel
-    from schedlang.runtime.summing.parts import split
+    from schedlang.runtime.parts import split
 
     plan = completed(case.plan, case.batches[0], case.loss)
     case = replace(case, plan=plan)
@@ -171,25 +171,27 @@ def sequential(
 
     `cast`: what rows let compute in another dtype does.
     """
-    from schedlang.passes.laying.reductions import compressed_over
     from schedlang.passes.laying.weigh import weight_of
+    from schedlang.passes.preparing.reductions import compressed_over
     from schedlang.passes.proving.cast_original import ScaledParted, ScaledSteps, cast_twin
     from schedlang.passes.proving.compressed import Compressed
     from schedlang.passes.proving.fewer_bits import with_kept
     from schedlang.passes.proving.original import Sequential
     from schedlang.passes.proving.parted import Parted
     from schedlang.passes.proving.replayed import Replayed
-    from schedlang.runtime.summing.parts import split
+    from schedlang.runtime.parts import split
 
     options: dict[str, Any] = {
         "loss": case.loss, "clip": condition.clip, "scale": condition.scale,
         "evaluate": condition.evaluate, "dropout": dropout,
     }  # fmt: skip
-    table, module = case.table, with_kept(case.plan, twin(case))
+    table, module = case.table, twin(case)
     few = bool(compressed_over(case.plan))
     row = case.plan.scaled if cast else None
     if cast:
         cast_twin(case.plan, module, options)
+    parts = case.prepared.traced.saved if case.prepared is not None else None
+    module = with_kept(case.plan, module, parts)  # around the casts, as a program has it
     if row is not None and not case.parted and not case.plan.kept:
         return ScaledSteps(module, condition.optimizer, **options, row=row)
     if not case.parted and table is None and not few and not case.plan.kept:
@@ -287,7 +289,7 @@ class Distributed:
         }
 
     def _gathered(self, mine: Any) -> list[Any]:
-        from schedlang.runtime.saving.folder import gathered
+        from schedlang.runtime.storage.folder import gathered
 
         return list(gathered(mine, self.program.assembly.ranks.mesh.world))
 

@@ -203,7 +203,7 @@ def _trimmed(seen: Batches, batch: Batch) -> Batch | None:
 
 
 def _first(seen: Batches, batch: Batch, rows: int) -> Batch | None:
-    from schedlang.runtime.summing.parts import cut
+    from schedlang.runtime.parts import cut
 
     if rows < seen.parts or rows == seen.rows(batch):
         return None

@@ -10,6 +10,8 @@ from schedlang import nodes as n
 from schedlang.diagnostic import Diagnostic, Label, Refusal, guess
 from schedlang.syntax import parse, read
 
+ALONE = "let one of them stand without the other: drop a `use`"
+
 DEFINES = (n.Knob, n.Require, n.Def, n.Use, n.Pattern)  # all that a library has
 
 
@@ -48,7 +50,8 @@ def opened(use: n.Use, above: tuple[Path, ...]) -> Spliced:
     place = (holder / use.path).resolve()
     if place in above:
         chain = " -> ".join(path.name for path in (*above, place))
-        raise Refusal(Diagnostic("S112", "these files use each other", Label(use.span, chain)))
+        label = Label(use.span, chain)
+        raise Refusal(Diagnostic("S112", "these files use each other", label, helps=(ALONE,)))
     try:
         file = parse(read(place, str(holder / use.path)))
     except Refusal:

@@ -16,8 +16,9 @@ from schedlang.evaluate import evaluate
 from schedlang.knob import alternatives, decided, declare, unknown_settings
 from schedlang.mesh import Mesh
 from schedlang.misread import walk
+from schedlang.passes.reading.bases import ALONE
 from schedlang.passes.reading.state import Definition, Settings, State, start
-from schedlang.primitive import Primitive, registry
+from schedlang.primitive import Primitive, find, load_all, registry
 from schedlang.source import Span
 from schedlang.syntax import parse, read
 from schedlang.value import UNKNOWN, AxisSize, Bytes, Names, shown
@@ -134,7 +135,10 @@ def _filled(
     if not blanks:
         return tuple((name, size) for name, size in sizes.items() if size is not None)
     if len(blanks) > 1:
-        refused("S111", "one axis at most takes the rest", node.span, f"{len(blanks)} are `_`")
+        given = ", ".join(f"{k}={'_' if k == blanks[0] else v or 2}" for k, v in sizes.items())
+        help_ = f"give the others a size: `mesh({given})`"
+        said = f"{len(blanks)} are `_`"
+        refused("S111", "one axis at most takes the rest", node.span, said, help_)
     taken = math.prod(size for size in sizes.values() if size is not None)
     machine = re.fullmatch(r".*?x(\d+)", node.on or "")
     world = settings.world or (int(machine[1]) if machine else 2 * taken)
@@ -204,7 +208,7 @@ def with_knobs(state: State, new: Mapping[str, Any]) -> Names:
 def define(node: n.Def, state: State) -> State:
     """A block with a name; it may call only what stands above it, so nothing recurs."""
     _fresh(node.name, node.span, state)
-    if node.name in registry():
+    if find(node.name) is not None:
         help_ = "rename the definition"
         refused("S101", f"`{node.name}` is a primitive", node.span, "", help_)
     names = [param.name for param in node.params]
@@ -222,12 +226,13 @@ def _unknown_calls(node: n.Def, state: State) -> Iterator[Diagnostic]:
     for inner in walk(node.block):
         if isinstance(inner, n.Rule | n.Do):
             name = inner.call.name.text
-            if name not in state.defs and name not in registry() and name not in state.broken:
+            if name not in state.defs and name not in state.broken and find(name) is None:
                 yield no_primitive(inner.call.name, state)
 
 
 def no_primitive(name: n.Name, state: State) -> Diagnostic:
     """S301: neither a primitive nor a definition above."""
+    load_all()
     known = [*registry(), *state.defs]
     near = closest(name.text, known)
     help_ = f"did you mean `{near}`?" if near else guess(name.text, known, "there are")
@@ -241,7 +246,7 @@ def use(node: n.Use, state: State, above: tuple[Path, ...] = ()) -> State:
     place = (holder / node.path).resolve()
     if place in above:
         chain = " -> ".join(path.name for path in (*above, place))
-        refused("S112", "these files use each other", node.span, chain)
+        refused("S112", "these files use each other", node.span, chain, ALONE)
     try:
         file = parse(read(place, str(holder / node.path)))
     except Refusal as refusal:

@@ -20,8 +20,7 @@ from schedlang.passes.reading import bases, declare, expect, legality
 from schedlang.passes.reading.parameters import arguments_of
 from schedlang.passes.reading.state import Settings, State, current, start
 from schedlang.passes.reading.steps import allowed, open_step
-from schedlang.primitive import Primitive, load_all, registry
-from schedlang.selector import Selector
+from schedlang.primitive import Primitive, find
 from schedlang.source import Span
 from schedlang.value import UNKNOWN, Names, shown
 
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from schedlang.model import ModelFacts
+    from schedlang.selector import Selector
 
 Roots = Sequence[str] | None  # the modules of a scope; None where there is no model
 
@@ -38,7 +38,6 @@ def expand(file: n.File, facts: ModelFacts | None, settings: Settings | None = N
 
     Without `facts` syntax, names and arguments are checked, and the state's plan is None.
     """
-    load_all()
     whole = bases.spliced(file)
     settings = _sizing_knobs(whole.items, settings or Settings())
     runner = Expander(start(facts, settings))
@@ -112,7 +111,11 @@ class Expander:
         self.state = state
         self.problems: list[Diagnostic] = []
         self.failed: list[Failed] = []
-        self.selector = selector or (Selector(state.facts) if state.facts else None)
+        self.selector = selector
+        if selector is None and state.facts is not None:
+            from schedlang.selector import Selector
+
+            self.selector = Selector(state.facts)
 
     def attempt(self, step: Callable[[], State]) -> bool:
         """Take the state that `step` gives, or note why it refuses."""
@@ -283,8 +286,8 @@ class Expander:
         defs = self.state.defs
         if name in defs:
             self._expand(call, sites, names)
-        elif name in registry():
-            self._row(call, sites, names, chosen)
+        elif (kind := find(name)) is not None:
+            self._row(kind, call, sites, names, chosen)
         else:
             raise Refusal(declare.no_primitive(call.name, self.state))
 
@@ -301,8 +304,9 @@ class Expander:
         said = Label(call.span, f"in this call of `{call.name.text}`")
         self.problems[known:] = [replace(d, also=(*d.also, said)) for d in self.problems[known:]]
 
-    def _row(self, call: n.Call, sites: Roots, names: Names, chosen: bool) -> None:
-        kind = registry()[call.name.text]
+    def _row(
+        self, kind: type[Primitive], call: n.Call, sites: Roots, names: Names, chosen: bool
+    ) -> None:
         if kind.takes == "model" and chosen:
             title = f"`{kind.__name__}` takes no selector"
             help_ = f"leave the selector out: `{spelling.expr(call)}`"

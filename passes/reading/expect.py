@@ -1,44 +1,26 @@
-"""`expect`: bounds on what a plan costs, read while it is made, held against what is counted."""
+"""`expect`: bounds on what a plan costs, read while it is made; costs/expected.py holds them."""
 
 from __future__ import annotations
 
-import operator
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from schedlang import nodes as n
 from schedlang import spelling
 from schedlang.diagnostic import Diagnostic, Label, Refusal, guess
 from schedlang.evaluate import evaluate
-from schedlang.facets import Expectation
-from schedlang.memory import heaviest
-from schedlang.plan import Plan
-from schedlang.value import UNKNOWN, Names, shown
+from schedlang.facets import BOUNDS, Expectation
+from schedlang.value import UNKNOWN, Bytes, Names, Seconds, shown
 
 if TYPE_CHECKING:
-    from schedlang.passes.costs.account import Account
-    from schedlang.passes.laying.dryrun import Loss
-    from schedlang.passes.laying.weigh import Weight
-    from schedlang.report import Bound
+    from schedlang.facets import Expectation
 
-UNTOLD = "S862"
-ORDER: Mapping[str, Callable[[float, float], bool]] = {
-    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
-}  # fmt: skip
+TIME = "time"
 MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 MEASURES = {"peak_memory": "peak_memory < 70GiB", "comm_bytes": "comm_bytes(tp) < 2GiB",
-            "bubble": "bubble < 0.2"}  # fmt: skip
-STATE = "slice it over replicas: `zero(stage=3, over=dp)`"
-AGAIN = "compute them again: `layers.*  checkpoint()`"
-LOWER: Mapping[str, tuple[str, ...]] = {
-    "parameters": (STATE, "or split weights: `shard`"),
-    "gradients": (STATE, "or split weights: `shard`"),
-    "optimizer": ("slice it over replicas: `zero(stage=1, over=dp)`", "or split weights: `shard`"),
-    "activations": (AGAIN, "or move them away: `layers.*  offload(activations)`",
-                    "or make smaller microbatches"),
-    "communication": ("free what is gathered between the passes: `zero(stage=3, over=dp)`",),
-    "temporary": ("make smaller microbatches", "or split what computes it: `shard`"),
+            "bubble": "bubble < 0.2", TIME: "time(step) < 180ms"}  # fmt: skip
+UNITS: Mapping[str, tuple[type, ...]] = {  # what bounds may be, beside plain numbers
+    "peak_memory": (Bytes,), "comm_bytes": (Bytes,), "bubble": (), TIME: (Seconds,),
 }  # fmt: skip
 
 
@@ -47,26 +29,25 @@ def read(node: n.Expect, names: Names) -> Expectation | None:
 
     Raises Refusal S861 for anything but a measure compared with a bound.
     """
+    from schedlang.facets import Expectation
+
     if not isinstance(node.test, n.Chain) or len(node.test.items) != 3:
         _refuse(node, "this compares no measure with a bound")
     left, op, right = node.test.items
     assert isinstance(op, str)
-    if isinstance(left, str) or isinstance(right, str) or op not in ORDER:
-        _refuse(node, f"a bound is one of {', '.join(ORDER)}")
+    if isinstance(left, str) or isinstance(right, str) or op not in BOUNDS:
+        _refuse(node, f"a bound is one of {', '.join(BOUNDS)}")
     if _measure(left) is None and _measure(right) is not None:
         left, op, right = right, MIRRORED[op], left
     name = _measure(left)
     if name is None:
         word = left.text if isinstance(left, n.Name) else spelling.expr(left)
         _refuse(node, f"`{word}` is no measure of a plan", guess(word, MEASURES, "measures are"))
-    axes = _axes(node, left, names)
-    if axes and name != "comm_bytes":
-        _refuse(node, f"`{name}` takes no arguments")
+    axes = _arguments(node, name, left, names)
     bound = evaluate(right, names)
     if bound is UNKNOWN:
         return None
-    if isinstance(bound, bool) or not isinstance(bound, int | float):
-        _refuse(node, f"the bound is {shown(bound)}, which is no number")
+    _check_bound(node, name, bound, spelling.expr(right))
     said = spelling.expr(node.test)
     return Expectation(name, axes, op, float(bound), said, node.on, node.span)
 
@@ -78,151 +59,33 @@ def _measure(expr: n.Expr | str) -> str | None:
     return text if text in MEASURES else None
 
 
-def _axes(node: n.Expect, measure: n.Expr, names: Names) -> tuple[str, ...]:
-    if not isinstance(measure, n.Call):
+def _check_bound(node: n.Expect, name: str, bound: Any, said: str) -> None:
+    """A bound is a number of the measure's own unit; a time says which."""
+    if isinstance(bound, bool) or not isinstance(bound, int | float):
+        _refuse(node, f"the bound is {shown(bound)}, which is no number")
+    other = isinstance(bound, Bytes | Seconds) and not isinstance(bound, UNITS[name])
+    if other or (name == TIME and not isinstance(bound, Seconds)):
+        what = {"bubble": "a share", TIME: "a time with its unit"}.get(name, "a number of bytes")
+        _refuse(node, f"the bound of `{name}` is {what}, not `{said}`")
+
+
+def _arguments(node: n.Expect, name: str, measure: n.Expr, names: Names) -> tuple[str, ...]:
+    """The axes of a measure that has some; a time is that of a step."""
+    given = measure.args if isinstance(measure, n.Call) else ()
+    found = [arg.text if isinstance(arg, n.Name) else "" for arg in given]
+    if name == TIME:
+        if found != ["step"]:
+            _refuse(node, "a time is that of a step: `time(step)`")
         return ()
-    found = [arg.text if isinstance(arg, n.Name) else "" for arg in measure.args]
+    if found and name != "comm_bytes":
+        _refuse(node, f"`{name}` takes no arguments")
     for text in found:
         if text not in names.axes:
-            title = f"`{measure.name.text}` takes axes of the mesh"
+            title = f"`{name}` takes axes of the mesh"
             _refuse(node, title, guess(text, list(names.axes), "the mesh has"))
     return tuple(found)
 
 
 def _refuse(node: n.Expect, title: str, *helps: str) -> NoReturn:
     legal = f"for example {', '.join(f'`expect {one}`' for one in MEASURES.values())}"
-    times = "times are not expected but simulated: `schedlang simulate`"
-    raise Refusal(Diagnostic("S861", title, Label(node.span), helps=(*helps, legal, times)))
-
-
-# -- held against the plan ---------------------------------------------------------------------
-
-
-def unmet(plan: Plan, account: Account) -> tuple[Diagnostic, ...]:
-    """What does not hold (S860), or cannot be told (S862), with what was found and would help."""
-    return tuple(
-        problem
-        for one in plan.expected
-        if _applies(plan, one)
-        for problem in _problems(plan, account, one)
-    )
-
-
-def bounds(
-    plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None, weight: Weight | None = None
-) -> tuple[Bound, ...]:
-    """Every expectation that applies, with what is counted for it with a whole step's batch.
-
-    A plan that cannot be built for this batch tells nothing, and why.
-    """
-    from schedlang.report import Bound
-
-    mine = [one for one in plan.expected if _applies(plan, one)]
-    try:
-        costs = counted(plan, batch, loss, weight) if mine else None
-    except Refusal as refusal:
-        why = tuple(one.title for one in refusal.diagnostics)
-        return tuple(Bound(one.said, None, why=why) for one in mine)
-    made = []
-    for one in mine:
-        assert costs is not None
-        found, problem = _found(plan, costs, one), next(_problems(plan, costs, one), None)
-        said = "" if found is None else _text(one, found)
-        why = () if problem is None else (*problem.notes, *problem.helps)
-        made.append(Bound(one.said, None if found is None else problem is None, said, why))
-    return tuple(made)
-
-
-def counted(
-    plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None, weight: Weight | None = None
-) -> Account:
-    """What the plan costs, as far as its expectations ask for it."""
-    from schedlang.passes.costs.account import account
-
-    memory = any(one.measure == "peak_memory" for one in plan.expected if _applies(plan, one))
-    return account(plan, batch, loss, weight=weight, memory=memory)
-
-
-def demand(
-    plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None, weight: Weight | None = None
-) -> None:
-    """Refuse (S860) a plan that costs more than is expected, before anything is built.
-
-    What cannot be told (memory, where this process is a rank of a job already) is no refusal, but
-    a warning.
-    """
-    if not any(_applies(plan, one) for one in plan.expected):
-        return
-    told = unmet(plan, counted(plan, batch, loss, weight))
-    for problem in told:
-        if problem.code == UNTOLD:
-            warnings.warn(problem.render(), stacklevel=3)
-    wrong = [problem for problem in told if problem.code != UNTOLD]
-    if wrong:
-        raise Refusal(*wrong)
-
-
-def _applies(plan: Plan, one: Expectation) -> bool:
-    """An expectation on a machine is about plans on that machine, or on none that is named."""
-    return one.on is None or plan.mesh.device is None or one.on == plan.mesh.device
-
-
-def _problems(plan: Plan, account: Account, one: Expectation) -> Iterator[Diagnostic]:
-    label = Label(one.span) if one.span is not None else Label()
-    found = _found(plan, account, one)
-    if found is None:
-        title = f"`{one.said}` cannot be told"
-        batch = ("let the model file have a batch: `batch(seed)`",)
-        yield Diagnostic(UNTOLD, title, label, notes=account.notes, helps=batch)
-    elif not ORDER[one.op](found, one.bound):
-        notes, helps = _why(plan, account, one)
-        title = f"`{one.said}` does not hold: it is {_text(one, found)}"
-        yield Diagnostic("S860", title, label, notes=notes, helps=helps)
-
-
-def _found(plan: Plan, account: Account, one: Expectation) -> float | None:
-    """The measure; None where the plan does not tell it."""
-    if one.measure == "peak_memory":
-        return None if not account.memory else heaviest(account.memory).peak
-    if one.measure == "bubble":
-        return 0.0 if account.bubble is None and not plan.cuts else account.bubble
-    return None if account.collectives is None else max(_sent(plan, account, one).values())
-
-
-def _sent(plan: Plan, account: Account, one: Expectation) -> dict[int | None, int]:
-    """Bytes that ranks at each place of the pipeline take part in sending over the axes."""
-    wanted = set(plan.mesh.fold(one.axes)) if one.axes else set(plan.mesh.sizes)
-    places = {each.place for each in account.classes or ()} or {None}
-    return {
-        place: sum(c.total for c in account.at(place) if wanted & set(plan.mesh.fold(c.axes)))
-        for place in places
-    }
-
-
-def _why(plan: Plan, account: Account, one: Expectation) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Where it is most, of what, and what would lower it."""
-    from schedlang.passes.showing.show_text import size
-
-    if one.measure == "peak_memory":
-        top = heaviest(account.memory or ())
-        parts = sorted(top.classes.items(), key=lambda item: -item[1])
-        said = ", ".join(f"{name} {size(count)}" for name, count in parts if count)
-        where = f"rank {top.first}" if top.place is None else f"{plan.cuts[0].axis}={top.place}"
-        return (f"on {where}, in {top.top.what}: {said}",), LOWER[parts[0][0]]
-    if one.measure == "bubble":
-        return (), ("take more microbatches, or an order with less of it: docs/pipelines.md",)
-    wanted = set(plan.mesh.fold(one.axes)) if one.axes else set(plan.mesh.sizes)
-    totals: dict[str, int] = {}
-    for each in account.collectives or ():
-        if wanted & set(plan.mesh.fold(each.axes)):
-            word = f"{each.kind} of {each.what}"
-            totals[word] = totals.get(word, 0) + each.total
-    most = sorted(totals.items(), key=lambda item: -item[1])[:3]
-    said = ", ".join(f"{word} {size(count)}" for word, count in most)
-    return (f"most of it: {said}",), ("take fewer ranks along the axis, or smaller microbatches",)
-
-
-def _text(one: Expectation, found: Any) -> str:
-    from schedlang.passes.showing.show_text import size
-
-    return f"{found:.3g}" if one.measure == "bubble" else size(int(found))
+    raise Refusal(Diagnostic("S861", title, Label(node.span), helps=(*helps, legal)))

@@ -212,7 +212,9 @@ def _once(done: str) -> Callable[[Plan, Action, Primitive, Sequence[Meeting], Sp
         if first.primitive.anew and not then.anew:
             return
         same = [pair for pair in meetings if pair[0] == pair[1]]
-        if same:
+        parts = {first.primitive.part, then.part}
+        apart = len(parts) == 2 and "" not in parts
+        if same and not apart:
             title = f"{_name(same[0][0])} {done} twice"
             now, before = "this is the second time", "first here"
             helps = ["drop one of the two"]

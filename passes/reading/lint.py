@@ -45,17 +45,21 @@ def lint(file: n.File, state: State | None = None) -> list[Diagnostic]:
 def _unused(file: n.File) -> Iterator[Diagnostic]:
     """W101 to W104: knobs, definitions, patterns and views.  Libraries are there for others."""
     used = {part for node in walk(file) for part in _uses(node)}
-    called = {node.call.name.text for node in walk(file) if isinstance(node, n.Rule | n.Do)}
+    called = {row.call.name.text for row in _rows(file)}
     library = all(isinstance(x, n.Knob | n.Require | n.Def | n.Use | n.Pattern) for x in file.items)
     for item in file.items:
         if isinstance(item, n.Knob) and item.name not in used:
-            yield _warning("W101", f"the knob `{item.name}` is never used", item)
+            help_ = f"drop it, or use it: `mesh(tp={item.name})`"
+            yield _warning("W101", f"the knob `{item.name}` is never used", item, help_)
         if isinstance(item, n.Def) and not library and item.name not in called:
-            yield _warning("W102", f"`{item.name}` is never called", item)
+            help_ = f"drop it, or call it in a row: `path  {item.name}(...)`"
+            yield _warning("W102", f"`{item.name}` is never called", item, help_)
         if isinstance(item, n.Pattern) and not library and item.name not in used:
-            yield _warning("W103", f"the pattern `{item.name}` is never used", item)
+            help_ = f"drop it, or use it: `path  fuse({item.name})`"
+            yield _warning("W103", f"the pattern `{item.name}` is never used", item, help_)
         if isinstance(item, n.View) and item.name not in used:
-            yield _warning("W104", f"the view `{item.name}` is never used", item)
+            help_ = f"drop it, or name it in a row: `over={item.name}`"
+            yield _warning("W104", f"the view `{item.name}` is never used", item, help_)
 
 
 def _uses(node: n.Node) -> Iterator[str]:
@@ -86,13 +90,14 @@ def _unverified(steps: Sequence[n.Step]) -> Iterator[Diagnostic]:
 
 def _never(file: n.File, state: State) -> Iterator[Diagnostic]:
     """W105: a `when` that holds for no values of the knobs."""
-    for node in walk(file):
+    for node in _statements(file):
         if isinstance(node, n.When) and _holds(node.test, state) == {False}:
             title = f"`{spelling.expr(node.test)}` is never true"
             names = {part for inner in walk(node.test) for part in _uses(inner)}
             knobs = [knob for name, knob in state.knobs.items() if name in names and knob.options]
             label = ", ".join(f"`{k.name}` is one of {shown(k.options)}" for k in knobs[:2])
-            yield _warning("W105", title, node, label=label if len(label) < 80 else "")
+            help_ = "drop the block, or widen the domain of a knob"
+            yield _warning("W105", title, node, help_, label=label if len(label) < 80 else "")
 
 
 def _holds(test: n.Expr, state: State) -> set[object]:
@@ -154,7 +159,8 @@ def _empty(body: Sequence[n.Node], idle: Sequence[Span], maybe: bool = False) ->
             case n.Rule(call=call) | n.Do(call=call):
                 asked = maybe or (isinstance(node, n.Rule) and any(p.maybe for p in node.paths))
                 if asked and call.span in idle:
-                    found.append(_warning("W201", "this row selects no module", node))
+                    help_ = "drop the row; `schedlang tree FILE` shows the modules"
+                    found.append(_warning("W201", "this row selects no module", node, help_))
     return found
 
 
@@ -176,11 +182,30 @@ def _loose(file: n.File, state: State) -> Iterator[Diagnostic]:
             if isinstance(value, float) and value > usual:
                 which = next(iter(dtypes)) if len(dtypes) == 1 else "any dtype"
                 title = f"a tolerance of {value:g} is looser than the usual one of {which}"
-                yield _warning("W702", title, arg, label=f"{usual:g} is usual")
+                help_ = "leave `rtol` out"
+                yield _warning("W702", title, arg, help_, label=f"{usual:g} is usual")
 
 
 def _rows(node: n.Node) -> Rows:
-    return [inner for inner in walk(node) if isinstance(inner, n.Rule | n.Do)]
+    return [inner for inner in _statements(node) if isinstance(inner, n.Rule | n.Do)]
+
+
+def _statements(node: n.Node) -> Iterator[n.Node]:
+    """What stands below a node as a statement, in the order of the text; expressions are not."""
+    match node:
+        case n.File(items=body) | n.Block(body=body):
+            inner: tuple[n.Node, ...] = body
+        case n.Step(block=block) | n.Def(block=block) | n.At(block=block):
+            inner = block.body
+        case n.When(block=block, orelse=orelse):
+            inner = (*block.body, *(orelse.body if orelse else ()))
+        case n.Override(step=step):
+            inner = (step,)
+        case _:
+            inner = ()
+    for one in inner:
+        yield one
+        yield from _statements(one)
 
 
 def _warning(code: str, title: str, node: n.Node, *helps: str, label: str = "") -> Diagnostic:

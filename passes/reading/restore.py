@@ -56,7 +56,7 @@ def restored(record: Mapping[str, Any], facts: ModelFacts) -> Plan:
     for action in record["actions"]:
         span = _span(action)
         sites = tuple(action["at"])
-        gone = next((site for site in sites if site not in facts.sites), None)
+        gone = next((site for site in sites if site not in plan.model.sites), None)
         if gone is not None:
             title = f"the model has no module `{gone}`, which the plan names"
             raise Refusal(Diagnostic("S907", title, Label(span)))

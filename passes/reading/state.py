@@ -10,13 +10,13 @@ from schedlang import nodes as n
 from schedlang.knob import Knob
 from schedlang.mesh import Mesh
 from schedlang.patterns import Pattern
-from schedlang.selector import Selector
 from schedlang.source import Span
 from schedlang.value import Names
 
 if TYPE_CHECKING:
     from schedlang.model import ModelFacts
     from schedlang.plan import Plan
+    from schedlang.selector import Selector
 
 # What a step may give up beyond rounding, which every step may.
 RELAXABLE = ("dtype", "rng", "routing", "batch_stats", "staleness", "lossy", "updates", "model")
@@ -100,6 +100,8 @@ def current(selector: Selector, state: State) -> Selector:
     plan = state.plan
     if plan is None or selector.tree is plan.model or not plan.model.rewritten:
         return selector
+    from schedlang.selector import Selector  # no module is selected without a model
+
     return Selector(plan.model)
 
 

@@ -11,18 +11,18 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.completing.complete import completed
 from schedlang.passes.cutting.chains import Chains
 from schedlang.passes.cutting.staging import Staged, buffer_stages, shape_up
 from schedlang.passes.laying.casts import cast_loss, loss_scale
 from schedlang.passes.laying.context import exchange
-from schedlang.passes.laying.prepare import Prepared, check_axes, prepare
 from schedlang.passes.laying.propagate import Traced
-from schedlang.passes.laying.residence import away
-from schedlang.passes.laying.staleness import check_build
 from schedlang.passes.laying.tried import weight_by_tokens
 from schedlang.passes.laying.weigh import weight_of
-from schedlang.passes.laying.whole_step import whole_step
-from schedlang.passes.proposing.complete import completed
+from schedlang.passes.preparing.prepare import Prepared, check_axes, prepare
+from schedlang.passes.preparing.residence import away
+from schedlang.passes.preparing.staleness import check_build
+from schedlang.passes.preparing.whole_step import whole_step
 from schedlang.passes.running.executor import early_sums, pipeline_of
 from schedlang.passes.running.reduce import compressor_of, slice_state, sums_of
 from schedlang.plan import Plan
@@ -95,9 +95,9 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     `batch` is the keyword arguments of a whole step, for shapes only; `more` are options by name.
     Raises Refusal before any collective where the plan cannot be built.
     """
+    from schedlang.runtime import parts
     from schedlang.runtime.assembly import Assembly
     from schedlang.runtime.program import Program
-    from schedlang.runtime.summing import parts
 
     given = replace(options, **more)
     loss = given.loss
@@ -200,7 +200,7 @@ def _local_copy(
     """The model with this rank's part of every parameter before slicing; others have no values."""
     from torch import nn
 
-    from schedlang.runtime.following.meta import copy_with, hollow_parameter
+    from schedlang.runtime.recording.meta import copy_with, hollow_parameter
     from schedlang.runtime.saving.holding import take
 
     _check_state(plan)

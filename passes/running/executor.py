@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from schedlang.passes.cutting.gathers import gathers_by_rows
 from schedlang.passes.cutting.staging import Staged, local_skeleton
 from schedlang.passes.laying.context import exchange
-from schedlang.passes.laying.prepare import Prepared
-from schedlang.passes.laying.sequence import slices_of
+from schedlang.passes.preparing.gathers import gathers_by_rows
+from schedlang.passes.preparing.prepare import Prepared
+from schedlang.passes.preparing.sequence import slices_of
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ def pipeline_of(
     sliced: Mapping[int, Any],
 ) -> Pipeline:
     """The stages of this rank's module in the order of the plan; `sliced` are those of `zero`."""
+    from schedlang.runtime.recording.units import Switch
     from schedlang.runtime.staging.pipeline import Pipeline
     from schedlang.runtime.staging.stage import Stage, Stub
-    from schedlang.runtime.staging.units import Switch
     from schedlang.runtime.summing.replicas import gathering
 
     staged = prepared.staged

@@ -73,6 +73,7 @@ class Measured:
     def to_json(self) -> dict[str, Any]:
         """Figures, and the means that the simulated ones come from; seconds."""
         return {
+            "micro": self.timeline.microbatches, "slices": self.timeline.slices,
             "measured": _figures(self.times), "simulated": _figures(self.planned),
             "transfer": self.transfer,
             "means": [

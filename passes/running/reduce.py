@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from schedlang.passes.laying.casts import gathered_in
-from schedlang.passes.laying.holdings import slicing
 from schedlang.passes.laying.propagate import Traced
-from schedlang.passes.laying.reductions import reductions, sliced_names, sliced_over
-from schedlang.passes.laying.residence import tier_of_unit
+from schedlang.passes.preparing.holdings import slicing
+from schedlang.passes.preparing.reductions import reductions, sliced_names, sliced_over
+from schedlang.passes.preparing.residence import tier_of_unit
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from schedlang.passes.laying.prepare import Prepared
+    from schedlang.passes.preparing.prepare import Prepared
     from schedlang.runtime.collectives.ranks import Ranks
     from schedlang.runtime.saving.holding import Holding
     from schedlang.runtime.summing.compressed import Compressor

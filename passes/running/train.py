@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from schedlang.passes.running.measured import Measured
     from schedlang.runtime.measure import Memory
     from schedlang.runtime.program import Program
+    from schedlang.runtime.replacing.left import Left
     from schedlang.runtime.staging.watch import Watch
 
 RATES = {"adamw": 3e-3, "sgd": 0.1}  # by optimizer
@@ -60,6 +61,7 @@ class Trained:
     steps: tuple[Step, ...]
     memory: tuple[Memory, ...]
     measured: Measured | None = None
+    left: tuple[Left, ...] = ()  # calls that kernels left to the model, on any rank
 
     @property
     def settled(self) -> tuple[Step, ...]:
@@ -87,6 +89,7 @@ class Trained:
             "per_second": self.per_second,
             "step_seconds": self.median,
             "memory": [one.to_json() for one in self.memory],
+            "left": [str(one) for one in self.left],
             "activations": "not measured" if self.memory[0].peak is None else "in the peak",
         } | ({} if self.measured is None else {"pipeline": self.measured.to_json()})
 
@@ -101,6 +104,7 @@ def train(course: Course, tell: Tell | None = None) -> Trained:
     """
     from schedlang.passes.running.build import build
     from schedlang.runtime.launching.launch import progress
+    from schedlang.runtime.replacing.left import merged
 
     tell = tell or progress
     home = _home(course.plan)
@@ -118,7 +122,9 @@ def train(course: Course, tell: Tell | None = None) -> Trained:
             steps.append(_step(program, number, batch))
         tell(steps[-1])
     seen = None if watch is None else _measured(course.plan, program, watch)
-    return Trained(tuple(steps), _everyones(program), seen)
+    everyone = _everyones(program)
+    left = merged(one for _, mine in everyone for one in mine)
+    return Trained(tuple(steps), tuple(memory for memory, _ in everyone), seen, left)
 
 
 def _watch(program: Program) -> Watch:
@@ -147,16 +153,19 @@ def _step(program: Any, number: int, batch: Mapping[str, Any]) -> Step:
     return Step(number, loss, time.perf_counter() - start, *work_in(batch))
 
 
-def _everyones(program: Any) -> tuple[Memory, ...]:
+def _everyones(program: Any) -> tuple[tuple[Memory, tuple[Left, ...]], ...]:
+    """Of each rank its memory, and the calls that kernels left to the model there."""
     import torch.distributed as dist
 
     from schedlang.runtime.measure import memory_of
+    from schedlang.runtime.replacing.left import left_in
 
     world = program.assembly.ranks.mesh.world
-    found: list[Any] = [memory_of(program)]
+    mine = memory_of(program), left_in(program.assembly.module)
+    found: list[Any] = [mine]
     if world > 1:
         found = [None] * world
-        dist.all_gather_object(found, memory_of(program))
+        dist.all_gather_object(found, mine)
     return tuple(found)
 
 

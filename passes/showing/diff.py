@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from schedlang.diagnostic import quoted
+from schedlang.passes.reading.fold import folded
 from schedlang.passes.reading.words import arguments
-from schedlang.passes.showing.fold import folded
 from schedlang.primitive import Primitive
 from schedlang.value import shown
 

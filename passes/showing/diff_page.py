@@ -16,7 +16,8 @@ STYLE = (
     "body{margin:2em auto;max-width:960px;padding:0 1em;font:14px system-ui,sans-serif;"
     "background:#fff;color:#1f2328}table{border-collapse:collapse;margin:1em 0}"
     "td,th{padding:3px 14px 3px 0;text-align:left;border-bottom:1px solid #d1d9e0;"
-    "font-variant-numeric:tabular-nums}code{font:12px ui-monospace,Menlo,Consolas,monospace}"
+    "font-variant-numeric:tabular-nums}code{font:12px ui-monospace,Menlo,Consolas,monospace;"
+    "overflow-wrap:anywhere}"
     ".n{text-align:right}.s{color:#59636e}.b{font-weight:600}"
     # Okabe and Ito's blue and vermilion; signs and words say the same
     ".new{color:#0072b2}.gone{color:#b34700}"

@@ -6,8 +6,9 @@ import html
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from schedlang.amounts import size
 from schedlang.memory import CLASSES, heaviest
-from schedlang.passes.showing.show_text import size
+from schedlang.passes.showing.words_at import say
 
 if TYPE_CHECKING:
     from schedlang.memory import RankMemory
@@ -29,13 +30,13 @@ def over_time(found: Sequence[RankMemory], axis: str, y: int) -> tuple[list[str]
     top = heaviest(found)
     shown = list(found[:MOST_PANELS])
     shown = shown if top in shown else [*shown[:-1], top]
-    parts = [_say(24, y, "bytes over a step", "t"), *_legend(y)]
+    parts = [say(24, y, "bytes over a step", "t"), *_legend(y)]
     base = y + 12
     for one in shown:
         parts += _panel(one, axis, base, top.peak)
         base += round(HIGH + GAP)
     if len(shown) < len(found):
-        parts.append(_say(24, base + 4, f"and {len(found) - len(shown)} more kinds of ranks", "s"))
+        parts.append(say(24, base + 4, f"and {len(found) - len(shown)} more kinds of ranks", "s"))
         base += 20
     return parts, base - y + 20
 
@@ -44,15 +45,15 @@ def _legend(y: int) -> Iterator[str]:
     x = LEFT
     for name, fill in COLOURS.items():
         yield f'<rect x="{x:.0f}" y="{y - 10}" width="12" height="12" fill="{fill}"/>'
-        yield _say(x + 17, y, name)
-        x += 120
+        yield say(x + 17, y, name)
+        x += 128
 
 
 def _panel(one: RankMemory, axis: str, y: int, most: int) -> Iterator[str]:
     """One kind of ranks: areas, and where its peak is."""
     where = f"{axis}={one.place}" if one.place is not None else f"rank {one.first}"
-    yield _say(24, y + 14, where, "m")
-    yield _say(24, y + 30, f"{one.ranks} rank{'s' * (one.ranks > 1)}", "s")
+    yield say(24, y + 14, where, "m")
+    yield say(24, y + 30, f"{one.ranks} rank{'s' * (one.ranks > 1)}", "s")
     levels = _thinned([level for m in one.moments for level in (m.most, m.end)])
     step, scale = WIDE / max(1, len(levels) - 1), HIGH / max(1, most)
     below = [0.0] * len(levels)
@@ -70,15 +71,10 @@ def _panel(one: RankMemory, axis: str, y: int, most: int) -> Iterator[str]:
     at = one.moments.index(one.top) / max(1, len(one.moments) - 1)
     x = LEFT + at * WIDE
     words = f"peak {size(one.peak)} in {one.top.what}"
-    yield _say(min(x, LEFT + WIDE - 6.2 * len(words)), y + HIGH + 14, words, "s")
+    yield say(min(x, LEFT + WIDE - 6.2 * len(words)), y + HIGH + 14, words, "s")
 
 
 def _thinned(levels: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """At most MOST_POINTS of them: of neighbours that do not fit that with the largest sum."""
     run = -(-len(levels) // MOST_POINTS)
     return [max(levels[k : k + run], key=sum) for k in range(0, len(levels), run)]
-
-
-def _say(x: float, y: float, words: str, kind: str = "") -> str:
-    named = f' class="{kind}"' if kind else ""
-    return f'<text x="{x:.0f}" y="{y:.0f}"{named}>{html.escape(words)}</text>'

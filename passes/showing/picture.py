@@ -1,4 +1,4 @@
-"""A plan as one self-contained picture: placements on the model's tree, the timeline, memory."""
+"""A plan as one self-contained picture: placements on the model's tree, memory, traffic, time."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from schedlang.amounts import number, size
 from schedlang.passes.reading.words import arguments, short
-from schedlang.passes.showing.show_text import number, size, text
+from schedlang.passes.showing import pairs_picture
+from schedlang.passes.showing.show_text import text
 from schedlang.passes.showing.tree import Node, tree
+from schedlang.passes.showing.words_at import say
 
 if TYPE_CHECKING:
     from schedlang.passes.costs.memory import RankClass
@@ -48,7 +51,7 @@ def picture(view: View) -> str:
     """The plan as SVG text."""
     y = 44
     parts: list[str] = []
-    for draw in (_head, _tree, _memory, _over_time, _timeline):
+    for draw in (_head, _tree, _memory, _over_time, pairs_picture.between, _timeline):
         found, height = draw(view, y)
         parts += found
         y += height
@@ -57,7 +60,7 @@ def picture(view: View) -> str:
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" class="p" viewBox="0 0 {WIDTH} {y}" '
             f'width="{WIDTH}" height="{y}" role="img" aria-label="{label}">',
-            f"<style>{STYLE}</style>",
+            f"<style>{STYLE}{pairs_picture.STYLE}</style>",
             f'<rect class="bg" width="{WIDTH}" height="{y}" rx="8"/>',
             *parts,
             "</svg>\n",
@@ -84,17 +87,12 @@ def page(view: View) -> str:
 Drawn = tuple[list[str], int]
 
 
-def _say(x: float, y: float, words: str, kind: str = "") -> str:
-    named = f' class="{kind}"' if kind else ""
-    return f'<text x="{x:.0f}" y="{y:.0f}"{named}>{html.escape(words)}</text>'
-
-
 def _head(view: View, y: int) -> Drawn:
     plan = view.plan
     mesh = f"{plan.mesh.world} ranks: {plan.mesh}" if plan.mesh.axes else "one rank"
     said = f"{plan.model.class_name}, {number(_numel(view))} parameters   ·   {mesh}   ·   "
     said += f"equal up to: {view.grade}" if plan.gives_up else "equal bit by bit"
-    return [_say(MARGIN, y, view.title, "h"), _say(MARGIN, y + 24, said, "s")], 48
+    return [say(MARGIN, y, view.title, "h"), say(MARGIN, y + 24, said, "s")], 48
 
 
 def _numel(view: View) -> int:
@@ -109,7 +107,7 @@ def _tree(view: View, y: int) -> Drawn:
     rows = list(_rows(tree(view.plan.model, note=marks.at), 0, set()))
     shown = rows[:MOST_ROWS]
     parts = [
-        _say(x, y + 14, word, "s")
+        say(x, y + 14, word, "s")
         for word, x in (("stage", MARGIN), ("module", COLUMNS["name"]), ("class", COLUMNS["class"]),
                         ("parameters", COLUMNS["layout"]), ("done there", COLUMNS["does"]))
         if word != "stage" or view.account.stages
@@ -119,7 +117,7 @@ def _tree(view: View, y: int) -> Drawn:
         parts += _row(node, depth, again, top + place * ROW, shade=place % 2 == 0)
     if len(rows) > len(shown):
         words = f"and {len(rows) - len(shown)} more modules"
-        parts.append(_say(COLUMNS["name"], top + len(shown) * ROW + 15, words, "s"))
+        parts.append(say(COLUMNS["name"], top + len(shown) * ROW + 15, words, "s"))
     return parts, (len(shown) + 3) * ROW
 
 
@@ -198,9 +196,9 @@ def _row(node: Node, depth: int, again: str, y: int, *, shade: bool) -> Iterator
     yield from _chips(mark.stages, y)
     base = y + 15
     name = node.name if depth else node.class_name
-    yield _say(COLUMNS["name"] + depth * 16, base, name, "m")
+    yield say(COLUMNS["name"] + depth * 16, base, name, "m")
     times = f" ×{node.count}" if node.count > 1 else ""
-    yield _say(COLUMNS["class"], base, (node.class_name if depth else "") + times, "s")
+    yield say(COLUMNS["class"], base, (node.class_name if depth else "") + times, "s")
     if mark.layouts:
         yield _typed(COLUMNS["layout"], base, mark.layouts[0])
     tied = [f"= {_owner(tensor.tied)}" for tensor in node.tensors if tensor.tied]
@@ -213,12 +211,12 @@ def _does(does: Sequence[str], said: Sequence[str], y: int) -> Iterator[str]:
     for words in does:
         wide = 6.65 * len(words) + 14
         yield (f'<rect class="f" x="{x:.0f}" y="{y - 13}" width="{wide:.0f}" height="18" rx="9"/>'
-               f"{_say(x + 7, y, words, 'm k')}")  # fmt: skip
+               f"{say(x + 7, y, words, 'm k')}")  # fmt: skip
         x += wide + 6
     words = " · ".join(said)
     room = max(0, int((WIDTH - MARGIN - x) / 6.2))
     if words:
-        yield _say(x, y, words if len(words) <= room else words[: room - 1] + "…", "s")
+        yield say(x, y, words if len(words) <= room else words[: room - 1] + "…", "s")
 
 
 def _owner(parameter: str) -> str:
@@ -228,7 +226,7 @@ def _owner(parameter: str) -> str:
 def _chips(stages: Sequence[int], y: int) -> Iterator[str]:
     """The stage of a module as a coloured number; several as a range without colour."""
     if len(stages) > 1:
-        yield _say(MARGIN + 4, y + 15, f"{stages[0]}–{stages[-1]}", "s")
+        yield say(MARGIN + 4, y + 15, f"{stages[0]}–{stages[-1]}", "s")
     for stage in stages[:1] if len(stages) == 1 else ():
         fill = STAGES[stage % len(STAGES)]
         yield (f'<rect x="{MARGIN + 4}" y="{y + 3}" width="22" height="16" rx="4" fill="{fill}"/>'
@@ -255,20 +253,20 @@ def _memory(view: View, y: int) -> Drawn:
     classes = view.account.classes
     if not classes:
         return [], 0
-    parts = [_say(MARGIN, y, "bytes per rank", "t")]
+    parts = [say(MARGIN, y, "bytes per rank", "t")]
     x = 150.0
     for name, fill in BARS:
         parts.append(f'<rect x="{x:.0f}" y="{y - 10}" width="12" height="12" fill="{fill}"/>')
-        parts.append(_say(x + 17, y, name))
+        parts.append(say(x + 17, y, name))
         x += 110
     if not view.account.memory:
-        parts.append(_say(x, y, "activations not estimated", "s"))
+        parts.append(say(x, y, "activations not estimated", "s"))
     most = max(one.state for one in classes) or 1
     for place, one in enumerate(classes[:MOST_BARS]):
         parts += _bar(view, one, y + 14 + place * 20, 560 / most)
     rest = len(classes) - MOST_BARS
     if rest > 0:
-        parts.append(_say(MARGIN, y + 28 + MOST_BARS * 20, f"and {rest} more kinds of ranks", "s"))
+        parts.append(say(MARGIN, y + 28 + MOST_BARS * 20, f"and {rest} more kinds of ranks", "s"))
     return parts, 60 + min(len(classes), MOST_BARS) * 20 + 20 * (rest > 0)
 
 
@@ -284,8 +282,8 @@ def _over_time(view: View, y: int) -> Drawn:
 def _bar(view: View, one: RankClass, y: int, scale: float) -> Iterator[str]:
     where = f"{view.plan.cuts[0].axis}={one.place}" if one.place is not None else f"{one.first}, .."
     ranks = f"{one.ranks} rank{'s' * (one.ranks > 1)}"
-    yield _say(MARGIN, y + 13, where, "m")
-    yield _say(MARGIN + 54, y + 13, ranks, "s")
+    yield say(MARGIN, y + 13, where, "m")
+    yield say(MARGIN + 54, y + 13, ranks, "s")
     x = 150.0
     for name, fill in BARS:
         count: int = getattr(one, name)
@@ -293,7 +291,7 @@ def _bar(view: View, one: RankClass, y: int, scale: float) -> Iterator[str]:
         yield (f'<rect x="{x:.1f}" y="{y + 1}" width="{max(count * scale, 0.5):.1f}" height="16" '
                f'fill="{fill}"><title>{said}</title></rect>')  # fmt: skip
         x += count * scale
-    yield _say(x + 8, y + 13, size(one.state))
+    yield say(x + 8, y + 13, size(one.state))
 
 
 def _timeline(view: View, y: int) -> Drawn:

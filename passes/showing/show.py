@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from schedlang.passes.costs.account import Account
-from schedlang.passes.costs.traffic import Collective
+from schedlang.passes.costs.sent import Collective
+from schedlang.passes.reading.fold import alike, pattern
 from schedlang.passes.reading.record import record
 from schedlang.passes.reading.words import arguments, short
-from schedlang.passes.showing.fold import alike, pattern
 from schedlang.placement import Layout
 from schedlang.plan import Action, Plan
 

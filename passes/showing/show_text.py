@@ -5,37 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from schedlang.amounts import number, size
 from schedlang.memory import CLASSES
 from schedlang.passes.costs.account import ACTIVATIONS
-from schedlang.passes.showing.fold import pattern
+from schedlang.passes.reading.fold import pattern
 from schedlang.value import shown
 
 if TYPE_CHECKING:
     from schedlang.passes.costs.memory import RankClass
-    from schedlang.passes.costs.traffic import Collective
+    from schedlang.passes.costs.sent import Collective
     from schedlang.passes.showing.show import Effect, Line, View
 
 WIDTH = 100
 MOST_CLASSES = 16
 Row = tuple[str, ...]
-
-
-def size(count: int) -> str:
-    """Bytes for people: 62.7 MiB."""
-    value, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 999.5 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{count} B" if unit == "B" else f"{value:.3g} {unit}"
-
-
-def number(count: int) -> str:
-    """A count for people: 124.4 M."""
-    for unit, factor in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
-        if count >= factor:
-            return f"{count / factor:.1f} {unit}"
-    return str(count)
 
 
 def text(view: View, *, each: bool = False, width: int = WIDTH) -> str:

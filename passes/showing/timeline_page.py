@@ -23,7 +23,8 @@ RANKS, MICRO, CHUNKS, SLICES = (2, 4, 8), (4, 8, 16), (2, 4), (2, 4)
 SHEET = (
     "body{margin:2em auto;max-width:1240px;padding:0 1em;font:14px system-ui,sans-serif;"
     "background:#fff;color:#1f2328}form{display:flex;flex-wrap:wrap;gap:.6em 1.2em}"
-    "input[type=number]{width:5em}#frame{overflow:auto;margin:1em 0}svg{max-width:100%}"
+    "input[type=number]{width:5em}#frame,.wide{overflow:auto}#frame{margin:1em 0}"
+    "svg{max-width:100%}"
     "td,th{padding:1px 12px 1px 0;text-align:left;font-variant-numeric:tabular-nums}"
     "#peaks div{height:10px;background:#0072b2}#others tr{cursor:pointer}.now{font-weight:700}"
     ".key span{display:inline-block;width:12px;height:12px;margin:0 4px 0 12px}"
@@ -149,13 +150,13 @@ def _page(data: str, shown: Shown | None) -> str:
         '<label><input id="transfers" type="checkbox"> transfers</label></form>\n'
         '<p id="source"></p><p><b id="told"></b></p><p class="key">'
         f"{key}; later stages of a rank are fainter, a second replica is hatched</p>\n"
-        '<div id="frame"><svg xmlns="http://www.w3.org/2000/svg" id="drawing" role="img" '
-        'aria-label="timeline"></svg></div>\n'
+        '<div id="frame"><svg xmlns="http://www.w3.org/2000/svg" class="t" id="drawing" '
+        'role="img" aria-label="timeline"></svg></div>\n'
         "<p>F, I and W are the times of one microbatch on one rank's whole share of the model; a "
         "whole backward takes I + W, a stage of several on a rank its part. Activations are in "
         "microbatches of one rank's share.</p>\n"
         '<h2>live activations, at most</h2><table id="peaks"></table>\n'
-        f"<h2>all orders at these sizes</h2><table><thead><tr>{heads}</tr></thead>"
-        '<tbody id="others"></tbody></table>\n'
+        f'<h2>all orders at these sizes</h2><div class="wide"><table><thead><tr>{heads}</tr>'
+        '</thead><tbody id="others"></tbody></table></div>\n'
         f'<script type="text/plain" id="data">{data}</script>\n<script>{script}</script>\n</html>\n'
     )

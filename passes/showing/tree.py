@@ -133,7 +133,7 @@ def text(root: Node) -> str:
 
 
 def _rows(node: Node, here: str, below: str) -> Iterator[tuple[str, str, str]]:
-    from schedlang.passes.showing.show_text import number
+    from schedlang.amounts import number
 
     times = f" x{node.count}" if node.count > 1 else ""
     label = node.class_name + times if here or below else ""

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from schedlang.amounts import size
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.passes.showing.fold import folded
-from schedlang.passes.showing.show_text import size
+from schedlang.passes.reading.fold import folded
 from schedlang.passes.showing.why import row_text
 
 if TYPE_CHECKING:
     from schedlang import nodes as n
     from schedlang.passes.costs.account import Account
-    from schedlang.passes.costs.traffic import Collective
+    from schedlang.passes.costs.sent import Collective
     from schedlang.plan import Plan
 
 # why a kind of collective is needed at all

@@ -90,7 +90,7 @@ def _repeats(facts: ModelFacts, site: Site, below: Counter[str]) -> bool:
 
 def shorter(model: nn.Module, blocks: Blocks, stages: int = 1) -> nn.Module:
     """The model on the meta device with the fewest blocks that show all kinds and neighbours."""
-    from schedlang.runtime.following.meta import hollow_model
+    from schedlang.runtime.recording.meta import hollow_model
 
     kept = {}
     for common in blocks.lists:

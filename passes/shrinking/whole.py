@@ -99,8 +99,8 @@ def parts(plan: Plan) -> int:
 
 def trace(plan: Plan, batch: Batch, loss: Any) -> None:
     """Follow the shapes through the model on the meta device, as every rank would."""
-    from schedlang.passes.laying.prepare import prepare
-    from schedlang.runtime.summing.parts import split
+    from schedlang.passes.preparing.prepare import prepare
+    from schedlang.runtime.parts import split
 
     micro = plan.micro
     try:

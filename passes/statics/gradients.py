@@ -15,9 +15,9 @@ from schedlang.plan import Plan
 if TYPE_CHECKING:
     from schedlang.passes.cutting.staging import Staged
     from schedlang.passes.laying.dryrun import Loss
-    from schedlang.passes.laying.prepare import Prepared
-    from schedlang.runtime.following.adjoint import Gradient
-    from schedlang.runtime.following.typed import Fault
+    from schedlang.passes.preparing.prepare import Prepared
+    from schedlang.runtime.adjoints.adjoint import Gradient
+    from schedlang.runtime.adjoints.typed import Fault
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,12 @@ def gradients(
 
     from schedlang.passes.cutting.staging import local_skeleton
     from schedlang.passes.laying.root import backward_root
-    from schedlang.runtime.following.adjoint import Adjoint
-    from schedlang.runtime.following.constants import OnMeta
-    from schedlang.runtime.following.meta import hollow_batch
-    from schedlang.runtime.following.trace import Stack, tensors_in
-    from schedlang.runtime.following.typed import Typed
+    from schedlang.runtime.adjoints.adjoint import Adjoint
+    from schedlang.runtime.adjoints.typed import Typed
+    from schedlang.runtime.following.trace import Stack
+    from schedlang.runtime.recording.constants import OnMeta
+    from schedlang.runtime.recording.meta import hollow_batch
+    from schedlang.runtime.recording.torch_calls import tensors_in
     from schedlang.runtime.sharding import crossing
 
     model, stack = local_skeleton(plan, prepared.traced), Stack()

@@ -22,7 +22,7 @@ def kept(plan: Plan) -> Iterator[tuple[str, str, Action]]:
     or a hook is no longer what it was.
     """
     from schedlang.passes.running.build import Builder
-    from schedlang.runtime.following.meta import hollow_model
+    from schedlang.runtime.recording.meta import hollow_model
 
     rows = [a for a in plan.actions if "structure" in a.primitive.writes]
     if not rows:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 from schedlang.diagnostic import Diagnostic
 from schedlang.mesh import neighbours
-from schedlang.passes.laying.book import Book, Booked
-from schedlang.passes.laying.prepare import Prepared
+from schedlang.passes.preparing.book import Book, Booked
+from schedlang.passes.preparing.prepare import Prepared
 from schedlang.passes.statics.claim import Claim, axis_row, folded, placed
 from schedlang.passes.statics.gradients import Gradients
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
-    from schedlang.runtime.following.adjoint import Gradient
+    from schedlang.runtime.adjoints.adjoint import Gradient
 
 
 def ledger(plan: Plan, prepared: Prepared, gradients: Gradients, book: Book) -> Claim:
@@ -58,7 +58,7 @@ def _kind(gradient: Gradient) -> tuple[object, ...]:
 
 
 def _fault(plan: Plan, fault: object) -> Diagnostic:
-    from schedlang.runtime.following.typed import Fault
+    from schedlang.runtime.adjoints.typed import Fault
 
     assert isinstance(fault, Fault)
     code = "S712" if "alike on all ranks" in fault.reason else "S711"

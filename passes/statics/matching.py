@@ -12,14 +12,14 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from schedlang.diagnostic import Diagnostic
-from schedlang.passes.laying.prepare import Prepared
+from schedlang.passes.preparing.prepare import Prepared
 from schedlang.passes.statics.claim import Claim, axis_row, facet_row, folded, placed
 from schedlang.passes.statics.roles import Role
 from schedlang.plan import Action, Plan
 
 if TYPE_CHECKING:
     from schedlang.runtime.collectives.tap import Lane, Sent
-    from schedlang.runtime.staging.played import Letter
+    from schedlang.runtime.played import Letter
 
 Logs = Mapping[int, Sequence["Sent"]]
 

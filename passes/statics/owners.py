@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from schedlang.diagnostic import Diagnostic
 from schedlang.passes.cutting.staging import buffer_stages
-from schedlang.passes.laying.prepare import Prepared
+from schedlang.passes.preparing.prepare import Prepared
 from schedlang.passes.statics.claim import Claim, facet_row, folded, placed
 from schedlang.passes.statics.gradients import Gradients
 from schedlang.passes.statics.kept import kept

@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.facets import Order
-from schedlang.passes.laying.book import Booked
-from schedlang.passes.laying.holdings import holdings_of, slicing
-from schedlang.passes.laying.prepare import Prepared
-from schedlang.passes.laying.reductions import sliced_over
+from schedlang.passes.preparing.book import Booked
+from schedlang.passes.preparing.holdings import holdings_of, slicing
+from schedlang.passes.preparing.prepare import Prepared
+from schedlang.passes.preparing.reductions import sliced_over
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     from schedlang.passes.cutting.staging import Staged
     from schedlang.passes.laying.dryrun import Loss
     from schedlang.runtime.collectives.tap import Sent, Tap
-    from schedlang.runtime.staging.played import Letter
+    from schedlang.runtime.played import Letter
 
 ALL = 8  # up to so many ranks each one is played
 
@@ -154,7 +154,7 @@ def repeated(sample: Mapping[str, Any], times: int) -> dict[str, Any]:
     """A batch of which every part is the sample."""
     import torch
 
-    from schedlang.runtime.summing.parts import rows_of
+    from schedlang.runtime.parts import rows_of
 
     rows = rows_of(sample)
 
@@ -168,7 +168,7 @@ def repeated(sample: Mapping[str, Any], times: int) -> dict[str, Any]:
 def _role(step: Step, batch: Mapping[str, Any], rank: int) -> Role:
     from schedlang.passes.running.build import build
     from schedlang.runtime.collectives.tap import playing
-    from schedlang.runtime.staging.played import play
+    from schedlang.runtime.played import play
 
     trained: list[str] = []
 
@@ -200,7 +200,7 @@ def _sums(step: Step, program: Any, answers: Any, tap: Tap) -> Any:
 
     A gradient that was multiplied beside them stands there as a sum over no axis.
     """
-    from schedlang.runtime.staging.played import storage
+    from schedlang.runtime.played import storage
 
     parameters = program.assembly.parameters.items()
     names = {storage(p.grad): name for name, p in parameters if p.grad is not None}

@@ -13,14 +13,14 @@ from schedlang.passes.statics.claim import Claim, facet_row, placed
 from schedlang.passes.statics.roles import Role, Step, shortened
 
 if TYPE_CHECKING:
-    from schedlang.runtime.summing.parts import Part
+    from schedlang.runtime.parts import Part
 
 NEAR = 1e-9
 
 
 def weights(step: Step, batch: Mapping[str, Any], played: Sequence[Role]) -> Claim:
     """Weights add up: over parts to the whole batch, and over a step to one (S716)."""
-    from schedlang.runtime.summing import parts
+    from schedlang.runtime import parts
 
     plan = step.plan
     micro = plan.micro
@@ -74,8 +74,8 @@ def _counted(step: Step, weigh: Any) -> Iterator[Diagnostic]:
 def counted(step: Step) -> float | None:
     """How many labels the model's own call of cross-entropy counts in the sample; None: no one."""
     from schedlang.passes.laying.dryrun import call
-    from schedlang.runtime.following.constants import OnMeta
-    from schedlang.runtime.following.meta import hollow_batch, hollow_model
+    from schedlang.runtime.recording.constants import OnMeta
+    from schedlang.runtime.recording.meta import hollow_batch, hollow_model
     from schedlang.runtime.summing.labels import Counting
 
     model, inputs = hollow_model(step.plan.model.model, {}), hollow_batch(dict(step.sample))

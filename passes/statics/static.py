@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.passes.laying.book import Booked, executed
-from schedlang.passes.laying.prepare import prepare
+from schedlang.passes.preparing.book import Booked, executed
+from schedlang.passes.preparing.prepare import prepare
 from schedlang.passes.statics.claim import Claim
 from schedlang.passes.statics.gradients import gradients
 from schedlang.passes.statics.ledger import ledger
@@ -53,7 +53,7 @@ def static(
 
     Raises Refusal where the plan cannot be built for this batch.
     """
-    from schedlang.runtime.summing import parts
+    from schedlang.runtime import parts
 
     if plan.kept:  # the same tensors, but for their rounding
         found = static(replace(plan, kept=()), batch, loss, weight)

@@ -73,11 +73,13 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S857": (
         "two rows about what a module saves",
-        "It is rounded, or recomputed, or moved, or saved by something else: one of them.",
+        "It is rounded, or recomputed, or saved by something else: one of them.  What is rounded\n"
+        "may move: select modules to `offload` that are rounded, or hold those that are.",
     ),
     "S858": (
         "parts of activations in fewer bits",
-        "Whole numbers stand for blocks of a tensor; those of a part are others.",
+        "Whole numbers stand for blocks of a tensor; those of a part are others.  Of parts along\n"
+        "one axis that splits weights one process can round the same blocks.",
     ),
     "S859": (
         "activations in fewer bits, in an order that saves several of them",
@@ -86,12 +88,13 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S860": (
         "the plan costs more than is expected",
         "`expect` is held against what `plan` counts: bytes at the peak of a step, bytes sent,\n"
-        "the pipeline's bubble.  `plan` shows where they come from.",
+        "the pipeline's bubble; and the time of a step against what `run` measured, or `plan\n"
+        "--cost` simulated.  `plan` shows where they come from.",
     ),
     "S861": (
         "nothing that can be expected of a plan",
         "A measure is compared with a bound: `expect peak_memory < 70GiB on h100x64`,\n"
-        "`expect comm_bytes(tp) < 2GiB`, `expect bubble < 0.2`.",
+        "`expect comm_bytes(tp) < 2GiB`, `expect bubble < 0.2`, `expect time(step) < 180ms`.",
     ),
     "S862": (
         "an expectation that cannot be told",
@@ -163,10 +166,6 @@ CODES: Mapping[str, tuple[str, str]] = {
         "a scaled loss, and sums in fewer bytes",
         "What a code leaves out is kept for the next step, which may have another scale.",
     ),
-    "S895": (
-        "coded activations of what is cast",
-        "Weights are cast where they are used; their copies would be coded as activations are.",
-    ),
     "S901": ("the model file has no batch", "Define `batch(seed)`: a dict of tensors."),
     "S902": ("`batch` returns something else", "Return the forward's keyword arguments as a dict."),
     "S903": ("`model` returns something else", "Return a torch.nn.Module."),
@@ -175,4 +174,19 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S906": ("the model file has no `model()`", "Define it; it may build on the meta device."),
     "S907": ("no plan to be read", "It must be one that `schedlang plan --out` wrote."),
     "S909": ("no language server", "It needs pygls: `pip install 'schedlang[editors]'`."),
+    "S914": (
+        "measured times of another plan",
+        "What `run --timeline t.html --json` measured counts for the same mesh, microbatches and\n"
+        "slices, and for operations that ran: another order of them may be simulated.",
+    ),
+    "S915": (
+        "no measured times to be read",
+        "`plan --cost T.json` reads what `run FILE --timeline t.html --json` printed.  Times may\n"
+        "be given as text too, in milliseconds: `--cost F=18,B=37,step=4`.",
+    ),
+    "S935": (
+        "unequal parts of activations in fewer bits",
+        "What a rank saves of a module is compared with what the whole module saves: each tensor\n"
+        "the same, or an equal part along one dim.  Else one process has other blocks to round.",
+    ),
 }

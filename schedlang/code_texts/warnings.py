@@ -42,4 +42,11 @@ WARNINGS: Mapping[str, tuple[str, str]] = {
         "what `torch.testing` allows: 1.3e-6 in float32, 1e-3 in float16, 2e-2 in bfloat16.  The\n"
         "comparison in float64 keeps its bound either way.",
     ),
+    "W703": (
+        "a kernel leaves calls to the model",
+        "A kernel was found to compute what a module does, but it does not take every call of it:\n"
+        "tensors of other shapes, another argument, rows that are too long, a norm that has hooks\n"
+        "or a unit of its own.  The module then computes by itself: nothing is wrong, and nothing\n"
+        "is faster.  `plan`, `verify` and `run` say where and why; from Python it is a warning.",
+    ),
 }

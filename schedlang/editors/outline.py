@@ -39,6 +39,10 @@ class Outline:
         """Attributes are not told."""
         raise AttributeError(name)
 
+    def attributes(self, fqn: str) -> Sequence[str]:
+        """None are told."""
+        return ()
+
     def numel(self, fqn: str) -> int:
         """The number of elements of a module's parameters."""
         return int(self.nodes[fqn]["parameters"])

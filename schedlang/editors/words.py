@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from schedlang.lalr import table
 from schedlang.primitive import load_all, registry
-from schedlang.syntax import grammar
 
 LOGIC = frozenset({"and", "or", "not", "in"})
 VALUES = frozenset({"true", "false"})
@@ -16,8 +16,8 @@ TYPES = ("int", "float", "bool", "choice", "axis")
 @lru_cache
 def spelled() -> dict[str, str]:
     """The text of every terminal that is a word: STEP is `step`."""
-    found = {one.name: one.pattern.value for one in grammar().terminals}
-    return {name: text for name, text in found.items() if text.isalpha() and text.islower()}
+    found = table().texts.items()
+    return {name: text for name, text in found if text.isalpha() and text.islower()}
 
 
 def declarations() -> tuple[str, ...]:
@@ -33,4 +33,4 @@ def verbs() -> tuple[str, ...]:
 
 def regex(terminal: str) -> str:
     """The pattern of a terminal of the grammar: QUANTITY, GLOB, QUOTED."""
-    return next(one.pattern.to_regexp() for one in grammar().terminals if one.name == terminal)
+    return table().regexes[terminal]

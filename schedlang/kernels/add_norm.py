@@ -42,15 +42,24 @@ class Form:
 def add_norm(
     a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, form: Form
 ) -> tuple[Tensor, Tensor]:
-    """(a + b, its norm) of two tensors of one shape and type; an RMSNorm has no bias.
+    """(a + b, its norm) of two tensors of one shape; an RMSNorm has no bias.
 
-    Differentiable once, in all four.
+    The sum has the type of the one that holds the other's numbers (`fits`).  Differentiable once,
+    in all four.
     """
     assert form.centred or bias is None, "an RMSNorm with a bias"
+    if torch.promote_types(a.dtype, b.dtype) != a.dtype:
+        a, b = b, a
     total, y, _, _ = add_norm_forward(
         a, b, weight, bias, form.centred, form.eps, form.offset, form.rounding
     )
     return total, y
+
+
+def fits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have one shape, and their sum the type of one of them."""
+    alike = a.dim() == b.dim() and all(n == m for n, m in zip(a.shape, b.shape))
+    return alike and torch.promote_types(a.dtype, b.dtype) in (a.dtype, b.dtype)
 
 
 def reference(
@@ -217,7 +226,8 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, _, weight, bias, ctx.centred, _, *ctx.form = inputs
+    a, b, weight, bias, ctx.centred, _, *ctx.form = inputs
+    ctx.kinds = a.dtype, b.dtype
     ctx.bias = None if bias is None else bias.dtype
     total, _, mean, rstd = output
     ctx.save_for_backward(total, weight, mean, rstd)
@@ -229,7 +239,8 @@ def _differentiate(ctx: Any, dtotal: Tensor, dy: Tensor, *_: Tensor) -> tuple[An
         dtotal, dy, total, weight, mean, rstd, ctx.centred, *ctx.form
     )
     by_bias = None if ctx.bias is None else dbias.to(ctx.bias)
-    return dx, dx, dweight, by_bias, None, None, None, None
+    left, right = ctx.kinds
+    return dx.to(left), dx.to(right), dweight, by_bias, None, None, None, None
 
 
 add_norm_forward.register_autograd(_differentiate, setup_context=_save)
@@ -247,10 +258,13 @@ class Case:
     scale: float = 1.0
     seed: int = 0
     strided: bool = False
+    right: str = ""  # the type of the second, if another
 
     def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
         """The tensors that it is differentiated by, in float32."""
         found = {name: (normal(*self.shape) + 0.3) * self.scale for name in ("left", "right")}
+        if self.right:
+            found["right"] = found["right"].to(getattr(torch, self.right)).float()
         found["weight"] = normal(self.shape[-1]) * 0.2 + 1.0
         return found | ({"bias": normal(self.shape[-1])} if self.bias else {})
 
@@ -258,4 +272,6 @@ class Case:
         """What the kernel gives, total above norm, or its reference."""
         call = add_norm if kernel else reference
         a, b, weight = given["left"], given["right"], given["weight"]
+        if self.right and b.dtype != torch.float64:
+            b = b.to(getattr(torch, self.right))
         return torch.stack(call(a, b, weight, given.get("bias"), self.form))

@@ -130,6 +130,7 @@ def run_kernel_check(
     environment.pop("TRITON_INTERPRET", None)
     if device == "cpu":
         environment["TRITON_INTERPRET"] = "1"
+    environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or products are refused below
     root = str(Path(__file__).resolve().parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, [root, environment.get("PYTHONPATH", "")])
@@ -202,7 +203,8 @@ def check_case(case: Case, device: str) -> KernelCheck:
 
 def _main() -> None:
     task = json.load(sys.stdin)
-    torch.use_deterministic_algorithms(True)  # torch.empty then gives NaN
+    # torch.empty then gives NaN; what has no deterministic form on a GPU runs all the same
+    torch.use_deterministic_algorithms(True, warn_only=True)
     results = []
     for each in task["cases"]:
         found = check_case(_decode_case(each), task["device"])

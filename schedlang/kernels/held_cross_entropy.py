@@ -9,7 +9,6 @@ and a second backward is an error of autograd, since its version has changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from schedlang.kernels import linear_cross_entropy
 from schedlang.kernels.cross_entropy import gradient_
 from schedlang.kernels.cross_entropy import statistics as row_statistics
 from schedlang.kernels.device import count, runs_kernel, wide
@@ -100,33 +100,15 @@ held_forward.register_autograd(_differentiate, setup_context=_save)
 
 
 @dataclass(frozen=True)
-class Case:
-    """One head to run: `shape` is [tokens, in]; every seventh label is ignored."""
+class Case(linear_cross_entropy.Case):
+    """One head to run, as another kernel's (kernels/linear_cross_entropy.py)."""
 
     kernel: ClassVar[str] = "held_cross_entropy"
-    shape: tuple[int, ...]
-    dtype: str = "float32"
-    classes: int = 300
-    bias: bool = False
-    smoothing: float = 0.0
-    scale: float = 1.0
-    cap: float = 0.0
-    seed: int = 0
-    strided: bool = False
-
-    def draw(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
-        """The tensors that it is differentiated by, in float32."""
-        weight = normal(self.classes, self.shape[1]) * self.shape[1] ** -0.5
-        found = {"input": normal(*self.shape), "weight": weight}
-        return found | ({"bias": normal(self.classes)} if self.bias else {})
 
     def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
         """What the kernel gives, or its reference: the mean over all tokens."""
         x, weight, bias = given["input"], given["weight"], given.get("bias")
-        generator = torch.Generator().manual_seed(self.seed + 1)
-        target = torch.randint(self.classes, (len(x),), generator=generator).to(x.device)
-        target[::7] = -1
-        by = (target >= 0) / len(x)
+        target, by = self.labels(x)
         form = Form(self.scale, self.cap)
         if not kernel:
             return whole_reference(x, weight, bias, target, by, self.smoothing, form)

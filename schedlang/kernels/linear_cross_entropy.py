@@ -288,14 +288,17 @@ class Case:
         found = {"input": normal(*self.shape), "weight": weight}
         return found | ({"bias": normal(self.classes)} if self.bias else {})
 
+    def labels(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The label of each token, and what its loss weighs."""
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        target = torch.randint(self.classes, (len(x),), generator=generator).to(x.device)
+        target[::7] = -1
+        return target, (target >= 0) / len(x)
+
     def run(self, given: dict[str, Tensor], kernel: bool) -> Tensor:
         """What the kernel gives, or its reference."""
         x, weight, bias = given["input"], given["weight"], given.get("bias")
-        generator = torch.Generator().manual_seed(self.seed + 1)
-        target = torch.randint(self.classes, (len(x),), generator=generator).to(x.device)
-        by = torch.full((len(x),), 1 / len(x), device=x.device)
-        by[::7] = 0.0
-        target[::7] = -1
+        target, by = self.labels(x)
         form = Form(self.scale, self.cap, self.rows * self.classes * x.dtype.itemsize)
         call = weighed if kernel else reference
         return call(x, weight, bias, target, by, self.smoothing, form)

@@ -13,12 +13,12 @@ from schedlang.runtime.collectives.ranks import Ranks
 from schedlang.runtime.context.install import Exchanging
 from schedlang.runtime.context.tokens import Tokens
 from schedlang.runtime.drawing.random import LogicalDropout
+from schedlang.runtime.parts import Batch, Part
 from schedlang.runtime.saving.holding import Holding
 from schedlang.runtime.staging.early import EarlySums
 from schedlang.runtime.staging.pipeline import Pipeline
 from schedlang.runtime.summing.compressed import Compressor
 from schedlang.runtime.summing.gradient import Sum
-from schedlang.runtime.summing.parts import Batch, Part
 from schedlang.runtime.summing.replicas import Sliced
 
 Weight = Callable[[Batch], float]

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from schedlang.runtime.parts import rows_of
 from schedlang.runtime.program import Program
 from schedlang.runtime.summing.gradient import local_gradient
-from schedlang.runtime.summing.parts import rows_of
 
 
 @dataclass(frozen=True)

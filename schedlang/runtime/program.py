@@ -12,36 +12,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostic import Diagnostic, Refusal, at_their_callers_lines
+from schedlang.runtime import whole
 from schedlang.runtime.assembly import Assembly
-from schedlang.runtime.casting.loss_scale import LossScale
 from schedlang.runtime.context.install import At
+from schedlang.runtime.dealt import dealt, positive
 from schedlang.runtime.keeping.away import Away, at_home
-from schedlang.runtime.keeping.leaving import drop_gradient
-from schedlang.runtime.keeping.tiers import DEVICE
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.saving import archive, export, whole
+from schedlang.runtime.outputs import whole_output
+from schedlang.runtime.parts import Batch, Part, followed
+from schedlang.runtime.recording.graph import GIVE_LOSS, refusal
+from schedlang.runtime.saving import archive, export
 from schedlang.runtime.scope import Scope, entered
 from schedlang.runtime.sharding import crossing
-from schedlang.runtime.staging.graph import GIVE_LOSS, refusal
-from schedlang.runtime.staging.outputs import whole_output
 from schedlang.runtime.staging.pipeline import BACKWARD, Event
 from schedlang.runtime.staging.step import Result
 from schedlang.runtime.staging.versions import Versions, totals, versions_of
 from schedlang.runtime.staging.watch import Watch
+from schedlang.runtime.stepping.loss_scale import LossScale
 from schedlang.runtime.stepping.whole_step import WholeStep
+from schedlang.runtime.storage.leaving import drop_gradient
+from schedlang.runtime.storage.tiers import DEVICE
 from schedlang.runtime.summing.gradient import (
     norm_alone,
     scale_gradients,
     square_sum,
     sum_gradients,
 )
-from schedlang.runtime.summing.parts import Batch, Part, followed, rows_of, split
 from schedlang.runtime.summing.replicas import reshard, used_anywhere
 from schedlang.runtime.training import Training
 from schedlang.timeline import Op
 
 
+@at_their_callers_lines
 @dataclass
 class Program:
     """A scheduled model on this rank.
@@ -80,14 +83,13 @@ class Program:
     @property
     def module(self) -> nn.Module:
         """The plain module, where no pipeline is involved: bring your own loop (S617)."""
-        if self.assembly.tokens is not None:
-            title = (
-                f"sequences split over `{self.assembly.context[0]}` need a step that splits them"
-            )
+        a = self.assembly
+        if a.tokens is not None:
+            title = f"sequences split over `{a.context[0]}` need a step that splits them"
             helps = ("use `train_step` and `eval_step`: they give each rank its tokens",)
             raise Refusal(Diagnostic("S617", title, helps=helps))
-        if self.assembly.stage_axis is not None:
-            title = f"the pipeline over `{self.assembly.stage_axis}` has no module of its own"
+        if a.stage_axis is not None:
+            title = f"the pipeline over `{a.stage_axis}` has no module of its own"
             helps = ("use `train_step` and `eval_step`: each rank runs a stage of the model",)
             raise Refusal(Diagnostic("S617", title, helps=helps))
         tiers = () if self.away is None else self.away.tiers.values()
@@ -95,7 +97,7 @@ class Program:
             title = "gradients that leave the device as they are made are nowhere in a plain loop"
             helps = ("use `train_step` and `eval_step`: without an optimizer, gradients come back",)
             raise Refusal(Diagnostic("S617", title, helps=helps))
-        return self.assembly.module
+        return a.module
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -125,7 +127,7 @@ class Program:
             self._versions.begin()
             made = self._versions.made
             self._totals = totals(self._everyone, made)
-            scale = [w / _positive(self._totals[made[k]]) for k, w in enumerate(weights)]
+            scale = [w / positive(self._totals[made[k]]) for k, w in enumerate(weights)]
             results = self._run(parts, scale, train=True)
             self._versions.end()
         loss = self._finish(results, weights, total)
@@ -199,48 +201,9 @@ class Program:
 
     def _parts(self, batch: Batch, local: bool) -> tuple[list[Part], list[float], float]:
         """This rank's microbatches, their weights, and the weight of the whole batch."""
-        parts, weights, total = self._shares(batch, local)
-        return list(map(self._defined, parts, weights)), weights, total
-
-    def _shares(self, batch: Batch, local: bool) -> tuple[list[Part], list[float], float]:
-        """The same, of parts as the batch gives them."""
-        a = self.assembly
-        mesh = a.ranks.mesh
-        count = mesh.size(a.replicas)
-        if not local:
-            rows = split(batch, mesh.size(a.row_axes), a.micro)
-            everyone = [parts for share in rows for parts in a.by_tokens(share)]
-            alone = count * a.micro == 1
-            weigh = [[1.0 if alone else a.weigh(p) for p in parts] for parts in everyone]
-            mine = a.place(a.ranks.rank)
-            self._everyone = weigh
-            return everyone[mine], weigh[mine], _positive(sum(map(sum, weigh)))
-        (own,) = split(batch, 1, a.micro)
-        own = a.by_tokens(own)[mesh.index(a.ranks.rank, a.context)]
-        weights = [a.weigh(part) for part in own]
-        here = torch.tensor([[*weights, rows_of(batch)]], dtype=torch.float64)
-        group = a.ranks.group(a.replicas)
-        self._everyone = [weights]
-        if group.pg is None:
-            return own, weights, _positive(sum(weights))
-        told = here.new_empty(group.size, len(weights) + 1)
-        dist.all_gather_into_tensor(told, here, group=group.pg)
-        self._everyone = told[:, :-1].tolist()
-        first = sum(  # samples are numbered across all ranks; those of a sequence have the same
-            int(count) for rank, count in zip(group.ranks, told[:, -1].tolist())
-            if mesh.index(rank, a.row_axes) < mesh.index(a.ranks.rank, a.row_axes)
-            and not any(mesh.coordinates(rank)[axis] for axis in a.context)
-        )  # fmt: skip
-        parts = [replace(part, rows=tuple(first + row for row in part.rows)) for part in own]
-        return parts, weights, _positive(float(sum(map(sum, self._everyone))))
-
-    def _defined(self, part: Part, weight: float) -> Part:
-        """A part without labels that count has no mean: give it some, its weight is zero anyway."""
-        fill, tokens = self.assembly.without_labels, self.assembly.tokens
-        if weight or fill is None:
-            return part
-        filled = fill(part.inputs)
-        return replace(part, inputs=filled) if tokens is None else tokens.defined(part, filled)
+        mine = dealt(self.assembly, batch, local)
+        self._everyone = mine.everyone
+        return list(mine.parts), list(mine.weights), mine.total
 
     def _run(
         self, parts: Sequence[Part], scale: Sequence[float] | None, *, train: bool
@@ -394,7 +357,3 @@ class Program:
     def export(self, path: str | os.PathLike[str], model: nn.Module) -> None:
         """Write whole weights as safetensors, for `from_pretrained`; see `export.export`."""
         export.export(self, path, model)
-
-
-def _positive(total: float) -> float:
-    return total if total > 0 else 1.0

@@ -7,14 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
-from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostic import Diagnostic, Label, Refusal, at_their_callers_lines
+from schedlang.runtime.parts import Batch
 from schedlang.runtime.program import Program
-from schedlang.runtime.summing.parts import Batch
+from schedlang.source import python_span
 
 Make = Callable[[Batch, bool], Program]  # from a batch, and whether it is this rank's own rows
 _OWN = ("_make", "_program")
 
 
+@at_their_callers_lines
 class Waiting:
     """A `Program` to come: `train_step` and `eval_step` build it, then all of it is there.
 
@@ -71,6 +73,7 @@ class Waiting:
         raise Refusal(
             Diagnostic(
                 "S616", f"`{name}` is not there yet: the program is built at its first batch",
+                Label(python_span()),
                 notes=("shapes are known from a batch, and none was given to `build`",),
                 helps=("give one, only its shapes count: `sch.build(batch=batch, ...)`",
                        f"or use `{name}` after the first `train_step` or `eval_step`"),

@@ -36,7 +36,7 @@ WORD = {
     Kind.STEP: "update",
     Kind.BARRIER: "barrier",
 }
-FAINTEST = 0.5  # opacity of the last stage of a rank
+FAINTEST = 0.5  # how much of its colour the last stage of a rank has; the rest is white
 
 
 def fill(kind: Kind) -> str:
@@ -62,9 +62,14 @@ def levels(timeline: Timeline) -> NDArray[np.int64]:
     return found
 
 
-def opacity(level: int, most: int) -> float:
-    """Of a block: the first stage of a rank is full, later ones are fainter."""
-    return 1.0 - (1.0 - FAINTEST) * level / most if most else 1.0
+def shaded(kind: Kind, level: int, most: int) -> str:
+    """The colour of a block: the first stage of a rank is full, later ones are fainter.
+
+    Mixed with white in the dark as well: what is written on it is dark on either ground.
+    """
+    part = 1.0 - (1.0 - FAINTEST) * level / most if most else 1.0
+    full = (int(fill(kind)[k : k + 2], 16) for k in (1, 3, 5))
+    return "#" + "".join(f"{round(255 - (255 - one) * part):02x}" for one in full)
 
 
 def label(microbatch: int, part: int, slices: int) -> str:

@@ -147,6 +147,12 @@ function draw(svg, t, times, book, options) {
   if (options.transfers) lines(svg, t, times, scale);
 }
 
+/** A colour of which so much is left, the rest white. */
+function mixed(colour, part) {
+  const full = [1, 3, 5].map((k) => parseInt(colour.slice(k, k + 2), 16));
+  return `rgb(${full.map((one) => Math.round(255 - (255 - one) * part)).join()})`;
+}
+
 function block(svg, t, times, k, scale, book, high) {
   const x = LEFT + times.start[k] * scale, y = t.rank[k] * ROW;
   const width = (times.end[k] - times.start[k]) * scale, look = book.looks[t.kind[k]];
@@ -157,8 +163,8 @@ function block(svg, t, times, k, scale, book, high) {
     return;
   }
   const box = { x: x.toFixed(2), y, width: width.toFixed(2), height: BLOCK };
-  const shade = (1 - (1 - book.faintest) * high).toFixed(2);
-  const rect = put(svg, "rect", { class: "b", ...box, fill: look.fill, "fill-opacity": shade });
+  const fill = mixed(look.fill, 1 - (1 - book.faintest) * high);
+  const rect = put(svg, "rect", { class: "b", ...box, fill });
   put(rect, "title", {}, named(t, k, book));
   if (t.replica[k])
     put(svg, "rect", { ...box, fill: "url(#replica)", "pointer-events": "none" });

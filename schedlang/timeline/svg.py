@@ -9,7 +9,7 @@ import numpy as np
 
 from schedlang.cost import Number
 from schedlang.timeline.durations import Costs
-from schedlang.timeline.looks import fill, label, levels, named, opacity, word
+from schedlang.timeline.looks import fill, label, levels, named, shaded, word
 from schedlang.timeline.needs import dependencies
 from schedlang.timeline.table import UNIT, Kind, Timeline
 from schedlang.timeline.timing import Timing, timing
@@ -17,12 +17,14 @@ from schedlang.timeline.timing import Timing, timing
 ROW, BLOCK, UNIT_WIDTH, LEFT, TOP = 26, 22, 24.0, 58, 30
 MOST_BLOCKS = 4000  # beyond this many, blocks of a kind are one path without words
 STYLE = (
-    "text{font:11px system-ui,sans-serif;fill:#1f2328}.op{fill:#111;text-anchor:middle}"
-    ".lane{fill:#eef1f4}rect.b,path.b{stroke:#fff;stroke-width:.7}path.k{stroke:#111}"
-    ".way{fill:none;stroke:#57606a;stroke-width:.8}.way.back{stroke-dasharray:3 2}"
-    ".r{fill:none;stroke:#111;stroke-width:1}"
-    "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.op{fill:#111}"
-    ".lane{fill:#22272e}rect.b,path.b{stroke:#0d1117}.way{stroke:#9198a1}path.k{stroke:#e6edf3}}"
+    ".t text{font:11px system-ui,sans-serif;fill:#1f2328}.t .op{fill:#111;text-anchor:middle}"
+    ".t .lane{fill:#eef1f4}.t rect.b,.t path.b{stroke:#fff;stroke-width:.7}"
+    ".t path.k{stroke:#111}.t .bg{fill:#fff}"
+    ".t .way{fill:none;stroke:#57606a;stroke-width:.8}.t .way.back{stroke-dasharray:3 2}"
+    ".t .r{fill:none;stroke:#111;stroke-width:1}"
+    "@media(prefers-color-scheme:dark){.t text{fill:#e6edf3}.t .op{fill:#111}"
+    ".t .lane{fill:#22272e}.t rect.b,.t path.b{stroke:#0d1117}.t .way{stroke:#9198a1}"
+    ".t path.k{stroke:#e6edf3}.t .bg{fill:#0d1117}}"
 )
 HATCH = (
     '<defs><pattern id="replica" width="6" height="6" patternUnits="userSpaceOnUse" '
@@ -84,9 +86,10 @@ def drawn(
     width, height = left + end * scale + 10, TOP + lanes * step + 26
     text = title or f"bubble {float(first.bubble):.1%}, {end:g} units"
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="t" viewBox="0 0 {width:.0f} {height}" '
         f'width="{width:.0f}" height="{height}" role="img" aria-label="{escape(text)}">',
         f"<style>{STYLE}</style>",
+        f'<rect class="bg" width="{width:.0f}" height="{height}"/>',
         HATCH if any(times.timeline.replicas > 1 for times in layers.values()) else "",
         f'<text x="{left}" y="18">{escape(text)}</text>',
     ]
@@ -146,8 +149,8 @@ def _blocks(times: Timing, scale: float, tops: Sequence[int], left: int) -> Iter
             continue
         x, y = left + start * scale, tops[rank]
         box = f'x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{BLOCK}"'
-        yield (f'<rect class="b" {box} fill="{fill(Kind(kind))}" '
-               f'fill-opacity="{opacity(high, most):.2f}">{_title(t, row)}</rect>')  # fmt: skip
+        yield (f'<rect class="b" {box} fill="{shaded(Kind(kind), high, most)}">'
+               f"{_title(t, row)}</rect>")  # fmt: skip
         if replica:
             yield f'<rect {box} fill="url(#replica)" pointer-events="none"/>'
         words = label(microbatch, part, slices)
@@ -168,8 +171,7 @@ def _paths(times: Timing, scale: float, tops: Sequence[int], left: int) -> Itera
         rows = shown & (sorts == (kind, high, replica)).all(axis=1)
         pieces = zip(x[rows].tolist(), top[t.rank[rows]].tolist(), wide[rows].tolist())
         path = "".join(f"M{a:g} {y}h{w:g}v{BLOCK}h-{w:g}z" for a, y, w in pieces)
-        yield (f'<path d="{path}" fill="{fill(Kind(kind))}" '
-               f'fill-opacity="{opacity(high, most):.2f}"/>')  # fmt: skip
+        yield f'<path d="{path}" fill="{shaded(Kind(kind), high, most)}"/>'
         if replica:
             yield f'<path d="{path}" fill="url(#replica)"/>'
 

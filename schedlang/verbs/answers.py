@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from schedlang.annotate import Note, table
-from schedlang.verbs.outcome import FAILS, HOLDS, REFUSED, UNCHECKED
+from schedlang.verbs.ending import FAILS, HOLDS, REFUSED, UNCHECKED
 
 if TYPE_CHECKING:
     from schedlang.report import Report

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from schedlang.verbs.outcome import (
-    FAILS,
-    HOLDS,
-    REFUSED,
-    UNCHECKED,
-    AsJson,
-    Knobs,
-    MeshSizes,
-    Model,
-    show_json,
-    verb,
-)
+from schedlang.verbs.ending import FAILS, HOLDS, REFUSED, UNCHECKED, show_json
+from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, verb
 
 if TYPE_CHECKING:
     from schedlang.passes.statics.static import Static
@@ -43,23 +32,10 @@ def check(
     With `--model` also prove, without running a rank, that gradients are summed over the right
     axes, that only pending sums are summed, that ranks agree on collectives, and who owns what.
     """
-    from schedlang.diagnostic import Diagnostic, Refusal
-    from schedlang.passes.reading.expand import expand
-    from schedlang.passes.reading.lint import lint
-    from schedlang.syntax import parse, read
+    from schedlang.verbs.checking import show_warnings, warnings_of
     from schedlang.verbs.settings import settings
 
-    given = settings(knob, mesh)
-    problems: list[Diagnostic] = []
-    warnings: list[Diagnostic] = []
-    for file in files:
-        try:
-            tree = parse(read(file))
-            warnings += lint(tree, expand(tree, None, given))
-        except Refusal as refusal:
-            problems += refusal.diagnostics
-    if problems:
-        raise Refusal(*problems, *warnings)
+    warnings = warnings_of(files, settings(knob, mesh))
     proven = _proven(files, model, knob, mesh) if model is not None else {}
     wrong = [one for static in proven.values() for one in static.problems]
     unchecked = any(not claim.checked for one in proven.values() for claim in one.claims)
@@ -73,8 +49,7 @@ def check(
             **({"locks": [one.to_json() for one in changed]} if locked else {}),
         })  # fmt: skip
     else:
-        for one in (*wrong, *warnings):
-            print(one.render() + "\n", file=sys.stderr)
+        show_warnings([*wrong, *warnings])
         for file in files:
             _show(file, proven.get(file))
         for compared in changed:
@@ -87,12 +62,14 @@ def _proven(
     files: Sequence[Path], model: str | None, knob: list[str] | None, mesh: str | None
 ) -> dict[Path, Static]:
     """The static proofs of each schedule, with the model file's batch."""
+    from schedlang.passes.costs.gains import gained
     from schedlang.passes.statics.static import static
     from schedlang.verbs.files import planned
 
     proven = {}
     for file in files:
         found = planned(file, model, knob, mesh)
+        gained(found.plan, found.model.batch(0))
         proven[file] = static(
             found.plan, found.model.batch(0), found.model.loss, found.model.weight
         )

@@ -10,18 +10,8 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from schedlang.verbs.outcome import (
-    FAILS,
-    HOLDS,
-    REFUSED,
-    UNCHECKED,
-    AsJson,
-    Knobs,
-    MeshSizes,
-    Model,
-    show_json,
-    verb,
-)
+from schedlang.verbs.ending import FAILS, HOLDS, REFUSED, UNCHECKED, show_json
+from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, verb
 
 if TYPE_CHECKING:
     from schedlang.verbs.answers import Outcome, Wish

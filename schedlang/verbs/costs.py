@@ -1,14 +1,19 @@
-"""--cost of a command line: what the operations of a pipeline take."""
+"""--cost of a command line: what the operations of a step take."""
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from schedlang.cost import Cost, Number
 from schedlang.diagnostic import Diagnostic, Refusal, guess
+
+if TYPE_CHECKING:
+    from schedlang.passes.costs.step_time import Measurement
 
 # as they are written, and the fields of a Cost that they are; B stands for I and W together
 FIELDS = {
@@ -41,6 +46,26 @@ def costs(text: str | None) -> Cost:
             _bad(part, why, f"write it once, as `{known}=1.5`")
         given[known] = _value(known, part, value)
     return _cost(given)
+
+
+def times(text: str) -> Cost | Measurement:
+    """Times as they are written, in milliseconds, or of a file that `run` wrote (S109, S915)."""
+    from schedlang.passes.costs.step_time import MEASURE, measurement
+
+    if not text.strip().lower().endswith(".json"):
+        return costs(text)
+    try:
+        made = json.loads(Path(text.strip()).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "it is no JSON"
+        title = f"`{text.strip()}` cannot be read: {why}"
+        raise Refusal(Diagnostic("S915", title, helps=(MEASURE,))) from None
+    try:
+        return measurement(made)
+    except (KeyError, TypeError, ValueError, IndexError):
+        title = f"`{text.strip()}` has no times of a pipeline"
+        helps = (MEASURE, "or say what a microbatch takes, in ms: `--cost F=18,B=37,step=4`")
+        raise Refusal(Diagnostic("S915", title, helps=helps)) from None
 
 
 def _cost(given: dict[str, Number]) -> Cost:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, show_json, verb
+from schedlang.verbs.ending import show_json
+from schedlang.verbs.outcome import AsJson, Common, verb
+
+if TYPE_CHECKING:
+    from schedlang.verbs.files import Planned
 
 
 @verb
 def diff(
-    old: Annotated[Path, typer.Argument(help="A schedule.", metavar="A")],
+    old: Annotated[Path, typer.Argument(help="A schedule, or a saved plan.", metavar="A")],
     new: Annotated[Path, typer.Argument(help="Another for the same model.", metavar="B")],
-    model: Model = None,
-    knob: Knobs = None,
-    mesh: MeshSizes = None,
+    *,
+    common: Common,
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Tables for a pull request.")
     ] = False,
@@ -27,15 +30,16 @@ def diff(
 ) -> None:
     """Compare two schedules by what they do, not by their lines; and what each costs.
 
-    Bytes at the peak of a step by class, bytes sent, the pipeline's bubble.  Knobs and axis sizes
-    are set in both.
+    Bytes at the peak of a step by class, bytes sent, the pipeline's bubble.  Each may be a plan
+    that `plan --out` saved: what was agreed on, beside what the schedule says now.  Knobs and axis
+    sizes are set in the schedules.
     """
     from schedlang.passes.costs.delta import delta
     from schedlang.passes.showing import diff_page
     from schedlang.passes.showing.diff import compare
-    from schedlang.verbs.files import accounted, planned, write_text
+    from schedlang.verbs.files import accounted, write_text
 
-    first, second = planned(old, model, knob, mesh), planned(new, model, knob, mesh)
+    first, second = _sides((old, new), common)
     found = compare(first.plan, second.plan)
     costs = delta(accounted(first, memory=True), accounted(second, memory=True))
     names = (old.name, new.name) if old.name != new.name else (str(old), str(new))
@@ -50,3 +54,20 @@ def diff(
     print(found)
     for cost in costs:
         print(cost)
+
+
+def _sides(files: tuple[Path, Path], common: Common) -> list[Planned]:
+    """Both plans; refuses (S109) settings that neither side can take."""
+    from schedlang.diagnostic import Diagnostic, Refusal
+    from schedlang.verbs.files import planned
+    from schedlang.verbs.saved import is_saved, saved
+
+    kept = [is_saved(file) for file in files]
+    if all(kept) and (common.knob or common.mesh):
+        title = "saved plans have their decisions: `--knob` and `--mesh` go with a schedule"
+        helps = ("leave them out, or name the schedule in place of one of the plans",)
+        raise Refusal(Diagnostic("S109", title, helps=helps))
+    return [
+        saved(file, common.model) if was else planned(file, common.model, common.knob, common.mesh)
+        for file, was in zip(files, kept, strict=True)
+    ]

@@ -17,16 +17,6 @@ if TYPE_CHECKING:
     from schedlang.plan import Plan
     from schedlang.timeline import Timing
 
-Svg = Annotated[Path | None, typer.Option("--svg", help="Draw it into this file.")]
-Page = Annotated[
-    Path | None, typer.Option("--html", help="As a page on which all orders can be chosen.")
-]
-Trace = Annotated[
-    Path | None,
-    typer.Option("--trace", help="Write a trace for Perfetto or Chrome; *.gz is packed."),
-]
-
-Transfers = Annotated[bool, typer.Option("--transfers", help="Draw the transfers, too (SVG).")]
 Width = Annotated[
     int | None, typer.Option(help="Columns of the bars; as wide as the terminal, or 100.")
 ]
@@ -46,10 +36,17 @@ WATCHED = 5  # steps at the end of a run whose operations are timed; the median 
 class Pictures:
     """Where to write which picture; None: it was not asked for."""
 
-    svg: Path | None = None
-    html: Path | None = None
-    trace: Path | None = None
-    transfers: bool = False
+    svg: Annotated[Path | None, typer.Option("--svg", help="Draw it into this file.")] = None
+    html: Annotated[
+        Path | None, typer.Option("--html", help="As a page on which all orders can be chosen.")
+    ] = None
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", help="Write a trace for Perfetto or Chrome; *.gz is packed."),
+    ] = None
+    transfers: Annotated[
+        bool, typer.Option("--transfers", help="Draw the transfers, too (SVG).")
+    ] = False
 
     def write(self, times: Timing, title: str, order: str, cost: Cost) -> None:
         """Write them; `order` is the name under which the page shows the timeline."""

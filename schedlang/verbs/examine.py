@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.verbs.answers import CHECK, LOCK, STATIC, VERIFY, Outcome, Wish
-from schedlang.verbs.outcome import FAILS, HOLDS, REFUSED, UNCHECKED
+from schedlang.verbs.ending import FAILS, HOLDS, REFUSED, UNCHECKED
 
 if TYPE_CHECKING:
     from schedlang.modelfile import ModelFile
@@ -158,8 +158,8 @@ def verify(file: Path, wish: Wish, ranks: Ranks) -> Outcome:
 
 
 def _verified(outcome: Outcome, wish: Wish, ranks: Ranks) -> Outcome:
-    from schedlang.passes.proving.prove import prove
     from schedlang.passes.shrinking.shrink import remarked
+    from schedlang.passes.verifying.prove import prove
     from schedlang.verbs.posed import posed
     from schedlang.verbs.settings import settings
 

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from schedlang.verbs.outcome import AsJson, show_json, verb
+from schedlang.verbs.ending import show_json
+from schedlang.verbs.outcome import AsJson, verb
 
 
 @verb

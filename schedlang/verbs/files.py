@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import typer
-
-from schedlang.verbs.outcome import FAILS
 
 if TYPE_CHECKING:
     from schedlang.diagnostic import Diagnostic
@@ -54,7 +49,7 @@ def planned(
     schedule = Schedule(found.model(meta=True), tree, given)
     made = schedule.plan()
     if made.completing:
-        from schedlang.passes.proposing.complete import completed
+        from schedlang.passes.completing.complete import completed
 
         made = completed(made, found.batch(0) if found.has_batch else None, found.loss)
     return Planned(file, tree, made, found, imports, tuple(schedule.warnings()))
@@ -66,17 +61,6 @@ def accounted(one: Planned, *, memory: bool = False) -> Account:
 
     batch = one.model.batch(0) if one.model.has_batch else None
     return account(one.plan, batch, one.model.loss, weight=one.model.weight, memory=memory)
-
-
-def demand_expected(plan: Plan, account: Account) -> None:
-    """Tell what an `expect` wants and the plan does not give; exit 1."""
-    from schedlang.passes.reading.expect import unmet
-
-    problems = unmet(plan, account)
-    for problem in problems:
-        print(problem.render(), file=sys.stderr)
-    if problems:
-        raise typer.Exit(FAILS)
 
 
 def write_text(path: Path, text: str) -> None:

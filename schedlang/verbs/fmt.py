@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from schedlang.verbs.outcome import FAILS, AsJson, show_json, verb
+from schedlang.verbs.ending import FAILS, show_json
+from schedlang.verbs.outcome import AsJson, verb
 
 
 @verb

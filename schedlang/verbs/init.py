@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from schedlang.verbs.outcome import AsJson, show_json, verb
+from schedlang.verbs.ending import show_json
+from schedlang.verbs.outcome import AsJson, verb
 
 if TYPE_CHECKING:
     from schedlang.modelfile import ModelFile

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from schedlang.cost import Cost
 from schedlang.diagnostic import Diagnostic, Refusal, closest
@@ -22,13 +24,25 @@ TABLE = ".csv"
 class Asked:
     """The options of an order; None where they were not given."""
 
-    order: str | None
-    stages: int | None
-    micro: int | None
-    chunks: int | None
-    slices: int | None
-    memory: float | None
-    every: int | None
+    order: Annotated[
+        str | None,
+        typer.Option(help="A name (1F1B, ZB-H1, ..), a table `mine.csv`, or `search`; 1F1B."),
+    ] = None
+    stages: Annotated[
+        int | None, typer.Option("--stages", "--ranks", help="Pipeline ranks, the p of papers; 4.")
+    ] = None
+    micro: Annotated[int | None, typer.Option(help="Microbatches; 8.")] = None
+    chunks: Annotated[
+        int | None, typer.Option(help="Stages on each rank, where the order leaves it open.")
+    ] = None
+    slices: Annotated[int | None, typer.Option(help="Slices of each sequence; 1.")] = None
+    memory: Annotated[
+        float | None,
+        typer.Option(help="Activations a rank may hold, in microbatches of one rank's share."),
+    ] = None
+    every: Annotated[
+        int | None, typer.Option(help="Microbatches of an update, for orders with stale weights.")
+    ] = None
 
 
 def named(asked: Asked, cost: Cost) -> Simulated:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from schedlang.verbs.outcome import FAILS, show_json
+from schedlang.verbs.ending import FAILS, show_json
 
 if TYPE_CHECKING:
     from schedlang.passes.costs.account import Account

@@ -1,20 +1,16 @@
-"""How a verb ends: text or JSON, and the exit code that its result stands for."""
+"""Options that verbs share, and a verb as the command line calls it."""
 
 from __future__ import annotations
 
 import functools
-import json
-import os
-import sys
-import traceback
 from collections.abc import Callable
-from typing import Annotated, Any, NoReturn, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
 
 import typer
 
-from schedlang.diagnostic import Refusal
-
-HOLDS, FAILS, REFUSED, UNCHECKED = 0, 1, 2, 3
+from schedlang.verbs.ending import ended
+from schedlang.verbs.grouped import flat
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
@@ -32,39 +28,31 @@ MeshSizes = Annotated[
 ]
 
 
-def verb(function: Verb) -> Verb:
-    """Turn refusals into exit 2 and errors of our own into exit 3; a message is always shown."""
+@dataclass(frozen=True)
+class Common:
+    """The options of every verb that plans: the model, and what is set from outside."""
 
-    @functools.wraps(function)
+    model: Model = None
+    knob: Knobs = None
+    mesh: MeshSizes = None
+
+
+def verb(function: Verb) -> Verb:
+    """Turn refusals into exit 2 and errors of our own into exit 3; a message is always shown.
+
+    Options may be taken in groups, as dataclasses.
+    """
+
+    options_of = flat(function)
+
+    @functools.wraps(options_of)
     def run(*args: Any, **options: Any) -> Any:
-        try:
-            return function(*args, **options)
-        except Refusal as refusal:
-            refuse(refusal, as_json=bool(options.get("as_json")))
-        except (typer.Exit, typer.Abort, KeyboardInterrupt):
-            raise
-        except BrokenPipeError:  # who read the output has gone, as `head` does
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(UNCHECKED) from None
-        except Exception as error:
-            traceback.print_exc()
-            if options.get("as_json"):
-                show_json({"exit": UNCHECKED, "error": f"{type(error).__name__}: {error}"})
-            raise typer.Exit(UNCHECKED) from None
+        def call() -> int:
+            options_of(*args, **options)
+            return 0
+
+        code = ended(call, bool(options.get("as_json")), through=(typer.Exit, typer.Abort))
+        if code:
+            raise typer.Exit(code)
 
     return run  # type: ignore[return-value]
-
-
-def refuse(refusal: Refusal, as_json: bool = False) -> NoReturn:
-    """Show a refusal and end with its exit code."""
-    if as_json:
-        messages = [d.to_json() for d in refusal.diagnostics]
-        show_json({"exit": REFUSED, "diagnostics": messages})
-    else:
-        print(refusal.render(), file=sys.stderr)
-    raise typer.Exit(REFUSED)
-
-
-def show_json(value: object) -> None:
-    """One JSON document on standard output."""
-    print(json.dumps(value, indent=2, ensure_ascii=False))

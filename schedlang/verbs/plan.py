@@ -4,37 +4,63 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, show_json, verb
+from schedlang.verbs.ending import show_json
+from schedlang.verbs.outcome import AsJson, Common, verb
 
 if TYPE_CHECKING:
     from schedlang.passes.showing.show import View
     from schedlang.verbs.files import Planned
 
-Out = Annotated[Path | None, typer.Option("--out", help="Save the plan, for `run --plan`.")]
+Cost = Annotated[
+    str | None,
+    typer.Option(
+        "--cost",
+        metavar="F=18,B=37,step=4|T.json",
+        help="Milliseconds of a microbatch on one rank's share, or what `run --timeline T.html "
+        "--json` printed: `expect time(step)` is held against a step simulated with them.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Written:
+    """Files that are written: pictures, and the plan itself; None: not asked for."""
+
+    svg: Annotated[Path | None, typer.Option("--svg", help="Draw it into this file.")] = None
+    html: Annotated[Path | None, typer.Option("--html", help="The same as a page.")] = None
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="The timeline for Perfetto or Chrome.")
+    ] = None
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Save the plan, for `run --plan` and `diff`.")
+    ] = None
+
+
+@dataclass(frozen=True)
+class Locks:
+    """What is done with the lock file beside the schedule."""
+
+    lock: Annotated[bool, typer.Option("--lock", help="Write FILE.lock anew.")] = False
+    locked: Annotated[
+        bool, typer.Option("--locked", help="Only compare with FILE.lock; exit 1 if it differs.")
+    ] = False
 
 
 @verb
 def plan(
     file: Annotated[Path, typer.Argument(help="A schedule.", metavar="FILE")],
-    model: Model = None,
-    knob: Knobs = None,
-    mesh: MeshSizes = None,
+    *,
+    common: Common,
+    cost: Cost = None,
     each: Annotated[bool, typer.Option("--each", help="One line for each module.")] = False,
-    svg: Annotated[Path | None, typer.Option("--svg", help="Draw it into this file.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="The same as a page.")] = None,
-    trace: Annotated[
-        Path | None, typer.Option("--trace", help="The timeline for Perfetto or Chrome.")
-    ] = None,
-    out: Out = None,
-    lock: Annotated[bool, typer.Option("--lock", help="Write FILE.lock anew.")] = False,
-    locked: Annotated[
-        bool, typer.Option("--locked", help="Only compare with FILE.lock; exit 1 if it differs.")
-    ] = False,
+    written: Written,
+    locks: Locks,
     as_json: AsJson = False,
 ) -> None:
     """Show what a schedule does to its model and what that costs, without running anything.
@@ -44,44 +70,48 @@ def plan(
     """
     from schedlang.passes.showing.show import view
     from schedlang.passes.showing.show_text import text
-    from schedlang.verbs.files import accounted, demand_expected, planned
+    from schedlang.verbs.expected import demand_expected, step_of
+    from schedlang.verbs.files import accounted, planned
     from schedlang.verbs.lockfile import demand_lock, write_lock
 
     start = time.perf_counter()
-    if locked:
-        _check_lock_alone(knob, mesh, lock)
-        demand_lock(file, model, as_json, show=True)
+    if locks.locked:
+        _check_lock_alone(common, locks)
+        demand_lock(file, common.model, as_json, show=True)
         return
-    found = planned(file, model, knob, mesh)
+    found = planned(file, common.model, common.knob, common.mesh)
     for warning in () if as_json else found.warnings:
         print(warning.render() + "\n", file=sys.stderr)
+    took = step_of(found.plan, cost)
     shown = view(found.plan, accounted(found, memory=True), file.name, each=each)
-    _write(shown, svg, html, trace)
-    value = shown.to_json()
-    if out is not None:
-        _save(out, found)
-    if lock:
-        write_lock(found, shown.account, knob, mesh)
+    _draw(shown, written)
+    value = shown.to_json() | ({} if took is None else {"step_seconds": took.seconds})
+    if written.out is not None:
+        _save(written.out, found)
+    if locks.lock:
+        write_lock(found, shown.account, common.knob, common.mesh)
     if as_json:
         show_json({**value, "warnings": [one.to_json() for one in found.warnings]})
     else:
         print(text(shown, each=each))
+        if took is not None:
+            print(f"\na step takes {took.seconds * 1e3:.4g} ms, {took.how[0]}")
         spent = time.perf_counter() - start - found.imports
         print(f"planned in {spent:.1f} s, imports {found.imports:.1f} s", file=sys.stderr)
-    demand_expected(found.plan, shown.account)
+    demand_expected(found.plan, shown.account, took)
 
 
-def _check_lock_alone(knob: object, mesh: object, lock: bool) -> None:
+def _check_lock_alone(common: Common, locks: Locks) -> None:
     """Refuse settings beside `--locked`: what is compared is planned with the lock's own (S109)."""
     from schedlang.diagnostic import Diagnostic, Refusal
 
-    if knob or mesh or lock:
+    if common.knob or common.mesh or locks.lock:
         title = "a lock has its settings: `--knob`, `--mesh` and `--lock` do not go with `--locked`"
         helps = ("leave them out, or write another lock with them: `--lock`",)
         raise Refusal(Diagnostic("S109", title, helps=helps))
 
 
-def _write(shown: View, svg: Path | None, html: Path | None, trace: Path | None) -> None:
+def _draw(shown: View, asked: Written) -> None:
     """The pictures that were asked for."""
     from schedlang.diagnostic import Diagnostic, Refusal
     from schedlang.passes.showing.picture import page, picture
@@ -89,16 +119,16 @@ def _write(shown: View, svg: Path | None, html: Path | None, trace: Path | None)
     from schedlang.timeline import timing
     from schedlang.verbs.files import write_text
 
-    if svg is not None:
-        write_text(svg, picture(shown))
-    if html is not None:
-        write_text(html, page(shown))
-    if trace is not None:
+    if asked.svg is not None:
+        write_text(asked.svg, picture(shown))
+    if asked.html is not None:
+        write_text(asked.html, page(shown))
+    if asked.trace is not None:
         timeline = shown.account.timeline
         if timeline is None:
             title = "this plan has no pipeline, so there is no timeline to trace"
             raise Refusal(Diagnostic("S609", title, helps=("leave out `--trace`",)))
-        write_text(trace, traced(timing(timeline)))
+        write_text(asked.trace, traced(timing(timeline)))
 
 
 def _save(out: Path, found: Planned) -> None:

@@ -10,19 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from schedlang.verbs.drawing import WATCHED, Run, check_timeline, write_measured
-from schedlang.verbs.outcome import (
-    REFUSED,
-    UNCHECKED,
-    AsJson,
-    Knobs,
-    MeshSizes,
-    Model,
-    show_json,
-    verb,
-)
+from schedlang.verbs.ending import FAILS, REFUSED, UNCHECKED, show_json
+from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, verb
 
 if TYPE_CHECKING:
     from schedlang.modelfile import ModelFile
+    from schedlang.passes.costs.step_time import Took
     from schedlang.passes.running.train import Course, Trained
 
 
@@ -48,7 +41,9 @@ def run(
     included.
     """
     from schedlang.diagnostic import Refusal
+    from schedlang.passes.costs.expected_time import late
     from schedlang.passes.running.train import Course, check
+    from schedlang.verbs.expected import demand_time
 
     first = os.environ.get("RANK", "0") == "0"
     try:
@@ -70,23 +65,40 @@ def run(
         raise typer.Exit(REFUSED) from None
     if timeline is not None and first and trained.measured is not None:
         write_measured(timeline, trained.measured, title.name)
-    if as_json and first:
+    if not first:
+        return
+    took = _took(trained)
+    if as_json:
         facts = {"mesh": dict(planned.mesh.sizes), "world": planned.mesh.world, "steps": steps}
-        show_json({"exit": 0, **facts, "optimizer": course.optimizer, "lr": course.lr}
+        code = FAILS if list(late(planned, took)) else 0
+        show_json({"exit": code, **facts, "optimizer": course.optimizer, "lr": course.lr}
                   | trained.to_json())  # fmt: skip
-    elif first:
+    else:
         print(_report(title.name, course, trained))
+        for one in trained.left:
+            print(one.warning.render(), file=sys.stderr)
+    demand_time(planned, took)
 
 
 def _demand(course: Course) -> None:
-    """Before any rank starts: exit 1 where the plan costs more than the schedule expects."""
-    from schedlang.passes.reading.expect import counted
-    from schedlang.verbs.files import demand_expected
+    """Before any rank starts: refuse what gains nothing (S888), and exit 1 where the plan costs
+    more than the schedule expects."""
+    from schedlang.passes.costs.expected import counted, counting
+    from schedlang.passes.costs.gains import gained
+    from schedlang.verbs.expected import demand_costs
 
-    if course.plan.expected:
+    gained(course.plan, course.batch(course.seed))
+    if counting(course.plan):
         batch = course.batch(course.seed)
-        costs = counted(course.plan, batch, course.loss, course.weight)
-        demand_expected(course.plan, costs)
+        demand_costs(course.plan, counted(course.plan, batch, course.loss, course.weight))
+
+
+def _took(trained: Trained) -> Took:
+    """The median step, as rank 0 saw it."""
+    from schedlang.passes.costs.step_time import Took
+
+    count = len(trained.settled)
+    return Took(trained.median, (f"measured: the median of {count} steps on this machine",))
 
 
 def _job() -> bool:
@@ -151,8 +163,8 @@ def _here(course: Course, shown: _Shown) -> Trained:
 
 def _local(course: Course, found: ModelFile, shown: _Shown, as_json: bool) -> Trained:
     """On ranks started here."""
-    from schedlang.passes.proving.prove import check_world
     from schedlang.passes.running.train import train
+    from schedlang.passes.verifying.prove import check_world
     from schedlang.runtime.launching.launch import Hang, Pool, RankDied
 
     check_world(course.plan, "run")

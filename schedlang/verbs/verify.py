@@ -9,17 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from schedlang.verbs.outcome import (
-    FAILS,
-    HOLDS,
-    UNCHECKED,
-    AsJson,
-    Knobs,
-    MeshSizes,
-    Model,
-    show_json,
-    verb,
-)
+from schedlang.verbs.ending import FAILS, HOLDS, UNCHECKED, show_json
+from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, verb
 
 
 @verb
@@ -44,6 +35,9 @@ def verify(
             "--shrink/--whole", help="A reduced model and mesh; by itself if the model is on meta."
         ),
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write the report as a page into this file.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Prove that a schedule computes what the model computes; a CPU is enough.
@@ -52,8 +46,8 @@ def verify(
     steps of two optimizers, buffers, ties and a saved state, in float64 with dropout on.
     """
     from schedlang.modelfile import load_model_file
-    from schedlang.passes.proving.prove import prove
     from schedlang.passes.shrinking.shrink import remarked
+    from schedlang.passes.verifying.prove import prove
     from schedlang.runtime.launching.launch import Hang, Pool, RankDied
     from schedlang.verbs.lockfile import demand_lock
     from schedlang.verbs.posed import posed
@@ -75,11 +69,16 @@ def verify(
             print(failure, file=sys.stderr)
             raise typer.Exit(UNCHECKED) from None
     said.done()
-    _show(remarked(report, one.small), as_json)
+    _show(remarked(report, one.small), as_json, html)
     raise typer.Exit(report.exit_code if report.exit_code in (HOLDS, FAILS) else UNCHECKED)
 
 
-def _show(report: Any, as_json: bool) -> None:
+def _show(report: Any, as_json: bool, html: Path | None) -> None:
+    from schedlang.report_page import page
+    from schedlang.verbs.files import write_text
+
+    if html is not None:
+        write_text(html, page(report))
     if as_json:
         show_json(report.to_json())
         return

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, show_json, verb
+from schedlang.verbs.ending import show_json
+from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, verb
 
 
 @verb

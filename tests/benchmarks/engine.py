@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from schedlang.passes.proving.compare import compare
 from schedlang.passes.proving.observe import Key, Observation, conditions
 from schedlang.passes.proving.original import Sequential
-from schedlang.passes.proving.prove import prove
 from schedlang.passes.proving.runs import check_parts
 from schedlang.passes.proving.sides import Case, modes_of, original, prepared, tried, twin, widened
 from schedlang.passes.running.build import build
+from schedlang.passes.verifying.prove import prove
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.launching.launch import Pool
 from schedlang.runtime.modes import ambient
@@ -36,7 +36,7 @@ from tests import models
 from tests.conftest import PRELOAD
 from tests.engine import Threads
 from tests.proofs import planned
-from tests.test_build import GPT2
+from tests.training.test_build import GPT2
 
 MESH = "dp=2, tp=2"
 WORLD = 4

@@ -19,12 +19,12 @@ from torch.distributed import pipelining
 
 from schedlang.orders import order
 from schedlang.passes.cutting import stages as cuts
-from schedlang.runtime.following.record import record
 from schedlang.runtime.launching.launch import Pool, progress
-from schedlang.runtime.staging.graph import cut
+from schedlang.runtime.recording.graph import cut
+from schedlang.runtime.recording.record import record
+from schedlang.runtime.recording.units import Switch, units_of
 from schedlang.runtime.staging.pipeline import Pipeline
 from schedlang.runtime.staging.stage import Stage, Stub
-from schedlang.runtime.staging.units import Switch, units_of
 from schedlang.timeline import Timeline
 from tests.benchmarks.pairs import Ratio, interleaved
 

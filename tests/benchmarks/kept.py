@@ -73,8 +73,8 @@ POLICIES: dict[str, tuple[str, Callable[[int], tuple[float, float]]]] = {
 
 def table(layers: int = 24, width: int = 256, heads: int = 4, length: int = 128) -> None:
     """Print what each row keeps of a GPT-2, counted on meta, beside the formula."""
+    from tests.memory.test_activations import told
     from tests.proofs import planned
-    from tests.test_activations import told
 
     with torch.device("meta"):
         model = _gpt2(width, layers, heads, length).bfloat16()

@@ -11,8 +11,8 @@ import torch
 
 from schedlang.runtime.collectives import collective
 from schedlang.runtime.keeping import offload
-from schedlang.runtime.regions import rewrite
-from schedlang.runtime.replacing import attention, fuse
+from schedlang.runtime.regions import fuse, rewrite
+from schedlang.runtime.replacing import attention
 from schedlang.runtime.rowwise import launch
 from schedlang.runtime.sharding import crossing
 

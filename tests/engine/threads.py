@@ -24,6 +24,7 @@ from tests.engine.faults import NONE, Faults
 from tests.engine.isolate import packed, unpacked
 from tests.engine.private import being, here, many_ranks
 
+__runs_ranks__ = True  # as forkserver
 _TICK = 0.25  # seconds between two looks at the ranks
 _SLEEPING = 1 / 30  # of one core: below this the rank that computes only waits
 _GRACE = 10.0  # seconds for the other ranks to end once one has failed

@@ -18,7 +18,7 @@ from tests.engine import Threads
 from tests.properties import engine, schedules
 from tests.properties.schedules import Drawn
 
-PRELOAD = ("torch", "torch.distributed", "cloudpickle", "schedlang.passes.proving.prove",
+PRELOAD = ("torch", "torch.distributed", "cloudpickle", "schedlang.passes.verifying.prove",
            "tests.properties.models")  # fmt: skip
 
 

@@ -53,18 +53,31 @@ class MLP(nn.Module):
         return h if self.pre else self.norm(h)
 
 
+def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys [rows, heads, tokens, size], halves of heads turned by angles of tokens."""
+    cos, sin = cos[:, None], sin[:, None]
+    made = []
+    for x in (q, k):
+        a, b = x.chunk(2, -1)
+        made.append(x * cos + torch.cat((-b, a), -1) * sin)
+    return made[0], made[1]
+
+
 class Attention(nn.Module):
     """Grouped queries; causal, in a window, with padding; q, k and v apart or in one weight.
 
-    `flag`: whether it is causal is said to torch, and there is no other mask.
+    `flag`: whether it is causal is said to torch, and there is no other mask.  `turn`: queries and
+    keys are turned by their places.
     """
 
     def __init__(
         self, width: int, heads: int, groups: int, size: int, *, norm: str, dropout: float,
         pre: bool, fused: bool, causal: bool, window: int, plain: bool, flag: bool = False,
+        turn: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.heads, self.groups, self.size, self.flag = heads, groups, size, flag
+        self.turn = turn
         self.pre, self.causal, self.window, self.plain = pre, causal, window, plain
         self.norm = norm_of(norm, width)
         if fused:
@@ -83,6 +96,10 @@ class Attention(nn.Module):
         q = q.view(rows, length, self.heads, self.size).transpose(1, 2)
         k = k.view(rows, length, self.groups, self.size).transpose(1, 2)
         v = v.view(rows, length, self.groups, self.size).transpose(1, 2)
+        if self.turn:
+            angle = torch.arange(length)[None, :, None] / (1.0 + torch.arange(self.size // 2))
+            angle = torch.cat((angle, angle), -1).to(h.dtype)
+            q, k = rotated(q, k, angle.cos(), angle.sin())
         k = k.repeat_interleave(self.heads // self.groups, 1)
         v = v.repeat_interleave(self.heads // self.groups, 1)
         seen = None if self.flag else self._seen(length, mask)

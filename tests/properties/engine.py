@@ -10,10 +10,10 @@ from schedlang.diagnostic import Refusal
 from schedlang.passes.proving.compare import compare
 from schedlang.passes.proving.observe import conditions
 from schedlang.passes.proving.original import Sequential
-from schedlang.passes.proving.prove import prove
 from schedlang.passes.proving.runs import check_parts
 from schedlang.passes.proving.sides import Case, modes_of, original, prepared, tried, twin, widened
 from schedlang.passes.reading.state import Settings
+from schedlang.passes.verifying.prove import prove
 from schedlang.plan import Plan
 from schedlang.report import Row
 from schedlang.runtime.modes import ambient

@@ -45,6 +45,11 @@ class Block(Short):
     count: int = 2
     average: bool = False
 
+    @property
+    def turns(self) -> bool:
+        """Whether an attention turns its queries and keys."""
+        return self.kind == "attention" and self.size % 2 == 0 and not self.flag
+
     def made(self, width: int, dropout: float) -> nn.Module:
         """The module."""
         match self.kind:
@@ -56,7 +61,7 @@ class Block(Short):
                 return kinds.Attention(
                     width, self.heads, self.groups, self.size, norm=self.norm, dropout=dropout,
                     pre=self.pre, fused=self.fused, causal=self.causal, window=self.window,
-                    plain=self.plain, flag=self.flag,
+                    plain=self.plain, flag=self.flag, turn=self.turns,
                 )  # fmt: skip
             case "experts":
                 return kinds.Experts(width, self.hidden, self.count)

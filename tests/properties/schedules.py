@@ -11,7 +11,7 @@ from schedlang.orders import ORDERS, Size, chunks_of
 from tests.properties import splits
 from tests.properties.drawn import GENERATORS, PHASES, RELAX, Axes, Drawn, Step, generator, step
 from tests.properties.drawn import block_path as _at
-from tests.properties.models import Config, configs
+from tests.properties.models import Block, Config, configs
 from tests.properties.splits import context_parallel
 
 __all__ = [
@@ -101,7 +101,10 @@ def _regions(config: Config, sizes: dict[str, int]) -> list[Step]:
 
 @generator
 def offload(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """At blocks, with and without looking ahead; parameters also all, gradients and state all."""
+    """At blocks, with and without looking ahead; parameters also all, gradients and state all.
+
+    State that a peer holds is not that of streamed parameters, nor beside files.
+    """
     found, every = [], [f"parameters {_at(place)}" for place in range(len(config.blocks))]
     for place, own in enumerate(every):
         at = _at(place)
@@ -114,7 +117,9 @@ def offload(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
         step("offload", ["offload(parameters)"], every),
         step("offload", ["offload(gradients)"], ["leaving"]),
         step("offload", ["offload(optimizer, to=disk)"], ["optimizer"]),
-    ]
+        *(step("offload", ["offload(optimizer, to=peer, over=pp)"], ["optimizer", *every], ["pp"])
+          for _ in range("pp" in sizes)),
+    ]  # fmt: skip
 
 
 @generator
@@ -165,17 +170,39 @@ def replace_(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
 
 @generator
 def replace_kernel(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
-    """At every RMSNorm, at experts in one module, at attentions that torch computes."""
+    """At norms, at sums with norms, at experts in one module, at attentions that torch computes or
+    that turn their queries, at a head whose loss the model computes."""
+    found = [
+        step("replace_kernel", rows, [f"kernel {_at(place)}"])
+        for place, block in enumerate(config.blocks)
+        for rows in _kernels(_at(place), block, "cp" in sizes)
+    ]
+    if config.entry == "words" and config.returns != "tuple":
+        for kernel, claim in (
+            ("linear_cross_entropy", "head whole"),
+            ("cross_entropy", "shard head"),
+        ):
+            found.append(step("replace_kernel", [f"head  replace_kernel({kernel})"],
+                              ["kernel head", claim]))  # fmt: skip
+    return found
+
+
+def _kernels(at: str, block: Block, context: bool) -> list[list[str]]:
+    """The rows of each step of one block."""
     found = []
-    for place, block in enumerate(config.blocks):
-        at, rows = _at(place), []
-        if block.kind in ("mlp", "attention") and block.norm == "rms":
-            rows.append(f"{at}.norm  replace_kernel(rms_norm)")
-        if block.kind == "routed":
-            rows.append(f"{at}.experts  replace_kernel(grouped)")
-        if block.kind == "attention" and (block.flag or not block.plain) and "cp" not in sizes:
-            rows.append(f"{at}  replace_kernel(flex_attention)")
-        found += [step("replace_kernel", [row], [f"kernel {at}"]) for row in rows]
+    if block.kind in ("mlp", "attention") and block.norm == "rms":
+        found.append([f"{at}.norm  replace_kernel(rms_norm)"])
+    if not block.pre and (block.kind == "mlp" or (block.kind == "attention" and block.flag)):
+        found.append([f"{at}  replace_kernel(add_norm)"])
+    if block.kind == "routed":
+        found.append([f"{at}.experts  replace_kernel(grouped)"])
+    flex = f"{at}  replace_kernel(flex_attention)"
+    attends = block.kind == "attention" and (block.flag or not block.plain) and not context
+    if attends:
+        found.append([flex])
+    if block.turns:
+        turn = f"{at}  replace_kernel(rope)"
+        found += [[turn], [turn, flex], [flex, turn]][: 3 if attends else 1]
     return found
 
 
@@ -298,9 +325,8 @@ def fewer_bits(config: Config) -> list[Step]:
     found = []
     for place in range(len(config.blocks)):
         at = _at(place)
-        claims = [f"{verb} {at}" for verb in ("checkpoint", "offload", "kernel", "replace")]
+        claims = [f"{verb} {at}" for verb in ("checkpoint", "kernel", "replace")]
         claims += [f"{verb} {at}" for verb in ("decompose", "unroll", "parameters")]
-        claims += ["cast"]
         rows = [f"{at}  compress(activations, int{bits}, block=8)" for bits in (8, 2)]
         found += [step("compress activations", [row], claims) for row in rows]
     return found

@@ -105,7 +105,7 @@ def _ends(config: Config, axis: str, n: int) -> list[Step]:
     found.append(step("shard", [*pads, head], ["shard head"], [axis]))
     if not pads:
         gathered = f"head  shard(col, output=R, over={axis})"
-        found.append(step("shard", [gathered], ["shard head"], [axis]))
+        found.append(step("shard", [gathered], ["shard head", "head whole"], [axis]))
     return found
 
 
@@ -183,10 +183,11 @@ def _table(config: Config, columns: int) -> list[Step]:
     words = "embed  grid(summa, output=R, over=(dp, tp))"
     head = "head  grid(summa, output=S(vocab), over=(dp, tp))"
     if config.tied:
-        return [step("grid", [*pads, words, head], ["shard embed", "shard head"], ["tp"])]
+        claims = ["shard embed", "shard head", "head whole"]
+        return [step("grid", [*pads, words, head], claims, ["tp"])]
     more = [f"head  pad(out, multiple={columns})"] if config.vocab % columns else []
     return [step("grid", [*pads, words], ["shard embed"], ["tp"]),
-            step("grid", [*more, head], ["shard head"], ["tp"])]  # fmt: skip
+            step("grid", [*more, head], ["shard head", "head whole"], ["tp"])]  # fmt: skip
 
 
 @generator

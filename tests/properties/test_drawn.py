@@ -9,6 +9,7 @@ from tests.engine import Threads
 from tests.properties import engine, schedules, splits
 from tests.properties.drawn import Drawn
 from tests.properties.models import Block, Config
+from tests.tiers import thinned
 
 RARE = ("grid(summa", "uneven=pad", "uneven=replicate", "embed  grid(")
 
@@ -43,3 +44,26 @@ def test_uneven_rows_are_the_original(
     assert steps
     for one in steps:
         engine.holds(Drawn(config, axes, (one,), 1, 4), threads)
+
+
+@pytest.mark.parametrize("block, count", thinned([
+    (Block("mlp", hidden=4, pre=False), 3),
+    (Block("attention", heads=4, groups=2, norm="rms", causal=True), 7),
+    (Block("attention", heads=4, groups=4, pre=False, flag=True, causal=True, fused=True), 4),
+    (Block("attention", heads=2, window=2, pre=False, norm="rms"), 7),
+    (Block("mlp", hidden=7, norm="rms", pre=False), 4),
+], 5))  # fmt: skip
+def test_every_kernel_is_the_original(threads: Threads, block: Block, count: int) -> None:
+    """Each step with kernels that is offered holds, beside a split block, a split head and
+    dropout."""
+    config = Config((block,), entry="words", dropout=0.25, returns="dict")
+    axes = (("tp", 2),)
+    mine = schedules.replace_kernel(config, dict(axes), 4)
+    assert len(mine) == count
+    for one in mine:
+        split = [
+            s for s in splits.shard(config, dict(axes), 4) if len(s.rows) > 1 or "vocab" in str(s)
+        ]
+        engine.holds(
+            Drawn(config, axes, schedules.allowed([one, *split], config, axes), 1, 4), threads
+        )

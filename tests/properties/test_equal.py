@@ -86,7 +86,7 @@ def test_3_memory_rows_change_no_bit(threads: Threads, drawn: Drawn, data: st.Da
 def _owned(drawn: Drawn) -> list[dict[str, list[float]]]:
     """On this rank: the numbers of the elements that it holds of each parameter after a step."""
     from schedlang.passes.running.build import build
-    from schedlang.runtime.stepping.moments import local
+    from schedlang.runtime.saving.moments import local
     from schedlang.runtime.summing.replicas import reshard
 
     plan = engine.plan_of(drawn)

@@ -25,6 +25,11 @@ def _run(count: int, seed: int, every: int) -> list[tuple[float, str]]:
     return slowest
 
 
+def _warm() -> None:
+    """What is imported and made once."""
+    played("x.sched", "schedule 1\n", costs=True)
+
+
 def test_mutants_are_planned_or_refused() -> None:
     """Whatever a hand may do to a valid schedule ends in a plan or a refusal."""
     _run(400, seed=1, every=40)
@@ -34,16 +39,29 @@ def test_mutants_are_planned_or_refused() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_many_mutants(seed: int) -> None:
     """20,000 of them, none of which takes a second."""
-    played("x.sched", "schedule 1\n", costs=True)  # what is imported and made once
+    _warm()
     assert all(seconds < SOON for seconds, _ in _run(5000, 100 + seed, every=10))
+
+
+def _noise(folder: Path, count: int, seed: int) -> float:
+    """Read so much noise; the seconds of the slowest."""
+    rng, slowest = random.Random(seed), 0.0
+    for _ in range(count):
+        raw = noise(rng)
+        try:
+            slowest = max(slowest, read_bytes(folder / "x.sched", raw).seconds)
+        except Exception as error:
+            raise AssertionError(f"neither read nor refused: {raw!r}") from error
+    return slowest
 
 
 def test_noise_is_refused(tmp_path: Path) -> None:
     """Bytes of any kind are read or refused."""
-    rng = random.Random(2)
-    for _ in range(200):
-        raw = noise(rng)
-        try:
-            read_bytes(tmp_path / "x.sched", raw)
-        except Exception as error:
-            raise AssertionError(f"neither read nor refused: {raw!r}") from error
+    _noise(tmp_path, 200, seed=2)
+
+
+@pytest.mark.deep
+def test_much_noise(tmp_path: Path) -> None:
+    """2,000 strings of it, none of which takes a second."""
+    _warm()
+    assert _noise(tmp_path, 2000, seed=3) < SOON

@@ -16,6 +16,23 @@ class Behaviour:
     differs: str = ""
 
 
+@dataclass(frozen=True)
+class Call:
+    """A call of Slapo's, and the rows or the Python that say it here; no test: it is not there."""
+
+    theirs: str
+    why: str
+    rows: tuple[str, ...] = ()
+    python: str = ""
+    test: str = ""
+
+
+def calls() -> list[Call]:
+    """All of them, in the order in which a schedule is written."""
+    told = tomllib.loads((Path(__file__).parent / "calls.toml").read_text())
+    return [Call(**{**one, "rows": tuple(one.get("rows", ()))}) for one in told["call"]]
+
+
 def behaviours() -> list[Behaviour]:
     """All of them, in the order of Slapo's files."""
     told = tomllib.loads((Path(__file__).parent / "behaviours.toml").read_text())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from tests.slapo.behaviours import behaviours
+from tests.slapo.behaviours import behaviours, calls
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent.parent / "docs" / "slapo.md"
@@ -20,7 +20,14 @@ def page() -> str:
     """The text of docs/slapo.md: what a person wrote, and below the mark what tests tell."""
     every = behaviours()
     same = sum(not one.differs for one in every)
-    text = PAGE.read_text().partition(MARK)[0] + MARK + "\n## Its tests, restated\n\n"
+    text = PAGE.read_text().partition(MARK)[0] + MARK + "\n## Its calls, as rows\n\n"
+    text += "| Slapo | schedlang | shown by | why |\n|---|---|---|---|\n"
+    for call in calls():
+        said = [*(f"`{row}`" for row in call.rows), *([f"`{call.python}`"] if call.python else [])]
+        test = f"`{call.test.partition('::')[2]}`" if call.test else "not yet"
+        cells = (f"`{call.theirs}`", "<br>".join(said) or "-", test, call.why)
+        text += "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+    text += "\n## Its tests, restated\n\n"
     text += f"{same} of {len(every)} hold as they are; where ours differs it says why.\n\n"
     text += "| Slapo tests | here | ours differs |\n|---|---|---|\n"
     for one in every:

@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from schedlang.runtime.keeping import leaving
 from schedlang.runtime.keeping.away import Away
+from schedlang.runtime.keeping.peer import Peer
 from schedlang.runtime.keeping.streamed import Held
+from schedlang.runtime.storage import leaving
 from tests.zoo.bug import Operator, Patch, Site, bug
 
 
@@ -41,3 +42,30 @@ def state_left_on_disk(patch: Patch, site: Site) -> None:
         return plain(self, optimizer, name, grad)
 
     patch.setattr(Away, "_master", master)
+
+
+@bug("C20", "offload", Operator.SLICE, "lent", row="offload(optimizer")
+def state_of_one_for_the_other(patch: Patch, site: Site) -> None:
+    """What comes home from a peer is taken apart in another order than it was put together."""
+    plain = Peer._moving
+
+    def moving(self: Peer, turn: int, optimizer: Any) -> Any:
+        places = plain(self, turn, optimizer)
+        away = [state[key].is_meta for state, key in places]
+        return places[::-1] if any(away) else places
+
+    patch.setattr(Peer, "_moving", moving)
+
+
+@bug("C21", "offload", Operator.FREEZE, "lent", row="offload(optimizer")
+def state_of_the_first_step(patch: Patch, site: Site) -> None:
+    """A peer keeps the state that it was given first, and gives that back in every step."""
+    plain = Peer._send
+
+    def send(self: Peer, turn: int, optimizer: Any) -> None:
+        plain(self, turn, optimizer)
+        first = vars(self).setdefault("first", {})
+        if turn in self.held:
+            self.held[turn] = first.setdefault(turn, self.held[turn].clone())
+
+    patch.setattr(Peer, "_send", send)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from schedlang.runtime.casting import cast
-from schedlang.runtime.casting.loss_scale import LossScale
 from schedlang.runtime.program import Program
+from schedlang.runtime.stepping.loss_scale import LossScale
 from tests.zoo.bug import Operator, Patch, Site, bug
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from schedlang.runtime.keeping import coded, rounded
@@ -50,10 +50,7 @@ def draws_of_the_first_step(patch: Patch, site: Site) -> None:
 def weights_are_rounded(patch: Patch, site: Site) -> None:
     """Weights that are saved for backward are rounded with everything else."""
 
-    def none(*given: Any) -> Iterator[int]:
-        return iter(())
-
-    patch.setattr(coded.Code, "own", none)
+    patch.setattr(coded.Code, "holds", lambda *given: False)
 
 
 @bug("F44", "compress", Operator.SLICE, "rounded", row=ROW)
@@ -72,3 +69,11 @@ def replicas_draw_alike(patch: Patch, site: Site) -> None:
     """All replicas and microbatches round with the same draws, and their errors add up."""
     plain = coded._words
     patch.setattr(coded, "_words", lambda layer: plain(layer)[:3])
+
+
+@bug("F46", "compress", Operator.GROUP, "rounded parts", row=ROW)
+def copies_are_rounded_apart(patch: Patch, site: Site) -> None:
+    """Ranks that split weights round with draws of their own what all of them have, and copies of
+    what is computed from it part."""
+    plain = coded._words
+    patch.setattr(coded, "_words", lambda layer: (*plain(layer), dist.get_rank()))

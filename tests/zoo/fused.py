@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from schedlang.runtime.regions.decomposed import COMPUTES, Decomposed
 from schedlang.runtime.regions.rewrite import Region
 from schedlang.runtime.replacing import replaced
-from schedlang.runtime.replacing.decomposed import COMPUTES, Decomposed
 from schedlang.runtime.rowwise import evaluate
 from tests.zoo.bug import Operator, Patch, Site, bug
 

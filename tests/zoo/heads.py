@@ -6,13 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from schedlang.passes.laying import reductions
+from schedlang.passes.preparing import reductions
 from schedlang.runtime import program
 from schedlang.runtime.collectives import collective
 from schedlang.runtime.drawing import random as drawing
 from schedlang.runtime.following import follow as following
+from schedlang.runtime.logits import vocab
 from schedlang.runtime.replacing import attention
-from schedlang.runtime.sharding import numbers, vocab
+from schedlang.runtime.sharding import numbers
 from schedlang.runtime.summing import gradient
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.place import rank

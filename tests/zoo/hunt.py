@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from schedlang.diagnostic import Refusal
-from schedlang.passes.proving.prove import prove
+from schedlang.passes.verifying.prove import prove
 from schedlang.report import Report
 from schedlang.runtime.launching.launch import Hang, Pool, RankDied
 from tests.engine import Faults, Threads
@@ -82,7 +82,7 @@ def _proof(spec: str, bug: Bug, scene: str, pool: Any, blame: bool) -> Report:
         if SCENES[scene].optimizer is not None:
             stack.enter_context(_second(SCENES[scene].optimizer))
         if not blame:
-            stack.enter_context(mock.patch("schedlang.passes.proving.prove.suspected", _unasked))
+            stack.enter_context(mock.patch("schedlang.passes.verifying.prove.suspected", _unasked))
         if bug.late:
             pool = stack.enter_context(Threads(Faults()))
         return prove(case(scene), pool=Mutated(pool, spec))  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ def _unasked(report: Report, *_: Any) -> Report:
 
 def _second(optimizer: Any) -> Any:
     """The second run of the proof with another optimizer."""
-    from schedlang.passes.proving import prove as proving
+    from schedlang.passes.verifying import prove as proving
 
     plain = proving.runs
 

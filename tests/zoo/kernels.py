@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from schedlang.kernels import rms_norm as norms
 from schedlang.runtime.drawing import draws
+from schedlang.runtime.logits import vocab
+from schedlang.runtime.regions.fuse import Fuse
 from schedlang.runtime.replacing import attention, kernel
-from schedlang.runtime.replacing.fuse import Fuse
-from schedlang.runtime.sharding import vocab
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.place import running_program
 

@@ -143,7 +143,7 @@ def reloaded_before_the_copy(patch: Patch, site: Site) -> None:
      " recomputed")  # fmt: skip
 def fused_region_draws_again(patch: Patch, site: Site) -> None:
     """A compiled region that is recomputed draws other masks than before."""
-    from schedlang.runtime.replacing.fuse import Fuse
+    from schedlang.runtime.regions.fuse import Fuse
 
     again, inside = in_recomputation(patch), [0]
     plain, key = Fuse.__call__, drawing._key

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from schedlang.passes.running import build
-from schedlang.runtime import program
+from schedlang.runtime import parts, program
 from schedlang.runtime.following.trace import LabelRule
 from schedlang.runtime.program import Program
 from schedlang.runtime.saving import holding
 from schedlang.runtime.staging import mail, stage, step
-from schedlang.runtime.summing import gradient, parts
+from schedlang.runtime.summing import gradient
 from schedlang.runtime.training import Training
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.heads import without

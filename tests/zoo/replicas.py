@@ -12,6 +12,7 @@ from schedlang.passes.running import build
 from schedlang.runtime import program
 from schedlang.runtime.collectives import ranks
 from schedlang.runtime.following.trace import LabelRule
+from schedlang.runtime.parts import split
 from schedlang.runtime.program import Program
 from schedlang.runtime.saving import holding
 from schedlang.runtime.staging import step
@@ -196,7 +197,7 @@ def everyone_reads_the_same(patch: Patch, site: Site) -> None:
         mine, weights, total = plain(self, batch, local)
         if a.ranks.mesh.size(a.replicas) == 1:
             return mine, weights, total
-        everyone = program.split(batch, a.ranks.mesh.size(a.replicas), a.micro)
+        everyone = split(batch, a.ranks.mesh.size(a.replicas), a.micro)
         return everyone[0], [a.weight(part.inputs) for part in everyone[0]], total
 
     patch.setattr(Program, "_parts", parts)

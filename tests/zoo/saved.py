@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from schedlang.runtime import program
+from schedlang.runtime import program, whole
 from schedlang.runtime.program import Program
-from schedlang.runtime.saving import archive, whole
+from schedlang.runtime.saving import archive
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.place import rank
 
@@ -93,7 +93,7 @@ def saved_wrong(patch: Patch, site: Site) -> None:
     """What is saved of slices is not what the program holds."""
     import torch
 
-    from schedlang.runtime.stepping.moments import local
+    from schedlang.runtime.saving.moments import local
 
     plain = Program.save
 

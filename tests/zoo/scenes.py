@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from schedlang.passes.proving.prove import Case
+from schedlang.passes.verifying.prove import Case
 from tests import expert_models, models, spacetime
 from tests.proofs import planned
 from tests.zoo import networks
@@ -255,6 +255,14 @@ SCENES: dict[str, Scene] = {
         "blocks.* compress(activations, int4, block=16)\nzero(stage=0, over=dp)\n"
         'pipeline(order="GPipe", micro=2)', "dp=2", lambda seed: points(seed, 10, (16,)),
         relax="lossy",
+    ),
+    "rounded parts": replace(
+        _block(networks.Residual, BLOCK + "\nblocks.* compress(activations, int4, block=8)"),
+        relax="lossy",
+    ),
+    "lent": Scene(
+        networks.made(lambda: networks.Points(*(networks.Residual() for _ in range(2)))),
+        f"offload(optimizer, to=peer, over=pp)\nblocks {PIPELINE}", "pp=2", points,
     ),
     "three by two": replace(_block(networks.Residual, BOTH), mesh="dp=3, tp=2"),
     "two by two": replace(_block(networks.Residual, BOTH), mesh="dp=2, tp=2"),

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from schedlang.passes.proving import compare, sides
-from schedlang.passes.proving import prove as proving
-from schedlang.runtime import program
+from schedlang.passes.verifying import prove as proving
+from schedlang.runtime import program, whole
 from schedlang.runtime.drawing import random as drawing
 from schedlang.runtime.launching.launch import Pool
-from schedlang.runtime.saving import whole
 from schedlang.runtime.summing import gradient
 from tests.zoo.bug import Patch, mutate
 from tests.zoo.place import rank

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from schedlang.kernels import add_norm, gated, held_cross_entropy, layer_norm, rope
 from schedlang.kernels.linear_cross_entropy import Sums
-from schedlang.runtime.replacing import lazy_logits
+from schedlang.runtime.logits import lazy_logits
 from tests.zoo.bug import Operator, Patch, Site, bug
 
 

@@ -14,9 +14,9 @@ from schedlang.runtime.context.described import is_causal, unknown
 from schedlang.runtime.context.known import followed, known
 from schedlang.runtime.context.products import ADDED, PRODUCTS, Scores, begin, follow
 from schedlang.runtime.context.seat import Call, How, Seat, seated
-from schedlang.runtime.following.counting import caller, firsts, items_of, lasts, upto
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.modes import Ambient, ambient
+from schedlang.runtime.slicing.counting import caller, firsts, items_of, lasts, upto
 from schedlang.runtime.slicing.slices import Place
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")

@@ -14,8 +14,8 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.context.seat import seated
 from schedlang.runtime.context.tokens import Tokens
 from schedlang.runtime.context.trial import layout_of, parted
+from schedlang.runtime.parts import dotted
 from schedlang.runtime.slicing.slice_trial import Trial, forward
-from schedlang.runtime.summing.parts import dotted
 
 MIXED = ("positions that it counts by shapes, or tokens that it mixes by other means than the"
          " attentions that rows name, are those of one rank only")  # fmt: skip

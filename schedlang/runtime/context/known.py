@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from schedlang.runtime.context.seat import Seat
-from schedlang.runtime.following.counting import items_of
+from schedlang.runtime.slicing.counting import items_of
 
 
 class Known(Tensor):

@@ -18,6 +18,7 @@ from schedlang.runtime.context.faults import fault
 from schedlang.runtime.context.products import Lines
 from schedlang.runtime.context.tokens import Tokens
 from schedlang.runtime.context.trial import parted
+from schedlang.runtime.parts import dotted
 from schedlang.runtime.slicing.slice_probe import (
     compare,
     dims_of,
@@ -28,7 +29,6 @@ from schedlang.runtime.slicing.slice_probe import (
     spread,
 )
 from schedlang.runtime.slicing.slice_trial import Seen, Trial, forward, watched
-from schedlang.runtime.summing.parts import dotted
 
 
 def probe(trial: Trial, kind: str, ranks: int, sites: Sequence[str]) -> Tokens:

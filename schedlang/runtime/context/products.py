@@ -16,8 +16,8 @@ from torch import Tensor
 from schedlang.runtime.context.described import unknown
 from schedlang.runtime.context.scores import RULES, State, plus, rows_of
 from schedlang.runtime.context.seat import How, Seat
-from schedlang.runtime.following.counting import caller
 from schedlang.runtime.modes import Ambient
+from schedlang.runtime.slicing.counting import caller
 from schedlang.runtime.slicing.slices import Place
 
 PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}

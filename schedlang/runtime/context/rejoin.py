@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from schedlang.runtime.attend import Layout
-from schedlang.runtime.summing.parts import Absent, dotted, stack
+from schedlang.runtime.parts import Absent, dotted, stack
 
 if TYPE_CHECKING:
     from schedlang.runtime.assembly import Assembly

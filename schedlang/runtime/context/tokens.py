@@ -14,8 +14,8 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.attend import Layout
 from schedlang.runtime.context.known import known
 from schedlang.runtime.context.seat import Exchange, Seat
+from schedlang.runtime.parts import Batch, Part, dotted, rows_of
 from schedlang.runtime.slicing.slices import Place, length_of, runs_along, sections
-from schedlang.runtime.summing.parts import Batch, Part, dotted, rows_of
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from schedlang.runtime.context.install import At, install, windows
 from schedlang.runtime.context.seat import Call, How, Seat
 from schedlang.runtime.context.together import Together
 from schedlang.runtime.context.tokens import Tokens
-from schedlang.runtime.following.record import loss_of
+from schedlang.runtime.parts import Part, rows_of
+from schedlang.runtime.recording.record import loss_of
 from schedlang.runtime.slicing.slice_trial import Seen, Trial, gradients_of, running
-from schedlang.runtime.summing.parts import Part, rows_of
 from schedlang.runtime.training import Training
 
 

@@ -1,1 +1,1 @@
-"""Forwards on the meta device: recorded, followed, typed and judged without values."""
+"""Forwards of sharded models on the meta device: which tensors differ by rank, told by shapes."""

@@ -13,12 +13,12 @@ from schedlang.placement import EVEN, P, Placement, R, Replicate, S, Uneven
 from schedlang.runtime.collectives.collective import Group
 from schedlang.runtime.following.follow import GATHER, Follower
 from schedlang.runtime.following.notes import Hoist, Mismatch, Note, Tag
-from schedlang.runtime.following.trace import tensors_in
+from schedlang.runtime.logits.vocab import ShardedLogits
+from schedlang.runtime.recording.torch_calls import tensors_in
 from schedlang.runtime.sharding.convolution import CHANNELS, CONVOLUTIONS
 from schedlang.runtime.sharding.crossing import block_sizes, dim_of, shared, switches
 from schedlang.runtime.sharding.shard import Edge, Sharded, is_main, on_first, on_result
 from schedlang.runtime.sharding.split_norm import NotSplit
-from schedlang.runtime.sharding.vocab import ShardedLogits
 
 PROJECTIONS = ("Linear", "Conv1D", *CONVOLUTIONS)
 PLAIN = (*PROJECTIONS, "Embedding")  # kinds split along one dim for each axis

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from schedlang.runtime.following.constants import on_meta
-from schedlang.runtime.following.meta import hollow_batch
-from schedlang.runtime.following.trace import name_of, tensors_in
+from schedlang.runtime.recording.constants import on_meta
+from schedlang.runtime.recording.meta import hollow_batch
+from schedlang.runtime.recording.torch_calls import name_of, tensors_in
 
 STREAM = ""  # what flows from block to block, embeddings and the batch among it
 MIXED = "@"  # tokens were mixed on the way, as in attention
@@ -116,11 +116,7 @@ class _Following(TorchFunctionMode):
         self.fed = fed
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the call and hand on what its inputs carry."""
         kwargs = dict(kwargs or {})

@@ -19,21 +19,13 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from schedlang.placement import Uneven
-from schedlang.runtime.following import repeats
+from schedlang.runtime.following import repeats, unevens
 from schedlang.runtime.following.meets import check_meeting
 from schedlang.runtime.following.notes import Mismatch, Note, Tag
 from schedlang.runtime.following.positions import reaches
-from schedlang.runtime.following.trace import (
-    Call,
-    Frame,
-    Recording,
-    Stack,
-    draws,
-    name_of,
-    tensors_in,
-)
+from schedlang.runtime.following.trace import Call, Frame, Recording, Stack, draws
 from schedlang.runtime.following.where import RESHAPES, Given, fitting, told_apart
-from schedlang.runtime.sharding import unevens
+from schedlang.runtime.recording.torch_calls import name_of, tensors_in
 from schedlang.runtime.sharding.dims import ALONG, FILLS, PARTS, block_cut, index_at
 
 GATHER = "gather the logits: `output=R` on the row of their module"
@@ -72,11 +64,7 @@ class Follower(TorchFunctionMode):
         tensor.__dict__["_schedlang_note"] = note
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the call, compare it with the original's and note what its results are."""
         kwargs = dict(kwargs or {})

@@ -5,7 +5,7 @@ There torch would spell it out, and a forward would seem to keep every attention
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,11 +46,7 @@ class Fused(Ambient):
     """Takes the fused operator wherever attention is computed, in recomputations too."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the call, fused where it is attention that can be."""
         kwargs = dict(kwargs or {})

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from schedlang.runtime.summing.parts import named_tensors, rows_of
+from schedlang.runtime.parts import named_tensors, rows_of
+from schedlang.runtime.recording.torch_calls import name_of, tensors_in
 
 Frame = tuple[str, int]  # a module and which of its calls
 
@@ -68,19 +69,7 @@ class Recording:
     lossless: bool = False  # neither the model nor a function of the user's gave a loss
     asked: bool = False  # the model asked for values, and may call other modules for others
     reached: frozenset[str] = frozenset()  # parameters that the loss depends on
-
-
-def name_of(func: Any) -> str:
-    """A readable name of a torch function or tensor method."""
-    name = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__") and hasattr(func, "__self__"):
-        return getattr(func.__self__, "__name__", name)
-    return name
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors of a nest of lists, tuples and dicts, in order."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    saved: dict[str, list[Any]] = field(default_factory=dict)  # by modules that are asked for
 
 
 def integers_in(tree: Any) -> tuple[int, ...]:
@@ -175,11 +164,7 @@ class Recorder(TorchFunctionMode):
         }
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the call and write it down."""
         kwargs = dict(kwargs or {})

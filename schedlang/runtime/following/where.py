@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from schedlang.placement import EVEN
 from schedlang.runtime.following.notes import Tag
-from schedlang.runtime.following.trace import name_of
+from schedlang.runtime.recording.torch_calls import name_of
 
 Shape = tuple[int, ...]
 RESHAPES = {"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"}

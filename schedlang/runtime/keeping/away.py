@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.runtime.keeping import copies
-from schedlang.runtime.keeping.leaving import give_back, local
 from schedlang.runtime.keeping.peer import Peer
-from schedlang.runtime.keeping.scratch import Scratch
 from schedlang.runtime.keeping.streamed import Window
-from schedlang.runtime.keeping.tiers import CPU, DEVICE, DISK, PEER, mark, plain_copy
 from schedlang.runtime.stepping.whole_step import WholeStep, step_on
+from schedlang.runtime.storage import copies
+from schedlang.runtime.storage.leaving import give_back, local
+from schedlang.runtime.storage.scratch import Scratch
+from schedlang.runtime.storage.tiers import CPU, DEVICE, DISK, PEER, mark, plain_copy
 from schedlang.runtime.summing.gradient import buckets, local_gradient
 
 UNDONE = "everything is as it was before the step"

@@ -1,29 +1,30 @@
 """Keep a module's saved activations as small whole numbers between forward and backward.
 
 Saved-tensor hooks around the forward of one module instance, as `offload` puts them.  What is kept
-as it is: parameters and buffers, what the module is given without a gradient (masks, tables of
-positions), whatever is no float, and what is too small to gain anything.  Draws follow from step,
-samples, module, call and the place among the tensors that the call saves, so that a tensor is
-rounded alike in every layout that cuts the batch in the same parts.
+as it is: parameters and buffers, in another dtype too, what the module is given without a gradient
+(masks, tables of positions), whatever is no float, and what is too small to gain anything.  Draws
+follow from step, samples, module, call and the place among the other floats that the call saves, so
+that a tensor is rounded alike in every layout that cuts the batch in the same parts.  Ranks that
+split a tensor draw alike for their parts of it: so copies of what they do not split stay alike.
+Inside of an offloaded module the whole numbers move.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from schedlang.runtime import scope
 from schedlang.runtime.forward import wrap
+from schedlang.runtime.keeping.offload import Move, back, mover
 from schedlang.runtime.keeping.rounded import Coding, Rounded, rounded
-from schedlang.runtime.keeping.tiers import reference_to
-
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+from schedlang.runtime.storage.own import given_whole, is_candidate, is_copy, own, place
+from schedlang.runtime.storage.tiers import reference_to
 
 
 @dataclass
@@ -60,20 +61,16 @@ class Code:
         """Run `inner` with the hooks on; plainly where no gradient is recorded."""
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        call = _Call(self, _words(self), given_whole((args, kwargs)))
+        call = _Call(self, _words(self), given_whole((args, kwargs)), mover())
         try:
             with torch.autograd.graph.saved_tensors_hooks(call.pack, unpack):
                 return inner(*args, **kwargs)
         finally:
             call.known.clear()
 
-    def own(self) -> Iterator[int]:
-        """Where parameters and buffers lie now: FSDP gathers them during forward."""
-        for group in (self.module.parameters(), self.module.buffers()):
-            for each in group:
-                with torch.no_grad():
-                    local = each.to_local() if hasattr(each, "to_local") else each
-                yield place(local)
+    def holds(self, tensor: Tensor) -> bool:
+        """Is a tensor one of the module's own, as it is stored or cast?"""
+        return any(place(one) == place(tensor) or is_copy(tensor, one) for one in own(self.module))
 
 
 def _words(layer: Code) -> tuple[object, ...]:
@@ -85,12 +82,12 @@ def _words(layer: Code) -> tuple[object, ...]:
     return (layer.fqn, scope.next_call(f"{layer.fqn} coded"), here.step, here.samples)
 
 
-def given_whole(arguments: Any) -> frozenset[int]:
-    """Where the tensors lie that a module is given as they are: without a gradient, or weights."""
-    tensors = (t for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor))
-    return frozenset(
-        place(t) for t in tensors if not t.requires_grad or isinstance(t, nn.Parameter)
-    )
+@dataclass(frozen=True)
+class Moved:
+    """A tensor in whole numbers that have left the device."""
+
+    rest: Rounded
+    codes: Any
 
 
 @dataclass
@@ -100,12 +97,15 @@ class _Call:
     layer: Code
     words: tuple[object, ...]
     given: frozenset[int]
+    move: Move
     saved: int = 0
     rows: set[tuple[int, ...]] = field(default_factory=set)  # of what was saved, less the last dim
-    known: dict[tuple[object, ...], tuple[Any, Rounded]] = field(default_factory=dict)
+    known: dict[tuple[object, ...], tuple[Any, Rounded | Moved]] = field(default_factory=dict)
 
-    def pack(self, tensor: Tensor) -> Tensor | Rounded:
+    def pack(self, tensor: Tensor) -> Any:
         """What autograd keeps of a tensor; one that is saved twice is kept once."""
+        if not is_candidate(tensor, self.given) or self.layer.holds(tensor):
+            return self.move(tensor)
         self.saved += 1
         reference = reference_to(tensor)  # keeps the place, not the memory
         key = (reference.cdata, tensor._version, tensor.dtype, *_view(tensor))
@@ -113,36 +113,49 @@ class _Call:
             stays = self.stays(tensor)
             self.rows.add(tuple(tensor.shape[:-1]))
             if stays:
-                return tensor
-            made = rounded(tensor, self.layer.coding, stream(*self.words, self.saved))
-            self.known[key] = reference, made
-            self.layer.tally.note(tensor, made)
+                return self.move(tensor)
+            self.known[key] = reference, self.coded(tensor)
         made = self.known[key][1]
-        if made.shape == tensor.shape:
-            return made
-        dense = torch.empty(tensor.shape, device="meta").stride()
-        return replace(made, shape=tensor.shape, stride=dense)
+        if isinstance(made, Rounded):
+            return _shaped(made, tensor.shape)
+        return replace(made, rest=_shaped(made.rest, tensor.shape))
+
+    def coded(self, tensor: Tensor) -> Rounded | Moved:
+        """A tensor in whole numbers, which move where tensors do."""
+        made = rounded(tensor, self.layer.coding, stream(*self.words, self.saved))
+        self.layer.tally.note(tensor, made)
+        codes = self.move(made.codes)
+        return made if codes is made.codes else Moved(replace(made, codes=_NONE), codes)
 
     def stays(self, tensor: Tensor) -> bool:
-        """Is a tensor kept as it is?"""
-        if type(tensor) is not Tensor or tensor.layout != torch.strided:
+        """Is what could be coded kept as it is?"""
+        if tensor.numel() < self.layer.coding.block or tensor.shape[-1] == 1:
             return True
-        if tensor.dtype not in _FLOATS or tensor.numel() < self.layer.coding.block:
-            return True
-        if tensor.is_neg() or tensor.is_inference() or tensor.shape[-1] == 1:
+        if tensor.is_neg() or tensor.is_inference():
             return True
         if tensor.dim() > 2 and tuple(tensor.shape) in self.rows:  # sums of rows, as attention's
             return True
-        size = tensor.untyped_storage().nbytes()
-        if tensor.numel() * tensor.element_size() > size:  # expanded from something smaller
-            return True
-        where = place(tensor)
-        return where in self.given or where in set(self.layer.own()) or extreme(tensor)
+        takes = self.layer.coding.kept(tensor.numel(), tensor.element_size())
+        return takes >= tensor.untyped_storage().nbytes() or extreme(tensor)  # if it is expanded
 
 
-def unpack(packed: Tensor | Rounded) -> Tensor:
+_NONE = torch.empty(0, dtype=torch.uint8)
+
+
+def _shaped(made: Rounded, shape: torch.Size) -> Rounded:
+    """The same elements in another shape."""
+    if made.shape == shape:
+        return made
+    return replace(made, shape=shape, stride=torch.empty(shape, device="meta").stride())
+
+
+def unpack(packed: Any) -> Tensor:
     """What backward is given."""
-    return packed.tensor() if isinstance(packed, Rounded) else packed
+    if isinstance(packed, Rounded):
+        return packed.tensor()
+    if isinstance(packed, Moved):
+        return replace(packed.rest, codes=back(packed.codes)).tensor()
+    return back(packed)
 
 
 def extreme(tensor: Tensor) -> bool:
@@ -159,12 +172,6 @@ def stream(*words: object) -> int:
     """The stream of draws of one saved tensor, as a signed 64-bit number."""
     digest = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
-
-
-def place(tensor: Tensor) -> int:
-    """Equal for tensors in the same memory, or in the same that is not there."""
-    storage = tensor.untyped_storage()
-    return int(storage._cdata) if tensor.is_meta else int(storage.data_ptr())
 
 
 def _view(tensor: Tensor) -> tuple[object, ...]:

@@ -21,12 +21,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from schedlang.runtime.following.burden import key_of, operations
 from schedlang.runtime.forward import layers_of, wrap
 from schedlang.runtime.keeping.chosen import alias, draws, fresh
 from schedlang.runtime.keeping.generators import Replayed, default_generators
 from schedlang.runtime.keeping.recompute import versions, written_twice
 from schedlang.runtime.keeping.remat import Block, Node, Outside, Pool, Ref
+from schedlang.runtime.recording.burden import key_of, operations
 
 _SENDS = ("c10d", "_c10d_functional", "c10d_functional")
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from schedlang.regions.operators import Key, Operator
-from schedlang.runtime.following.burden import Burden, key_of, operations
 from schedlang.runtime.keeping import offload
 from schedlang.runtime.keeping.chosen import Turns, fresh
+from schedlang.runtime.recording.burden import Burden, key_of, operations
 
 
 @dataclass

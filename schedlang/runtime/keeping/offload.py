@@ -9,6 +9,7 @@ copies are as real, so that a `Ledger` shows what lies where.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,9 +22,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from schedlang.runtime import scope
 from schedlang.runtime.forward import wrap
-from schedlang.runtime.keeping import copies
-from schedlang.runtime.keeping.scratch import Scratch
-from schedlang.runtime.keeping.tiers import CPU, DEVICE, DISK, gone, reference_to
+from schedlang.runtime.storage import copies
+from schedlang.runtime.storage.own import place, places
+from schedlang.runtime.storage.scratch import Scratch
+from schedlang.runtime.storage.tiers import CPU, DEVICE, DISK, gone, reference_to
 
 SMALLEST = 1 << 16  # bytes; what is smaller costs more to move than to keep
 
@@ -143,7 +145,7 @@ class Offload:
                 return tensor
             return _Packed(call, call.keep(tensor), tensor)
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+        with _moving(pack), torch.autograd.graph.saved_tensors_hooks(pack, back):
             output = inner(*args, **kwargs)
         self.store.end()
         return output
@@ -156,21 +158,13 @@ class Offload:
         if tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
             return True
         storage = tensor.untyped_storage()
-        if storage.nbytes() < self.store.smallest or _place(tensor) == 0:
+        if storage.nbytes() < self.store.smallest or place(tensor) == 0:
             return True
         home = next(self.module.parameters(), tensor).device
-        if tensor.device != home or _place(tensor) in set(self._own()):
+        if tensor.device != home or place(tensor) in set(places(self.module)):
             return True
         self.store.track(DEVICE, tensor)
         return False
-
-    def _own(self) -> Iterator[int]:
-        """Where parameters and buffers lie now: FSDP gathers those of submodules during forward."""
-        for group in (self.module.parameters(), self.module.buffers()):
-            for each in group:
-                with torch.no_grad():
-                    local = each.to_local() if hasattr(each, "to_local") else each
-                yield _place(local)
 
 
 class _Packed:
@@ -190,9 +184,34 @@ class _Packed:
         return empty.set_(raw.untyped_storage(), *self.view)
 
 
-def _unpack(packed: Any) -> Tensor:
+def back(packed: Any) -> Tensor:
+    """A saved tensor again, from what was kept in its place."""
     unpacked: Tensor = packed.tensor() if isinstance(packed, _Packed) else packed
     return unpacked
+
+
+Move = Callable[[Tensor], Any]  # a tensor to what is kept in its place
+
+
+class _Here(threading.local):
+    move: Move | None = None
+
+
+_here = _Here()
+
+
+def mover() -> Move:
+    """How an offloaded module around what runs keeps a tensor; as it is where there is none."""
+    return _here.move or (lambda tensor: tensor)
+
+
+@contextmanager
+def _moving(move: Move) -> Iterator[None]:
+    before, _here.move = _here.move, move
+    try:
+        yield
+    finally:
+        _here.move = before
 
 
 class _Call:
@@ -257,12 +276,6 @@ class _Copy:
         self.reload()
         assert self.raw is not None
         return copies.ready(self.raw, self.ready)
-
-
-def _place(tensor: Tensor) -> int:
-    """Equal for tensors in the same memory, or in the same that is not there."""
-    storage = tensor.untyped_storage()
-    return int(storage._cdata) if tensor.is_meta else int(storage.data_ptr())
 
 
 def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:

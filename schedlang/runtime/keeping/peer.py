@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from schedlang.runtime.collectives.collective import Group, count
-from schedlang.runtime.keeping.leaving import local
-from schedlang.runtime.keeping.tiers import PEER, mark
+from schedlang.runtime.storage.leaving import local
+from schedlang.runtime.storage.tiers import PEER, mark
 
 _KEPT = -1  # a header that says: what you hold is still right
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from schedlang.runtime.following.trace import name_of
 from schedlang.runtime.keeping.generators import Replayed, own_generators
+from schedlang.runtime.recording.torch_calls import name_of
+from schedlang.runtime.recording.units import Switch
 from schedlang.runtime.staging.arguments import put, take
-from schedlang.runtime.staging.units import Switch
 
 SHOWN = 40  # characters of a value in a message
 _OURS = ("torch", "schedlang")

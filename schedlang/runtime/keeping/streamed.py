@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from schedlang.runtime.forward import wrap
-from schedlang.runtime.keeping import copies
+from schedlang.runtime.storage import copies
 
 
 class Held:

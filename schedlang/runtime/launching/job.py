@@ -111,6 +111,6 @@ def unpickled(data: bytes) -> BaseException | None:
     """The exception in what a rank sent, or None if there is none that can be read here."""
     try:
         error = pickle.loads(data) if data else None
-    except Exception:
+    except Exception:  # it may be of a class that only the rank has: its text is shown
         return None
     return error if isinstance(error, BaseException) else None

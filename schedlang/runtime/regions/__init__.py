@@ -1,1 +1,1 @@
-"""Regions inside a module: its data flow, what a pattern matches there, and what runs instead."""
+"""Regions inside a module: what a pattern matches there, what runs instead, what inductor fuses."""

@@ -209,7 +209,7 @@ def _ours(hook: Any) -> bool:
 
 def without_bias(module: nn.Module, x: Tensor) -> Tensor:
     """The product of a projection, by its parts where it is sharded; its bias is added outside."""
-    from schedlang.runtime.replacing.decomposed import product
+    from schedlang.runtime.regions.decomposed import product
 
     return product(module, x)
 
@@ -227,5 +227,5 @@ def owned(module: nn.Module) -> bool:
     """Has the module's own forward something else in its place?"""
     layers = layers_of(module)
     return layers is not None and (
-        layers.original is not None or bool({"kernel", "context"} & set(layers.kinds))
+        layers.original is not None or bool({"kernel", "attend", "context"} & set(layers.kinds))
     )

@@ -12,10 +12,10 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.patterns import Pattern
 from schedlang.runtime.forward import layers_of, wrap
 from schedlang.runtime.regions.flow import Given, Looked, flow, given_of, owned
+from schedlang.runtime.regions.fuse import unavailable
 from schedlang.runtime.regions.match import Match, Miss, matches
 from schedlang.runtime.regions.rewrite import How, Region, Rewritten, rewritten
 from schedlang.runtime.regions.whole import whole
-from schedlang.runtime.replacing.fuse import unavailable
 
 
 @dataclass(frozen=True)

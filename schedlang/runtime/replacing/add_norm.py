@@ -10,18 +10,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
 from schedlang.diagnostic import Refusal
-from schedlang.kernels.add_norm import Case, Form, add_norm
+from schedlang.kernels.add_norm import LONGEST, Case, Form, add_norm, fits
 from schedlang.kernels.device import wide
 from schedlang.kernels.norms import Norm, probe_norm
 from schedlang.kernels.probe import Mismatch
 from schedlang.runtime.regions.flow import Given, Looked, flow, imagined, touched
 from schedlang.runtime.regions.ops import name_of, shown, writes
+from schedlang.runtime.replacing.left import leave
 from schedlang.runtime.replacing.rebound import decorated
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -131,7 +132,7 @@ def _is_sum(node: fx.Node, module: nn.Module) -> bool:
 
 
 def _rewritten(
-    graph: fx.Graph, found: list[Place], norms: Mapping[str, Norm]
+    graph: fx.Graph, found: list[Place], norms: Mapping[str, Norm], module: nn.Module
 ) -> Callable[..., Any]:
     """The flow with each place as one call, as a function of the module and its arguments."""
     taken: set[fx.Node] = set()
@@ -142,7 +143,7 @@ def _rewritten(
         name = str(place.norm.target)
         with graph.inserting_before(place.total):
             owner = graph.get_attr(name)
-            both = graph.call_function(Adding(norms[name]), (owner, *place.total.args))
+            both = graph.call_function(Adding(norms[name], module), (owner, *place.total.args))
             parts = [graph.call_function(_part, (both, index)) for index in (0, 1)]
         for old, new in zip((place.norm, place.total), parts[::-1]):
             old.replace_all_uses_with(new)
@@ -163,18 +164,21 @@ def _part(both: tuple[Tensor, Tensor], index: int) -> Tensor:
 
 
 class Adding:
-    """One call of the kernel, with the parameters that a norm has then."""
+    """One call of the kernel in a module, with the parameters that a norm has then."""
 
     __name__ = "add_norm"
 
-    def __init__(self, norm: Norm) -> None:
-        self.norm = norm
+    def __init__(self, norm: Norm, module: nn.Module) -> None:
+        self.norm, self.module = norm, module
 
     def __call__(self, owner: nn.Module, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """(sum, norm); apart where the two are not of one shape and type."""
-        if a.shape != b.shape or a.dtype != b.dtype:
+        """(sum, norm); apart where the two are not of one shape."""
+        if not fits(a, b):
+            leave(self.module, "add_norm", "it adds two tensors of one shape", a=a, b=b)
             total = a + b
             return total, owner(total)
+        if a.shape[-1] > LONGEST:
+            leave(self.module, "add_norm", f"its rows have at most {LONGEST} numbers", a=a)
         norm = self.norm
         weight = a.new_ones(a.shape[-1]) if norm.weight is None else getattr(owner, norm.weight)
         bias = getattr(owner, norm.bias) if norm.bias is not None else None
@@ -186,6 +190,14 @@ def _form(norm: Norm, kind: torch.dtype) -> Form:
     return Form(norm.kind == "layer_norm", eps, norm.offset, norm.rounding)
 
 
+class Made(NamedTuple):
+    """A rewritten forward, the names of its arguments, and why norms are left out of it."""
+
+    run: Callable[..., Any]
+    names: tuple[str, ...]
+    left: tuple[str, ...]
+
+
 class Summing:
     """The layer that runs a module's rewritten forward; one for each set of constants."""
 
@@ -193,7 +205,7 @@ class Summing:
 
     def __init__(self, module: nn.Module, found: Sums) -> None:
         self.module, self.found = module, found
-        self.made: dict[Any, tuple[Callable[..., Any], tuple[str, ...]]] = {}
+        self.made: dict[Any, Made] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies look anew: what is done to their children may differ."""
@@ -209,11 +221,24 @@ class Summing:
         key = given.key, tuple(m.training for m in self.module.modules())
         if key not in self.made:
             self.made[key] = self._make(given)
-        run, names = self.made[key]
-        return run(module, *(given.tensors[name] for name in names))
+        made = self.made[key]
+        for why in made.left:
+            leave(module, "add_norm", why)
+        return made.run(module, *(given.tensors[name] for name in made.names))
 
-    def _make(self, given: Given) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    def _make(self, given: Given) -> Made:
         graph = _flow(self.module, given)
         names = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
         found = places(graph, self.module, self.found.norms)
-        return _rewritten(graph, found, self.found.norms), names
+        fused = {str(place.norm.target) for place in found}
+        called = {str(node.target) for node in graph.nodes if node.op == "call_module"}
+        apart = [name for name in self.found.norms if name in called - fused]
+        left = tuple(_apart(name, self.module.get_submodule(name)) for name in apart)
+        return Made(_rewritten(graph, found, self.found.norms, self.module), names, left)
+
+
+def _apart(name: str, norm: nn.Module) -> str:
+    """Why a norm that was found right after a sum is called apart from it."""
+    if touched(norm):
+        return f"`{name}` has hooks, a layout, a row or a unit of its own, and is called by itself"
+    return f"in this call no sum stands right before `{name}`"

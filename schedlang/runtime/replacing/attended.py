@@ -68,7 +68,7 @@ def put_in(module: nn.Module, kernel: str, names: tuple[str, ...], ear: Ear | No
         if ear is not None:
             vars(part)[_EAR] = ear
     if not names:
-        wrap(module, "kernel", Hearing(kernel, ear))
+        wrap(module, "attend", Hearing(kernel, ear))
 
 
 def _registered(kernel: str, eager: bool) -> str:

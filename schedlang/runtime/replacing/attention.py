@@ -24,9 +24,11 @@ from torch import Tensor, nn
 from schedlang.kernels.probe import Mismatch, bare_copy
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.replacing.left import leave
 
 TOLERANCE = 1e-9
 _SDPA = "schedlang_sdpa"
+_BLIND = "a query sees no key (padding on its left), and torch's kernel gives wrong gradients"
 _FIELD = "_attn_implementation_internal"
 
 
@@ -57,6 +59,7 @@ def _register() -> Callable[..., Any]:
             module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any
         ) -> Any:
             if mask is not None and "softcap" not in more and _has_blind_rows(mask):
+                leave(module, "sdpa", _BLIND, mask=mask)
                 return _plain_attention(q, k, v, mask, **more), None
             # masks come in eager's form, complete: without one nothing is masked, also where
             # the module calls itself causal

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.kernels.check import Case
-from schedlang.kernels.device import wide
+from schedlang.kernels.device import LONGEST, wide
+from schedlang.kernels.layer_norm import LONGEST as LONGEST_CENTRED
 from schedlang.kernels.layer_norm import layer_norm
 from schedlang.kernels.norms import Norm, probe_norm
 from schedlang.kernels.probe import Mismatch
 from schedlang.kernels.rms_norm import rms_norm
 from schedlang.kernels.sharding import install
 from schedlang.runtime.forward import Layer, layers_of, the_input, wrap
+from schedlang.runtime.logits.head import Head, Waiting, probe_head, probe_held
 from schedlang.runtime.modes import outside
 from schedlang.runtime.replacing.adapters import Adapted, match_adapter
 from schedlang.runtime.replacing.add_norm import Summing, Sums, probe_sums
@@ -32,10 +34,11 @@ from schedlang.runtime.replacing.attention import (
     replace_attention,
 )
 from schedlang.runtime.replacing.expert_kernel import GroupedExperts, GroupedForm, probe_grouped
-from schedlang.runtime.replacing.head import Head, Waiting, probe_head, probe_held
+from schedlang.runtime.replacing.left import leave
 from schedlang.runtime.replacing.mlp import Gated, GatedMlp, probe_gated
 from schedlang.runtime.replacing.named import NAMED, Named, NamedNorm, probe_named
-from schedlang.runtime.replacing.rope import Rotary, Turning, probe_rope
+from schedlang.runtime.replacing.rope import Rotary, probe_rope
+from schedlang.runtime.replacing.turned import Turning
 
 Found = Norm | Attention | Adapted | Head | Gated | GroupedForm | Named | Rotary | Sums
 
@@ -118,6 +121,9 @@ class Normed:
         """Normalise the one input; `inner` is not called."""
         x = the_input(self.module, args, kwargs)
         norm = self.norm
+        longest = LONGEST if norm.kind == "rms_norm" else LONGEST_CENTRED
+        if x.shape[-1] > longest:
+            leave(self.module, norm.kind, f"its rows have at most {longest} numbers", x=x)
         if norm.weight is None:
             weight = x.new_ones(x.shape[-1])  # its gradient is made as well, and left
         else:
@@ -135,10 +141,15 @@ LAYERS: Mapping[type, Callable[[nn.Module, Any], Layer]] = {
 }  # fmt: skip
 
 
-def kernel_of(module: nn.Module) -> str | None:
-    """Which of KERNELS `replace` gave to this module itself, if any."""
+def kernels_of(module: nn.Module) -> tuple[str, ...]:
+    """Which of KERNELS `replace` gave to this module itself."""
     layers = layers_of(module)
-    if layers is not None and "kernel" in layers.kinds:
-        found: str = getattr(layers.kinds["kernel"], "kernel")  # noqa: B009
-        return found
-    return "sdpa" if is_fused(module) else kernel_in(module)
+    put = layers.kinds if layers is not None else {}
+    found = [getattr(put[kind], "kernel", None) for kind in ("kernel", "attend") if kind in put]
+    found.append("sdpa" if is_fused(module) else kernel_in(module))
+    return tuple(name for name in found if name is not None)
+
+
+def kernel_of(module: nn.Module) -> str | None:
+    """The first of them, if any."""
+    return next(iter(kernels_of(module)), None)

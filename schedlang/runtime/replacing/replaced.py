@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.runtime.following.meta import copy_with
+from schedlang.runtime.recording.meta import copy_with
 
 Names = Mapping[str, str | Sequence[str]]  # own name -> the name, or names, that it is made of
 
@@ -59,8 +59,9 @@ class Joined(nn.Module):
             self.register_parameter(name, parameter)
         for name, child in old.named_children():
             self.add_module(name, _bare(child))
-        # no module of the tree: its own parameters have neither values nor names of their own
-        self.__dict__["inner"] = inner
+        # no module of the tree: its own parameters have neither values nor names of their own.
+        # Last, for a child that it took over is emptied with it: the parameters are held by now
+        self.__dict__["inner"] = inner.to("meta")
         self.names = {own: (of,) if isinstance(of, str) else tuple(of) for own, of in names.items()}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -179,7 +180,7 @@ def _renamed(fqn: str, old: nn.Module, new: nn.Module, names: Names, name: str) 
     if any(True for _ in new.buffers()) or any(True for _ in old.buffers()):
         raise misfit(fqn, name, "buffers cannot be renamed",
                      helps=("keep the names of parameters",))  # fmt: skip
-    return Joined(old, new.to("meta"), told).train(old.training)
+    return Joined(old, new, told).train(old.training)
 
 
 def _joined_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

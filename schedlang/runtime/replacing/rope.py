@@ -1,29 +1,25 @@
-"""Rotary embeddings by one kernel, in the attention of chosen modules only.
+"""Which functions of a module's file turn queries and keys, and how: told by running them.
 
 A module's forward calls a function of its own file that turns queries and keys.  Which function
-that is, and how it turns, is found by running the functions that the forward names.  The module
-then runs its forward with another function under that name: the file, and all other modules, are
-left as they are.
+that is, and how it turns, is found by running the functions that the forward names; turned.py lets
+the kernel take its place.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.kernels.probe import TOLERANCE, Mismatch, relative
-from schedlang.kernels.rope import Case, Form, reference, rope
+from schedlang.kernels.rope import Case, Form, reference
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.replacing.rebound import decorated, other_names
 
 _SIZE, _TOKENS, _HEADS = 8, 5, (4, 3)
 _ORDERS = {4: (("q", "k", "cos", "sin"),), 3: (("q", "cos", "sin"), ("q", "sin", "cos"))}
@@ -64,9 +60,6 @@ class Rotary:
             for form in forms
             for index, dtype in enumerate(("float32", "bfloat16"))
         ]
-
-
-# -- finding it ------------------------------------------------------------------------------------
 
 
 def probe_rope(module: nn.Module) -> Rotary | Mismatch:
@@ -274,83 +267,3 @@ def _rounding(function: Any, found: Rotation, angles: int) -> Rotation | Mismatc
             f"{shares[best]:.0%} of bits agree"
         )
     return replace(found, form=best)
-
-
-# -- using it --------------------------------------------------------------------------------------
-
-
-class Turning:
-    """The layer that runs a module's own forward with the kernel in place of its functions."""
-
-    kernel = "rope"
-
-    def __init__(self, module: nn.Module, found: Rotary) -> None:
-        self.module, self.found = module, found
-        forward: Any = type(module).forward
-        space = inspect.unwrap(forward).__globals__
-        turning = {each.name: _turning(space[each.name], each) for each in found.rotations}
-        self.forward = decorated(forward, partial(other_names, named=turning))
-
-    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The module's class's forward; `inner`, which is the same, is not called."""
-        return self.forward(self.module, *args, **kwargs)
-
-
-def _turning(original: Any, found: Rotation) -> Callable[..., Any]:
-    """The kernel under the signature of the function; that function for what it does not take."""
-    needed = len(found.order)
-    usual = dict(zip(found.names[needed:], found.defaults))
-
-    def turn(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(found.names, args))
-        given.update(kwargs)
-        more = {name: value for name, value in given.items() if name not in found.names[:needed]}
-        second = found.second and more.pop("unsqueeze_dim", None) == 2
-        known = all(name in usual and value is usual[name] for name, value in more.items())
-        tensors: Any = {what: given.get(name) for what, name in zip(found.order, found.names)}
-        form = replace(found.form, heads=2) if second else found.form
-        flat = found.flat and getattr(tensors["q"], "ndim", 0) == 3
-        if flat:
-            tensors = {n: t[None] if isinstance(t, Tensor) else t for n, t in tensors.items()}
-        width = _width(found, form, **tensors) if known else 0
-        if not width:
-            return original(*args, **kwargs)
-        made = rope(tensors["q"], tensors.get("k"), tensors["cos"], tensors["sin"], width, form)
-        if not flat:
-            return made
-        return tuple(y[0] for y in made) if isinstance(made, tuple) else made[0]
-
-    return turn
-
-
-def _width(
-    found: Rotation, form: Form, q: Any = None, k: Any = None, cos: Any = None, sin: Any = None
-) -> int:
-    """How many numbers of a head are turned; 0 where the kernel does not take these tensors."""
-    keys = () if "k" not in found.order else (k,)
-    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, *keys)):
-        return 0
-    if not all(isinstance(t, Tensor) and t.dim() == 3 for t in (cos, sin)):
-        return 0
-    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        raise _learned(found.name)
-    rows, tokens, size = q.shape[0], q.shape[3 - form.heads], q.shape[3]
-    width: int = cos.shape[2] * (1 + found.doubled)
-    # sizes may be symbols here, which torch.compile compares rightly only one by one
-    fits = (cos.shape[0] == 1 or cos.shape[0] == rows) and cos.shape[1] == tokens
-    fits = fits and all(a == b for a, b in zip(cos.shape, sin.shape))
-    alike = all(x.shape[0] == rows and x.shape[3 - form.heads] == tokens and x.shape[3] == size
-                and x.dtype == q.dtype for x in keys)  # fmt: skip
-    whole = width == size or (found.partial and width < size and width % 2 == 0)
-    return width if fits and alike and whole else 0
-
-
-def _learned(name: str) -> Refusal:
-    return Refusal(
-        Diagnostic(
-            "S871",
-            f"the angles that `{name}` is given need a gradient",
-            notes=("the kernel `rope` turns by constant angles, and gives none",),
-            helps=("leave this attention as it is",),
-        )
-    )

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.following.meta import copy_with
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.recording.meta import copy_with
 from schedlang.runtime.sharding.numbers import numbers_of, set_number
 
 TOLERANCE = 1e-9

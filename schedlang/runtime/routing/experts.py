@@ -26,7 +26,7 @@ from schedlang.runtime.routing.expert_inner import Inner
 from schedlang.runtime.routing.expert_probe import Experts
 from schedlang.runtime.sharding.crossing import shared
 from schedlang.runtime.sharding.numbers import number_at, set_number
-from schedlang.runtime.sharding.shard import Edge, Forward
+from schedlang.runtime.sharding.shard import Edge, Forward, Sharded
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,9 @@ class Routing:
     inner: Inner | None = None
     within: str = ""
 
-
-def expert_forward(module: nn.Module, inner: Forward, edges: tuple[Edge, ...]) -> Forward:
-    """A module of experts of which this rank holds a part; slow axes come first."""
-    routing = edges[0].told
-    assert isinstance(routing, Routing)
-    return Spread(module, inner, edges, routing)
+    def forward_of(self, sharded: Sharded) -> Forward:
+        """A module of experts of which this rank holds a part; slow axes come first."""
+        return Spread(sharded.module, sharded.inner, sharded.edges, self)
 
 
 class Spread:

@@ -1,1 +1,1 @@
-"""Checkpoints: whole tensors, under any layout."""
+"""Checkpoints: parts of tensors and of what optimizers know, under any layout."""

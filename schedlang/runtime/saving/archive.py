@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from schedlang.diagnostic import Diagnostic, Refusal, quoted
+from schedlang.runtime.saving import residue
 from schedlang.runtime.saving.boxes import (
     FAILURES,
     INDEX,
@@ -24,9 +25,8 @@ from schedlang.runtime.saving.boxes import (
     whole,
     write,
 )
-from schedlang.runtime.saving.folder import agreed, gathered, newest, replace_folder, together
 from schedlang.runtime.saving.holding import blocks
-from schedlang.runtime.stepping.moments import (
+from schedlang.runtime.saving.moments import (
     Moments,
     described,
     grouped_otherwise,
@@ -35,7 +35,7 @@ from schedlang.runtime.stepping.moments import (
     named,
     put_back,
 )
-from schedlang.runtime.summing import residue
+from schedlang.runtime.storage.folder import agreed, gathered, newest, replace_folder, together
 from schedlang.runtime.summing.replicas import reshard
 
 if TYPE_CHECKING:
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 CONTENTS = ("schedlang",)  # where the small things lie
 VERSION = 1
+
+SAME_MODEL = "build the program of a model with these names: the one that was saved"
+TRAINED = "build the program with the `freeze` rows and `requires_grad` that it was saved under"
 
 
 def save(program: Program, path: str | os.PathLike[str]) -> None:
@@ -200,7 +203,7 @@ def _check(program: Program, contents: Mapping[str, Any], told: Moments) -> None
     here = {name: list(holding.layout.shape) for name, holding in a.holdings.items()}
     here |= {name: list(buffer.shape) for name, buffer in _buffers(program).items()}
     saved = {**contents["parameters"], **contents["buffers"]}
-    _same_names("S634", "the checkpoint does not fit this model", saved, here)
+    _same_names("S634", "the checkpoint does not fit this model", saved, here, SAME_MODEL)
     dtypes = _dtypes(program)
     for name, shape in here.items():
         ours, theirs = (dtypes[name], shape), (contents["dtypes"][name], saved[name])
@@ -226,15 +229,19 @@ def _check_optimizer(kind: str, names: set[str], told: Moments) -> None:
         raise _other_optimizer("the checkpoint was saved without one")
     if told.kind != kind:
         raise _other_optimizer(f"it was saved from `{told.kind}`, and here is `{kind}`")
-    _same_names("S636", "the checkpoint's optimizer trained other parameters", told.of, names)
+    _same_names(
+        "S636", "the checkpoint's optimizer trained other parameters", told.of, names, TRAINED
+    )
 
 
-def _same_names(code: str, title: str, saved: Iterable[str], here: Iterable[str]) -> None:
+def _same_names(
+    code: str, title: str, saved: Iterable[str], here: Iterable[str], help_: str
+) -> None:
     missing, unknown = sorted(set(here) - set(saved)), sorted(set(saved) - set(here))
     notes = [f"missing in the checkpoint: {quoted(missing)}"] if missing else []
     notes += [f"unknown here: {quoted(unknown)}"] if unknown else []
     if notes:
-        raise Refusal(Diagnostic(code, title, notes=tuple(notes)))
+        raise Refusal(Diagnostic(code, title, notes=tuple(notes), helps=(help_,)))
 
 
 def _take_over(program: Program, values: Mapping[str, Tensor]) -> None:
@@ -262,6 +269,7 @@ def _unwritten(target: Path, error: BaseException) -> Diagnostic:
     return Diagnostic(
         "S631", f"the checkpoint `{target}` cannot be written",
         notes=(reason(error), "what was there before is as it was"),
+        helps=("give another folder, one that every rank can write",),
     )  # fmt: skip
 
 
@@ -269,6 +277,7 @@ def _unread(target: Path, error: BaseException) -> Diagnostic:
     return Diagnostic(
         "S633", f"the checkpoint `{target}` cannot be read",
         notes=(reason(error), "the program is as it was"),
+        helps=("name the folder that `program.save` wrote",),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.runtime.saving.folder import agreed, replace_folder
+from schedlang.runtime.storage.folder import agreed, replace_folder
 
 if TYPE_CHECKING:
     from schedlang.runtime.program import Program

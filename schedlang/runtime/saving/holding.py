@@ -13,7 +13,7 @@ from torch import Tensor
 
 from schedlang.mesh import Mesh
 from schedlang.placement import Layout, Segment
-from schedlang.runtime.saving.folder import gathered
+from schedlang.runtime.storage.folder import gathered
 from schedlang.runtime.summing.gradient import buckets
 
 

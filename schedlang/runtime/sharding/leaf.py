@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from schedlang.runtime.routing.experts import expert_forward
 from schedlang.runtime.sharding import cube, grid, split_norm
 from schedlang.runtime.sharding.convolution import CONVOLUTIONS, POOLS, convolution, pool
 from schedlang.runtime.sharding.shard import Edge, Forward, Sharded, embedding, projection, region
@@ -30,7 +29,7 @@ CHOSEN: Mapping[str, Callable[[Sharded], Forward]] = {
     "cube Conv1D": cube.projection,
     "cube Embedding": cube.embedding,
     "norm": split_norm.norm,
-    "experts": lambda sharded: expert_forward(sharded.module, sharded.inner, sharded.edges),
+    "experts": lambda sharded: sharded.edges[0].told.forward_of(sharded),  # a `Routing`
 }
 
 

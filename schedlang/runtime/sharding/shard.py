@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from schedlang.placement import P, Placement, S, positions
 from schedlang.runtime.collectives.collective import Group
-from schedlang.runtime.replacing.head import waiting
+from schedlang.runtime.logits.head import waiting
+from schedlang.runtime.logits.vocab import ShardedLogits
 from schedlang.runtime.sharding.crossing import Crossing, block_sizes, dim_of, shared
 from schedlang.runtime.sharding.lookup import around
-from schedlang.runtime.sharding.vocab import ShardedLogits
 
 
 @dataclass(frozen=True)

@@ -7,28 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.placement import S
-from schedlang.runtime.collectives.collective import Group, all_gather, all_reduce, own_part
+from schedlang.runtime.collectives.collective import Group, all_gather, own_part
+from schedlang.runtime.collectives.total import summed
 from schedlang.runtime.sharding.convolution import CHANNELS, positions
 from schedlang.runtime.sharding.crossing import shared
 from schedlang.runtime.sharding.shard import Edge, Forward
-
-
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grads[0], ctx.group), None  # each rank used it for its own positions
 
 
 def _mean(x: Tensor, dims: Sequence[int], groups: Sequence[Group]) -> tuple[Tensor, int]:
@@ -37,7 +27,7 @@ def _mean(x: Tensor, dims: Sequence[int], groups: Sequence[Group]) -> tuple[Tens
     for dim in dims:
         count *= x.shape[dim]
     for group in groups:
-        total = cast(Tensor, _Total.apply(total, group))  # type: ignore[no-untyped-call]
+        total = summed(total, group)  # each rank uses it for its own positions
         count *= group.size
     return total / count, count
 

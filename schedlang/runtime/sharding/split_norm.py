@@ -16,8 +16,8 @@ from torch import Tensor
 
 from schedlang.runtime.collectives import collective
 from schedlang.runtime.collectives.collective import Group
-from schedlang.runtime.following.trace import name_of, tensors_in
 from schedlang.runtime.modes import Ambient
+from schedlang.runtime.recording.torch_calls import name_of, tensors_in
 from schedlang.runtime.sharding.crossing import shared
 from schedlang.runtime.sharding.shard import Forward, Sharded
 
@@ -67,11 +67,7 @@ class Along(Ambient):
         return id(tensor) in self.parameters or "_schedlang_along" in tensor.__dict__
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Compute a call on parts as it would be on the whole, or refuse it."""
         kwargs, name = dict(kwargs or {}), name_of(func)

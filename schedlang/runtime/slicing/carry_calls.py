@@ -17,9 +17,9 @@ from torch import Tensor
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime import scope
-from schedlang.runtime.following.counting import caller, firsts, items_of, upto
 from schedlang.runtime.modes import Ambient
 from schedlang.runtime.slicing.carry import Span, Visit
+from schedlang.runtime.slicing.counting import caller, firsts, items_of, upto
 from schedlang.runtime.slicing.slices import Place
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")

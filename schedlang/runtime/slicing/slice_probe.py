@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.runtime.following.counting import Watch
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.slicing.counting import Watch
 from schedlang.runtime.slicing.slice_faults import fault, refusal
 from schedlang.runtime.slicing.slice_trial import Seen, Trial, forward, sliced, watched
 from schedlang.runtime.slicing.slices import Place, Slicing, masks_of

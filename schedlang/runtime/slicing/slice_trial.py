@@ -13,14 +13,14 @@ from torch.utils import _pytree as pytree
 
 from schedlang.runtime.drawing.random import LogicalDropout, Window
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.following.record import loss_of
 from schedlang.runtime.following.trace import LabelRule
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.parts import rows_of, shares
+from schedlang.runtime.recording.record import loss_of
 from schedlang.runtime.scope import Scope, entered, named_sites, visit
 from schedlang.runtime.slicing.sliced import Loss, Slices, run, windows
 from schedlang.runtime.slicing.slices import Slicing, Weight, along, length_of, masks_of, sections
 from schedlang.runtime.slicing.small_model import small_copy
-from schedlang.runtime.summing.parts import rows_of, shares
 from schedlang.runtime.training import Training
 
 TOKENS = (3, 2, 4)  # of the slices: lengths and ends all differ

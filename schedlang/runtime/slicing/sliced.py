@@ -14,13 +14,13 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime import scope
 from schedlang.runtime.drawing.random import Slices as Windows
 from schedlang.runtime.drawing.random import Window, within
-from schedlang.runtime.following.record import loss_of
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.parts import Absent, Batch, stack
+from schedlang.runtime.recording.record import loss_of
 from schedlang.runtime.slicing.carry import Carried, Visit
 from schedlang.runtime.slicing.carry_cache import cache
 from schedlang.runtime.slicing.carry_calls import Calls
 from schedlang.runtime.slicing.slices import Piece, Slicing, Weight, length_of, masks_of
-from schedlang.runtime.summing.parts import Absent, Batch, stack
 
 Loss = Callable[[Any, Mapping[str, Any]], Tensor]
 Fill = Callable[[Batch], dict[str, Any]]

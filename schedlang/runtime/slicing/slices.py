@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.parts import Batch, dotted, rows_of, shares
 from schedlang.runtime.slicing.carry import Span
-from schedlang.runtime.summing.parts import Batch, dotted, rows_of, shares
 
 Weight = Callable[[Batch], float]
 Place = tuple[str, int]  # a file and a line of it

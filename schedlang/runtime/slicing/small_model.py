@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from schedlang.runtime.following.meta import copy_with, hollow_parameter
+from schedlang.runtime.recording.meta import copy_with, hollow_parameter
 
 WIDE = 100_000_000  # parameters that still fit into memory twice in float64
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd.graph import GradientEdge
 
+from schedlang.runtime.recording.graph import Token
 from schedlang.runtime.staging.bag import Bag
-from schedlang.runtime.staging.graph import Token
 from schedlang.runtime.staging.split import SplitBackward
 from schedlang.timeline import Op
 

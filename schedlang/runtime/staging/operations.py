@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from schedlang.runtime.keeping.again import recompute
 from schedlang.runtime.staging import parking
+from schedlang.runtime.staging.again import recompute
 from schedlang.runtime.staging.flight import Message, work_of
 from schedlang.runtime.staging.step import Step
 from schedlang.timeline import Kind, Op

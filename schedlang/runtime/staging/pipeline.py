@@ -10,14 +10,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from schedlang.runtime.recording.graph import refusal
 from schedlang.runtime.slicing.sliced import Slices
-from schedlang.runtime.slicing.sliced_step import SlicedStep
 from schedlang.runtime.staging.flight import Work, work_of
-from schedlang.runtime.staging.graph import refusal
 from schedlang.runtime.staging.mail import Mail
 from schedlang.runtime.staging.operations import HANDLERS, Handler
 from schedlang.runtime.staging.parking import Groups, Parking
 from schedlang.runtime.staging.sizes import Sizes
+from schedlang.runtime.staging.sliced_step import SlicedStep
 from schedlang.runtime.staging.stage import Stage
 from schedlang.runtime.staging.step import Result, Step
 from schedlang.timeline import Kind, Op, Timeline, check, with_gathers, with_transfers

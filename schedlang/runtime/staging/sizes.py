@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from schedlang.runtime.recording.graph import refusal
 from schedlang.runtime.staging.flight import Message
-from schedlang.runtime.staging.graph import refusal
 from schedlang.runtime.staging.mail import Layout, layout_of
 
 FIXED = (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from schedlang.runtime.keeping.leaving import accumulated
+from schedlang.runtime.storage.leaving import accumulated
 
 
 class SplitBackward:

@@ -18,13 +18,13 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from schedlang.runtime.following.constants import OnMeta
-from schedlang.runtime.following.meta import hollow_batch, hollow_model
-from schedlang.runtime.following.record import loss_of
+from schedlang.runtime.recording.constants import OnMeta
+from schedlang.runtime.recording.graph import Cut, Token, refusal
+from schedlang.runtime.recording.meta import hollow_batch, hollow_model
+from schedlang.runtime.recording.record import loss_of
+from schedlang.runtime.recording.units import Switch
 from schedlang.runtime.scope import capture, named_sites, skip_calls, visit, visiting
-from schedlang.runtime.staging.graph import Cut, Token, refusal
 from schedlang.runtime.staging.skipped import Counted
-from schedlang.runtime.staging.units import Switch
 
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from schedlang.runtime.keeping.kept_inputs import Kept
-from schedlang.runtime.replacing.lazy_logits import LazyLogits
+from schedlang.runtime.logits.lazy_logits import LazyLogits
+from schedlang.runtime.recording.graph import GIVE_LOSS, Token, refusal
 from schedlang.runtime.staging.bag import Bag
 from schedlang.runtime.staging.flight import Carried, Flight, Message, Work
-from schedlang.runtime.staging.graph import GIVE_LOSS, Token, refusal
+from schedlang.runtime.staging.kept_inputs import Kept
 from schedlang.runtime.staging.mail import Layout, layout_of
 from schedlang.runtime.staging.split import SplitBackward
 from schedlang.runtime.staging.stage import Forwarded, Stage, enter, signature

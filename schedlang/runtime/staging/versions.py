@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.runtime.keeping.leaving import drop_gradient
+from schedlang.runtime.storage.leaving import drop_gradient
 from schedlang.timeline import Kind, Op, Timeline
 from schedlang.timeline.versions import BACKWARD, is_stale, updates
 

@@ -1,1 +1,1 @@
-"""Optimizers on parts: whole matrices, states by name."""
+"""Optimizers on parts: matrices that are looked at whole, and the scale of a loss."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from schedlang.runtime.collectives.ranks import Ranks
 from schedlang.runtime.saving.holding import Holding, assemble, take
-from schedlang.runtime.stepping.moments import _laid, like_parameter, local
+from schedlang.runtime.saving.moments import _laid, like_parameter, local
 from schedlang.runtime.summing.gradient import local_gradient
 
 AT_ONCE = 2**24  # elements that are whole at a time, or one parameter
@@ -100,7 +100,7 @@ class WholeStep:
 
     def _everyones(self, keys: Sequence[str]) -> list[str]:
         """Keys of state that some rank has."""
-        from schedlang.runtime.saving.folder import gathered
+        from schedlang.runtime.storage.folder import gathered
 
         return sorted({k for some in gathered(list(keys), self.ranks.mesh.world) for k in some})
 

@@ -1,1 +1,1 @@
-"""Gradients made whole, in full or in fewer bytes; parts of a batch and what they weigh."""
+"""Gradients made whole, in full or in fewer bytes; what parts of a batch weigh and share."""

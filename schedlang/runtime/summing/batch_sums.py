@@ -17,12 +17,13 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from schedlang.runtime.following.constants import on_meta
-from schedlang.runtime.following.meta import hollow_batch, hollow_model
 from schedlang.runtime.following.pending import ADDS, LINEAR, PRODUCTS, TIMES
-from schedlang.runtime.following.record import loss_of
-from schedlang.runtime.following.trace import Stack, name_of, tensors_in
-from schedlang.runtime.summing.parts import rows_of
+from schedlang.runtime.following.trace import Stack
+from schedlang.runtime.parts import rows_of
+from schedlang.runtime.recording.constants import on_meta
+from schedlang.runtime.recording.meta import hollow_batch, hollow_model
+from schedlang.runtime.recording.record import loss_of
+from schedlang.runtime.recording.torch_calls import name_of, tensors_in
 
 SUMS = {"sum", "nansum", "histc", "bincount", "scatter_add", "scatter_add_", "index_add",
         "index_add_", *(PRODUCTS - {"linear", "conv1d", "conv2d", "conv3d"})}  # fmt: skip

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from schedlang.runtime.collectives.collective import Group, count
-from schedlang.runtime.keeping.leaving import gradient_device, gradient_of, leaves, set_gradient
+from schedlang.runtime.storage.leaving import gradient_device, gradient_of, leaves, set_gradient
 
 BUCKET_BYTES = 25 * 2**20  # as torch's DistributedDataParallel
 

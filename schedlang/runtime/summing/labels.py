@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from schedlang.runtime.following.constants import OnMeta
+from schedlang.runtime.recording.constants import OnMeta
 
 
 class Counting(TorchFunctionMode):
@@ -24,11 +23,7 @@ class Counting(TorchFunctionMode):
         self.found: list[float] = []
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the call; of a cross-entropy, count its labels."""
         kwargs = dict(kwargs or {})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,12 @@ from torch.distributed.fsdp import (
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.casting.cast import DTYPES
-from schedlang.runtime.keeping.tiers import CPU, DEVICE
-from schedlang.runtime.staging.operations import Handler
+from schedlang.runtime.storage.tiers import CPU, DEVICE
 from schedlang.runtime.summing.gathered import groups_of, name_in, settle
 from schedlang.timeline import Kind
+
+if TYPE_CHECKING:
+    from schedlang.runtime.staging.operations import Handler
 
 
 @dataclass(frozen=True)

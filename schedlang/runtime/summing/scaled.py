@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from schedlang.runtime.following.record import loss_of
+from schedlang.runtime.recording.record import loss_of
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime import scope
-from schedlang.runtime.collectives.collective import Group, all_reduce
-from schedlang.runtime.following.trace import name_of, tensors_in
+from schedlang.runtime.collectives.collective import Group
+from schedlang.runtime.collectives.total import summed
+from schedlang.runtime.recording.torch_calls import name_of, tensors_in
 from schedlang.runtime.summing.batch_sums import MEANS, SUMS, BatchSum
 
 Total = Callable[[Tensor], Tensor]  # the sum over all parts, forward and backward
@@ -34,27 +36,9 @@ class Statistics:
     group: Group
 
 
-class _Whole(torch.autograd.Function):
-    """The sum over ranks of what varies with their rows; each rank's loss depends on it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grads[0], ctx.group), None
-
-
 def over(group: Group) -> Total:
-    """The sum over a group of ranks."""
-
-    def total(x: Tensor) -> Tensor:
-        out: Tensor = _Whole.apply(x, group)  # type: ignore[no-untyped-call]
-        return out
-
-    return total
+    """The sum over a group of ranks, of what varies with their rows."""
+    return partial(summed, group=group)
 
 
 class Meeting:

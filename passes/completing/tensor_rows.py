@@ -1,0 +1,198 @@
+"""The rows that split a model's projections over one axis: each flow in the first legal form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from schedlang.passes.completing.flows import Flow, flows, variants
+from schedlang.passes.completing.proposal_text import Row, names_text
+from schedlang.passes.shrinking.blocks import leaf_kind
+
+if TYPE_CHECKING:
+    from schedlang.diagnostic import Refusal
+    from schedlang.passes.completing.proposal_trial import Trial
+
+REMEDY = re.compile(r"\b((?:blocks|heads|uneven)=(?:\[[^\]]*\]|[^`, )]+))")
+SAME = re.compile(r"`([^`]+)` and `[^`]+` are the same tensor")
+MOST = 8  # remedies for one flow
+SAID = 200  # characters of a reason
+
+
+@dataclass
+class Finder:
+    """The rows found so far, and how more are tried beside them."""
+
+    trial: Trial
+    axis: str
+    ranks: int
+    rows: list[Row]
+    notes: list[str]
+
+    def mended(self, rows: Sequence[Row]) -> list[Row] | str:
+        """The rows with what their refusals ask for, if they are legal then; else why not."""
+        rows, said = list(rows), ""
+        for _ in range(MOST):
+            found = self.trial.refusal([*self.rows, *rows], self.axis, self.ranks)
+            if found is None:
+                return rows
+            refusal, place = found
+            said = refusal.diagnostic.title[:SAID]
+            place -= len(self.rows)
+            more = self._shared(refusal)
+            if more is not None and more not in rows:
+                rows.append(more)
+                continue
+            better = self._better(rows, place, refusal) if 0 <= place < len(rows) else rows
+            if better == rows:
+                return said
+            rows = better
+        return said
+
+    def _better(self, rows: list[Row], place: int, refusal: Refusal) -> list[Row]:
+        """The rows with the arguments that a refusal asks for at one; heads concern all of them."""
+        asked = _asked(refusal)
+        heads = next((int(a[len("heads=") :]) for a in asked if a.startswith("heads=")), None)
+        if heads is not None:
+            size = self._width(rows[place]) // heads
+            return [self.uneven(row, size) for row in rows]
+        better = rows[place]
+        for argument in asked:
+            better = better.with_argument(argument)
+        return [*rows[:place], better, *rows[place + 1 :]]
+
+    def uneven(self, row: Row, size: int) -> Row:
+        """A row with its number of heads of a size, if the ranks do not divide it."""
+        heads, rest = divmod(self._width(row), size)
+        if rest or heads % self.ranks == 0 or "blocks=" in row.call:
+            return row
+        shared = "col" in row.call and self.ranks % heads == 0
+        row = row.with_argument(f"heads={heads}")
+        return row.with_argument(f"uneven={'replicate' if shared else 'pad'}")
+
+    def _width(self, row: Row) -> int:
+        """The size of the dim that a row splits: of outputs, or of what is summed over."""
+        blocks = self.trial.blocks
+        site = blocks.facts.sites[blocks.named[row.names[0]][0]]
+        dims = site.dims.get("weight", ())
+        dim = "in" if "row" in row.call else "out"
+        return site.parameters["weight"].shape[dims.index(dim)] if dim in dims else 1
+
+    def _shared(self, refusal: Refusal) -> Row | None:
+        """The row for a module that shares a weight which is split."""
+        if refusal.diagnostic.code != "S506":
+            return None
+        found = (SAME.search(note) for note in refusal.diagnostic.notes)
+        name = next((match.group(1) for match in found if match), None)
+        if name is None:
+            return None
+        owner, _, parameter = name.rpartition(".")
+        blocks = self.trial.blocks
+        how = "vocab" if leaf_kind(blocks.facts.sites[owner]) else f"{parameter}=S(0)"
+        row = Row((blocks.common(owner),), f"shard({how}, over={self.axis})")
+        return replace(row, comment="the same weight")
+
+    def whole(self, names: Sequence[str], why: str) -> None:
+        """Note what stays whole, and why."""
+        self.notes.append(f"whole: {names_text(names)}: {why}")
+
+
+def tensor_rows(finder: Finder) -> None:
+    """Add the rows of every flow that is legal beside those before it; note the others."""
+    for flow in flows(finder.trial.fed.uses, finder.trial.blocks):
+        why = _flow(finder, flow)
+        if why:
+            finder.whole((*flow.sources, *flow.sinks), why)
+
+
+def _flow(finder: Finder, flow: Flow) -> str:
+    """Add a flow in its first legal form; else say why none is."""
+    said = ""
+    for rows in _forms(finder, flow):
+        made = finder.mended(rows)
+        if isinstance(made, list):
+            finder.rows += made
+            return ""
+        said = made
+    for one in variants(flow):
+        made = finder.mended(_gathered(finder, one))
+        if isinstance(made, list):
+            finder.rows += made
+            finder.notes.append(f"gathered: {names_text(one.sources)}: {said}")
+            return ""
+    return said
+
+
+def _forms(finder: Finder, flow: Flow) -> Iterator[list[Row]]:
+    """The rows of a flow with the parts that the model takes out of outputs, and without."""
+    for one in variants(flow):
+        plain = split_rows(finder, one)
+        sizes = {_heads(finder, name) for name in one.sources}
+        if len(sizes) == 1 and (size := sizes.pop()):
+            plain = [finder.uneven(row, size) for row in plain]
+        packed = [_packed(finder, row) for row in plain]
+        if packed != plain:
+            yield packed
+        yield plain
+
+
+def split_rows(finder: Finder, flow: Flow) -> list[Row]:
+    """The rows of a flow: its sources split by outputs, its sinks by inputs."""
+    over = f"over={finder.axis}"
+    said = "split by heads" if flow.mixed else "split by width"
+    rows = []
+    for name in flow.sources:
+        table = _kind(finder, name) == "Embedding"
+        how = "weight=S(hidden)" if table else "col"
+        rows.append(Row((name,), f"shard({how}, {over})", said))
+    return [
+        *rows,
+        *(Row((name,), f"shard(row, {over})", "parts are summed") for name in flow.sinks),
+    ]
+
+
+def _gathered(finder: Finder, flow: Flow) -> list[Row]:
+    over = f"over={finder.axis}"
+    tables = [name for name in flow.sources if _kind(finder, name) == "Embedding"]
+    return [
+        *(Row((name,), f"shard(col, output=R, {over})", "split, then gathered")
+          for name in flow.sources if name not in tables),
+        *(Row((name,), f"shard(row, {over})", "parts are summed") for name in flow.sinks),
+    ]  # fmt: skip
+
+
+def _packed(finder: Finder, row: Row) -> Row:
+    """A row with the sizes of the parts that are taken out of its modules' outputs."""
+    blocks = finder.trial.blocks
+    first = blocks.named[row.names[0]][0]
+    parts = finder.trial.fed.parts.get(first, [])
+    site = blocks.facts.sites[first]
+    if "col" not in row.call or len(parts) < 2 or sum(parts) != outputs_of(site):
+        return row
+    return row.with_argument(f"blocks={parts if len(set(parts)) > 1 else len(parts)}")
+
+
+def _heads(finder: Finder, name: str) -> int:
+    """The size of the heads into which a projection's outputs are taken apart, or 0."""
+    return finder.trial.fed.heads.get(finder.trial.blocks.named[name][0], 0)
+
+
+def outputs_of(site: object) -> int:
+    """The outputs of a projection."""
+    from schedlang.model import Site
+
+    assert isinstance(site, Site)
+    return site.parameters["weight"].shape[site.dims["weight"].index("out")]
+
+
+def _kind(finder: Finder, name: str) -> str:
+    blocks = finder.trial.blocks
+    return leaf_kind(blocks.facts.sites[blocks.named[name][0]])
+
+
+def _asked(refusal: Refusal) -> list[str]:
+    """The arguments that a refusal asks for: those of its first help that names some."""
+    helps = (text for d in refusal.diagnostics for text in d.helps)
+    return next(filter(None, map(REMEDY.findall, helps)), [])

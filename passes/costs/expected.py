@@ -1,0 +1,153 @@
+"""What `expect` statements bound, held against what is counted of a plan."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from schedlang.amounts import size
+from schedlang.diagnostic import Diagnostic, Label, Refusal
+from schedlang.facets import Expectation
+from schedlang.memory import heaviest
+from schedlang.passes.costs.account import Account, account
+from schedlang.passes.costs.expected_time import LEFT, timed
+from schedlang.passes.laying.dryrun import Loss
+from schedlang.passes.laying.weigh import Weight
+from schedlang.passes.reading.expect import TIME
+from schedlang.plan import Plan
+from schedlang.report import Bound
+
+UNTOLD = "S862"
+STATE = "slice it over replicas: `zero(stage=3, over=dp)`"
+AGAIN = "compute them again: `layers.*  checkpoint()`"
+LOWER: Mapping[str, tuple[str, ...]] = {
+    "parameters": (STATE, "or split weights: `shard`"),
+    "gradients": (STATE, "or split weights: `shard`"),
+    "optimizer": ("slice it over replicas: `zero(stage=1, over=dp)`", "or split weights: `shard`"),
+    "activations": (AGAIN, "or move them away: `layers.*  offload(activations)`",
+                    "or make smaller microbatches"),
+    "communication": ("free what is gathered between the passes: `zero(stage=3, over=dp)`",),
+    "temporary": ("make smaller microbatches", "or split what computes it: `shard`"),
+}  # fmt: skip
+
+
+def unmet(plan: Plan, account: Account) -> tuple[Diagnostic, ...]:
+    """What does not hold (S860), or cannot be told (S862), with what was found and would help.
+
+    Times are no costs that can be counted: `expected_time` holds them.
+    """
+    return tuple(problem for one in counting(plan) for problem in _problems(plan, account, one))
+
+
+def bounds(
+    plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None, weight: Weight | None = None
+) -> tuple[Bound, ...]:
+    """Every expectation that applies, with what is counted for it with a whole step's batch.
+
+    A plan that cannot be built for this batch tells nothing, and why.
+    """
+    mine = counting(plan)
+    later = [Bound(one.said, None, why=(LEFT,), left=True) for one in timed(plan)]
+    try:
+        costs = counted(plan, batch, loss, weight) if mine else None
+    except Refusal as refusal:
+        why = tuple(one.title for one in refusal.diagnostics)
+        return (*(Bound(one.said, None, why=why) for one in mine), *later)
+    made = []
+    for one in mine:
+        assert costs is not None
+        found, problem = _found(plan, costs, one), next(_problems(plan, costs, one), None)
+        said = "" if found is None else _text(one, found)
+        why = () if problem is None else (*problem.notes, *problem.helps)
+        made.append(Bound(one.said, None if found is None else problem is None, said, why))
+    return (*made, *later)
+
+
+def counted(
+    plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None, weight: Weight | None = None
+) -> Account:
+    """What the plan costs, as far as its expectations ask for it."""
+    memory = any(one.measure == "peak_memory" for one in counting(plan))
+    return account(plan, batch, loss, weight=weight, memory=memory)
+
+
+def demand(
+    plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None, weight: Weight | None = None
+) -> None:
+    """Refuse (S860) a plan that costs more than is expected, before anything is built.
+
+    What cannot be told (memory, where this process is a rank of a job already) is no refusal, but
+    a warning.
+    """
+    if not counting(plan):
+        return
+    told = unmet(plan, counted(plan, batch, loss, weight))
+    for problem in told:
+        if problem.code == UNTOLD:
+            warnings.warn(problem.render(), stacklevel=3)
+    wrong = [problem for problem in told if problem.code != UNTOLD]
+    if wrong:
+        raise Refusal(*wrong)
+
+
+def counting(plan: Plan) -> list[Expectation]:
+    """The expectations about this plan that are held against what is counted."""
+    return [one for one in plan.expected if one.measure != TIME and one.applies(plan.mesh)]
+
+
+def _problems(plan: Plan, account: Account, one: Expectation) -> Iterator[Diagnostic]:
+    label = Label(one.span) if one.span is not None else Label()
+    found = _found(plan, account, one)
+    if found is None:
+        title = f"`{one.said}` cannot be told"
+        batch = ("let the model file have a batch: `batch(seed)`",)
+        yield Diagnostic(UNTOLD, title, label, notes=account.notes, helps=batch)
+    elif not one.holds(found):
+        notes, helps = _why(plan, account, one)
+        title = f"`{one.said}` does not hold: it is {_text(one, found)}"
+        yield Diagnostic("S860", title, label, notes=notes, helps=helps)
+
+
+def _found(plan: Plan, account: Account, one: Expectation) -> float | None:
+    """The measure; None where the plan does not tell it."""
+    if one.measure == "peak_memory":
+        return None if not account.memory else heaviest(account.memory).peak
+    if one.measure == "bubble":
+        return 0.0 if account.bubble is None and not plan.cuts else account.bubble
+    return None if account.collectives is None else max(_sent(plan, account, one).values())
+
+
+def _sent(plan: Plan, account: Account, one: Expectation) -> dict[int | None, int]:
+    """Bytes that ranks at each place of the pipeline take part in sending over the axes."""
+    wanted = set(plan.mesh.fold(one.axes)) if one.axes else set(plan.mesh.sizes)
+    places = {each.place for each in account.classes or ()} or {None}
+    return {
+        place: sum(c.total for c in account.at(place) if wanted & set(plan.mesh.fold(c.axes)))
+        for place in places
+    }
+
+
+def _why(plan: Plan, account: Account, one: Expectation) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Where it is most, of what, and what would lower it."""
+    if one.measure == "peak_memory":
+        top = heaviest(account.memory or ())
+        parts = sorted(top.classes.items(), key=lambda item: -item[1])
+        said = ", ".join(f"{name} {size(count)}" for name, count in parts if count)
+        where = f"rank {top.first}" if top.place is None else f"{plan.cuts[0].axis}={top.place}"
+        return (f"on {where}, in {top.top.what}: {said}",), LOWER[parts[0][0]]
+    if one.measure == "bubble":
+        return (), ("take more microbatches, or an order with less of it: docs/pipelines.md",)
+    wanted = set(plan.mesh.fold(one.axes)) if one.axes else set(plan.mesh.sizes)
+    totals: dict[str, int] = {}
+    for each in account.collectives or ():
+        if wanted & set(plan.mesh.fold(each.axes)):
+            word = f"{each.kind} of {each.what}"
+            totals[word] = totals.get(word, 0) + each.total
+    most = sorted(totals.items(), key=lambda item: -item[1])[:3]
+    said = ", ".join(f"{word} {size(count)}" for word, count in most)
+    return (f"most of it: {said}",), ("take fewer ranks along the axis, or smaller microbatches",)
+
+
+def _text(one: Expectation, found: Any) -> str:
+    return f"{found:.3g}" if one.measure == "bubble" else size(int(found))

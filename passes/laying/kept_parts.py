@@ -1,0 +1,126 @@
+"""How ranks split what a module saves for backward: the blocks that one process has to round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from schedlang.diagnostic import Diagnostic, Label, Refusal
+from schedlang.plan import Plan
+from schedlang.source import NOWHERE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from schedlang.runtime.following.saved import Saved
+
+_Place = tuple[str, str, int]  # coded module, the innermost module that saves, number of dims
+
+
+@dataclass(frozen=True)
+class SavedParts:
+    """How the ranks along the axis that splits weights split what coded modules save.
+
+    splits  place -> for each size of the last dim of the whole, the dim that is split, or None
+    """
+
+    ranks: int
+    splits: Mapping[_Place, Mapping[int, int | None]]
+
+    def each(
+        self, fqn: str, site: str, tensor: Tensor, samples: int,
+        change: Callable[[Tensor], Tensor],
+    ) -> Tensor:  # fmt: skip
+        """A whole tensor of so many samples with each rank's part of it changed."""
+        import torch
+
+        dim = self._dim(fqn, site, tensor)
+        if dim is None:
+            return change(tensor)
+        if dim:
+            return torch.cat([change(part) for part in tensor.chunk(self.ranks, dim)], dim)
+        runs = self._runs(tensor.shape[0], samples)  # samples, with heads in one dim
+        by_sample = tensor.reshape(runs, -1, *tensor.shape[1:])
+        parts = [change(part.flatten(0, 1)) for part in by_sample.chunk(self.ranks, 1)]
+        return torch.cat([p.reshape(runs, -1, *p.shape[1:]) for p in parts], 1).flatten(0, 1)
+
+    def _dim(self, fqn: str, site: str, tensor: Tensor) -> int | None:
+        for name in _upwards(site):  # a module whose inside is not followed stands for it
+            known = self.splits.get((fqn, name, tensor.dim()))
+            if known is not None:
+                dims = set(known.values())
+                return dims.pop() if len(dims) == 1 else known.get(tensor.shape[-1])
+        return None
+
+    def _runs(self, size: int, samples: int) -> int:
+        fits = size % samples == 0 and size // samples % self.ranks == 0
+        return samples if fits else 1
+
+
+def _upwards(site: str) -> Iterator[str]:
+    """A module and those around it, the innermost first."""
+    while site:
+        yield site
+        site = site.rpartition(".")[0]
+
+
+def splitting(plan: Plan) -> list[str]:
+    """The axes over which rows split weights, along which ranks see the same samples."""
+    data = {a for row in plan.replicas for over in row.axes for a in plan.mesh.fold(over)}
+    found = {axis for layout in plan.layouts.values() for axis in layout.axes}
+    return sorted(axis for axis in found - data if plan.mesh.size(axis) > 1)
+
+
+def coded_by(plan: Plan) -> tuple[str, ...]:
+    """The modules that keep what they save in fewer bits, where ranks split it."""
+    return tuple(row.fqn for row in plan.kept) if splitting(plan) else ()
+
+
+def saved_parts(
+    plan: Plan, whole: Mapping[str, Sequence[Saved]], local: Mapping[str, Sequence[Saved]]
+) -> SavedParts | None:
+    """Compare what the original and a rank save; raises Refusal S935 where it is not the same."""
+    axes = splitting(plan)
+    if not whole or len(axes) != 1:  # of several axes it is said elsewhere
+        return None
+    ranks = plan.mesh.size(axes[0])
+    splits: dict[_Place, dict[int, int | None]] = {}
+    for fqn, saved in whole.items():
+        mine = local[fqn]
+        if len(saved) != len(mine):
+            what = f"{len(mine)} tensors a rank, {len(saved)} of the model"
+            raise _refusal(plan, fqn, axes[0], what)
+        for one, part in zip(saved, mine):
+            dim = _split(one, part, ranks)
+            known = splits.setdefault((fqn, one.site, len(one.shape)), {})
+            if isinstance(dim, str) or known.setdefault(one.shape[-1], dim) != dim:
+                what = dim if isinstance(dim, str) else "one size, split and whole"
+                raise _refusal(plan, fqn, axes[0], f"{what}, in `{one.site}`")
+    return SavedParts(ranks, splits)
+
+
+def _split(whole: Saved, part: Saved, ranks: int) -> int | None | str:
+    """The dim along which a rank saves an equal part, None: none; or in words what differs."""
+    if whole.site != part.site or len(whole.shape) != len(part.shape):
+        return f"{list(part.shape)} in `{part.site}` for {list(whole.shape)}"
+    pairs = list(zip(whole.shape, part.shape))
+    found = [dim for dim, (all_, mine) in enumerate(pairs) if all_ != mine]
+    if not found:
+        return None
+    if len(found) > 1 or pairs[found[0]][0] != ranks * pairs[found[0]][1]:
+        return f"{list(part.shape)} for {list(whole.shape)}"
+    return found[0]
+
+
+def _refusal(plan: Plan, fqn: str, axis: str, what: str) -> Refusal:
+    row = next(a for a in plan.actions if a.name == "compress" and fqn in a.sites)
+    label = Label(row.span or NOWHERE, "rounds what modules save, block by block")
+    return Refusal(
+        Diagnostic(
+            "S935", f"over `{axis}` ranks do not save equal parts of what `{fqn}` saves", label,
+            notes=(what, "one process could not round the same blocks"),
+            helps=("select modules of which each rank computes an equal part, or the whole",
+                   f"or set it to 1: `--mesh {axis}=1`"),
+        )
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""All that is known of a plan with a batch before there are ranks: what lies where, and when."""

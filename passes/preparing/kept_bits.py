@@ -1,0 +1,116 @@
+"""What cannot stand beside activations in fewer bits: what else decides of what is saved."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from schedlang.diagnostic import Diagnostic, Label, Refusal
+from schedlang.passes.laying.kept_parts import splitting
+from schedlang.plan import Action, Plan
+from schedlang.source import NOWHERE
+
+if TYPE_CHECKING:
+    from schedlang.passes.cutting.staging import Staged
+    from schedlang.runtime.slicing.slices import Slicing
+
+WHY = {
+    "recompute": "recomputation keeps what goes into a module, and would start from it rounded",
+    "structure": "what it computes in its place saves other tensors than the module does",
+    "residence": "what moves inside is not rounded, nor are notes of parameters that come and go",
+}
+
+
+def check_kept(plan: Plan, staged: Staged, slicing: Slicing | None) -> None:
+    """Refuse rows about the same modules (S857), split tensors (S858) and orders (S859) for which
+    nothing says what one process would keep."""
+    if not plan.kept:
+        return
+    coded = [row for row in plan.actions if _keeps(row)]
+    for row in coded:
+        for other in plan.actions:
+            facet = next((f for f in WHY if f in other.primitive.writes), None)
+            if facet is None or _keeps(other) or getattr(other.primitive, "what", "") in _STATE:
+                continue
+            _check_meeting(row, other, facet)
+    _check_split(plan, coded[0])
+    _check_order(staged, slicing, coded[0])
+
+
+_STATE = ("gradients", "optimizer")  # which no forward saves
+
+
+def _keeps(row: Action) -> bool:
+    return row.name == "compress" and "residence" in row.primitive.writes
+
+
+def _check_meeting(row: Action, other: Action, facet: str) -> None:
+    """Two rows about modules of which one holds the other, or is it."""
+    moves = other.name == "offload" and getattr(other.primitive, "what", "") == "activations"
+    pairs = ((a, b) for a in row.sites for b in other.sites)
+    pairs = ((a, b) for a, b in pairs if not (moves and _holds(b, a)))  # whole numbers may move
+    met = next(((a, b) for a, b in pairs if _holds(a, b) or _holds(b, a)), None)
+    if met is None:
+        return
+    label = Label(row.span or NOWHERE, f"what `{met[0]}` saves is kept in fewer bits")
+    also = Label(other.span or NOWHERE, f"`{other.name}` is about `{met[1]}`")
+    raise Refusal(
+        Diagnostic(
+            "S857", f"`{other.name}` and `compress(activations)` meet at `{met[0]}`",
+            label, (also,), (WHY[facet],),
+            ("select other modules in one of the two rows, or drop one",),
+        )
+    )  # fmt: skip
+
+
+def _holds(outer: str, inner: str) -> bool:
+    return outer in ("", inner) or inner.startswith(f"{outer}.")
+
+
+def _check_split(plan: Plan, row: Action) -> None:
+    """Blocks of a part are others than blocks of the whole; along one axis of weights one process
+    can tell them."""
+    data = {a for r in plan.replicas for over in r.axes for a in plan.mesh.fold(over)}
+    stage = {a for cut in plan.cuts for a in plan.mesh.fold(cut.axis)}
+    split = [axis for axis in plan.mesh.sizes if plan.mesh.size(axis) > 1]
+    split = [a for a in split if a in plan.used_axes and a not in data | stage]
+    weights = splitting(plan)
+    routed = [axis for layout in plan.layouts.values() for axis in layout.axes
+              if axis in data and plan.mesh.size(axis) > 1]  # fmt: skip
+    others = [axis for axis in split if axis not in weights or _attends(plan, axis)]
+    bad = [*others, *routed, *weights[1:]]
+    if not bad:
+        return
+    raise Refusal(
+        Diagnostic(
+            "S858", f"activations are split over `{bad[0]}`, and kept in fewer bits",
+            Label(row.span or NOWHERE, "rounds what modules save, block by block"), (),
+            ("blocks of a part of a tensor are other blocks than those of the whole; one process"
+             " can tell them where one axis splits weights, and none tokens or experts",),
+            (f"leave `{bad[0]}` out: split the batch with `zero` instead",
+             f"or set it to 1: `--mesh {bad[0]}=1`"),
+        )
+    )  # fmt: skip
+
+
+def _attends(plan: Plan, axis: str) -> bool:
+    """Do ranks along an axis exchange what attention reads?"""
+    rows = (row for rows in plan.contexts.values() for row in rows)
+    return any(axis in plan.mesh.fold(one) for row in rows for one in row.axes)
+
+
+def _check_order(staged: Staged, slicing: Slicing | None, row: Action) -> None:
+    """Where weights are stale or sequences cut, a tensor is saved in several pieces or versions."""
+    from schedlang.timeline.versions import is_stale
+
+    stale = is_stale(staged.timeline)
+    if not stale and slicing is None:
+        return
+    what = "sees weights of several versions" if stale else "cuts sequences"
+    raise Refusal(
+        Diagnostic(
+            "S859", f"the order {what}, and activations are kept in fewer bits",
+            Label(row.span or NOWHERE, "rounds what modules save"), (),
+            ("what one process would round is not known for it",),
+            ('use a synchronous order of whole sequences: `pipeline(order="1F1B", micro=...)`',),
+        )
+    )  # fmt: skip

@@ -1,0 +1,119 @@
+"""Optimizer state on the next rank of a pipeline: what is refused, and in which rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, NoReturn
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.plan import Action, Plan
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from schedlang.passes.cutting.staging import Staged
+    from schedlang.passes.running.build import Builder
+    from schedlang.runtime.keeping.away import Tiers
+    from schedlang.runtime.keeping.peer import Peer
+    from schedlang.runtime.saving.holding import Holding
+
+NEAR = "keep it in host memory: `offload(optimizer, to=cpu)`"
+
+
+def check_peers(plan: Plan, staged: Staged) -> None:
+    """Refuse rows to a peer that would gain nothing, or whose step could not be made (S851)."""
+    rows = _rows(plan)
+    for row in rows:
+        over = row.primitive.over  # type: ignore[attr-defined]
+        if over != staged.axis:
+            _refuse(
+                row, f"along `{over}` every rank keeps as much state as the next one",
+                "they would hold each other's, and no rank would hold less",
+                (f"name the axis of the pipeline: `over={staged.axis}`" if staged.axis else NEAR,
+                 f"or keep a slice on each rank: `zero(stage=1, over={over})`"),
+            )  # fmt: skip
+    if rows and any(store.tier == "disk" for store in plan.stores):
+        _refuse(
+            rows[0], "beside rows that put something on disk no state is sent to a peer",
+            "a step that finds the disk full is undone, and state has been sent by then",
+            (NEAR, "or keep everything in memory: `to=cpu`"),
+        )  # fmt: skip
+    if rows:
+        _check_homes(plan, rows[0])
+
+
+def _check_homes(plan: Plan, row: Action) -> None:
+    """State goes to a peer from parameters that lie on the device."""
+    from schedlang.passes.preparing.residence import tiers_of
+
+    lost = (n for n, t in tiers_of(plan).items() if t.state == "peer" and t.parameter != "device")
+    name = next(lost, None)
+    if name is not None:
+        _refuse(
+            row, f"`{name}` lies in host memory, and its step is made there",
+            "its state would go to the host by way of another rank",
+            (NEAR, "or leave its parameters on the device"),
+        )  # fmt: skip
+
+
+def _rows(plan: Plan) -> list[Action]:
+    """The rows that send state to a peer, and have one."""
+    found = [a for a in plan.actions if getattr(a.primitive, "to", None) == "peer"]
+    return [a for a in found if plan.mesh.size(a.primitive.over) > 1]  # type: ignore[attr-defined]
+
+
+def _refuse(row: Action, said: str, note: str, helps: tuple[str, ...]) -> NoReturn:
+    refusal = Refusal(Diagnostic("S851", said, notes=(note,), helps=helps))
+    raise refusal.at(row.span) if row.span is not None else refusal
+
+
+def peer_of(
+    builder: Builder,
+    found: Mapping[str, nn.Parameter],
+    tiers: Mapping[str, Tiers],
+    optimizer: Callable[..., torch.optim.Optimizer] | None,
+) -> Peer | None:
+    """This rank's place in the ring; None where no state goes to a peer, or nobody steps here."""
+    from schedlang.runtime.keeping.peer import Peer
+    from schedlang.runtime.stepping.elementwise import is_elementwise, is_tensorwise
+    from schedlang.runtime.storage.folder import gathered
+    from schedlang.runtime.storage.leaving import local
+
+    rows = _rows(builder.plan)
+    if not rows or optimizer is None:
+        return None
+    if not (is_elementwise(optimizer) and is_tensorwise(optimizer)):
+        _refuse(
+            rows[0], "this optimizer looks at more than one element at a time",
+            "state comes home for some parameters at a time, and goes again",
+            ("use an elementwise optimizer (SGD, Adam, AdamW, ...)", NEAR),
+        )  # fmt: skip
+    names = [n for n, t in tiers.items() if t.state == "peer" and found[n].requires_grad]
+    rounds = [[names[k] for k in turn] for turn in _rounds([local(found[n]).nbytes for n in names])]
+    axis: str = rows[0].primitive.over  # type: ignore[attr-defined]
+    ranks = builder.plan.mesh
+    everyone = gathered(len(rounds), ranks.world)
+    group = replace(builder.ranks.group(axis), pg=builder.ranks.again(axis))
+    return Peer(group, found, rounds, max(everyone[rank] for rank in group.ranks))
+
+
+def state_rounds(plan: Plan, holdings: Mapping[str, Holding], rank: int) -> Iterator[int]:
+    """By round the bytes of a rank's parameters whose state goes to its peer."""
+    from schedlang.passes.preparing.residence import tiers_of
+
+    out = [n for n, t in tiers_of(plan).items() if t.state == "peer" and n in holdings]
+    held = [n for n in out if holdings[n].held(plan.mesh, rank)]
+    facts = [plan.model.unique[n] for n in held if plan.model.unique[n].requires_grad]
+    sizes = [f.itemsize * prod(holdings[f.name].local_shape(plan.mesh, rank)) for f in facts]
+    for turn in _rounds(sizes):
+        yield sum(sizes[k] for k in turn)
+
+
+def _rounds(sizes: Sequence[int]) -> list[list[int]]:
+    """Which parameters of these bytes travel together."""
+    from schedlang.runtime.summing.gradient import buckets
+
+    return buckets([(size, None) for size in sizes])

@@ -1,0 +1,93 @@
+"""All that can be known of a plan with a batch before there are ranks: traced, cut and laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from schedlang.culprit import told
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.cutting.chains import Chains, Counting, chains_of
+from schedlang.passes.cutting.staging import Staged, stages_of
+from schedlang.passes.laying.context import tokens_of
+from schedlang.passes.laying.propagate import Traced, propagate
+from schedlang.passes.laying.statistics import with_statistics
+from schedlang.passes.laying.weigh import Weight
+from schedlang.passes.preparing.holdings import holdings_of
+from schedlang.passes.preparing.kept_bits import check_kept
+from schedlang.passes.preparing.peers import check_peers
+from schedlang.passes.preparing.repeats import check_repeats
+from schedlang.passes.preparing.routing import check_routing
+from schedlang.passes.preparing.sequence import slicing_of
+from schedlang.passes.preparing.settled import check_settled
+from schedlang.passes.preparing.staleness import check_stale
+from schedlang.plan import Plan
+
+if TYPE_CHECKING:
+    from schedlang.runtime.context.tokens import Tokens
+    from schedlang.runtime.saving.holding import Holding
+    from schedlang.runtime.slicing.slices import Slicing
+
+Loss = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The same on every rank, and for every dtype of the model; it can be made once and sent."""
+
+    traced: Traced
+    staged: Staged
+    holdings: Mapping[str, Holding]
+    slicing: Slicing | None = None  # of sequences, where the pipeline cuts them
+    tokens: Tokens | None = None  # where ranks split them
+    chains: Chains = field(default_factory=dict)  # of rows with a limit of memory
+
+
+def prepare(
+    plan: Plan,
+    sample: Mapping[str, Any],
+    loss: Loss | None = None,
+    weight: Weight | None = None,
+) -> Prepared:
+    """Trace a plan with one microbatch and cut it; raises Refusal where it cannot run."""
+    assert not plan.completing, "rows are completed before a plan is prepared"
+    check_axes(plan)
+    check_routing(plan)
+    if weight is not None:
+        _check_weight(weight, sample)
+    traced = propagate(plan, sample, loss)
+    check_settled(plan, traced)
+    traced = with_statistics(plan, traced, sample, loss, weight is not None)
+    staged = stages_of(plan, traced, sample, loss)
+    check_stale(plan, staged)
+    check_peers(plan, staged)
+    slicing = slicing_of(plan, traced, staged, sample, loss, weight)
+    check_kept(plan, staged, slicing)
+    tokens = tokens_of(plan, traced, sample, loss, weight)
+    check_repeats(plan, sample, loss)
+    chains = chains_of(Counting(plan, traced, staged, sample, loss, tokens))
+    return Prepared(traced, staged, holdings_of(plan, staged), slicing, tokens, chains)
+
+
+def _check_weight(weight: Weight, sample: Mapping[str, Any]) -> None:
+    """What a part weighs is a number; refuses (S865) at the line of a function that raises."""
+    try:
+        float(weight(sample))
+    except Exception as error:
+        raise told(error, "weight", weight) from error
+
+
+def check_axes(plan: Plan) -> None:
+    """Every axis must have work to do: ranks along an idle one would all do the same."""
+    used = plan.used_axes
+    for axis, size in plan.mesh.axes:
+        if size > 1 and axis not in used:
+            raise Refusal(
+                Diagnostic(
+                    "S205", f"no row uses the axis `{axis}`",
+                    notes=(f"its {size} ranks would all do the same work",),
+                    helps=(f"to split the batch over it: `zero(stage=0, over={axis})`",
+                           f"or set it to 1: `--mesh {axis}=1`"),
+                )
+            )  # fmt: skip

@@ -1,0 +1,69 @@
+"""Modules that would not compute the same when they are recomputed: refused before training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostic import Diagnostic, Label, Refusal
+from schedlang.plan import Plan
+
+if TYPE_CHECKING:
+    from schedlang.passes.laying.dryrun import Loss
+    from schedlang.runtime.keeping.second_run import Difference
+
+_SHOWN = 60
+
+
+def check_repeats(plan: Plan, sample: Mapping[str, Any], loss: Loss | None = None) -> None:
+    """Refuse (S843) a row that recomputes what draws from elsewhere than torch's generators.
+
+    One module of each kind is run on the meta device, once for each row and plan.
+    """
+    from schedlang.passes.laying.root import backward_root
+    from schedlang.runtime.keeping.second_run import Repeats
+    from schedlang.runtime.recording.constants import OnMeta
+    from schedlang.runtime.recording.meta import hollow_batch, hollow_model
+
+    rows = [action for action in plan.actions if "recompute" in action.primitive.writes]
+    kinds = {site: _kind(plan, site) for action in rows for site in action.sites}
+    key = ("repeats", tuple(sorted(kinds)))
+    if not kinds or key in plan.model.cache:
+        return
+    model: Any = hollow_model(plan.model.model, {})
+    model.train()
+    inputs = hollow_batch(dict(sample))
+    with OnMeta(dict(sample), inputs):
+        found = Repeats(model, kinds).run(lambda: backward_root(model, inputs, loss))
+    if found:
+        row = next(action for action in rows if found[0].module in action.sites)
+        raise Refusal(_told(plan, found[0], Label(row.span) if row.span else Label()))
+    plan.model.cache[key] = True
+
+
+def _kind(plan: Plan, site: str) -> object:
+    """Equal for modules that are alike, with all that they hold."""
+    prefix = f"{site}." if site else ""
+    sites = plan.model.sites
+    inside = (n for n in sites if n == site or n.startswith(prefix))
+    return tuple((name.removeprefix(site), sites[name].kind) for name in inside)
+
+
+def _told(plan: Plan, found: Difference, label: Label) -> Diagnostic:
+    runs = [f"with {text[:_SHOWN]}" if text else "not at all, or as another call"
+            for text in (found.first, found.second)]  # fmt: skip
+    name = plan.model.sites[found.module].class_name
+    return Diagnostic(
+        "S843",
+        f"a second run of `{found.module}` is not the first: `{found.function}` differs",
+        label,
+        notes=(
+            f"`{name}` calls it {runs[0]}, then {runs[1]}",
+            f"at {found.place}",
+            "recomputation replays what torch's generators give, and nothing else",
+        ),
+        helps=(
+            "draw with torch: `torch.rand(())` where it says `random.random()`",
+            "or recompute the modules beside it",
+        ),
+    )

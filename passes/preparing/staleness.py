@@ -1,0 +1,173 @@
+"""What cannot go with updates inside the step: shared weights, sliced state, clipping."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.plan import Action, Plan
+
+if TYPE_CHECKING:
+    from schedlang.passes.cutting.staging import Staged
+
+SYNCHRONOUS = 'use a synchronous order: `pipeline(order="1F1B", micro=...)`'
+
+
+def check_stale(plan: Plan, staged: Staged) -> None:
+    """Refuse a plan with stale weights that has no clear meaning (S625), or no proven table."""
+    from schedlang.timeline import TimelineError
+    from schedlang.timeline.versions import check_versions, is_stale
+
+    if not is_stale(staged.timeline):
+        return
+    row = _row(plan, "order")
+    try:
+        check_versions(staged.timeline)
+    except TimelineError as error:
+        _refuse(f"the order has wrong versions of weights: {error}", row, helps=(SYNCHRONOUS,))
+    _check_stages(staged, row)
+    _check_shared(staged, row)
+    _check_sliced(plan)
+    _check_early(plan)
+    _check_coded(plan)
+    _check_scaled(plan)
+    _check_residence(plan)
+    _check_recomputed(plan, staged)
+
+
+def check_build(staged: Staged, optimizer: Any, clip: float | None, hollow: bool) -> None:
+    """Refuse to clip by a norm that does not exist, and updates without an optimizer (S625)."""
+    from schedlang.timeline.versions import is_stale
+
+    if not is_stale(staged.timeline):
+        return
+    if clip is not None:
+        _refuse(
+            "gradients cannot be clipped by their norm where stages update apart", None,
+            notes=("the first stage has made several updates when the last one makes its first:"
+                   " no norm of all gradients exists",),
+            helps=("leave `clip` out", SYNCHRONOUS),
+        )  # fmt: skip
+    if optimizer is None and not hollow:
+        _refuse(
+            "weights are updated inside the step, and there is no optimizer", None,
+            helps=("give one: `sch.build(batch=batch, optimizer=...)`", SYNCHRONOUS),
+        )  # fmt: skip
+
+
+def _check_stages(staged: Staged, row: Action | None) -> None:
+    places = [place for replica in staged.homes for place in replica]
+    if len(set(places)) == len(places):
+        return
+    _refuse(
+        "stages of one rank would update apart", row,
+        notes=("under stale weights each rank runs one stage, with an optimizer of its own",),
+        helps=("use a table with one stage on each rank", SYNCHRONOUS),
+    )  # fmt: skip
+
+
+def _check_shared(staged: Staged, row: Action | None) -> None:
+    """A weight of two stages would be updated by each at its own time."""
+    if staged.axis is None or not staged.cut.shared:
+        return
+    name, stages = next(iter(staged.cut.shared.items()))
+    said = " and ".join(map(str, stages))
+    _refuse(
+        f"`{name}` is used by the stages {said}, which update at different times", row,
+        notes=("a tied weight has one value only where all its users wait for one update",),
+        helps=("untie it (`tie_word_embeddings=False` in most configs)", SYNCHRONOUS),
+    )  # fmt: skip
+
+
+def _check_sliced(plan: Plan) -> None:
+    if not any(one.stage and plan.mesh.size(one.axes) > 1 for one in plan.replicas):
+        return
+    _refuse(
+        "sliced state cannot be kept in several versions", _row(plan, "state"),
+        notes=("the order keeps whole weights of each version, and slices are of one",),
+        helps=("`zero(stage=0, ...)` keeps state whole", SYNCHRONOUS),
+    )  # fmt: skip
+
+
+def _check_early(plan: Plan) -> None:
+    if "gradients" not in plan.overlaps:
+        return
+    _refuse(
+        "gradients are summed at every update of a stage, not once a step",
+        next((a for a in plan.actions if a.name == "overlap"), None),
+        notes=("no other stage of the rank has a backward left beside which a sum could run",),
+        helps=("leave it at `overlap(transfers)`", SYNCHRONOUS),
+    )  # fmt: skip
+
+
+def _check_coded(plan: Plan) -> None:
+    """What one update leaves out would be added to gradients at other weights, stage by stage."""
+    if plan.compression is None:
+        return
+    _refuse(
+        "gradients are summed in fewer bytes once a step, and stages update several times in one",
+        next((a for a in plan.actions if a.name == "compress"), None),
+        notes=("what a code leaves out is added to the gradient of the next step",),
+        helps=("drop this row: gradients are then summed whole", SYNCHRONOUS),
+    )  # fmt: skip
+
+
+def _check_scaled(plan: Plan) -> None:
+    """Whether a step overflowed is heard when all ranks have ended it, and these update before."""
+    if plan.scaled is None:
+        return
+    _refuse(
+        "a loss that is scaled for float16 may have its step skipped, and stages update inside it",
+        next((a for a in plan.actions if a.name == "cast"), None),
+        notes=("whether any rank's gradients overflowed is known at the end of a step",),
+        helps=("`cast(bf16)` needs no scale", SYNCHRONOUS),
+    )  # fmt: skip
+
+
+def _check_residence(plan: Plan) -> None:
+    """Versions are kept where the weights are, and an update cannot wait for other ranks' files."""
+    bad = [s for s in plan.stores if s.what != "activations"]
+    bad = [s for s in bad if s.tier != "cpu" or s.what != "optimizer"]
+    if not bad:
+        return
+    row = next((a for a in plan.actions if bad[0].fqn in a.sites and a.name == "offload"), None)
+    _refuse(
+        f"the {bad[0].what} of several versions cannot lie {_WHERE[bad[0].tier]}", row,
+        notes=("the order keeps the versions that it still needs on the device, and each stage"
+               " updates at its own time",),
+        helps=("keep the state alone in host memory: `offload(optimizer, to=cpu)`", SYNCHRONOUS),
+    )  # fmt: skip
+
+
+_WHERE = {"cpu": "in host memory", "disk": "on disk", "peer": "on a peer"}
+
+
+def _check_recomputed(plan: Plan, staged: Staged) -> None:
+    """A recomputed forward would meet other weights than the first one, where nothing is kept."""
+    row = _row(plan, "recompute")
+    if row is None or not _moves(staged):
+        return
+    _refuse(
+        "recomputation would run at other weights than the forward did", row,
+        notes=("the order keeps no version: a backward meets the weights as they are by then",),
+        helps=('keep them: `pipeline(order="PipeDream", micro=...)`', "or drop this row"),
+    )  # fmt: skip
+
+
+def _moves(staged: Staged) -> bool:
+    """Whether some backward reads other weights than its forward."""
+    from schedlang.passes.preparing.stale_table import table_of
+
+    table = table_of(staged)
+    return table is not None and table.forward != table.backward
+
+
+def _row(plan: Plan, facet: str) -> Action | None:
+    return next((a for a in plan.actions if facet in a.primitive.writes), None)
+
+
+def _refuse(
+    title: str, row: Action | None, *, notes: tuple[str, ...] = (), helps: tuple[str, ...] = ()
+) -> NoReturn:
+    refusal = Refusal(Diagnostic("S625", title, notes=notes, helps=helps))
+    raise refusal.at(row.span) if row is not None and row.span is not None else refusal

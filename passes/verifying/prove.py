@@ -1,0 +1,296 @@
+"""Prove that a plan computes what the model computes: run the ranks, run the original, compare."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.blaming.again import Failure
+from schedlang.passes.blaming.suspect import suspected
+from schedlang.passes.costs.expected import bounds
+from schedlang.passes.costs.gains import Gained, gained
+from schedlang.passes.preparing.reductions import is_lossy
+from schedlang.passes.preparing.routing import routings
+from schedlang.passes.proving.asked import STEPS, Asked, asked
+from schedlang.passes.proving.changed import changed_rows
+from schedlang.passes.proving.curves import curve_rows
+from schedlang.passes.proving.exact import IN_ORACLE, baseline, exact_rows, given_up
+from schedlang.passes.proving.flips import undecided
+from schedlang.passes.proving.observe import Condition, Observation, observe
+from schedlang.passes.proving.runs import Runs, check_parts, runs
+from schedlang.passes.proving.saved import (
+    NO_OUTPUTS,
+    UNLIKE,
+    Outputs,
+    archive_rows,
+    loaded,
+    reloaded,
+    saved,
+)
+from schedlang.passes.proving.sides import (
+    Case,
+    as_worked,
+    observed,
+    original,
+    prepared,
+    sequential,
+    tried,
+    widened,
+)
+from schedlang.passes.proving.trials import trials
+from schedlang.plan import Plan
+from schedlang.report import Report, Row
+
+if TYPE_CHECKING:
+    from schedlang.passes.proving.original import Sequential
+    from schedlang.runtime.launching.launch import Pool
+    from schedlang.runtime.program import Program
+    from schedlang.runtime.replacing.left import Left
+
+MOST_RANKS = 8
+Progress = Callable[[str], None]
+# in float64, in the working dtype, saved; and what kernels left to the model
+_Ran = tuple[Observation, Observation, dict[str, Any], tuple["Left", ...]]
+
+
+def prove(
+    case: Case, *, pool: Pool | None = None, title: str = "", command: str = "",
+    progress: Progress = lambda stage: None,
+) -> Report:  # fmt: skip
+    """Compare a plan with its original in float64; on failure name the rows to blame.
+
+    Raises Refusal for a plan or batch that cannot be run, RankDied or Hang for a run that failed.
+    """
+    from schedlang.runtime.launching import launch
+
+    start = time.perf_counter()
+    check_world(case.plan)
+    pool = pool or launch.shared()
+    wanted, (meant, whole) = asked(case.plan), case.meant or (case.plan, case.batches[0])
+    held = bounds(meant, whole, case.loss, case.weight)
+    case = replace(case, meant=None)
+    case = prepared(_lengthened(case, wanted.steps))
+    working, case = as_worked(case), widened(case)
+    fewer = () if working is None else gained(working.plan, working.batches[0])
+    progress("the original")
+    case = check_parts(case)
+    working = working and replace(working, parted=case.parted)
+    ran = runs(case, wanted.evaluate)
+    told = ran.told
+    expected, drawn = original(case, told)
+    progress(f"{case.plan.mesh.world} ranks")
+    seen = _ranks(case, working, told, pool)
+    actual = seen[0]
+    rows = _compared(case, working, told, expected, seen)
+    rows, unsure = undecided(rows, case, working, told, seen[1])
+    bits, unchecked = _baseline_rows(case, told, actual, pool)
+    extra, more = _in_working_dtype(working, wanted, pool)
+    report = Report(
+        (*rows, *bits, *extra, *changed_rows(case)),
+        title=title, facts=(*_facts(case, ran), *_kernels(fewer, seen[3])),
+        command=command,
+        equivalence=_class(case), unchecked=(*unsure, *unchecked, *more),
+        gaps=_gaps(case, ran, expected, actual, drawn), bounds=held,
+    )  # fmt: skip
+    if not report.ok and any(not row.ok for row in rows):
+        progress("the row to blame")
+        failure = Failure(
+            case, working, told, expected, actual,
+            lambda c, w, t, right: _compared(c, w, t, right, _ranks(c, w, t, pool)),
+        )  # fmt: skip
+        report = suspected(report, failure, pool)
+    return replace(report, seconds=time.perf_counter() - start)
+
+
+def _lengthened(case: Case, steps: int) -> Case:
+    """The case with at least so many batches, the given ones again where they are too few."""
+    given = case.batches
+    more = max(0, steps - len(given)) if steps > STEPS else 0
+    return replace(case, batches=(*given, *(given[k % len(given)] for k in range(more))))
+
+
+def _class(case: Case) -> str:
+    """The equivalence class of a schedule, in a word."""
+    names = ["batch_stats"] * case.parted + ["staleness"] * (case.table is not None)
+    names += ["routing"] * any(routings(case.plan)) + ["lossy"] * is_lossy(case.plan)
+    names += ["dtype"] * bool(case.plan.casts)
+    names += sorted(case.plan.gives_up & IN_ORACLE)
+    if names:
+        return f"relaxed ({', '.join(names)})"
+    return "algebraic" if given_up(case.plan) else "exact"
+
+
+def _in_working_dtype(
+    working: Case | None, wanted: Asked, pool: Pool
+) -> tuple[list[Row], list[str]]:
+    """Kernels by themselves and loss curves; and what of it could not be run."""
+    if working is None:
+        lost = ["the `rtol` of `verify`"] if wanted.rtol else []
+        lost += [f"the loss curve of {curve.place}" for curve in wanted.curves]
+        return [], [f"{what}: nothing was run in a working dtype" for what in lost]
+    rows, untried = trials(working.plan, working.batches[0])
+    return [*rows, *curve_rows(working, wanted.curves, pool)], untried
+
+
+def _working_rows(
+    working: Case, told: Sequence[Condition], exact: Observation, program: Observation
+) -> list[Row]:
+    """The program in the working dtype, as near to float64 as the original's own rounding."""
+    from schedlang.passes.laying.casts import lowest
+    from schedlang.passes.proving.rounding import within_rounding
+    from schedlang.runtime.drawing.random import LogicalDropout
+    from schedlang.runtime.modes import ambient
+
+    def make(condition: Condition) -> Sequential:
+        return sequential(working, condition, cast=True)
+
+    first = [replace(condition, batches=working.batches) for condition in told[:1]]
+    with ambient(LogicalDropout(working.seed)):
+        plain = observe(make, first)
+    names = {condition.name for condition in first}
+    wanted = replace(
+        exact, tensors={k: v for k, v in exact.tensors.items() if k.condition in names}
+    )
+    rtol = asked(working.plan).rtol
+    low = lowest(working.plan)
+    return list(within_rounding(wanted, plain, program, rtol=rtol, low=low))
+
+
+def check_world(plan: Plan, verb: str = "verify") -> None:
+    """Refuse more ranks than a laptop runs, naming a mesh that keeps every row (S702)."""
+    if plan.mesh.world <= MOST_RANKS:
+        return
+    sizes = dict(plan.mesh.axes)
+    for axis in sizes:  # two ranks along an axis show what more of them would
+        sizes[axis] = min(sizes[axis], 2)
+    for axis in list(sizes):
+        if _product(sizes.values()) > MOST_RANKS:
+            sizes[axis] = 1
+    small = ",".join(f"{axis}={size}" for axis, size in sizes.items())
+    raise Refusal(
+        Diagnostic(
+            "S702", f"{plan.mesh.world} ranks are more than `{verb}` starts on one machine",
+            notes=(f"the mesh is {plan.mesh}; at most {MOST_RANKS} ranks run",),
+            helps=(f"{verb} the same rows on a smaller mesh: `--mesh {small}`",),
+        )
+    )  # fmt: skip
+
+
+def _product(values: Iterable[int]) -> int:
+    out = 1
+    for value in values:
+        out *= value
+    return out
+
+
+# -- the two sides -----------------------------------------------------------------------------
+
+
+def _ranks(case: Case, working: Case | None, told: Sequence[Condition], pool: Pool) -> _Ran:
+    """What the ranks saw in float64 and in the working dtype, and their saved state, loaded."""
+    import tempfile
+
+    from schedlang.runtime.replacing.left import merged
+
+    with tempfile.TemporaryDirectory(prefix="schedlang-") as folder:
+        world = case.plan.mesh.world
+        every = pool.run(_rank, world, case, working, tuple(told), folder)
+        seen, rounded, again, _ = every[0]
+        outputs = NO_OUTPUTS if case.parted else again  # each replica has statistics of its own
+        left = merged(one for ran in every for one in ran[3])
+        return seen, rounded, loaded(case, told, folder) | {"outputs": outputs}, left
+
+
+def _compared(
+    case: Case, working: Case | None, told: Sequence[Condition], expected: Observation, ran: _Ran
+) -> list[Row]:
+    """The rows of one run of the ranks."""
+    from schedlang.passes.proving.compare import compare
+
+    actual, rounded, archive, _ = ran
+    exact = not given_up(case.plan) and not case.parted
+    rows = [*compare(expected, actual, exact=exact)]
+    rows += archive_rows(told[saved(told)].name, archive, actual)
+    return rows if working is None else rows + _working_rows(working, told, expected, rounded)
+
+
+def _baseline_rows(
+    case: Case, told: Sequence[Condition], actual: Observation, pool: Pool
+) -> tuple[list[Row], list[str]]:
+    """The first step against that of the plan without its exact rows; or why it was not run."""
+    found = baseline(case.plan)
+    if found is None or (not given_up(case.plan) and not case.parted):
+        return [], []  # no such rows, or the original itself is compared bit by bit
+    plan, words = found
+    first = [replace(told[0], batches=told[0].batches[:1])]
+    try:
+        plain = prepared(replace(case, plan=plan))
+        without = pool.run(tried, plan.mesh.world, plain, first)[0]
+    except Refusal as refusal:
+        return [], [f"bits {words}: {refusal.diagnostics[0].title}"]
+    return list(exact_rows(without, actual, words)), []
+
+
+def _rank(
+    case: Case, working: Case | None, told: Sequence[Condition], folder: str
+) -> tuple[Observation, Observation, tuple[Outputs, Outputs], tuple[Left, ...]]:
+    """One rank's part of the proof; only rank 0 keeps what it saw, each what kernels left."""
+    from schedlang.runtime.float64 import Float64
+    from schedlang.runtime.modes import ambient
+    from schedlang.runtime.replacing.left import left_in, merged
+    from schedlang.runtime.routing.choices import Choices
+
+    made: list[Program] = []
+    with ambient(Float64()):
+        seen = observed(case, told, made)
+        made[saved(told)].save(f"{folder}/state")
+        again = reloaded(made[saved(told)], made[0], case.batches[0], folder)
+
+    def left() -> tuple[Left, ...]:
+        return merged(one for program in made for one in left_in(program.assembly.module))
+
+    if working is None:
+        return seen, Observation(), again, left()
+    first = [replace(condition, batches=working.batches) for condition in told[:1]]
+    chosen = Choices()
+    with ambient(chosen):
+        rounded = observed(working, first, made)
+    return seen, replace(rounded, choices=chosen.everyone()), again, left()
+
+
+# -- what is said about it ---------------------------------------------------------------------
+
+
+def _facts(case: Case, ran: Runs) -> tuple[tuple[str, str], ...]:
+    import torch
+
+    mesh = case.plan.mesh
+    derived = (("derived", ", ".join(ran.derived)),) if ran.derived else ()
+    return (
+        ("mesh", f"{mesh} ({mesh.world} ranks)" if mesh.axes else "one rank"),
+        ("seed", str(case.seed)),
+        ("dtype", "float64"),
+        ("torch", torch.__version__),
+        *derived,
+    )
+
+
+def _kernels(fewer: Sequence[Gained], left: Sequence[Left]) -> Iterator[tuple[str, str]]:
+    """What fused rows gain, and calls that kernels left to the model."""
+    yield from (("fused", str(one)) for one in fewer)
+    yield from (("W703", str(one)) for one in left)
+
+
+def _gaps(
+    case: Case, ran: Runs, expected: Observation, actual: Observation, drawn: int
+) -> tuple[Any, ...]:
+    from schedlang.passes.proving.coverage import gaps, idle, repeating, unoffered
+
+    plan = case.plan
+    names = {name: fact.numel for name, fact in plan.model.unique.items()}
+    found = gaps(ran.batches, sizes=dict(plan.mesh.axes), drawn=drawn, parameters=names)
+    known = (UNLIKE,) if case.parted else ()
+    return (*found, *ran.gaps, *known, *repeating(plan), *idle(expected), *unoffered(actual))

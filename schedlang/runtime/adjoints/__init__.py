@@ -1,0 +1,1 @@
+"""Which tensors differ between ranks, through a forward and its backward on the meta device."""

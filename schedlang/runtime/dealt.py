@@ -1,0 +1,77 @@
+"""A batch of a whole step dealt to ranks: the microbatches of this one, and what all weigh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from schedlang.runtime.assembly import Assembly
+from schedlang.runtime.parts import Batch, Part, rows_of, split
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """This rank's microbatches and their weights, those of the whole batch, and of everyone.
+
+    everyone  of each replica, the weight of each of its microbatches
+    """
+
+    parts: Sequence[Part]
+    weights: Sequence[float]
+    everyone: Sequence[Sequence[float]]
+
+    @property
+    def total(self) -> float:
+        """The weight of the whole batch; 1 where nothing in it weighs anything."""
+        return positive(float(sum(map(sum, self.everyone))))
+
+
+def dealt(a: Assembly, batch: Batch, local: bool) -> Dealt:
+    """What a rank computes of a batch: of the whole one, or (`local`) of its own rows."""
+    mine = _of_rows(a, batch) if local else _of_all(a, batch)
+    return replace(mine, parts=[_defined(a, *each) for each in zip(mine.parts, mine.weights)])
+
+
+def _of_all(a: Assembly, batch: Batch) -> Dealt:
+    mesh, place = a.ranks.mesh, a.place(a.ranks.rank)
+    rows = split(batch, mesh.size(a.row_axes), a.micro)
+    everyone = [parts for share in rows for parts in a.by_tokens(share)]
+    alone = mesh.size(a.replicas) * a.micro == 1
+    weigh = [[1.0 if alone else a.weigh(part) for part in parts] for parts in everyone]
+    return Dealt(everyone[place], weigh[place], weigh)
+
+
+def _of_rows(a: Assembly, batch: Batch) -> Dealt:
+    mesh = a.ranks.mesh
+    (rows,) = split(batch, 1, a.micro)
+    own = a.by_tokens(rows)[mesh.index(a.ranks.rank, a.context)]
+    weights = [a.weigh(part) for part in own]
+    group = a.ranks.group(a.replicas)
+    if group.pg is None:
+        return Dealt(own, weights, [weights])
+    here = torch.tensor([[*weights, rows_of(batch)]], dtype=torch.float64)
+    told = here.new_empty(group.size, len(weights) + 1)
+    dist.all_gather_into_tensor(told, here, group=group.pg)
+    first = sum(  # samples are numbered across all ranks; those of a sequence have the same
+        int(count) for rank, count in zip(group.ranks, told[:, -1].tolist())
+        if mesh.index(rank, a.row_axes) < mesh.index(a.ranks.rank, a.row_axes)
+        and not any(mesh.coordinates(rank)[axis] for axis in a.context)
+    )  # fmt: skip
+    parts = [replace(part, rows=tuple(first + row for row in part.rows)) for part in own]
+    return Dealt(parts, weights, told[:, :-1].tolist())
+
+
+def _defined(a: Assembly, part: Part, weight: float) -> Part:
+    """A part without labels that count has no mean: give it some, its weight is zero anyway."""
+    if weight or a.without_labels is None:
+        return part
+    filled = a.without_labels(part.inputs)
+    return replace(part, inputs=filled) if a.tokens is None else a.tokens.defined(part, filled)
+
+
+def positive(total: float) -> float:
+    """A weight to divide by: of what weighs nothing, 1."""
+    return total if total > 0 else 1.0

@@ -1,0 +1,1 @@
+"""Logits that wait for their loss, or stay split over the vocabulary: stand-ins for them."""

@@ -1,0 +1,207 @@
+"""A step of a built program without values: its parameters and batch lie on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from schedlang.runtime.following.fused_meta import Fused
+from schedlang.runtime.modes import ambient
+from schedlang.runtime.parts import Batch, Part
+from schedlang.runtime.program import Program
+from schedlang.runtime.recording.constants import OnMeta
+from schedlang.runtime.recording.graph import Cut
+from schedlang.runtime.recording.meta import hollow_batch
+from schedlang.runtime.recording.torch_calls import tensors_in
+from schedlang.runtime.slicing.carry import Span
+from schedlang.runtime.staging.flight import Message
+from schedlang.runtime.staging.mail import Mail
+from schedlang.runtime.staging.pipeline import Event, Pipeline
+from schedlang.runtime.staging.step import Result
+from schedlang.runtime.storage.footprint import Footprint
+
+# what multiplies (True) or divides in place
+SCALES = {Tensor.mul_: True, Tensor.__imul__: True, Tensor.div_: False, Tensor.__itruediv__: False}
+
+
+class Answers(TorchFunctionMode):
+    """Answers for values that a meta tensor does not have, and remembers what was put side by side.
+
+    `together` tells for each result of `torch.cat` the storages that it was made of; it keeps all
+    of them, because another tensor may come to lie where one was (not unless it shall `remember`).
+    """
+
+    def __init__(self, remember: bool = True) -> None:
+        super().__init__()
+        self.remember = remember
+        self.together: dict[int, tuple[list[Tensor], tuple[int, ...]]] = {}
+        self.scaled: dict[int, float] = {}  # storage -> what multiplied it, outside of the model
+        self.outside = True  # of the model: nobody knows any value there
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the call, or make up its answer."""
+        kwargs = dict(kwargs or {})
+        given = args[0] if args else None
+        if isinstance(given, Tensor) and given.is_meta:
+            if func is Tensor.cpu:
+                return given
+            if func is Tensor.tolist:
+                return torch.ones(given.shape, device="cpu").tolist()
+            if func is Tensor.__float__ and self.outside:
+                return 1.0
+            if func is Tensor.__bool__ and self.outside:
+                return False  # as where nothing overflows
+        if self.outside and func in SCALES and isinstance(args[1], int | float):
+            at, factor = storage(args[0]), float(args[1])
+            times = factor if SCALES[func] else 1 / factor
+            self.scaled[at] = self.scaled.get(at, 1.0) * times
+        out = func(*args, **kwargs)
+        if self.remember and func is torch.cat and out.is_meta:
+            parts = list(tensors_in(args[0]))
+            self.together[id(out)] = ([out, *parts], tuple(map(storage, parts)))
+        return out
+
+
+@dataclass(frozen=True)
+class Letter:
+    """A message between stages as the pipeline means it: between which ranks, and what it is."""
+
+    ends: tuple[int, int]
+    sends: bool
+    name: Message
+    tensors: int
+
+
+def storage(tensor: Tensor) -> int:
+    """Equal for tensors in the same memory, or in the same that is not there."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+@dataclass
+class Played(Program):
+    """A program whose microbatches lose their values on the way in.
+
+    `weights` are those that the last step gave its microbatches; `letters` what it sent to other
+    stages and expected of them.
+    """
+
+    weights: list[float] = field(default_factory=list)
+    letters: list[Letter] = field(default_factory=list)
+    answers: Answers = field(default_factory=Answers)
+    footprint: Footprint | None = None  # is told what runs, and whose gradients there are
+
+    def _run(
+        self, parts: Sequence[Part], scale: Sequence[float] | None, *, train: bool
+    ) -> dict[int, Result]:
+        pipeline = self.assembly.pipeline
+        plain = pipeline.run
+
+        def run(batches: Any, scale: Any = None, **options: Any) -> Any:
+            self.weights = list(scale or ())
+            told = options.pop("on_op")
+
+            def on_op(event: Event) -> None:
+                self._mark(event.op)
+                told(event)
+
+            return plain(batches, scale, **options, on_op=on_op)
+
+        bare = [replace(part, inputs=hollow_batch(part.inputs)) for part in parts]
+        vars(pipeline)["run"] = run
+        self.answers.outside = False
+        try:
+            with torch._C.DisableTorchFunction():  # what is known is real, not on the meta device
+                known = OnMeta([p.inputs for p in parts], [p.inputs for p in bare])
+            with known:
+                return super()._run(bare, scale, train=train)
+        finally:
+            del vars(pipeline)["run"]
+            self.answers.outside = True
+            self._mark(None)
+
+    def _mark(self, what: Any) -> None:
+        """Tell the footprint what begins to run."""
+        if self.footprint is not None:
+            held = self.assembly.parameters.values()
+            self.footprint.hold("gradients", [p.grad for p in held if p.grad is not None])
+            self.footprint.mark(what)
+
+
+def play(program: Program, cut: Cut, batch: Batch, footprint: Footprint | None = None) -> Played:
+    """One training step, with nothing in it; `batch` is whole, and its values are real.
+
+    With a footprint also the step of the program's optimizer.
+    """
+    from schedlang.runtime.staging.stage import signature
+
+    assembly = replace(program.assembly, dropout=None)
+    optimizer = program.optimizer if footprint is not None else None
+    answers = Answers(remember=footprint is None)
+    played = Played(assembly, optimizer, footprint=footprint, answers=answers)
+    pipeline = assembly.pipeline
+    pipeline.mail.device = torch.device("meta")
+    _overhear(pipeline.mail, played.letters)
+    parts, _, _ = played._parts(batch, local=False)
+    seat, split = parts[0].seat, assembly.tokens
+    whole: Callable[[Any], tuple[int, ...]] = (
+        tuple if split is None else split.sizes(batch, seat.place)
+    )
+    for edge, tokens in cut.routes.items():  # as after the first step: nobody asks for sizes
+        leaves = [cut.graph.leaves[token] for token in tokens]
+        for part, replica in product(parts, range(pipeline.timeline.replicas)):
+            shape = (True, signature(hollow_batch(part.inputs)))
+            for index, resized in enumerate(_sizes(pipeline, part, whole)):
+                layout = tuple((getattr(torch, leaf.dtype), resized(leaf.shape)) for leaf in leaves)
+                pipeline.sizes.learn(shape, Message(False, *edge, replica, 0, index), layout)
+    watched: tuple[Any, ...] = ()
+    if footprint is not None:
+        watched = ambient(Fused()), footprint
+        for stub in {stage.stub for stage in pipeline.stages.values() if not stage.whole}:
+            vars(stub)["_shapes"] = footprint.unseen(stub._shapes)
+    with ExitStack() as stack:
+        for mode in (torch.device("meta"), played.answers, *watched):
+            stack.enter_context(mode)
+        played.train_step(batch)
+        played._mark(None)
+    return played
+
+
+def _sizes(
+    pipeline: Pipeline, part: Part, whole: Callable[[Any], tuple[int, ...]]
+) -> list[Callable[[Any], tuple[int, ...]]]:
+    """For each slice of a part the shape that a value of the whole sequence has there."""
+    if pipeline.slices is None:
+        return [whole]
+
+    def along(span: Span) -> Callable[[Any], tuple[int, ...]]:
+        def resized(shape: Any) -> tuple[int, ...]:
+            tokens = len(shape) > 1 and shape[1] == span.total
+            return (shape[0], span.length, *shape[2:]) if tokens else tuple(shape)
+
+        return resized
+
+    return [along(one.piece.span) for one in pipeline.slices.of(part.inputs)]
+
+
+def _overhear(mail: Mail, letters: list[Letter]) -> None:
+    """Note every letter where the pipeline hands it over, in the order in which it does."""
+    send, post = mail.send, mail.post
+
+    def sending(to: int, key: Any, tensors: Sequence[Tensor], *, header: bool) -> None:
+        letters.append(Letter((mail.rank, to), True, key, len(tensors)))
+        send(to, key, tensors, header=header)
+
+    def posting(source: int, key: Any, count: int, *rest: Any) -> None:
+        letters.append(Letter((source, mail.rank), False, key, count))
+        post(source, key, count, *rest)
+
+    vars(mail).update(send=sending, post=posting)

@@ -1,0 +1,146 @@
+"""Which modules one forward calls, in which order, and from where in the model's own code."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import os
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from schedlang.diagnostic import Refusal
+from schedlang.runtime.recording.constants import Literals, OnMeta
+from schedlang.runtime.recording.graph import refusal
+from schedlang.runtime.recording.meta import hollow_batch, hollow_model
+
+TORCH = os.path.join("torch", "nn", "modules", "")
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The modules called, one entry for each call; where a module's second call was made."""
+
+    order: tuple[str, ...]
+    again: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+
+    @cached_property
+    def counts(self) -> Mapping[str, int]:
+        """How often each module is called."""
+        return Counter(self.order)
+
+    def place(self, name: str) -> str:
+        """Where a module is called again, in words: file, line, and the loop around it."""
+        if name not in self.again:
+            return ""
+        file, line = self.again[name]
+        at, said = _loop(file, line) or (line, linecache.getline(file, line).strip())
+        way = "in a loop at" if at != line else "again at"
+        return f"called {way} {Path(file).name}:{at}, `{said}`"
+
+
+def once(model: nn.Module, entries: Mapping[str, int]) -> Calls | None:
+    """The calls of a forward that was seen to call modules so often; None where it must be asked.
+
+    `entries` stand in the order of first calls, which is that of all calls where each is one.
+    """
+    for name, times in entries.items():
+        bare = next(model.get_submodule(name).parameters(), None) is None
+        if times > 1 and not (bare and not name.rpartition(".")[2].isdigit()):
+            return None
+    return Calls(tuple(entries)) if entries else None
+
+
+def calls_of(model: nn.Module, kwargs: Mapping[str, Any], meta: bool) -> Calls:
+    """Run one forward and write down every call; with `meta` on a copy on the meta device."""
+    given = dict(hollow_batch(dict(kwargs)) if meta else kwargs)
+    model = hollow_model(model, {}) if meta else model
+    order: list[str] = []
+    first: dict[str, list[FrameType]] = {}
+    again: dict[str, tuple[str, int]] = {}
+    handles = []
+    for name, module in model.named_modules():
+
+        def before(module: nn.Module, args: Any, name: str = name) -> None:
+            order.append(name)
+            if name not in first:
+                first[name] = list(_frames(sys._getframe(1)))
+            elif name not in again:
+                again[name] = _common(first[name], _frames(sys._getframe(1)))
+
+        handles.append(module.register_forward_pre_hook(before))
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), ExitStack() as stack:
+            if meta:
+                mode = OnMeta(kwargs, given)
+                for one in (torch.device("meta"), mode, Literals(mode.constants)):
+                    stack.enter_context(one)
+            model(**given)
+    except NotImplementedError as error:
+        raise asks_for_values(error) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Calls(tuple(order), again)
+
+
+def asks_for_values(error: Exception) -> Refusal:
+    """The refusal of a model that reads values of tensors which, without data, have none."""
+    reason = "asks for values while it is recorded, and there is no data"
+    return refusal("S612", _inner(error), reason, note=str(error).split("\n")[0])
+
+
+def _inner(error: BaseException) -> str:
+    """File and line of the model's own code that an error came out of."""
+    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+    own = [f for f in frames if f"{os.sep}torch{os.sep}" not in f[0] and f[0] != __file__]
+    own = [f for f in own if not f[0].startswith(str(Path(__file__).parent.parent))]
+    return f"{Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames on the stack outside of torch, innermost first; none of this file."""
+    while frame is not None and frame.f_code.co_filename != __file__:
+        if TORCH not in frame.f_code.co_filename:
+            yield frame
+        frame = frame.f_back
+
+
+def _common(first: Sequence[FrameType], now: Iterable[FrameType]) -> tuple[str, int]:
+    """File and line, now, of the innermost frame from which both calls were made."""
+    before = set(first)
+    for frame in now:
+        if frame in before:
+            return frame.f_code.co_filename, frame.f_lineno
+    return "", 0
+
+
+def _loop(file: str, line: int) -> tuple[int, str] | None:
+    """Line and head of the innermost loop around a line."""
+    inside = [
+        node for node in _loops(file) if node.lineno <= line <= (node.end_lineno or node.lineno)
+    ]
+    if not inside:
+        return None
+    at = max(node.lineno for node in inside)
+    return at, linecache.getline(file, at).strip()
+
+
+@cache
+def _loops(file: str) -> tuple[Any, ...]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return ()
+    kinds = (ast.For, ast.While, ast.AsyncFor, ast.comprehension)
+    return tuple(n for n in ast.walk(tree) if isinstance(n, kinds) and hasattr(n, "lineno"))

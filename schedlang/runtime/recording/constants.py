@@ -1,0 +1,221 @@
+"""Real values beside meta tensors: of what is computed from the batch alone, such as masks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.fx.experimental import _config as shapes
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from schedlang.runtime.recording.memo import Memo
+
+LIMIT = 1 << 22  # bytes; padding masks and positions are small, anything larger is not followed
+
+
+class Constants:
+    """Runs operators on meta tensors and, where every input is known, on real values too.
+
+    A model may ask whether a mask is all ones, which a meta tensor cannot answer. Values are
+    known per storage, so views and in-place writes are followed.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[int, torch.Tensor] = {}  # meta storage to a flat real tensor
+        self.memo = Memo()
+        self._alive: dict[int, Any] = {}  # as long as a meta storage lives its value is known
+
+    def know(self, real: Any, meta: Any) -> None:
+        """Remember the values of integer and boolean tensors given as arguments."""
+        for value, bare in zip(pytree.tree_leaves(real), pytree.tree_leaves(meta)):
+            if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_meta:
+                continue
+            self._keep(bare, value)
+
+    def run(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        unknown: Callable[[Any], Any],
+    ) -> Any:
+        """The operator's result; what a value that is not known becomes is for `unknown(func)`."""
+        if func._schema.name == "aten::_local_scalar_dense" and args[0].is_meta:
+            value = self.real(args[0])
+            return unknown(func) if value is None else value.item()
+        try:
+            output = self.memo.run(func, SHAPES.get(func, func), args, kwargs)
+        except NotImplementedError:  # the shape depends on values
+            return self._sized(func, args, kwargs, unknown)
+        made = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.is_meta]
+        if not made:
+            if func._schema.is_mutable:
+                self._forget(t for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor))
+            return output
+        small = all(t.untyped_storage().nbytes() <= LIMIT for t in made)
+        shadow = self._shadow(func, args, kwargs) if small else None
+        if shadow is not None:
+            for bare, value in zip(pytree.tree_leaves(output), pytree.tree_leaves(shadow)):
+                if isinstance(bare, torch.Tensor) and _storage(bare) not in self.values:
+                    self._keep(bare, value)
+        elif func._schema.is_mutable:
+            self._forget(made)
+        return output
+
+    def _sized(self, func: Any, args: Any, kwargs: Any, unknown: Callable[[Any], Any]) -> Any:
+        """The result of an operator whose shape only values tell."""
+        shadow = self._shadow(func, args, kwargs)
+        if shadow is None:
+            unknown(func)
+            with shapes.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
+                return func(*args, **kwargs)
+        output = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), shadow)
+        for bare, value in zip(pytree.tree_leaves(output), pytree.tree_leaves(shadow)):
+            self._keep(bare, value)
+        return output
+
+    def _shadow(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        on_meta = any(t.is_meta for t in tensors) or any(
+            isinstance(leaf, torch.device) and leaf.type == "meta" for leaf in leaves
+        )
+        if not on_meta:
+            return None
+        real = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+                leaf = self.real(leaf)
+                if leaf is None:
+                    return None
+            elif isinstance(leaf, torch.device) and leaf.type == "meta":
+                leaf = torch.device("cpu")
+            real.append(leaf)
+        try:
+            args, kwargs = pytree.tree_unflatten(real, spec)
+            return func(*args, **kwargs)
+        except (RuntimeError, NotImplementedError):
+            return None
+
+    def real(self, bare: torch.Tensor) -> torch.Tensor | None:
+        """The values of a tensor on the meta device, where they are known."""
+        flat = self.values.get(_storage(bare))
+        if flat is None:
+            return None
+        if flat.dtype != bare.dtype:
+            flat = flat.view(bare.dtype)
+        return flat.as_strided(bare.shape, bare.stride(), bare.storage_offset())
+
+    def _keep(self, bare: torch.Tensor, value: torch.Tensor) -> None:
+        size = bare.untyped_storage().nbytes() // max(1, bare.element_size())
+        if bare.untyped_storage().nbytes() > LIMIT or bare.shape != value.shape:
+            return
+        flat = torch.zeros(size, dtype=value.dtype, device="cpu")
+        flat.as_strided(bare.shape, bare.stride(), bare.storage_offset()).copy_(value)
+        key, me = _storage(bare), weakref.ref(self)  # no cycle: values go when nobody asks more
+
+        def gone(_: Any) -> None:  # another storage may come to lie at its place
+            if (known := me()) is not None:
+                known.values.pop(key, None)
+                known._alive.pop(key, None)
+
+        self.values[key] = flat
+        self._alive[key] = weakref.ref(bare.untyped_storage(), gone)
+
+    def _forget(self, written: Iterable[torch.Tensor]) -> None:
+        for bare in written:
+            self.values.pop(_storage(bare), None)
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The shape of a grouped product: torch's own rule for it knows bfloat16 alone."""
+    if not a.is_meta:
+        return torch.ops.aten._grouped_mm.default(a, b, *args, **kwargs)  # type: ignore[no-any-return]
+    ends = kwargs.get("offs", args[0] if args else None)
+    if a.dim() == b.dim() == 2:  # the sum's dim is cut into groups
+        assert ends is not None
+        return a.new_empty(ends.shape[0], a.shape[0], b.shape[1])
+    lead = a.shape[:1] if a.dim() == b.dim() == 3 else ()
+    return a.new_empty(*lead, a.shape[-2], b.shape[-1])
+
+
+SHAPES = {torch.ops.aten._grouped_mm.default: _grouped_mm}
+
+
+@contextmanager
+def on_meta(real: Any, meta: Any) -> Iterator[OnMeta]:
+    """Models that are run inside may ask for values: they get those that the batch decides."""
+    mode = OnMeta(real, meta)
+    with mode, Literals(mode.constants):
+        yield mode
+
+
+class Literals(TorchFunctionMode):
+    """Tells `constants` of numbers that a model spells out; on the meta device they are lost.
+
+    Both are made below all dispatch: tensors from numbers, and lists that stand as an index.
+    """
+
+    def __init__(self, constants: Constants) -> None:
+        super().__init__()
+        self.constants = constants
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in INDEXING and args[0].is_meta:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            spelt = tuple(self._tensor(i) if isinstance(i, list) else i for i in index)
+            args = (args[0], spelt, *args[2:])
+        output = func(*args, **kwargs)
+        if func in MAKING and output.is_meta and _plain(args[0]):
+            self.constants.know(func(*args, **{**kwargs, "device": "cpu"}), output)
+        return output
+
+    def _tensor(self, numbers: list[Any]) -> Any:
+        if not _plain(numbers):
+            return numbers
+        real = torch.tensor(numbers, device="cpu")
+        bare = real.to("meta")
+        self.constants.know(real, bare)
+        return bare
+
+
+INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+MAKING = (torch.tensor, torch.as_tensor)
+
+
+def _plain(data: Any) -> bool:
+    return all(isinstance(value, int | bool) for value in pytree.tree_leaves(data))
+
+
+class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets a model run on meta tensors although it asks for values.
+
+    `real` and `meta` are its arguments, of which values are known; other values are taken as 0.
+    """
+
+    def __init__(self, real: Any = (), meta: Any = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.constants = Constants()
+        self.constants.know(real, meta)
+        self.asked = False  # for a value that is not known
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return self.constants.run(func, args, kwargs or {}, self._zero)
+
+    def _zero(self, func: Any) -> int:
+        self.asked = True
+        return 0
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

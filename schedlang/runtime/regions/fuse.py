@@ -1,0 +1,213 @@
+"""Compile one module's forward and backward with inductor, as one graph or not at all.
+
+The compiled function takes the place of the forward of one instance; equal modules share graphs.
+A graph break or too many recompilations, which torch would answer by running parts eagerly with a
+line in a log, is a refusal here.  Random numbers are drawn as eager torch draws them, so that
+dropout under the same seed stays the same.
+
+Under ambient modes (float64, logical dropout) the module runs eagerly: what a mode does would be
+traced into the graph once and for all (measured: logical dropout cannot be traced, float64 can but
+proves nothing about the graph that trains).  So a schedule is verified around the region, and
+`check_fused` judges the compiled region itself in the type that it trains in.
+
+This is the one file that touches dynamo, inductor and functorch configuration.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.forward import layers_of, wrap
+from schedlang.runtime.modes import Ambient
+
+LIMIT = 16  # graphs of one forward; beyond, compiling costs more than it can give
+
+
+def unavailable(device: str = "cpu") -> str | None:
+    """Why inductor cannot compile for a device here; None if it can."""
+    if device != "cpu":
+        from torch.utils._triton import has_triton
+
+        return None if has_triton() else "triton finds no GPU to compile for"
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "no C++ compiler was found (set CXX, or install g++)"
+    return None
+
+
+def fuse(module: nn.Module, *, split_backward: bool = False, rounding: str = "fp32") -> None:
+    """Compile the forward of `module`, in place; it compiles when it is first called.
+
+    split_backward: the backward will be run in two parts (gradients of inputs, then of weights)
+    over one graph.  Donated buffers are then off, in the whole process, and inductor's caches for
+    this module: their keys ignore that setting, and they would hand back a graph that overwrites
+    what the second part needs.
+    rounding: "eager" rounds intermediate results as the operators do, "fp32" only what leaves.
+
+    Raises Refusal without a compiler, for a module whose computation was replaced already, and at
+    the call where the forward is not one graph.
+    """
+    device = next((p.device.type for p in module.parameters()), "cpu")
+    missing = unavailable(device) if device != "meta" else None
+    if missing:
+        raise _refusal("S831", "inductor cannot compile here", missing)
+    layers = layers_of(module)
+    if layers is not None and {"kernel", "attend"} & set(layers.kinds):
+        name = type(module).__name__
+        raise _refusal(
+            "S832", f"`{name}` has a kernel of its own already", "fuse what is around it"
+        )
+    wrap(module, "fuse", Fuse(type(module).__name__, split_backward, rounding))
+
+
+def graphs(module: nn.Module) -> int:
+    """How many graphs were compiled for this module's own forward; equal modules share theirs."""
+    layers = layers_of(module)
+    layer = layers.kinds.get("fuse") if layers is not None else None
+    return layer.graphs if isinstance(layer, Fuse) else 0
+
+
+class Fuse:
+    """The layer that calls the compiled form of a forward."""
+
+    def __init__(self, name: str, split_backward: bool, rounding: str = "fp32") -> None:
+        self.name = name
+        self.split_backward = split_backward
+        self.rounding = rounding
+        self.graphs = 0
+        self.compiled: Callable[..., Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies compile anew: the compiled function is bound to the original module."""
+        return self.__dict__ | {"compiled": None, "graphs": 0}
+
+    def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run compiled; eagerly under an ambient mode."""
+        if _under_ambient_mode():
+            return inner(*args, **kwargs)
+        if self.compiled is None:
+            self.compiled = _compile(inner, self.split_backward, self.rounding)
+        with _counting(self), _refusing(self.name):
+            return self.compiled(*args, **kwargs)
+
+
+def _under_ambient_mode() -> bool:
+    from torch.overrides import _get_current_function_mode_stack
+
+    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(isinstance(mode, Ambient) for mode in stack)
+
+
+def _compile(inner: Callable[..., Any], split_backward: bool, rounding: str) -> Callable[..., Any]:
+    # one backend object for all regions: graphs are shared only between equal backends
+    backend = _split_backend if split_backward else _rounding if rounding == "eager" else _backend
+    if split_backward:
+        import torch._functorch.config as functorch
+
+        functorch.donated_buffer = False  # read when backward runs, too: it must stay
+    options: dict[str, Any] = {}
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        options["recompile_limit"] = LIMIT
+    own = _with_own_code(inner)
+    compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, backend=backend, **options)
+    return compiled
+
+
+_codes: dict[tuple[type, FunctionType], FunctionType] = {}
+
+
+def _with_own_code(inner: Callable[..., Any]) -> Callable[..., Any]:
+    """The class's own forward over a code object that belongs to this class alone.
+
+    torch keeps graphs, and counts them against the limit, by code object, and one decorator around
+    the forwards of many classes (as transformers has) gives all of them the same.
+    """
+    if not isinstance(inner, partial) or not isinstance(inner.func, FunctionType):
+        return inner  # a forward that the instance was given
+    module, function = inner.args[0], inner.func
+    key = (type(module), function)
+    if key not in _codes:
+        code = function.__code__.replace()
+        made = FunctionType(
+            code, function.__globals__, function.__name__, function.__defaults__,
+            function.__closure__,
+        )  # fmt: skip
+        made.__kwdefaults__ = function.__kwdefaults__
+        _codes[key] = made
+    return MethodType(_codes[key], module)
+
+
+_counted: list[Fuse] = []
+
+
+@contextmanager
+def _counting(layer: Fuse) -> Iterator[None]:
+    _counted.append(layer)
+    try:
+        yield
+    finally:
+        _counted.pop()
+
+
+def _backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    import torch._inductor.config as inductor
+    from torch._inductor.compile_fx import compile_fx
+
+    if _counted:
+        _counted[-1].graphs += 1
+    with inductor.patch(fallback_random=True):
+        return compile_fx(graph, inputs)
+
+
+def _rounding(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    """Intermediate results are rounded to the working type as they are eagerly."""
+    import torch._inductor.config as inductor
+
+    with inductor.patch(emulate_precision_casts=True):
+        return _backend(graph, inputs)
+
+
+def _split_backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    import torch._inductor.config as inductor
+
+    with inductor.patch(force_disable_caches=True):
+        return _backend(graph, inputs)
+
+
+def _refusal(code: str, title: str, *notes: str) -> Refusal:
+    return Refusal(Diagnostic(code, title, notes=notes, helps=("leave this module unfused",)))
+
+
+@contextmanager
+def _refusing(name: str) -> Iterator[None]:
+    """Turn what torch says about a forward that is not one graph into a refusal."""
+    from torch._dynamo import exc
+
+    limit = getattr(exc, "FailOnRecompileLimitHit", exc.Unsupported)
+    try:
+        yield
+    except limit as error:
+        raise _refusal(
+            "S834",
+            f"`{name}` is compiled anew too often",
+            f"more than {LIMIT} graphs were made for one forward, because something that it reads "
+            "differs from call to call or from layer to layer (with transformers often its cache: "
+            "give the batch `use_cache=False`)",
+        ) from error
+    except exc.Unsupported as error:
+        said = [line.strip() for line in str(error).splitlines() if line.strip()]
+        where = [line for line in said if line.startswith("File ")][-1:]
+        raise _refusal("S833", f"`{name}` is not one graph", *said[:2], *where) from error

@@ -1,0 +1,211 @@
+"""What an optimizer knows, by parameter name: described by all ranks together, and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.storage.folder import gathered, together
+
+if TYPE_CHECKING:
+    from schedlang.runtime.program import Program
+
+NOT_SAVED = ("params", "param_names")  # entries of a group that are no hyperparameters
+Hyper = dict[str, Any]
+
+
+@dataclass
+class Moments:
+    """An optimizer's state without its large tensors.
+
+    kind    the optimizer's class; None: no rank has an optimizer
+    groups  hyperparameters, once for each distinct set; `of` names the set of every parameter
+    parts   parameter -> state key -> dtype, of tensors that lie like the parameter
+    values  parameter -> state key -> anything else (the number of steps)
+    """
+
+    kind: str | None = None
+    groups: list[Hyper] = field(default_factory=list)
+    of: dict[str, int] = field(default_factory=dict)
+    parts: dict[str, dict[str, str]] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def plain(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return dict(vars(self))
+
+
+def described(program: Program) -> Moments:
+    """What the optimizers of all ranks know.
+
+    Raises Refusal S637, alike on all ranks, for what is neither a tensor nor plain data, or what
+    differs between ranks although it does not lie in parts.
+    """
+    world = program.assembly.ranks.mesh.world
+    mine = together(world, lambda: _mine(program), lambda error: Diagnostic("S637", str(error)))
+    everyone = gathered(mine, world)
+    out = Moments(next((m.kind for m in everyone if m.kind is not None), None))
+    for found in everyone:
+        for name, number in found.of.items():
+            out.of.setdefault(name, _number(out.groups, found.groups[number]))
+        for name, parts in found.parts.items():
+            out.parts.setdefault(name, {}).update(parts)
+        for name, values in found.values.items():
+            for key, value in values.items():
+                known = out.values.setdefault(name, {}).setdefault(key, value)
+                if not _equal(known, value):
+                    raise _unlike(name, key)
+    for name, values in out.values.items():
+        for key in values.keys() & out.parts.get(name, {}).keys():
+            raise _unlike(name, key)
+    return out
+
+
+def named(program: Program) -> dict[str, nn.Parameter]:
+    """The parameters that this rank's optimizer updates."""
+    if program.optimizer is None:
+        return {}
+    own = {id(p) for group in program.optimizer.param_groups for p in group["params"]}
+    return {name: p for name, p in program.assembly.parameters.items() if id(p) in own}
+
+
+def local(value: Any) -> Any:
+    """A tensor's part on this rank, as a plain tensor."""
+    return value.to_local() if hasattr(value, "to_local") else value.detach()
+
+
+def like_parameter(value: Any, parameter: nn.Parameter) -> bool:
+    """Does this state lie as the parameter does?"""
+    return isinstance(value, Tensor) and local(value).shape == local(parameter).shape
+
+
+def put_back(program: Program, told: Moments, parts: Mapping[tuple[str, str], Tensor]) -> None:
+    """Give this rank's optimizer what was read: `parts` are local tensors by name and key."""
+    if program.optimizer is None:
+        return
+    owned = named(program)
+    names = {id(parameter): name for name, parameter in owned.items()}
+    for group in program.optimizer.param_groups:
+        found = next((names[id(p)] for p in group["params"] if id(p) in names), None)
+        if found is not None:
+            _set_group(group, told.groups[told.of[found]])
+    for name, parameter in owned.items():
+        program.optimizer.state.pop(parameter, None)
+        state = {key: _copied(v, parameter) for key, v in told.values.get(name, {}).items()}
+        for key in told.parts.get(name, {}):
+            state[key] = _laid(parts[name, key], parameter)
+        if state:
+            program.optimizer.state[parameter] = state
+
+
+def grouped_otherwise(program: Program, told: Moments) -> list[str]:
+    """Two names of one group here whose saved hyperparameters differ; empty: none."""
+    owned = {id(p): name for name, p in named(program).items()}
+    for group in program.optimizer.param_groups if program.optimizer is not None else ():
+        names = [owned[id(p)] for p in group["params"] if id(p) in owned]
+        other = next((n for n in names if told.of[n] != told.of[names[0]]), None)
+        if other is not None:
+            return [names[0], other]
+    return []
+
+
+def _mine(program: Program) -> Moments:
+    """What this rank says: of the parameters whose part it speaks for."""
+    out, optimizer, a = Moments(), program.optimizer, program.assembly
+    if optimizer is None:
+        return out
+    out.kind = type(optimizer).__qualname__
+    owned = named(program)
+    names = {id(parameter): name for name, parameter in owned.items()}
+    for group in optimizer.param_groups:
+        hyper = {key: _saved(key, v) for key, v in group.items() if key not in NOT_SAVED}
+        number = _number(out.groups, hyper)
+        out.of.update({names[id(p)]: number for p in group["params"] if id(p) in names})
+    for name, parameter in owned.items():
+        if not a.holdings[name].primary(a.ranks.mesh, a.ranks.rank):
+            continue
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if like_parameter(value, parameter):
+                kind = str(value.dtype).removeprefix("torch.")
+                out.parts.setdefault(name, {})[key] = kind
+            else:
+                out.values.setdefault(name, {})[key] = _saved(f"{name}.{key}", value)
+    return out
+
+
+def _number(groups: list[Hyper], one: Hyper) -> int:
+    """The place of these hyperparameters in the list, where they are put if they are new."""
+    for number, known in enumerate(groups):
+        if _equal(known, one):
+            return number
+    groups.append(one)
+    return len(groups) - 1
+
+
+def _saved(name: str, value: Any) -> Any:
+    """The value as plain data; tensors go to the CPU and remember if they were not there."""
+    if isinstance(value, Tensor):
+        return {"tensor": local(value).cpu().clone(), "moved": not value.is_cpu}
+    if isinstance(value, list | tuple):
+        return type(value)(_saved(name, one) for one in value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise Refusal(
+        Diagnostic(
+            "S637", f"`{name}` of the optimizer is a `{type(value).__name__}`",
+            notes=("a checkpoint holds tensors, numbers and texts",),
+            helps=("take it out of the optimizer's state before saving",),
+        )
+    )  # fmt: skip
+
+
+def _copied(value: Any, parameter: nn.Parameter) -> Any:
+    """The inverse of `_saved`, beside the parameter if it was beside one."""
+    if isinstance(value, dict):
+        copy: Tensor = value["tensor"].clone()
+        return copy.to(parameter.device) if value["moved"] else copy
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(one, parameter) for one in value)
+    return value
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
+    if isinstance(one, Sequence) and isinstance(other, Sequence) and not isinstance(one, str):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def _set_group(group: dict[str, Any], hyper: Hyper) -> None:
+    parameter = group["params"][0]
+    for key, value in hyper.items():
+        new, known = _copied(value, parameter), group.get(key)
+        if isinstance(known, Tensor) and isinstance(new, Tensor):
+            known.copy_(new)  # a compiled step may hold on to this tensor
+        else:
+            group[key] = new
+
+
+def _laid(part: Tensor, parameter: nn.Parameter) -> Tensor:
+    """A state tensor that lies as the parameter does."""
+    made = torch.zeros_like(parameter, dtype=part.dtype, requires_grad=False)
+    local(made).copy_(part)
+    return made
+
+
+def _unlike(name: str, key: str) -> Refusal:
+    return Refusal(
+        Diagnostic(
+            "S637", f"ranks differ in `{key}` of the optimizer for `{name}`",
+            notes=("it does not lie as the parameter does, so one value must stand for all",),
+            helps=("let it hang on nothing that only one rank sees", "or save its parts yourself"),
+        )
+    )  # fmt: skip

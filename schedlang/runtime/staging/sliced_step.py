@@ -1,0 +1,68 @@
+"""A step whose microbatches are cut along their sequences: each slice runs as a microbatch does."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from schedlang.runtime.recording.graph import Token
+from schedlang.runtime.slicing.carry import Carried
+from schedlang.runtime.slicing.sliced import Slices, joined, whole_loss
+from schedlang.runtime.staging.flight import Work
+from schedlang.runtime.staging.stage import Forwarded, Stage
+from schedlang.runtime.staging.step import Result, Step
+
+
+class _Slice:
+    """What one slice takes of earlier ones and owes to them; see flight.Carried."""
+
+    def __init__(self, carried: Carried, index: int) -> None:
+        self.carried, self.index = carried, index
+
+    def leaves(self) -> Sequence[torch.Tensor]:
+        return self.carried.leaves(self.index)
+
+    def roots(self) -> tuple[Sequence[Any], Sequence[torch.Tensor]]:
+        return self.carried.roots(self.index)
+
+    def returned(self) -> None:
+        self.carried.free(self.index)
+
+
+class SlicedStep(Step):
+    """Slices of a microbatch run forward in order and backward in reverse; their losses add up."""
+
+    def __init__(self, pipe: Any, batches: Any, *rest: Any) -> None:
+        super().__init__(pipe, batches, *rest)
+        self.slices: Slices = pipe.slices
+        self.parts = [self.slices.of(batch) for batch in batches]
+        self.carried: dict[Work, Carried] = defaultdict(Carried)
+        self.made: dict[int, list[tuple[torch.Tensor | None, Any]]] = defaultdict(list)
+
+    def run(
+        self, stage: Stage, work: Work, received: Mapping[Token, torch.Tensor]
+    ) -> tuple[Forwarded, Any]:
+        """The forward of a stage on one slice, which sees the keys of those before it."""
+        carried = self.carried[work._replace(slice=0)]
+        piece = self.parts[work.microbatch][work.slice].piece
+        with self.slices.forward(piece, carried) as inputs:
+            return stage.forward(inputs, received), _Slice(carried, work.slice)
+
+    def weight(self, work: Work) -> float:
+        """The share of a slice in its microbatch."""
+        share: float = self.parts[work.microbatch][work.slice].share
+        return self.scale[work.microbatch] * share
+
+    def finish(self, work: Work, loss: torch.Tensor | None, output: Any) -> None:
+        """Put the slices together once the last one is there."""
+        made, parts = self.made[work.microbatch], self.parts[work.microbatch]
+        made.append((loss, output))
+        if len(made) < len(parts):
+            return
+        whole = whole_loss([value for value, _ in made if value is not None], parts)
+        output = joined([output for _, output in made], parts) if self.keep else None
+        self.results[work.microbatch] = Result(whole, output)
+        del self.made[work.microbatch]

@@ -1,0 +1,1 @@
+"""Where tensors lie (device, host memory, disk, folders), and what moves between."""

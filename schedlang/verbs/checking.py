@@ -1,0 +1,66 @@
+"""Checking schedules without their models: what `check FILE` asks, before any option is read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from schedlang.verbs.ending import HOLDS, ended, show_json
+
+if TYPE_CHECKING:
+    from schedlang.diagnostic import Diagnostic
+    from schedlang.passes.reading.state import Settings
+
+
+def warnings_of(files: Sequence[Path], given: Settings) -> list[Diagnostic]:
+    """The warnings about some schedules; refuses all that is wrong in them, of all files."""
+    from schedlang.diagnostic import Refusal
+    from schedlang.passes.reading.expand import expand
+    from schedlang.passes.reading.lint import lint
+    from schedlang.syntax import parse, read
+
+    problems: list[Diagnostic] = []
+    warnings: list[Diagnostic] = []
+    for file in files:
+        try:
+            tree = parse(read(file))
+            warnings += lint(tree, expand(tree, None, given))
+        except Refusal as refusal:
+            problems += refusal.diagnostics
+    if problems:
+        raise Refusal(*problems, *warnings)
+    return warnings
+
+
+def show_warnings(warnings: Sequence[Diagnostic]) -> None:
+    """Each framed, on standard error."""
+    for one in warnings:
+        print(one.render() + "\n", file=sys.stderr)
+
+
+def plain(words: Sequence[str]) -> int | None:
+    """The exit code of `check` with these words, if they are files and `--json` only; else None.
+
+    Editors and hooks ask this of every file that is saved: it is answered without the packages
+    that options are read with, which take longer to import than the check itself.
+    """
+    as_json = "--json" in words
+    files = [Path(word) for word in words if word != "--json"]
+    if not files or any(word.startswith("-") for word in words if word != "--json"):
+        return None
+
+    def run() -> int:
+        from schedlang.verbs.settings import settings
+
+        warnings = warnings_of(files, settings(None, None))
+        if as_json:
+            show_json({"exit": HOLDS, "diagnostics": [one.to_json() for one in warnings]})
+            return HOLDS
+        show_warnings(warnings)
+        for file in files:
+            print(f"{file}: holds")
+        return HOLDS
+
+    return ended(run, as_json)

@@ -1,0 +1,288 @@
+"""What tests/benchmarks/gpu.py times of kernels: each computation ours, eager, and as peers do it.
+
+Some kernels of Liger write into what they are given.  So every way has tensors of its own, of the
+same values, and results are compared with float64 before anything is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from schedlang.kernels import (
+    add_norm,
+    flex_attention,
+    gated,
+    grouped,
+    held_cross_entropy,
+    layer_norm,
+    linear_cross_entropy,
+    rms_norm,
+    rope,
+)
+from schedlang.kernels.check import Case, Comparison, compare
+from schedlang.runtime.rowwise.operator import apply, declare
+from tests.benchmarks.gpu_timing import Work
+
+Function = Callable[..., Any]  # of leaves, to a tensor or several
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large things are, where they lie, and what compiles them."""
+
+    device: str
+    rows: int
+    width: int
+    middle: int
+    classes: int
+    heads: tuple[int, int]
+    size: int  # of a head
+    length: int  # of a sequence
+    experts: int
+    backend: str = "inductor"
+
+
+FULL = Sizes("cuda", 16384, 4096, 14336, 128256, (32, 8), 128, 4096, 16)
+QUICK = Sizes("cuda", 512, 1024, 2048, 8000, (8, 2), 128, 512, 4)
+TINY = Sizes("cpu", 16, 64, 96, 200, (4, 2), 16, 16, 3, "eager")
+
+
+@dataclass(frozen=True)
+class Contest:
+    """One computation several ways; `shapes` and `scale` of its leaves; `flops` of a step, if
+    known."""
+
+    name: str
+    ways: Mapping[str, Function]
+    shapes: tuple[tuple[int, ...], ...]
+    scale: tuple[float, ...] = ()
+    flops: float = 0.0
+
+    def leaves(self, device: str) -> tuple[Tensor, ...]:
+        """In bfloat16, the same at every call."""
+        scales = self.scale or (1.0,) * len(self.shapes)
+        return tuple(
+            (_drawn(shape, place, device) * scale).bfloat16()
+            for place, (shape, scale) in enumerate(zip(self.shapes, scales, strict=True))
+        )
+
+
+def _drawn(shape: Sequence[int], seed: int, device: torch.device | str) -> Tensor:
+    """Normal numbers, drawn where they are used: there are many."""
+    if torch.device(device).type == "meta":
+        return torch.empty(shape, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=device)
+
+
+def _several(made: Any) -> tuple[Tensor, ...]:
+    return (made,) if isinstance(made, Tensor) else tuple(made)
+
+
+def _grads(results: Sequence[Tensor]) -> list[Tensor]:
+    """One for each result, the same for every way and type."""
+    found = []
+    for place, y in enumerate(results):
+        drawn = _drawn(y.shape, 10 + place, y.device)
+        found.append(drawn.bfloat16().to(y.dtype) if y.ndim else torch.ones_like(y))
+    return found
+
+
+def work_of(contest: Contest, way: str, device: str) -> Work:
+    """One forward and backward, on tensors of its own."""
+    function = contest.ways[way]
+    leaves = [leaf.requires_grad_() for leaf in contest.leaves(device)]
+    grads = _grads([y.detach() for y in _several(function(*leaves))])
+    return lambda: torch.autograd.grad(_several(function(*leaves)), leaves, grads)
+
+
+def results_of(function: Function, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Results and gradients, once."""
+    held = [leaf.clone().requires_grad_() for leaf in leaves]
+    made = _several(function(*held))
+    grads = torch.autograd.grad(made, held, _grads(made))
+    return [y.detach() for y in made] + list(grads)
+
+
+def judged(contest: Contest, device: str) -> list[Comparison]:
+    """Our results against float64, by the rule of kernels/check.py."""
+    leaves = contest.leaves(device)
+    ours, eager = (results_of(contest.ways[way], leaves) for way in ("ours", "eager"))
+    exact = results_of(contest.ways["eager"], [leaf.double() for leaf in leaves])
+    names = [f"{contest.name} {place}" for place in range(len(ours))]
+    return [compare(*each) for each in zip(names, ours, eager, exact, strict=True)]
+
+
+def ways(sizes: Sizes, ours: Function, eager: Function, **peers: Function | None) -> Any:
+    """By name, without those that are not installed; the eager one also compiled."""
+    compiled = torch.compile(eager, dynamic=False, backend=sizes.backend)
+    found = {"ours": ours, "eager": eager, "compile": compiled} | peers
+    return {name: function for name, function in found.items() if function is not None}
+
+
+def liger_of(name: str) -> Any:
+    """Something of Liger's, or None where it is not installed."""
+    try:
+        import liger_kernel.transformers.functional as functional
+    except ImportError:
+        return None
+    return getattr(functional, name, None)
+
+
+def checks(sizes: Sizes) -> list[Case]:
+    """A case of each kernel in each type, of a size that fills a GPU."""
+    rows, width = min(sizes.rows, 2048), sizes.width
+    odd = width * 3 // 4 - 1
+    heads, size = sizes.heads, sizes.size
+    every = [
+        case
+        for dtype in ("float32", "bfloat16", "float16")
+        for case in (
+            rms_norm.Case((rows, width), dtype, rounding="early"),
+            rms_norm.Case((rows, odd), dtype, offset=1.0),
+            layer_norm.Case((rows, width), dtype),
+            gated.Case((rows, width), dtype),
+            gated.Case((rows, width), dtype, "gelu_tanh", "gate first"),
+            add_norm.Case((rows, width), dtype),
+            add_norm.Case((rows, odd), dtype, add_norm.Form(True, rounding="early"), bias=True),
+            rope.Case((2, rows // 2, *heads, size), dtype),
+            rope.Case((2, rows // 2, 5, 3, 96), dtype, 64, rope.Form(True, True), shared=False),
+            linear_cross_entropy.Case((rows, 128), dtype, 500, rows=max(1, rows // 3)),
+            held_cross_entropy.Case((rows, 128), dtype, 500),
+        )
+    ]
+    if sizes.device == "cuda":  # torch's own kernels, which have no interpreter
+        shape = (2, heads[0], 500, size)
+        every += [flex_attention.Case(shape, keys=heads[1], padded=padded, cap=cap)
+                  for padded, cap in ((False, 0.0), (True, 5.0))]  # fmt: skip
+        every += [grouped.Case((rows, 256), "bfloat16", 8, 512, across) for across in (False, True)]
+    return every
+
+
+def contests(sizes: Sizes) -> Iterator[Contest]:
+    """Every kernel in bfloat16; those of FULL in the shapes of Llama-3-8B."""
+    yield from _norms(sizes)
+    line = (sizes.rows, sizes.middle)
+    yield Contest("swiglu", ways(
+        sizes, lambda a, b: gated.gated(a, b, "silu"), lambda a, b: F.silu(a) * b,
+        liger=liger_of("liger_swiglu")), (line, line))  # fmt: skip
+    yield _rotation(sizes)
+    yield _chain(sizes)
+    yield _head(sizes, sizes.rows // 2, held=False)
+    yield _head(sizes, sizes.rows // 4, held=True)
+    yield _attention(sizes)
+    yield _experts(sizes)
+
+
+def _norms(sizes: Sizes) -> Iterator[Contest]:
+    line, row = (sizes.rows, sizes.width), (sizes.width,)
+    rms, centred = liger_of("liger_rms_norm"), liger_of("liger_layer_norm")
+    both = liger_of("liger_fused_add_rms_norm")
+    form = add_norm.Form(eps=1e-5, rounding="early")
+    yield Contest("rms_norm", ways(
+        sizes, lambda x, w: rms_norm.rms_norm(x, w, 1e-5, 0.0, "early"),
+        lambda x, w: rms_norm.reference(x, w, 1e-5, 0.0, "early"),
+        liger=rms and (lambda x, w: rms(x, w, 1e-5))), (line, row))  # fmt: skip
+    yield Contest("layer_norm", ways(
+        sizes, lambda x, w, b: layer_norm.layer_norm(x, w, b, 1e-5),
+        lambda x, w, b: F.layer_norm(x, w.shape, w, b, 1e-5),
+        liger=centred and (lambda x, w, b: centred(x, w, b, 1e-5))), (line, row, row))  # fmt: skip
+    yield Contest("add_norm", ways(
+        sizes, lambda a, b, w: add_norm.add_norm(a, b, w, None, form),
+        lambda a, b, w: add_norm.reference(a, b, w, None, form),
+        liger=both and (lambda a, b, w: both(a, b, w, 1e-5)[::-1])),
+        (line, line, row))  # fmt: skip
+
+
+def _rotation(sizes: Sizes) -> Contest:
+    """Queries and keys as projections give them."""
+    tokens, width = sizes.rows, sizes.size
+    generator = torch.Generator().manual_seed(0)
+    angle = torch.rand((1, tokens, width // 2), generator=generator).repeat(1, 1, 2)
+    cos, sin = (t.to(sizes.device, torch.bfloat16) for t in (angle.cos(), angle.sin()))
+    form = rope.Form(heads=2)
+    theirs = liger_of("liger_rope")
+
+    def liger(q: Tensor, k: Tensor) -> list[Tensor]:
+        # it turns what it is given in place: these leaves are its own, and stay as long
+        made = theirs(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return [y.transpose(1, 2) for y in made]
+
+    return Contest("rope", ways(
+        sizes, lambda q, k: rope.rope(q, k, cos, sin, width, form),
+        lambda q, k: [rope.reference(x, cos, sin, width, form) for x in (q, k)],
+        liger=theirs and liger), tuple((1, tokens, n, width) for n in sizes.heads))  # fmt: skip
+
+
+def _chain(sizes: Sizes) -> Contest:
+    """A bias, GELU and a residual, as `fuse(backend=rowwise)` makes a kernel of them."""
+
+    def plain(x: Tensor, r: Tensor, b: Tensor) -> Tensor:
+        return r + F.gelu(x + b, approximate="tanh")
+
+    declare("tests.benchmarks.chain", plain, "fp32")
+    line = (sizes.rows, sizes.width)
+    ours = lambda *given: apply("tests.benchmarks.chain", given, 1)[0]  # noqa: E731
+    return Contest("rowwise bias-gelu-residual", ways(sizes, ours, plain),
+                   (line, line, (sizes.width,)))  # fmt: skip
+
+
+def _head(sizes: Sizes, rows: int, held: bool) -> Contest:
+    """The head and the loss, in chunks or with its logits held."""
+    width, classes = sizes.width, sizes.classes
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randint(classes, (rows,), generator=generator).to(sizes.device)
+    by = torch.full((rows,), 1 / rows, device=sizes.device)
+    form = linear_cross_entropy.Form()
+    fused = liger_of("liger_fused_linear_cross_entropy")
+
+    def kept(x: Tensor, w: Tensor) -> Tensor:
+        lse, picked, _ = held_cross_entropy.held_statistics(x, w, None, target, form)
+        return (lse - picked).mean()
+
+    def chunked(x: Tensor, w: Tensor) -> Tensor:
+        return linear_cross_entropy.weighed(x, w, None, target, by, 0.0, form)
+
+    def eager(x: Tensor, w: Tensor) -> Tensor:
+        logits = F.linear(x, w)
+        return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), target)
+
+    return Contest(
+        "cross_entropy" if held else "linear_cross_entropy",
+        ways(sizes, kept if held else chunked, eager,
+             liger=fused and (lambda x, w: fused(x, w, target))),
+        ((rows, width), (classes, width)), (1.0, 0.02), 6.0 * rows * width * classes,
+    )  # fmt: skip
+
+
+def _attention(sizes: Sizes) -> Contest:
+    """Causal attention with few heads of keys: FlexAttention, and torch's own fused kernel."""
+    rule = flex_attention.Rule(causal=True)
+    heads, keys = sizes.heads
+    shapes = tuple((2, n, sizes.length, sizes.size) for n in (heads, keys, keys))
+
+    def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    flops = 3.5 * 2 * 2 * heads * sizes.length**2 * sizes.size  # 2 products forward, 5 backward
+    return Contest("flex_attention", ways(
+        sizes, lambda q, k, v: flex_attention.flex_attention(q, k, v, rule),
+        lambda q, k, v: flex_attention.reference(q, k, v, rule), sdpa=fused),
+        shapes, flops=flops)  # fmt: skip
+
+
+def _experts(sizes: Sizes) -> Contest:
+    """One product of rows that are sorted by expert."""
+    rows, width, experts = sizes.rows, sizes.width, sizes.experts
+    ends = torch.linspace(0, rows, experts + 1)[1:].int().to(sizes.device)
+    return Contest("grouped", ways(
+        sizes, lambda x, w: grouped.grouped(x, w, ends, False),
+        lambda x, w: grouped.reference(x, w, ends, False)),
+        ((rows, width), (experts, width, width)), (1.0, width**-0.5),
+        6.0 * rows * width**2)  # fmt: skip

@@ -1,0 +1,175 @@
+"""What tests/benchmarks/gpu.py times of training: steps of Llama in the shapes of 1B and 8B.
+
+Untouched, compiled layer by layer, with our kernels, with both, and patched by Liger.  Liger's
+patch changes classes for the whole process, so its way comes last of all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.runtime.replacing.kernel import match, replace
+from tests.benchmarks.gpu_timing import cleared, median, peak_flops, peak_of
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama: `layers` are those that run here."""
+
+    name: str
+    hidden: int
+    middle: int
+    heads: int
+    keys: int
+    layers: int
+    tied: bool
+    classes: int = 128256
+    rows: int = 2
+    length: int = 4096
+
+
+FULL = (
+    Shape("llama-3-1B", 2048, 8192, 32, 8, 16, True),
+    Shape("llama-3-8B, 4 layers", 4096, 14336, 32, 8, 4, False),
+)
+QUICK = (Shape("llama, quick", 256, 512, 8, 2, 2, True, 8000, 1, 256),)
+TINY = (Shape("llama, tiny", 32, 48, 4, 2, 2, True, 96, 2, 10),
+        Shape("llama, tiny, untied", 32, 48, 4, 4, 1, False, 96, 1, 12))  # fmt: skip
+
+
+def llama(shape: Shape, device: str) -> nn.Module:
+    """Llama of a shape, its weights random, in bfloat16."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=shape.hidden, intermediate_size=shape.middle,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.keys,
+        num_hidden_layers=shape.layers, vocab_size=shape.classes,
+        max_position_embeddings=2 * shape.length, rms_norm_eps=1e-5,
+        tie_word_embeddings=shape.tied, use_cache=False, attn_implementation="sdpa",
+        bos_token_id=0, eos_token_id=0, pad_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model.train()  # type: ignore[no-any-return]
+
+
+KERNELS = {"LlamaMLP": "gated", "LlamaAttention": "rope", "LlamaDecoderLayer": "add_norm"}
+
+
+def with_kernels(model: Any, sums: bool = True) -> nn.Module:
+    """The model with every kernel of ours that fits; `sums`: norms after sums with these."""
+    known: dict[tuple[str, str], Any] = {}
+    for name, module in [*model.named_modules()]:
+        kind = type(module).__name__
+        wanted = KERNELS.get(kind) if sums or kind != "LlamaDecoderLayer" else None
+        if kind == "LlamaRMSNorm" and not (sums and "post_attention" in name):
+            wanted = "rms_norm"
+        if module is model.lm_head:
+            wanted = "linear_cross_entropy"
+        if wanted is None:
+            continue
+        if (kind, wanted) not in known:  # all modules of one class are alike here
+            known[kind, wanted] = match(module, wanted)
+        found = known[kind, wanted]
+        assert not hasattr(found, "reason"), (name, found)
+        replace(module, found)
+    return model  # type: ignore[no-any-return]
+
+
+def with_liger(model: nn.Module) -> nn.Module:
+    """The model patched by Liger; ImportError where it is not installed."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    apply_liger_kernel_to_llama(model=model)
+    return model
+
+
+def compiled(model: Any, backend: str) -> nn.Module:
+    """The model with each layer compiled."""
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
+    return model  # type: ignore[no-any-return]
+
+
+WAYS: Mapping[str, Callable[[nn.Module, str], nn.Module]] = {
+    "ours": lambda model, _: with_kernels(model),
+    "ours, compiled": lambda model, backend: compiled(with_kernels(model, sums=False), backend),
+    "eager": lambda model, _: model,
+    "compile": compiled,
+    "liger": lambda model, _: with_liger(model),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model to train and a batch of it."""
+
+    shape: Shape
+    model: nn.Module
+    ids: Tensor
+    optimizer: torch.optim.Optimizer
+
+    def step(self) -> Tensor:
+        """One training step; its loss."""
+        loss: Tensor = self.model(input_ids=self.ids, labels=self.ids).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions of a step: products with weights, and causal attention."""
+        shape, tokens = self.shape, self.ids.numel()
+        count = sum(p.numel() for p in self.model.parameters())
+        looked_up = 0 if shape.tied else shape.classes * shape.hidden
+        attended = 6 * shape.layers * shape.hidden * shape.length
+        return float(tokens * (6 * (count - looked_up) + attended))
+
+
+def made(shape: Shape, way: str, device: str, backend: str) -> Run:
+    """A way's own model, from the same weights, and the batch that all have."""
+    model = WAYS[way](llama(shape, device), backend)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(shape.classes, (shape.rows, shape.length), generator=generator)
+    fused = {"fused": True} if device == "cuda" else {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **fused)
+    return Run(shape, model, ids.to(device), optimizer)
+
+
+def timed(run: Run, times: int) -> dict[str, float]:
+    """Seconds, tokens, share of the device's peak, bytes and the first loss."""
+    first = float(run.step())
+    seconds, peak = median(run.step, times), peak_flops()
+    found = {
+        "seconds": seconds, "tokens_per_second": run.ids.numel() / seconds, "loss": first,
+        "peak_gib": peak_of(run.step) / 2**30, "flops": run.flops / seconds,
+    }  # fmt: skip
+    return found if peak is None else found | {"mfu": found["flops"] / peak}
+
+
+def rehearsed(shapes: tuple[Shape, ...], device: str, backend: str) -> dict[str, dict[str, float]]:
+    """Losses of three steps each way; raises AssertionError where they go apart."""
+    found: dict[str, dict[str, float]] = {}
+    for way in WAYS:
+        for shape in shapes:
+            try:
+                run = made(shape, way, device, backend)
+            except ImportError:
+                continue
+            losses = [float(run.step()) for _ in range(3)]
+            found.setdefault(shape.name, {})[way] = losses[-1]
+            cleared(device)
+    for name, losses_of in found.items():
+        for way, loss in losses_of.items():
+            eager = losses_of["eager"]
+            assert math.isfinite(loss) and abs(loss - eager) <= 1e-2 * abs(eager), (name, way)
+    return found

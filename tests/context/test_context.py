@@ -1,0 +1,359 @@
+"""Sequences split over ranks: unmodified models train as they do alone, or are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from schedlang.diagnostic import Refusal
+from schedlang.passes.preparing.prepare import prepare
+from schedlang.passes.running.build import build
+from schedlang.passes.statics.static import static
+from schedlang.plan import Plan
+from schedlang.runtime.context import probe
+from schedlang.runtime.context.tokens import Tokens
+from tests import models
+from tests.causal import Causal, Mixer
+from tests.engine.threads import Threads
+from tests.proofs import adamw, assert_near, planned, refused, sequential, steps
+from tests.properties.engine import check
+from tests.properties.models import Block, Config
+from tests.properties.schedules import Drawn, context_parallel
+
+LLAMA = "model.layers.*.self_attn  context_parallel({})"
+GPT2 = "transformer.h.*.attn  context_parallel({})"
+BERT = "bert.encoder.layer.*.attention  context_parallel({})"
+OWN = "blocks.*  context_parallel({})"
+HEADS = """
+  model.layers.*.self_attn.{q,k,v}_proj  shard(col, over=tp)
+  model.layers.*.self_attn.o_proj        shard(row, over=tp)
+"""
+SEED = 5
+
+
+def batches(mask: bool = True) -> list[dict[str, Tensor]]:
+    """Two steps; eleven and eight tokens, some rows padded."""
+    return [models.tokens(5, 11, mask, 1), models.tokens(4, 8, mask, 2)]
+
+
+def same(threads: Threads, plan: Plan, model: Any, given: Any, **options: Any) -> None:
+    """Steps of AdamW: losses, gradients, norms, parameters and state are the plain loop's."""
+    options = {"seed": SEED, **options}
+    found = threads.run(steps, plan.mesh.world, plan, tuple(given), adamw, None, options)[0]
+    assert_near(found, sequential(model, given, adamw, loss=options.get("loss"), seed=SEED))
+
+
+def tokens_of(model: nn.Module, row: str, batch: Any, mesh: str = "cp=2", loss: Any = None) -> Any:
+    """How the probe finds that a model runs."""
+    return prepare(planned(model, row, mesh), batch, loss).tokens
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "llama, gather": (lambda: models.llama(2), LLAMA.format("gather, over=cp"), "cp=2"),
+    "llama, striped ring of three": (
+        lambda: models.llama(2, keys=1), LLAMA.format("ring, over=cp, layout=striped"), "cp=3"
+    ),
+    "gpt2 with dropout, zigzag ring": (
+        lambda: models.gpt2(2, dropout=0.2), GPT2.format("ring, over=cp, layout=zigzag"), "cp=2"
+    ),
+    "bert, ring": (models.bert, BERT.format("ring, over=cp, layout=zigzag"), "cp=2"),
+    "gemma2, windows and caps": (
+        lambda: models.gemma2(2), LLAMA.format("ring, over=cp, layout=zigzag"), "cp=2"
+    ),
+    "llama, rings in a ring": (
+        lambda: models.llama(2), LLAMA.format("double_ring, over=(a, b)"), "a=2, b=2"
+    ),
+    "llama, ring with data": (
+        lambda: models.llama(2),
+        LLAMA.format("ring, over=cp, layout=zigzag") + "\nzero(stage=3, over=(dp, cp))",
+        "dp=2, cp=2",
+    ),
+    "llama, ulysses in a ring": (
+        lambda: models.llama(2),
+        LLAMA.format("ulysses, over=b") + "\n" + LLAMA.format("ring, over=a, layout=zigzag"),
+        "a=2, b=2",
+    ),
+    "llama, heads split": (
+        lambda: models.llama(2), HEADS + LLAMA.format("ulysses, over=cp"), "cp=2, tp=2"
+    ),
+    "llama, pipeline": (
+        lambda: models.llama(2),
+        LLAMA.format("ring, over=cp, layout=zigzag") + "\nmodel.layers.*  checkpoint()\n"
+        'model.layers  pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)', "cp=2, pp=2",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_trains_as_alone(name: str, threads: Threads) -> None:
+    """Eleven tokens on two to four ranks, padded rows: everything is the plain loop's."""
+    make, rows, mesh = CASES[name]
+    model = make()
+    same(threads, planned(model, rows, mesh), model, batches())
+
+
+@pytest.mark.parametrize("positions", ["arange", "table"])
+def test_a_model_of_ones_own(positions: str, threads: Threads) -> None:
+    """Positions by shapes, labels cut by one, dropout: its lines count the tokens of the rank."""
+    model = Causal(positions=positions, dropout=0.2, layers=2)
+    row = OWN.format("ring, over=cp, layout=zigzag")
+    same(threads, planned(model, row, "cp=2"), model, batches(mask=False))
+
+
+def test_a_model_that_sees_both_ways(threads: Threads) -> None:
+    """Attention without a mask meets all keys, whatever stands before them."""
+    model = Causal("full", shift=False, layers=2)
+    plan = planned(model, OWN.format("ulysses, over=cp, layout=striped"), "cp=2")
+    same(threads, plan, model, batches(mask=False))
+
+
+def test_packed_documents(threads: Threads) -> None:
+    """Positions that start anew keep documents apart, also where a rank has parts of several."""
+    model = models.llama(2)
+    model.config.use_cache = False
+    given = []
+    for batch in batches(mask=False):
+        length = batch["input_ids"].shape[1]
+        places = torch.cat([torch.arange(5), torch.arange(length - 5)])
+        given.append(batch | {"position_ids": places.expand(len(batch["labels"]), -1)})
+    row = LLAMA.format("ring, over=cp, layout=zigzag")
+    assert tokens_of(model, row, given[0]).documents
+    same(threads, planned(model, row, "cp=2"), model, given)
+
+
+def test_a_mean_over_tokens_without_labels(threads: Threads) -> None:
+    """Five tokens on two ranks, no labels: parts weigh by tokens; float inputs get gradients."""
+    block = Block("attention", heads=2, groups=1, size=3, flag=True)
+    config = Config((block, Block("mlp")), width=5, side=True, returns="dict")
+    for row in context_parallel(config, {"cp": 2}, 5)[:2]:
+        check(Drawn(config, (("cp", 2),), (row,), 1, 5), threads)
+
+
+class Logits(Causal):
+    """Gives logits, for a loss beside the model."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return 2 * logits
+
+
+def cut_by_one(output: Tensor, batch: Any) -> Tensor:
+    """A loss beside the model, which predicts the next token."""
+    return F.cross_entropy(output[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def test_a_loss_of_the_users_own(threads: Threads) -> None:
+    """A loss beside the model, which cuts logits and labels by one, counts each label once."""
+    model = Logits(layers=2)
+    plan = planned(model, OWN.format("ring, over=cp, layout=zigzag"), "cp=2")
+    same(threads, plan, model, batches(mask=False), loss=cut_by_one)
+
+
+def evaluated(plan: Plan, batch: Any) -> Any:
+    """On a rank: what the program gives for a batch."""
+    program = build(plan, batch)
+    return program.eval_step(batch).logits, program.train_step(batch)
+
+
+def test_outputs_are_in_order(threads: Threads) -> None:
+    """Logits of all tokens stand where they do alone, on every rank, and so does the loss."""
+    model, batch = models.llama(2), batches()[0]
+    plan = planned(model, LLAMA.format("ring, over=cp, layout=striped"), "cp=3")
+    with torch.no_grad():
+        alone = model(**batch)
+    for logits, loss in threads.run(evaluated, 3, plan, batch):
+        seen = batch["attention_mask"].bool()
+        assert torch.allclose(logits[seen], alone.logits[seen], rtol=1e-12)
+        assert torch.allclose(loss, alone.loss.to(loss.dtype))
+
+
+@pytest.mark.parametrize("name", ["llama, heads split", "llama, pipeline"])
+def test_the_static_proofs_hold(name: str) -> None:
+    """Sums, types, weights and messages of every rank are proven without running one."""
+    _, rows, mesh = CASES[name]
+    claims = static(planned(models.llama(2), rows, mesh), batches()[0]).claims
+    assert all(claim.holds for claim in claims), [c.problems for c in claims if not c.holds]
+
+
+# -- refusals ------------------------------------------------------------------------------------
+
+
+class Pooled(Causal):
+    """Adds the mean of all tokens to each."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return super().loss(logits + logits.mean(1, keepdim=True), labels)
+
+
+class Numbered(Causal):
+    """Counts positions by a list."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Any = None) -> Tensor:
+        x = self.words(input_ids) + self.places(torch.tensor(list(range(input_ids.shape[1]))))
+        for block in self.blocks:
+            x = block(x, None)
+        return self.loss(self.head(x), labels)
+
+
+class Summing(nn.Module):
+    """Attention by einsum, which is not followed."""
+
+    def forward(self, x: Tensor, keep: Tensor | None) -> Tensor:
+        weights = torch.einsum("btd,bsd->bts", x, x).softmax(-1)
+        return x + torch.einsum("bts,bsd->btd", weights, x)
+
+
+class Einsum(Causal):
+    """Two blocks of such."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Summing() for _ in range(2))
+
+
+REFUSED = {
+    "convolution": (lambda: Causal("conv", layers=2), "S659", "`blocks.0"),
+    "positions by a list": (lambda: Numbered(layers=2), "S659", "`blocks.0.norm` gives a token"),
+    "attention by sums": (lambda: Einsum(), "S659", "`blocks.0"),
+    "a mean over tokens": (lambda: Pooled(layers=2), "S659", "loss"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_mixes_tokens_elsewhere_is_named(name: str) -> None:
+    """The refusal names the first module that gives a token something else, and the row."""
+    make, code, wanted = REFUSED[name]
+    with pytest.raises(Refusal) as error:
+        tokens_of(make(), OWN.format("ring, over=cp, layout=zigzag"), models.tokens(3, 9, False))
+    said = error.value.render()
+    assert code in said and wanted in said and "rows.sched" in said, said
+
+
+class Pictures(nn.Module):
+    """Patches of images, and a class token before them, as in a vision transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 4, 4)
+        self.first = nn.Parameter(torch.zeros(1, 1, 16))
+        self.blocks = nn.ModuleList([Mixer("full", 0.0)])
+        self.head = nn.Linear(16, 5)
+        self.double()
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> Tensor:
+        x = self.patches(pixel_values).flatten(2).mT
+        x = self.blocks[0](torch.cat([self.first.expand(len(x), -1, -1), x], 1), None)
+        return F.cross_entropy(self.head(x[:, 0]), labels)
+
+
+class Sounds(Pictures):
+    """Frames of sounds: a convolution first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv1d(4, 16, 3, padding=1).double()
+
+
+def test_tokens_that_arise_inside() -> None:
+    """Images have none to split: the refusal says what else may be split, as rows."""
+    batch = {"pixel_values": torch.randn(4, 3, 8, 8).double(), "labels": torch.arange(4)}
+    with pytest.raises(Refusal) as error:
+        tokens_of(Pictures(), OWN.format("ring, over=cp"), batch)
+    said = error.value.render()
+    for words in ("S674", "`pixel_values` is [4, 3, 8, 8]", "zero(stage=0, over=cp)", "rows.sched"):
+        assert words in said, said
+
+
+def test_a_convolution_in_front() -> None:
+    """The refusal names the convolution behind which tokens are others, not a count of channels."""
+    batch = {"pixel_values": torch.randn(4, 4, 12).double(), "labels": torch.arange(4)}
+    with pytest.raises(Refusal) as error:
+        tokens_of(Sounds(), OWN.format("ring, over=cp"), batch)
+    said = error.value.render()
+    assert "S659" in said and "`patches` is a `Conv1d`: it mixes neighbours" in said, said
+
+
+def test_an_attention_without_a_row() -> None:
+    """One attention that nobody named would see its own rank's keys only."""
+    row = LLAMA.format("gather, over=cp").replace("*", "0")
+    with pytest.raises(Refusal, match="`model.layers.1.self_attn` attends, and no row"):
+        tokens_of(models.llama(2), row, models.tokens(3, 9))
+
+
+def test_masks_of_queries_and_keys() -> None:
+    """A mask of the whole sequence times itself is refused, with the form that is legal."""
+    batch = models.tokens(3, 9, mask=False)
+    batch["attention_mask"] = torch.zeros(3, 1, 9, 9, dtype=torch.float64)
+    with pytest.raises(Refusal, match="S656.*attention_mask|attention_mask.*tokens"):
+        tokens_of(models.llama(2), LLAMA.format("gather, over=cp"), batch)
+
+
+TWICE = LLAMA.format("ring, over=cp") + "\n"
+ROWS = {
+    "an axis that splits heads": (HEADS + LLAMA.format("ring, over=tp"), "tp=2", "S504"),
+    "twice": (TWICE + LLAMA.format("ring, over=tp"), "cp=2, tp=2", "S501"),
+    "two layouts": (
+        LLAMA.format("ulysses, over=cp, layout=zigzag") + "\n"
+        + LLAMA.format("ring, over=tp, layout=striped"), "cp=2, tp=2", "S504",
+    ),
+    "one level of two": (LLAMA.format("usp, over=cp"), "cp=2", "S303"),
+    "levels the wrong way round": (LLAMA.format("usp, over=(b, a)"), "a=2, b=2", "S504"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_that_do_not_fit(name: str) -> None:
+    """Axes with other work, two ways to split, methods of two levels over one."""
+    rows, mesh, code = ROWS[name]
+    assert code in refused(models.llama(2), rows, mesh)
+
+
+def test_slices_of_split_sequences() -> None:
+    """A pipeline that cuts sequences one after the other leaves nothing to split over ranks."""
+    rows = LLAMA.format("ring, over=cp") + (
+        '\nmodel.layers  pipeline_split(over=pp)\npipeline(order="Seq1F1B", micro=2, slices=2)'
+    )
+    with pytest.raises(Refusal, match="S662|cut into slices as well"):
+        prepare(planned(models.llama(2), rows, "cp=2, pp=2"), models.tokens(4, 12))
+
+
+def test_modules_on_different_axes() -> None:
+    """Every attention meets the keys of all ranks, or is named."""
+    rows = LLAMA.format("ring, over=a").replace("*", "0") + "\n"
+    rows += LLAMA.format("ring, over=b").replace("*", "1")
+    with pytest.raises(Refusal, match="does not meet the keys of all ranks"):
+        prepare(planned(models.llama(2), rows, "a=2, b=2"), models.tokens(4, 12))
+
+
+def test_too_few_tokens() -> None:
+    """Every rank needs a token."""
+    with pytest.raises(Refusal, match="S680|tokens"):
+        tokens_of(models.llama(2), LLAMA.format("ring, over=cp"), models.tokens(4, 3), "cp=4")
+
+
+def test_a_wrong_way_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without positions a model differs when it is tried, in the loss or in a gradient."""
+    way = Tokens("contiguous", 2, "labels", "given", positions=False)
+    monkeypatch.setattr(probe, "candidates", lambda trial, kind, ranks: [way])
+    with pytest.raises(Refusal, match="gives a token something else"):
+        tokens_of(models.llama(2), LLAMA.format("gather, over=cp"), models.tokens(3, 9))
+
+
+def bare(plan: Plan, batch: Any) -> str:
+    """On a rank: the message of whoever asks for the plain module."""
+    with pytest.raises(Refusal) as error:
+        _ = build(plan, batch).module
+    return error.value.render()
+
+
+def test_no_module_of_its_own(threads: Threads) -> None:
+    """A loop of the user's would give every rank all tokens: it is told what to use instead."""
+    plan = planned(models.llama(1), LLAMA.format("gather, over=cp"), "cp=2")
+    said = threads.run(bare, 2, plan, batches()[0])[0]
+    assert "S617" in said and "train_step" in said
+    alone = planned(models.llama(1), LLAMA.format("gather, over=cp"), "cp=1")
+    assert build(alone, batches()[0]).module is not None

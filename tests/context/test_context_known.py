@@ -1,0 +1,166 @@
+"""Biases and positions that a model makes of the whole sequence: right on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostic import Refusal
+from schedlang.passes.costs.traffic import collectives
+from schedlang.passes.preparing.prepare import prepare
+from schedlang.passes.statics.static import static
+from tests.causal import Causal
+from tests.context.test_context import batches, same
+from tests.engine.threads import Threads
+from tests.models import bloom
+from tests.proofs import planned
+
+BLOOM = "transformer.h.*.self_attention  context_parallel({})"
+MPT = "transformer.blocks.*.attn  context_parallel({})"
+OPT = "model.decoder.layers.*.self_attn  context_parallel({})"
+ROBERTA = "roberta.encoder.layer.*.attention  context_parallel({})"
+T5 = "transformer.encoder.block.*.layer.0.SelfAttention  context_parallel({})"
+OWN = "blocks.*  context_parallel({})"
+RING = "ring, over=cp, layout=zigzag"
+
+
+def mpt() -> nn.Module:
+    """MPT: the last columns of a table of biases; three heads, not a power of two."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.MptConfig(
+        vocab_size=61, d_model=24, n_layers=2, n_heads=3, max_seq_len=64
+    )
+    return transformers.MptForCausalLM(config).double()
+
+
+def opt() -> nn.Module:
+    """OPT: positions are sums over the mask, and an offset."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.OPTConfig(
+        vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=24,
+        word_embed_proj_dim=16, max_position_embeddings=32, dropout=0.0,
+    )  # fmt: skip
+    return transformers.OPTForCausalLM(config).double()
+
+
+def roberta() -> nn.Module:
+    """RoBERTa: positions are sums over the words that are not padding, and an offset."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.RobertaConfig(
+        vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=24, max_position_embeddings=32, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.RobertaForMaskedLM(config).double()
+
+
+def t5() -> nn.Module:
+    """T5's encoder: a table of biases by distance, which is trained, both ways."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=61, d_model=16, num_layers=2, num_heads=2, d_kv=8, d_ff=24, dropout_rate=0.0,
+        num_labels=61, relative_attention_num_buckets=8, relative_attention_max_distance=10,
+    )  # fmt: skip
+    return transformers.T5ForTokenClassification(config).double()
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "bloom, gather": (bloom, BLOOM.format("gather, over=cp"), "cp=2"),
+    "bloom with dropout, zigzag ring": (lambda: bloom(dropout=0.2), BLOOM.format(RING), "cp=2"),
+    "bloom, ulysses": (bloom, BLOOM.format("ulysses, over=cp, layout=striped"), "cp=2"),
+    "mpt, gather": (mpt, MPT.format("gather, over=cp"), "cp=2"),
+    "mpt, zigzag ring": (mpt, MPT.format(RING), "cp=2"),
+    "mpt, ulysses": (mpt, MPT.format("ulysses, over=cp"), "cp=3"),
+    "t5, zigzag ring": (t5, T5.format(RING), "cp=2"),
+    "t5, ulysses": (t5, T5.format("ulysses, over=cp"), "cp=2"),
+    "opt, zigzag ring": (opt, OPT.format(RING), "cp=2"),
+    "roberta, ring of three": (roberta, ROBERTA.format("ring, over=cp, layout=striped"), "cp=3"),
+}
+
+
+QUICK = ("bloom with dropout, zigzag ring", "mpt, ulysses", "t5, zigzag ring", "opt, zigzag ring")
+
+
+@pytest.mark.parametrize("name", [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.deep) for name in CASES
+])  # fmt: skip
+def test_it_trains_as_alone(name: str, threads: Threads) -> None:
+    """Eleven and eight tokens, padded rows: losses, gradients, state are the plain loop's."""
+    make, rows, mesh = CASES[name]
+    model = make()
+    given = batches()
+    if "roberta" in name:  # words that are padding have no position of their own
+        given = [b | {"input_ids": b["input_ids"].masked_fill(b["attention_mask"] == 0, 1)}
+                 for b in given]  # fmt: skip
+    same(threads, planned(model, rows, mesh), model, given)
+
+
+@pytest.mark.parametrize("name", ["products", "counted"])
+def test_a_model_of_ones_own(name: str, threads: Threads) -> None:
+    """Attention by products under a table, and positions summed up: no line of it is changed."""
+    own = {
+        "products": Causal("products", layers=2),
+        "counted": Causal(positions="counted", layers=2),
+    }
+    model = own[name]
+    same(threads, planned(model, OWN.format(RING), "cp=2"), model, batches(mask=False))
+
+
+@pytest.mark.deep
+def test_without_a_mask(threads: Threads) -> None:
+    """Bloom counts its keys by shapes where it is given no mask."""
+    model = bloom()
+    same(threads, planned(model, BLOOM.format(RING), "cp=2"), model, batches(mask=False))
+
+
+@pytest.mark.parametrize("make, row", [(bloom, BLOOM), (mpt, MPT)])
+def test_biases_send_nothing(make: Callable[[], nn.Module], row: str) -> None:
+    """Without ranks: a layer gathers keys and values, and reduces their gradients; no bias moves.
+
+    2 · rows · tokens · width numbers each way (Llama 3, 2024).
+    """
+    model, given = make(), batches(mask=False)[0]
+    plan = planned(model, row.format("gather, over=cp"), "cp=2")
+    ready = prepare(plan, given)
+    found = collectives(plan, ready, given)
+    sent = [one for one in found if one.what.startswith("keys and values")]
+    rows, length = given["input_ids"].shape
+    width = model.config.hidden_size
+    padded = 2 * (length - length // 2)  # parts are as large as the largest one
+    assert {one.kind for one in sent} == {"all-gather", "reduce-scatter"}
+    assert {one.bytes for one in sent} == {2 * rows * padded * width * 8}
+
+
+def test_the_static_proofs_hold() -> None:
+    """Sums, types, weights and messages of Bloom's ring are proven without running a rank."""
+    claims = static(planned(bloom(), BLOOM.format(RING), "cp=2"), batches()[0]).claims
+    assert all(claim.holds for claim in claims), [c.problems for c in claims if not c.holds]
+
+
+class Squared(nn.Module):
+    """Attention by products whose scores meet each other."""
+
+    def forward(self, x: Tensor, keep: Tensor | None) -> Tensor:
+        scores = x @ x.mT
+        return x + (scores * scores).softmax(-1) @ x
+
+
+def test_scores_that_are_not_followed() -> None:
+    """What is done to scores and is not known is refused by its name, not left out."""
+    model = Causal(layers=1)
+    model.blocks[0] = Squared().double()
+    with pytest.raises(Refusal) as error:
+        prepare(planned(model, OWN.format(RING), "cp=2"), batches(mask=False)[0])
+    said = error.value.render()
+    assert "S661" in said and "`__mul__` of its scores is not known here" in said, said

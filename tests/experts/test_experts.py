@@ -1,0 +1,309 @@
+"""Experts on different ranks: exact against the whole model, and sending what closed forms say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostic import Refusal
+from schedlang.passes.running.build import build
+from schedlang.passes.statics.static import static
+from schedlang.plan import Plan
+from schedlang.runtime.collectives.collective import listening
+from schedlang.runtime.routing.capacity import kept, limit_experts
+from schedlang.runtime.routing.expert_probe import Experts, NoExperts, probe_experts
+from tests import expert_models as models
+from tests.proofs import planned, proven, refused
+
+ROW = "layers.*.experts  expert_parallel(over={})\n"
+DP = "zero(stage={}, over=dp)"
+BOTH = "dp=2, tp=2)\nview ep of (dp, tp"
+BATCHES = [models.batch(0), models.batch(1, rows=4)]
+CASES = {
+    "sent": (ROW.format("dp") + DP.format(0), "dp=2", ""),
+    "shared out": (ROW.format("tp"), "tp=2", ""),
+    "both": (ROW.format("ep, chunks=2") + DP.format(3), BOTH, ""),
+    "sliced": (ROW.format("dp, chunks=3") + DP.format(2), "dp=2", ""),
+    "fetched": (ROW.format("ep, dispatch=fetch") + DP.format(1), BOTH, ""),
+    "shadowed": (ROW.format("ep, shadow=[0, 3]") + DP.format(0), BOTH, ""),
+    "dropped": (ROW.format("ep, capacity=0.75") + DP.format(0), BOTH, "routing"),
+    "two steps": (
+        ROW.format("ep") + "zero(stage=1, over=(a, b))", "a=2, b=2)\nview ep of (a, b", ""),
+    "replicas": (ROW.format("b") + "zero(stage=2, over=(a, b))", "a=2, b=2", ""),
+    "fetched in stages": (
+        ROW.format("dp, dispatch=fetch") + "layers  pipeline_split(over=pp)\n" + DP.format(0)
+        + '\npipeline(order="GPipe", micro=2)', "dp=2, pp=2", ""),
+    "stages": (
+        ROW.format("dp") + "layers.*  checkpoint()\nlayers  pipeline_split(over=pp)\n"
+        + DP.format(0) + '\npipeline(order="1F1B", micro=2)', "dp=2, pp=2", ""),
+}  # fmt: skip
+ALWAYS = ("sent", "both", "dropped")
+
+
+@pytest.mark.parametrize(
+    "name", [c if c in ALWAYS else pytest.param(c, marks=pytest.mark.deep) for c in CASES]
+)
+def test_every_way_equals_the_original(name: str, threads: Any) -> None:
+    """Outputs, losses, gradients and three steps agree in float64; static proofs hold."""
+    rows, mesh, relax = CASES[name]
+    layers = 2 if "pp" in mesh else 1
+    plan = planned(models.tiny(layers=layers), rows, mesh, relax)
+    report = proven(threads, plan, BATCHES)
+    assert report.equivalence == ("relaxed (routing)" if relax else "algebraic")
+    found = static(plan, BATCHES[0])
+    assert not found.problems
+    assert all(claim.checked for claim in found.claims)
+
+
+class _Dropping(models.Mixture):
+    """Dropout before the router, before the experts and behind them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens through their best experts."""
+        drop = nn.functional.dropout
+        flat = drop(x, 0.2, self.training).reshape(-1, models.WIDTH)
+        weights, index = self.router(flat).softmax(-1).topk(models.CHOICES, -1)
+        out = self.experts(drop(flat, 0.3, self.training), index, weights)
+        return drop((out + self.common(flat)).reshape(x.shape), 0.4, self.training)
+
+
+@pytest.mark.parametrize("over", ["dp", pytest.param("ep", marks=pytest.mark.deep)])
+def test_dropout_around_experts(over: str, threads: Any) -> None:
+    """Masks are those of the original, whichever rank draws them and wherever tokens go."""
+    model = models.tiny(layers=1)
+    model.layers[0].__class__ = _Dropping  # type: ignore[union-attr, index, assignment]
+    mesh = "dp=2" if over == "dp" else BOTH
+    report = proven(threads, planned(model, ROW.format(over) + DP.format(0), mesh), BATCHES)
+    assert any(row.kind == "dropout draws" for row in report.rows)
+
+
+KINDS = {
+    "Mixtral": {"num_local_experts": 4},
+    "GptOss": {"num_local_experts": 4, "head_dim": 8, "layer_types": ["full_attention"] * 2},
+    "Olmoe": {"num_experts": 4},
+    "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 8, "head_dim": 8},
+    "DeepseekV3": {
+        "n_routed_experts": 4, "moe_intermediate_size": 8, "n_group": 2, "topk_group": 1,
+        "first_k_dense_replace": 1, "n_shared_experts": 1, "q_lora_rank": 8, "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 4,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k == "Mixtral" else pytest.param(k, marks=pytest.mark.deep) for k in KINDS]
+)
+def test_models_of_transformers(kind: str, threads: Any) -> None:
+    """Their own modules of experts, as they are by default, over two axes of which one sends."""
+    model, batch = models.transformers_model(kind, **KINDS[kind])
+    rows = "model.layers.**.mlp.experts  expert_parallel(over=ep)\nzero(stage=0, over=dp)"
+    if kind == "DeepseekV3":
+        rows = rows.replace("layers.**", "layers.1")
+    proven(threads, planned(model, rows.replace("**", "*"), BOTH), [batch])
+
+
+# -- what is sent ------------------------------------------------------------------------------
+
+
+def _bytes(plan: Plan, batch: Any) -> dict[str, int]:
+    """On this rank: bytes of one step by kind, without the sums of gradients at its end."""
+    program = build(plan, batch, optimizer=lambda named: torch.optim.SGD([p for _, p in named]))
+    sent: Counter[str] = Counter()
+
+    def listen(kind: str, group: Any, size: int) -> None:
+        if group.label:
+            sent[kind] += size
+
+    with listening(listen):
+        program.train_step(batch)
+    return dict(sent)
+
+
+TOKENS = 4 * 4 // 2  # of a rank: rows by length, over two
+TABLE = models.EXPERTS * 8  # a number for each expert
+
+
+@pytest.mark.parametrize("over", ["dp", "tp"])
+def test_bytes_of_tokens(over: str, threads: Any) -> None:
+    """Two steps, counts and rows: each choice of a token goes and comes back, and its gradient
+    too; where ranks see the same tokens nothing goes, and the sums are those of one row each."""
+    rows = ROW.format(over) + (DP.format(0) if over == "dp" else "")
+    plan = planned(models.tiny(), rows, f"{over}=2")
+    found = threads.run(_bytes, 2, plan, models.batch(0, rows=4))
+    layers, size = 2, models.WIDTH * 8
+    if over == "dp":
+        total = sum(one["all-to-all"] for one in found)
+        # along the way there and back, forward and backward, every choice once on some rank
+        assert total == layers * 2 * (4 * TOKENS * models.CHOICES * size + TABLE)
+        assert all("all-reduce" not in one for one in found)
+        return
+    tokens = 2 * TOKENS
+    output, given = tokens * size, tokens * (size + models.CHOICES * 8)
+    assert found == [{"all-reduce": layers * (output + given)}] * 2
+
+
+def test_bytes_of_fetched_experts(threads: Any) -> None:
+    """All experts of a layer come once and their gradients go once; no token moves."""
+    plan = planned(models.tiny(), ROW.format("dp, dispatch=fetch") + DP.format(0), "dp=2")
+    whole = sum(p.numel() * 8 for n, p in models.tiny().named_parameters() if ".experts." in n)
+    found = threads.run(_bytes, 2, plan, models.batch(0, rows=4))
+    assert found == [{"all-gather": whole, "reduce-scatter": whole}] * 2
+
+
+def test_the_plan_shows_even_routes() -> None:
+    """Without values the plan counts what is sent if all experts are chosen equally often."""
+    from schedlang.passes.costs.account import account
+
+    plan = planned(models.tiny(), ROW.format("dp") + DP.format(0), "dp=2")
+    found = account(plan, models.batch(0, rows=4))
+    tokens = [one for one in found.collectives if one.kind == "all-to-all"]
+    assert {one.what for one in tokens} == {"tokens", "token grads"}
+    rows = TOKENS * models.CHOICES * models.WIDTH * 8
+    forward = sum(one.total for one in tokens if one.phase == "forward")
+    assert forward == 2 * (2 * rows + TABLE)
+    assert sum(one.total for one in tokens if one.phase == "backward") == 2 * 2 * rows
+    assert any("equally often" in note for note in found.notes)
+
+
+# -- what is recognised ------------------------------------------------------------------------
+
+
+class _Squared(models.Experts):
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(x, index, weights**2)
+
+
+class _Centred(models.Experts):
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0), index, weights)
+
+
+class _Noisy(models.Experts):
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(x, 0.5, self.training), index, weights)
+
+
+class _Normed(models.Experts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(models.WIDTH)
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(self.norm(x), index, weights)
+
+
+def test_parameters_of_all_experts_are_refused() -> None:
+    """What all experts use would get a part of its gradient on each rank."""
+    found = probe_experts(_Normed())
+    assert isinstance(found, NoExperts) and "`norm.weight` is not split" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (_Squared, "not linear in the routing weights"),
+        (_Centred, "not linear in the routing weights|depends on other tokens"),
+        (_Noisy, "draws random numbers"),
+    ],
+)
+def test_what_is_no_module_of_experts(kind: Any, said: str) -> None:
+    """A module that computes otherwise is refused with how far it is off."""
+    import re
+
+    found = probe_experts(kind())
+    assert isinstance(found, NoExperts)
+    assert re.search(said, found.reason) and found.error is not None and found.error > 1e-3
+
+
+def test_large_experts_are_tried_small() -> None:
+    """The number of experts is found without values, at sizes that no trial could hold."""
+    with torch.device("meta"):
+        module = models.Experts(4)
+        module.up = nn.Parameter(torch.empty(4, 2 * 14336, 4096))
+        module.up_bias = nn.Parameter(torch.empty(4, 2 * 14336))
+        module.down = nn.Parameter(torch.empty(4, 4096, 14336))
+    found = probe_experts(module)
+    assert found == Experts(4, ("up", "up_bias", "down"), ("num_experts",))
+
+
+def test_refusals() -> None:
+    """What cannot be spread so is refused with what would be legal."""
+    tiny = models.tiny
+    assert "S421" in refused(tiny(), "layers.*.router  expert_parallel(over=tp)", "tp=2")
+    said = refused(tiny(), ROW.format("tp"), "tp=3")
+    assert "S402" in said and "`tp` may be 1, 2, 4" in said
+    assert "relax(routing)" in refused(tiny(), ROW.format("tp, capacity=1.0"), "tp=2")
+    assert "no expert 4" in refused(tiny(), ROW.format("tp, shadow=[4]"), "tp=2")
+    both = refused(tiny(), ROW.format("tp, chunks=2, dispatch=fetch"), "tp=2")
+    assert "S422" in both and "leave out" in both
+    assert "S422" in refused(tiny(), ROW.format("tp, chunks=0"), "tp=2")
+
+
+class _Listed(nn.Module):
+    """Experts in a list, as models wrote them before their weights were stacked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(models.WIDTH, 4)
+        self.experts = nn.ModuleList(nn.Linear(models.WIDTH, models.WIDTH) for _ in range(4))
+
+
+def test_experts_in_a_list_are_refused() -> None:
+    """Modules of their own are told apart from no experts at all, with what can be done."""
+    for name in ("", ".experts"):
+        said = refused(nn.ModuleList([_Listed()]), f"*{name}  expert_parallel(over=tp)", "tp=2")
+        assert "S421" in said and "4 modules of their own, which are called one by one" in said
+        assert "stack their weights" in said and "`zero(stage=3, over=...)`" in said
+
+
+def test_tied_experts_are_split_once(threads: Any) -> None:
+    """Layers that share experts spread them over the same axes, and train as if always so."""
+    tied = "layers.* tie()\n"
+    rows = tied + ROW.format("dp") + DP.format(1)
+    proven(threads, planned(models.tiny(), rows, "dp=2", "model"), BATCHES)
+    apart = tied + "".join(f"layers.{k}.experts  expert_parallel(over={'ab'[k]})\n" for k in (0, 1))
+    with pytest.raises(Refusal, match="tied experts lie over the same axes") as caught:
+        planned(models.tiny(), apart, "a=2, b=2", "model")
+    assert caught.value.diagnostic.code == "S504"
+
+
+def test_a_capacity_counts_the_whole_batch() -> None:
+    """Refused where a part of the batch only would be counted: other axes, or microbatches."""
+    from schedlang.diagnostic import Refusal
+    from schedlang.passes.preparing.prepare import prepare
+
+    apart = ROW.format("b, capacity=1.0") + "zero(stage=0, over=(a, b))"
+    micro = ROW.format("dp, capacity=1.0") + "layers  pipeline_split(over=pp)\n" + DP.format(0)
+    micro += '\npipeline(order="GPipe", micro=2)'
+    for rows, mesh, help_ in (
+        (apart, "a=2, b=2", "view ep of (a, b)"), (micro, "dp=2, pp=2", "micro=1"),
+    ):  # fmt: skip
+        with pytest.raises(Refusal) as caught:
+            prepare(planned(models.tiny(), rows, mesh, "routing"), BATCHES[0])
+        assert caught.value.diagnostic.code == "S422"
+        assert help_ in caught.value.render()
+
+
+# -- the rule of capacities --------------------------------------------------------------------
+
+
+def test_the_first_tokens_of_an_expert_are_kept() -> None:
+    """By hand: six choices of two experts at capacity 1.0 leave room for three each."""
+    index = torch.tensor([[0], [0], [1], [0], [0], [1]])
+    assert kept(index, 2, 1.0).flatten().tolist() == [True, True, True, True, False, True]
+    assert kept(index, 2, 0.3).flatten().tolist() == [True, False, True, False, False, False]
+    assert kept(index, 2, 2.0).all()
+
+
+def test_the_oracle_drops_what_the_rule_says() -> None:
+    """A dropped choice adds nothing, and without a limit the model is as it was."""
+    plain, free, limited = models.tiny(), models.tiny(), models.tiny()
+    limit_experts(free, {"layers.0.experts": (models.EXPERTS, 1e9)})
+    limit_experts(limited, {"layers.0.experts": (models.EXPERTS, 0.5)})
+    out, same, less = (m(**BATCHES[0])["logits"] for m in (plain, free, limited))
+    assert torch.equal(out, same)
+    assert not torch.allclose(out, less)

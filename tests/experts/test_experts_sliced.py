@@ -1,0 +1,55 @@
+"""Experts spread over some data axes, their state sliced over the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from schedlang.passes.costs.account import account
+from schedlang.passes.preparing.prepare import prepare
+from schedlang.passes.statics.static import static
+from tests import expert_models as models
+from tests.proofs import planned, proven
+
+ROW = "layers.*.experts  expert_parallel(over=ep)\n"
+MESH = "dp=2, ep=2"
+BATCHES = [models.batch(0), models.batch(1, rows=4)]
+
+
+@pytest.mark.parametrize("stage", [3, *(pytest.param(s, marks=pytest.mark.deep) for s in (1, 2))])
+def test_every_stage_equals_the_original(stage: int, threads: Any) -> None:
+    """Outputs, losses, gradients, three steps and a save agree; static proofs hold."""
+    rows = ROW + f"zero(stage={stage}, over=(dp, ep))"
+    plan = planned(models.tiny(layers=1), rows, MESH)
+    proven(threads, plan, BATCHES)
+    found = static(plan, BATCHES[0])
+    assert not found.problems
+    assert all(claim.checked for claim in found.claims)
+
+
+def test_experts_lie_in_slices_of_the_other_axis() -> None:
+    """Two ranks hold each expert, and each of them half of it; all else lies over all four."""
+    plan = planned(models.tiny(), ROW + "zero(stage=1, over=(dp, ep))", MESH)
+    prepared = prepare(plan, models.batch(0, rows=2))
+    sliced = {name: one.sliced for name, one in prepared.holdings.items()}
+    assert {axes for name, axes in sliced.items() if ".experts." in name} == {("dp",)}
+    assert {axes for name, axes in sliced.items() if ".experts." not in name} == {("dp", "ep")}
+
+
+def test_what_is_sent_for_slices() -> None:
+    """Experts are gathered and reduced over `dp` alone, other units over both."""
+    plan = planned(models.tiny(), ROW + "zero(stage=3, over=(dp, ep))", MESH)
+    found = account(plan, models.batch(0, rows=4)).collectives
+    gathers = {one.fqn: (one.axes, one.bytes) for one in found if one.what == "parameters"}
+    experts = models.tiny().layers[0].experts  # type: ignore[union-attr, index]
+    size = sum(p.numel() * 8 for p in experts.parameters())
+    assert gathers["layers.0.experts"] == (("dp",), size // 2)
+    assert gathers["layers.0"][0] == ("dp", "ep")
+
+
+@pytest.mark.deep
+def test_beside_an_inner_cut(threads: Any) -> None:
+    """Spread over one axis, cut over another, sliced over a third."""
+    rows = ROW.replace("over=ep", "over=ep, inner=tp") + "zero(stage=3, over=(dp, ep))"
+    proven(threads, planned(models.tiny(layers=1), rows, f"{MESH}, tp=2"), BATCHES)

@@ -1,0 +1,222 @@
+"""Attention by FlexAttention and flash_attn: what modules ask for, by the same rule, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schedlang.diagnostic import Refusal
+from schedlang.kernels import flash_attention as flash
+from schedlang.kernels.device import runs
+from schedlang.kernels.flex_attention import Case, Rule, flex_attention, reference
+from schedlang.passes.preparing.prepare import prepare
+from schedlang.runtime.replacing.adapters import Adapted
+from schedlang.runtime.replacing.attended import by_name
+from schedlang.runtime.replacing.kernel import kernel_of, match, replace
+from tests import models
+from tests.kernels.test_kernel import assert_close, build, gradients
+from tests.proofs import planned, proven, refused
+
+pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation", "more"),
+    [
+        ("Llama", "sdpa", {}),
+        ("Mistral", "sdpa", {"sliding_window": 4}),
+        ("Gemma2", "eager", {"sliding_window": 4, "attn_logit_softcapping": 0.5}),
+        ("GptOss", "eager", {"sliding_window": 4, "num_local_experts": 4}),
+    ],
+)
+def test_attention_of_transformers(name: str, implementation: str, more: dict[str, Any]) -> None:
+    """Windows, soft caps, sinks, few heads of keys, padding on the left: equal in float64."""
+    model = build(name, implementation, **more)
+    expected, ragged = gradients(model), gradients(model, padded=True)
+    attentions = [m for m in model.modules() if type(m).__name__.endswith("Attention")]
+    for module in attentions:
+        found = match(module, "flex_attention")
+        assert isinstance(found, Adapted) and found.error < 1e-12
+        assert found.asked[0].sinks == (name == "GptOss")
+        assert found.asked[0].cap == (0.5 if name == "Gemma2" else 0.0)
+        replace(module, found)
+        assert kernel_of(module) == "flex_attention"
+    assert model.config._attn_implementation == implementation
+    before = runs().get("reference", 0)
+    assert_close(gradients(model), expected)
+    assert runs()["reference"] == before + len(attentions)
+    assert_close(gradients(model, padded=True), ragged)
+
+
+class Own(nn.Module):
+    """Attention of nobody's library, which calls torch's."""
+
+    def __init__(self, drop: float = 0.0) -> None:
+        super().__init__()
+        self.qkv, self.out, self.drop = nn.Linear(8, 24), nn.Linear(8, 8), drop
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Causal, two heads."""
+        lines = (t.view(*x.shape[:2], 2, 4) for t in self.qkv(x).chunk(3, -1))
+        q, k, v = (t.transpose(1, 2) for t in lines)
+        drop = self.drop if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def test_a_module_that_calls_torch() -> None:
+    """Its calls inside are ours, those of others are not."""
+    torch.manual_seed(0)
+    module = Own().double()
+    x = torch.randn(3, 5, 8, dtype=torch.double)
+    expected = module(x)
+    replace(module, match(module, "flex_attention"))
+    before = runs().get("reference", 0)
+    assert (module(x) - expected).abs().max() < 1e-14
+    assert runs()["reference"] == before + 1
+    Own().double()(x)
+    assert runs()["reference"] == before + 1
+
+
+@pytest.mark.deep
+def test_compiles_as_one_graph() -> None:
+    """What is heard, and what is looked up by a name, for torch.compile(fullgraph=True)."""
+    own, x = Own(), torch.randn(2, 5, 8)
+    layer = build("Llama", "sdpa").float().model.layers[0].self_attn
+    tables = (torch.randn(1, 5, 4), torch.randn(1, 5, 4))
+    for module, given in [
+        (own, {"x": x}),
+        (layer, {"hidden_states": torch.randn(2, 5, 16), "position_embeddings": tables,
+                 "attention_mask": None}),
+    ]:  # fmt: skip
+        replace(module, match(module, "flex_attention"))
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        found, expected = compiled(**given), module(**given)
+        pair = (found, expected) if module is own else (found[0], expected[0])
+        torch.testing.assert_close(*pair)
+        pair[0].sum().backward()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    """Dropout, no attention at all, sinks for a kernel that has none: each says why."""
+    assert "drops weights in training" in match(Own(0.1), "flex_attention").reason
+    assert "asks for no attention" in match(nn.Linear(4, 4), "flex_attention").reason
+    sinking = build("GptOss", num_local_experts=4).model.layers[0].self_attn
+    assert "adds sinks" in match(sinking, "flash_attention").reason
+    with pytest.raises(Refusal, match="S877|`page_table`"):
+        lines = tuple(torch.zeros(1, 2, 3, 4) for _ in range(3))
+        by_name("flex_attention", lines, None, True, {"page_table": torch.ones(1)})  # type: ignore[arg-type]
+
+
+def test_split_sequences_have_their_own_kernel() -> None:
+    """Where attention goes over ranks no other kernel would be run: refused, not left out."""
+    rows = """model.layers.*.self_attn replace_kernel(flex_attention)
+        model.layers.*.self_attn context_parallel(gather, over=cp)"""
+    with pytest.raises(Refusal) as found:
+        prepare(planned(models.llama(1), rows, "cp=2"), models.tokens())
+    said = found.value.render()
+    assert "S878" in said and "drop the row `model.layers.0.self_attn replace_kernel(" in said
+
+
+def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refusal says what to install, and what does without; with it the row stands."""
+    row = "model.layers.*.self_attn replace_kernel(flash_attention)"
+    said = refused(models.llama(1), row)
+    assert "S876" in said and "pip install flash-attn" in said and "flex_attention" in said
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "fakes")
+    assert planned(models.llama(1), row).actions
+
+
+def test_over_ranks(threads: Any) -> None:
+    """Heads split over two ranks: the whole proof, for a model that attends by torch's kernel."""
+    rows = """model.layers.*.self_attn replace_kernel(flex_attention)
+        at model.layers.* {
+          self_attn.{q,k,v}_proj  shard(col, over=tp)
+          self_attn.o_proj        shard(row, over=tp)
+        }"""
+    plan = planned(models.llama(1), rows, "tp=2")
+    proven(threads, plan, [models.tokens(rows=4, seed=seed) for seed in (1, 2)])
+
+
+WINDOWS = {
+    "causal": (lambda far: far >= 0, (-1, 0)),
+    "all": (lambda far: far == far, (-1, -1)),
+    "window": (lambda far: (far >= 0) & (far < 3), (2, 0)),
+    "both ways": (lambda far: far.abs() < 3, (2, 2)),
+    "blocks": (lambda far: (far >= 0) & (far % 2 == 0), None),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_mask_is_read_as_a_window(name: str, additive: bool) -> None:
+    """What flash_attn can be told of a mask, or that it cannot; values that add are no mask."""
+    shown, window = WINDOWS[name]
+    far = torch.arange(6)[:, None] - torch.arange(6)[None]
+    seen = shown(far)[None, None].expand(2, 1, 6, 6).clone()
+    q = torch.zeros(2, 2, 6, 4)
+    mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min) if additive else seen
+    assert flash.window_of(q, q, Rule(), mask) == window
+    padded = mask.clone()
+    padded[0, :, :, 0] = torch.finfo(torch.float32).min if additive else False
+    assert flash.window_of(q, q, Rule(), padded) is None
+    if additive:
+        assert flash.window_of(q, q, Rule(), mask + 1.0) is None
+
+
+def test_flash_attention_is_called_with_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scale, cap, window and heads reach the package; its result is that of the reference."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "fakes")
+    monkeypatch.setattr(flash, "runs_flash", lambda q: True)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 7, 4, generator=generator) for heads in (4, 2, 2))
+    far = torch.arange(7)[:, None] - torch.arange(7)[None]
+    mask = ((far >= 0) & (far < 3))[None, None].expand(2, 1, 7, 7).clone()
+    for rule, given in [
+        (Rule(0.3, 2.0, True), None), (Rule(), mask), (Rule(causal=True), mask), (Rule(), None),
+    ]:  # fmt: skip
+        before = runs().get("torch", 0)
+        found = flash.flash_attention(q, k, v, rule, given)
+        assert runs()["torch"] == before + 1
+        torch.testing.assert_close(found, reference(q, k, v, rule, given))
+
+
+@pytest.mark.parametrize("kind", ["causal", "bool", "additive"])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_the_form_that_is_given_to_torch(
+    kind: str, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Score function, blocks, scale and sinks mean what the reference computes: run uncompiled.
+
+    torch has a forward of FlexAttention on a CPU, and no backward: that is for a GPU.
+    """
+    from torch.nn.attention.flex_attention import flex_attention as flex
+
+    from schedlang.kernels import flex_attention as file
+
+    monkeypatch.setattr(file, "runs_flex", lambda q: True)
+    monkeypatch.setattr(file, "compiled", lambda: flex)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 9, 16, generator=generator) for heads in (4, 2, 2))
+    sink = torch.randn(4, generator=generator) if sinks else None
+    seen = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
+    seen[0, :, :, 0] = False  # the first query of this row sees nothing
+    added = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+    mask = {"causal": None, "bool": seen, "additive": added}[kind]
+    bias = torch.randn(1, 4, 9, 9, generator=generator) if kind == "additive" else None
+    rule = Rule(0.2, 3.0 if kind != "bool" else 0.0, kind == "causal")
+    with torch.no_grad():
+        found = flex_attention(q, k, v, rule, mask, bias, sink)
+        torch.testing.assert_close(found, reference(q, k, v, rule, mask, bias, sink))
+
+
+def test_a_trial_here_says_that_it_was_not_run() -> None:
+    """Without a GPU the kernel's cases are the reference, and count as not run."""
+    from schedlang.kernels.check import check_case
+
+    assert check_case(Case((1, 4, 9, 16), cap=3.0, sinks=True), "cpu").backend == "reference"

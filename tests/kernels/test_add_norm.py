@@ -1,0 +1,162 @@
+"""A residual sum and its norm in one launch: against float64, and where data flow shows them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from schedlang.kernels.add_norm import (
+    Case,
+    Form,
+    add_norm,
+    add_norm_backward,
+    add_norm_forward,
+    reference,
+)
+from schedlang.kernels.check import run_kernel_check
+from schedlang.kernels.device import runs
+from schedlang.runtime.replacing.add_norm import Sums
+from schedlang.runtime.replacing.kernel import match, replace
+from tests import models
+from tests.proofs import planned, proven, refused
+from tests.tiers import thinned
+
+FORMS = [
+    Form(False, 1e-5, 0.0, "early"), Form(False, 1e-5, 1.0, "late"),
+    Form(True, 1e-5, 0.0, "late"), Form(True, 1e-5, 1.0, "early"),
+]  # fmt: skip
+ROW = "model.layers.* replace_kernel(add_norm)\n"
+
+
+def test_kernel_is_as_right_as_eager():
+    """The kernel itself runs, interpreted; output and gradients keep the rule of their type."""
+    cases = [
+        Case((2, 3, 257), dtype, form, form.centred and not form.offset)
+        for form in FORMS
+        for dtype in ("float32", "bfloat16", "float16")
+    ]
+    cases += [Case((3, 70), "float32", form, right="bfloat16") for form in FORMS[:3:2]]
+    cases += [Case((1, 9), strided=True), Case((3, 300), form=FORMS[2], scale=1e-3, bias=True)]
+    for each in run_kernel_check(cases, device="cpu"):
+        assert each.backend == "interpreter"
+        assert each.ok, each
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_operator_equals_autograd_of_the_reference(form):
+    """In float64, whichever of the two results is used: values and gradients are torch's."""
+    a, b = (torch.randn(2, 3, 10, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weight, bias = (torch.randn(10, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    leaves = [a, b, weight, *([bias] if form.centred else [])]
+    for used in ((0, 1), (1,)):
+        sides = []
+        for call in (add_norm, reference):
+            made = call(a, b, weight, bias if form.centred else None, form)
+            loss = sum((made[place] ** 3).sum() for place in used)
+            sides.append([*made, *torch.autograd.grad(loss, leaves)])
+        for ours, plain in zip(*sides):
+            assert (ours - plain).norm() <= 1e-13 * plain.norm()
+
+
+@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
+def test_two_types(first):
+    """As under a cast, where what is added is rounded and the residual is not: types, values and
+    gradients are those of torch's own sum and norm."""
+    second = torch.bfloat16 if first == torch.float32 else torch.float32
+    leaves = [torch.randn(3, 10).to(kind).requires_grad_() for kind in (first, second)]
+    leaves.append(torch.randn(10, requires_grad=True))
+    sides = []
+    for call in (add_norm, reference):
+        made = call(*leaves, None, FORMS[0])
+        sides.append([*made, *torch.autograd.grad(sum((y**2).sum() for y in made), leaves)])
+    for ours, plain in zip(*sides):
+        assert ours.dtype == plain.dtype
+        torch.testing.assert_close(ours, plain, rtol=1e-6 if ours.dtype == torch.float32 else 8e-3,
+                                   atol=1e-6)  # fmt: skip
+
+
+def test_opcheck():
+    """The operators are sound."""
+    a, b, weight = torch.randn(3, 10), torch.randn(3, 10), torch.randn(10)
+    given = [t.requires_grad_() for t in (a, b, weight)]
+    torch.library.opcheck(add_norm_forward, (*given, None, False, 1e-5, 0.0, "late"))
+    total, _, mean, rstd = (
+        t.detach() for t in add_norm_forward(*given, None, True, 1e-5, 0.0, "late")
+    )
+    plain = (a.detach(), b.detach(), total, weight.detach(), mean, rstd)
+    torch.library.opcheck(add_norm_backward, (*plain, True, 0.0, "late"))
+
+
+class Block(nn.Module):
+    """Two norms, one of them after a sum, in a form that a test gives."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(6), nn.LayerNorm(6)
+        self.mid, self.form = nn.Linear(6, 6), form
+
+    def forward(self, x):
+        return self.form(self, x)
+
+
+def test_what_data_flow_shows():
+    """A sum of two tensors right before a norm is found; with anything between it is told."""
+    found = match(Block(lambda m, x: m.second(x + m.mid(m.first(x)))), "add_norm")
+    assert isinstance(found, Sums) and set(found.norms) == {"second"}
+    for form, said in [
+        (lambda m, x: m.second((x + m.mid(m.first(x))).relu()), "before `second` stands `relu`"),
+        (lambda m, x: m.second(m.mid(x) + 1.0), "before `second` stands `add`"),
+        (lambda m, x: m.mid(x), "calls no norm"),
+        (lambda m, x: m.second(x + m.mid(x)) if x.sum() > 0 else x, "cannot be followed"),
+    ]:
+        assert said in match(Block(form), "add_norm").reason
+    assert "no child that is a norm" in match(nn.Linear(2, 2), "add_norm").reason
+
+
+def test_a_norm_with_a_hook_is_called():
+    """Whatever is done to a norm by others still happens: it is then called as ever."""
+    block, seen = Block(lambda m, x: m.second(x + m.mid(m.first(x)))), []
+    x = torch.randn(3, 6)
+    expected = block(x)
+    replace(block, match(block, "add_norm"))
+    before = runs().get("reference", 0)
+    torch.testing.assert_close(block(x), expected)
+    assert runs()["reference"] == before + 1
+    block.second.register_forward_hook(lambda *_: seen.append(1))
+    vars(block)["_schedlang_forward"].kinds["kernel"].made.clear()
+    torch.testing.assert_close(block(x), expected)
+    assert seen == [1] and runs()["reference"] == before + 1
+
+
+ROWS = {
+    "split heads, sliced state, recomputed": (
+        models.llama,
+        ROW + """model.layers.*.self_attn.{q,k,v}_proj shard(col, over=tp)
+        model.layers.*.self_attn.o_proj shard(row, over=tp)
+        model.layers.* checkpoint()
+        zero(stage=3, over=dp)""",
+        "dp=2, tp=2",
+    ),
+    "stages": (
+        models.gpt2,
+        """transformer.h.* replace_kernel(add_norm)
+        transformer.h pipeline_split(over=pp)
+        pipeline(order="1F1B", micro=2)""",
+        "pp=2",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", thinned(ROWS, 3))
+def test_models_over_ranks(name, threads):
+    """Beside split heads, stages, recomputation and sliced state it is the same program."""
+    make, rows, mesh = ROWS[name]
+    plan = planned(make(2), rows, mesh)
+    proven(threads, plan, [models.tokens(rows=6, seed=seed) for seed in (1, 2, 3)])
+
+
+def test_what_has_no_sum_is_told():
+    """A module where no sum stands before a norm is refused, with what stands there."""
+    said = refused(models.llama(1), "model replace_kernel(add_norm)")
+    assert "S410" in said

@@ -1,0 +1,228 @@
+"""A fused module is one graph that computes the same, or it is refused; never eager in silence."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from schedlang.diagnostic import Refusal
+from schedlang.runtime.float64 import Float64
+from schedlang.runtime.forward import layers_of
+from schedlang.runtime.keeping.recompute import checkpoint
+from schedlang.runtime.modes import ambient
+from schedlang.runtime.regions import fuse as fuse_file
+from schedlang.runtime.regions.checked import check_fused
+from schedlang.runtime.regions.fuse import fuse, graphs, unavailable
+from schedlang.runtime.replacing.kernel import match, replace
+
+pytestmark = pytest.mark.skipif(
+    unavailable() is not None, reason=f"inductor cannot compile here: {unavailable()}"
+)
+
+
+class Block(nn.Module):
+    """Norm, products, dropout, a residual and a structured output."""
+
+    def __init__(self, rate=0.2):
+        super().__init__()
+        self.norm, self.up, self.down = nn.RMSNorm(8, eps=1e-6), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.rate = rate
+
+    def forward(self, x, *, scale=1.0):
+        out = self.down(F.gelu(self.up(self.norm(x)))) * scale
+        return {"x": x + F.dropout(out, self.rate, self.training), "none": None}
+
+
+def gradients(modules, x, seed=0):
+    torch.manual_seed(seed)
+    x = x.clone().requires_grad_()
+    y = x
+    for module in modules:
+        module.zero_grad()
+        y = module(y, scale=0.5)["x"]
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for m in modules for p in m.parameters())]
+
+
+def blocks(number=3):
+    torch.manual_seed(0)
+    return [Block() for _ in range(number)]
+
+
+def assert_close(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_fuses_equal_modules_into_one_graph():
+    """Three equal blocks with a kernel inside share graphs; gradients, dropout and names stay."""
+    modules, x = blocks(), torch.randn(5, 8)
+    expected, state = gradients(modules, x), list(modules[0].state_dict())
+    for module in modules:
+        replace(module.norm, match(module.norm, "rms_norm"))
+        fuse(module)
+    assert_close(gradients(modules, x), expected)
+    made = [graphs(module) for module in modules]
+    assert made == [1, 0, 0]
+    assert_close(gradients(modules, x, seed=1), gradients(blocks(), x, seed=1))
+    assert [graphs(module) for module in modules] == made  # nothing compiled anew
+    assert list(modules[0].state_dict()) == state
+
+    twin = copy.deepcopy(modules[0])  # bound to its own parameters, not to the original's
+    with torch.no_grad():
+        twin.down.weight.zero_(), twin.down.bias.zero_()
+    assert torch.equal(twin(x)["x"], x)
+
+    for comparison in check_fused(modules[0], (x,), {"scale": 2.0}):
+        assert comparison.ok, comparison
+    names = [comparison.name for comparison in check_fused(modules[0], (x,))]
+    assert "output .x" in names and "gradient of up.weight" in names
+    assert "gradient of input 0" in names
+
+
+def test_eager_under_ambient_modes():
+    """Under the float64 mode the region runs eagerly, in float64, and nothing is compiled."""
+    module = Block(0.0).double()
+    x = torch.randn(3, 8, dtype=torch.float64)
+    expected = module(x)["x"]
+    fuse(module)
+    with ambient(Float64):
+        assert torch.equal(module(x)["x"], expected)
+    assert graphs(module) == 0
+
+
+def test_inside_a_checkpoint():
+    """A fused module may be recomputed: gradients stay the same."""
+    modules, x = blocks(1), torch.randn(4, 8)
+    expected = gradients(modules, x)
+    checkpoint(modules[0])
+    fuse(modules[0])
+    assert_close(gradients(modules, x), expected)
+    assert list(layers_of(modules[0]).kinds) == ["checkpoint", "fuse"]
+
+
+def test_split_backward():
+    """Gradients of the input first, then of the weights, over one fused graph."""
+    torch.manual_seed(0)
+    module, x = Block(0.0), torch.randn(6, 8, requires_grad=True)
+    params = list(module.parameters())
+    expected = torch.autograd.grad(module(x)["x"].square().sum(), [x, *params])
+    fuse(module, split_backward=True)
+    loss = module(x)["x"].square().sum()
+    first = torch.autograd.grad(loss, [x], retain_graph=True)
+    assert_close([*first, *torch.autograd.grad(loss, params)], expected)
+
+
+def test_the_check_runs_with_dropout(monkeypatch):
+    """The compiled graph with masks in it is judged too: one that drops their scale is found."""
+    module, x = Block(0.3), torch.randn(3, 8)
+    fuse(module)
+    found = {one.name: one.ok for one in check_fused(module, (x,))}
+    assert found["output .x"] and found["output .x with dropout"] and all(found.values())
+    plain = F.dropout
+    monkeypatch.setattr(fuse_file, "_compile", lambda inner, *given: _unscaled(inner, plain))
+    wrong = {one.name: one.ok for one in check_fused(module, (x,))}
+    assert wrong["output .x"] and not wrong["output .x with dropout"]
+
+
+@pytest.mark.deep
+def test_masks_that_are_given(monkeypatch):
+    """Where a compiled graph draws otherwise than eager torch, dropout has masks that follow from
+    places: what is done with them is judged, and draws by themselves: fixed ones, and ones that no
+    seed decides, are found."""
+    module, x = Block(0.3), torch.randn(3, 8)
+    fuse(module)
+
+    def wrong():
+        return {one.name for one in check_fused(module, (x,), given_masks=True) if not one.ok}
+
+    assert wrong() == set()
+    plain = F.dropout
+    monkeypatch.setattr(fuse_file, "_compile", lambda inner, *given: _unscaled(inner, plain))
+    assert "output .x with dropout" in wrong()
+    for before, said in [
+        (lambda: torch.manual_seed(0), "spread of draws"),
+        (torch.seed, "draws after one seed"),
+    ]:
+        made = functools.partial(_compiled_after, before)
+        monkeypatch.setattr(fuse_file, "_compile", made)
+        assert said in wrong()
+
+
+def _compiled_after(before, inner, *_):
+    def call(*args, **kwargs):
+        before()
+        return inner(*args, **kwargs)
+
+    return call
+
+
+def _unscaled(inner, plain):
+    def call(*args, **kwargs):
+        F.dropout = lambda x, p, training: plain(x, p, training) * (1 - p if training else 1)
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            F.dropout = plain
+
+    return call
+
+
+class Breaks(nn.Module):
+    def forward(self, x):
+        print("a graph cannot print")
+        return x * 2
+
+
+class Numbered(nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        self.number, self.weight = number, nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return x * self.weight * self.number
+
+
+def test_refuses_a_graph_break():
+    """A forward that is not one graph is refused with torch's reason and the line."""
+    module = Breaks()
+    fuse(module)
+    with pytest.raises(Refusal, match="not one graph") as caught:
+        module(torch.ones(2))
+    assert "print" in str(caught.value)
+
+
+def test_refuses_endless_recompilation(monkeypatch):
+    """Where each layer needs a graph of its own the limit is a refusal, not a log line."""
+    monkeypatch.setattr(fuse_file, "LIMIT", 2)
+    modules = [Numbered(number) for number in (3, 5, 7)]
+    for module in modules:
+        fuse(module)
+    for module in modules[:2]:
+        module(torch.ones(2))
+    with pytest.raises(Refusal, match="S834.*compiled anew too often"):
+        modules[2](torch.ones(2))
+
+
+def test_refuses_before_it_starts(monkeypatch):
+    """Without a compiler, or over a replaced kernel, `fuse` says so and changes nothing."""
+    norm = nn.RMSNorm(4, eps=1e-6)
+    replace(norm, match(norm, "rms_norm"))
+    with pytest.raises(Refusal, match="S832.*kernel of its own"):
+        fuse(norm)
+    from torch._inductor import config
+
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    module = Block()
+    # the setting is a proxy that `monkeypatch` would delete instead of restoring
+    with (
+        config.patch({"cpp.cxx": (None, "/no/such/compiler")}),
+        pytest.raises(Refusal, match="S831.*\n.*no C\\+\\+ compiler"),
+    ):
+        fuse(module)
+    assert layers_of(module) is None

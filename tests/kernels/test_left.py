@@ -1,0 +1,142 @@
+"""Calls that a kernel does not take: counted, told with the reason, and computed all the same."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import schedlang
+from schedlang.codes import WARNINGS
+from schedlang.passes.costs.account import account
+from schedlang.passes.running.train import Course, train
+from schedlang.passes.verifying.prove import Case, prove
+from schedlang.runtime.replacing.kernel import match, replace
+from schedlang.runtime.replacing.left import left_in
+from tests.proofs import planned
+
+
+class Layer(nn.Module):
+    """A residual sum and the norm of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The sum's norm."""
+        return self.norm(x + self.up(x))
+
+
+class Net(nn.Module):
+    """Two layers; `broad`: the second adds a vector to all its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A loss."""
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+BATCH = {"x": torch.randn(4, 6, generator=torch.Generator().manual_seed(0))}
+OWN = """layers.*  replace_kernel(add_norm)
+layers.1.norm  replace_kernel(layer_norm)
+"""
+WHY = "`norm` has hooks, a layout, a row or a unit of its own, and is called by itself"
+
+
+def net() -> Net:
+    """The same at each call."""
+    torch.manual_seed(0)
+    return Net()
+
+
+def test_rope_tells_shapes_and_reasons() -> None:
+    """Each reason is one entry, with the shapes of its first call and how often it was; a copy
+    counts for itself."""
+    from tests.kernels.test_rope import Own, drawn
+
+    own = Own()
+    replace(own, match(own, "rope"))  # type: ignore[arg-type]
+    q, k, cos, sin = drawn(own_form())
+    own(q, k, cos, sin)
+    assert left_in(own) == ()
+    twin = copy.deepcopy(own)
+    for _ in range(2):
+        own(q, k, cos[:1].expand(2, 3, 6)[:, :, None].transpose(1, 2)[:, 0], sin)
+    assert left_in(own) == ()  # whatever lies in memory otherwise is taken
+    for tokens in (3, 3):
+        with torch.no_grad():
+            own(q[:, :, :tokens], k[:, :, :tokens], cos[:1, :1], sin[:1, :1])
+    (found,) = left_in(own)
+    assert (found.kernel, found.sites, found.calls) == ("rope", ("",), 2)
+    assert found.why == "it takes cosines and sines of one shape, for each of the tokens"
+    assert found.given.startswith("q [2, 4, 3, 6], k [2, 2, 3, 6], cos [1, 1, 6]")
+    assert left_in(twin) == ()
+    with torch.no_grad():
+        twin(q, k, cos[:1, :1], sin[:1, :1])
+    assert left_in(twin)[0].calls == 1 and left_in(own)[0].calls == 2
+
+
+def own_form() -> Any:
+    """Halves of whole heads."""
+    from schedlang.kernels.rope import Form
+
+    return Form()
+
+
+def test_a_norm_of_its_own_is_told_by_everyone(threads: Any) -> None:
+    """A sum whose norm has a row of its own: `plan`, `verify`, `run` and a program's first step
+    say so, of that layer alone."""
+    plan = planned(net(), OWN)
+    said = [note for note in account(plan, BATCH, memory=True).notes if "W703" in note]
+    assert len(said) == 1 and "`layers.1`" in said[0] and WHY in said[0]
+    report = prove(Case(plan, (BATCH,) * 3), pool=threads)
+    facts = [value for name, value in report.facts if name == "W703"]
+    assert len(facts) == 1 and "`layers.1`" in facts[0] and WHY in facts[0]
+    course = Course(plan, lambda seed: BATCH, steps=1)
+    (one,) = threads.run(train, 1, course)[0].left
+    assert one.sites == ("layers.1",) and one.calls == 1 and one.why == WHY
+
+
+def test_a_program_warns_once() -> None:
+    """Of two steps the first warns, with the code's text; without such calls nothing is said."""
+    sch = schedlang.create_schedule(net())
+    sch["layers.*"].replace_kernel("add_norm")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sch.build(batch=BATCH).train_step(BATCH)
+    sch["layers.1.norm"].replace_kernel("layer_norm")
+    program = sch.build(batch=BATCH)
+    with pytest.warns(UserWarning, match=r"warning\[W703\]: `add_norm` leaves calls") as seen:
+        program.train_step(BATCH)
+        program.train_step(BATCH)
+    assert len(seen) == 1 and "drop the row `replace_kernel(add_norm)`" in str(seen[0].message)
+    assert "W703" in WARNINGS
+
+
+def test_sums_that_are_not_of_one_shape_or_too_long() -> None:
+    """A sum that broadcasts is left; so is what is longer than a program holds."""
+
+    class Broad(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.up(x) + self.up.bias)
+
+    layer = Broad()
+    x = torch.randn(3, 6)
+    expected = layer(x)
+    replace(layer, match(layer, "add_norm"))  # type: ignore[arg-type]
+    torch.testing.assert_close(layer(x), expected)
+    assert left_in(layer)[0].why == "it adds two tensors of one shape"
+    norm = nn.RMSNorm(16400, eps=1e-6)
+    replace(norm, match(norm, "rms_norm"))  # type: ignore[arg-type]
+    norm(torch.ones(1, 16400))
+    assert left_in(norm)[0].why == "its rows have at most 16384 numbers"

@@ -1,0 +1,239 @@
+"""Heads whose product waits for the loss: kernels against float64, unmodified models, layouts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schedlang.diagnostic import Refusal
+from schedlang.kernels.check import run_kernel_check
+from schedlang.kernels.linear_cross_entropy import (
+    Case,
+    Form,
+    linear_statistics_forward,
+    linear_weighed,
+    statistics,
+    weighed,
+)
+from schedlang.passes.preparing.prepare import prepare
+from schedlang.runtime.logits.head import Head, probe_head
+from schedlang.runtime.logits.lazy_logits import LazyLogits
+from schedlang.runtime.replacing.kernel import kernel_of, match, replace
+from tests import models
+from tests.proofs import planned, proven, refused
+
+CASES = [
+    Case((7, 40), dtype, 300, bias, smoothing, scale, cap, rows=3, spread=spread)
+    for dtype in ("float32", "bfloat16", "float16")
+    for bias, smoothing, scale, cap, spread in [
+        (False, 0.0, 1.0, 0.0, 1.0),
+        (True, 0.1, 0.25, 0.0, 3.0),
+        (False, 0.0, 1 / 3, 3.0, 3.0),  # as Gemma caps them
+    ]
+]
+CASES.append(Case((2, 8), classes=5000, rows=1))  # a row of several blocks
+
+
+def test_kernels_are_as_right_as_eager():
+    """The row kernels themselves run, interpreted: loss and gradients keep their type's rule."""
+    for each in run_kernel_check(CASES, device="cpu"):
+        assert each.backend == "interpreter"
+        assert each.ok, each
+
+
+def given(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(s, generator=generator).to(dtype) for s in ((10, 6), (17, 6), (17,))]
+    return [t.requires_grad_() for t in drawn]
+
+
+LABELS = torch.tensor([3, -100, 16, 0, 5, 5, -100, 9, 1, 2])
+
+
+def lazy(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int = 0) -> LazyLogits:
+    """The logits of a head with these parameters."""
+    head = nn.Linear(6, 17, bias=bias is not None, dtype=x.dtype)
+    head.weight = weight  # type: ignore[assignment]
+    if bias is not None:
+        head.bias = bias  # type: ignore[assignment]
+    found = match(head, "linear_cross_entropy")
+    assert isinstance(found, Head)
+    replace(head, found, chunk)
+    made = head(x)
+    assert isinstance(made, LazyLogits) and kernel_of(head) == "linear_cross_entropy"
+    return made
+
+
+LOSSES = {
+    "mean": lambda z: F.cross_entropy(z, LABELS),
+    "sum": lambda z: F.cross_entropy(z, LABELS, reduction="sum"),
+    "each": lambda z: F.cross_entropy(z, LABELS, reduction="none").square().sum(),
+    "smoothed": lambda z: F.cross_entropy(z.double(), LABELS, label_smoothing=0.2),
+    "ignoring 5": lambda z: F.cross_entropy(z, LABELS.clamp_min(0), ignore_index=5),
+    "scaled": lambda z: F.cross_entropy(z * 0.3 / 2, LABELS),
+    "capped": lambda z: F.cross_entropy(2 * torch.tanh(z / 2), LABELS),
+    "capped, then scaled": lambda z: F.cross_entropy((z / 2).tanh() * 2 * 3, LABELS),
+    "shifted": lambda z: F.cross_entropy(
+        z.view(2, 5, 17)[..., :-1, :].contiguous().view(-1, 17), LABELS.view(2, 5)[:, 1:].flatten()
+    ),
+    "z-loss": lambda z: F.cross_entropy(z, LABELS) + 0.1 * torch.logsumexp(z, -1).pow(2).mean(),
+    "keywords": lambda z: F.cross_entropy(input=z, target=LABELS, reduction="mean"),
+}
+WHOLE = {
+    "weighted": lambda z: F.cross_entropy(z, LABELS, weight=torch.arange(17.0, dtype=z.dtype)),
+    "another loss": lambda z: (z - 1).square().mean() + z.softmax(-1).max(),
+    "capped twice": lambda z: F.cross_entropy(z.tanh().tanh(), LABELS),
+    "masked": lambda z: F.cross_entropy(_without_a_class(z), LABELS.clamp_min(1)),
+}
+
+
+def _without_a_class(z):
+    z = z * 1.0
+    z[:, 0] = -1e4
+    return z
+
+
+@pytest.mark.parametrize("name", [*LOSSES, *WHOLE])
+def test_losses_of_lazy_logits(name, monkeypatch):
+    """Loss and gradients are torch's, in chunks of three rows; computed whole only if they must."""
+    computed = []
+    plain = LazyLogits.computed
+    noting = lambda self: [computed.append(self.real is None), plain(self)][1]  # noqa: E731
+    monkeypatch.setattr(LazyLogits, "computed", noting)
+    loss = (LOSSES | WHOLE)[name]
+    x, weight, bias = given()
+    expected = loss(F.linear(x, weight, bias))
+    found = loss(lazy(x, nn.Parameter(weight), nn.Parameter(bias), chunk=3 * 17 * 8))
+    assert abs(found - expected) <= 1e-12 * abs(expected)
+    assert any(computed) == (name in WHOLE)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_of_lazy_logits(name):
+    """The gradients of input, weight and bias are those of autograd through whole logits."""
+    leaves = given()
+    expected = torch.autograd.grad(LOSSES[name](F.linear(*leaves)), leaves)
+    x = leaves[0]
+    weight, bias = (nn.Parameter(t.detach()) for t in leaves[1:])
+    found = torch.autograd.grad(LOSSES[name](lazy(x, weight, bias, 400)), (x, weight, bias))
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).norm() <= 1e-12 * b.norm()
+
+
+def test_no_labels_give_no_gradient():
+    """Where no label counts the loss is not a number, and gradients are zero, as torch's are."""
+    x, weight, _ = given()
+    loss = F.cross_entropy(lazy(x, nn.Parameter(weight), None), torch.full((10,), -100))
+    assert loss.isnan() and torch.autograd.grad(loss, x)[0].abs().max() == 0
+
+
+def test_a_frozen_head_and_eval():
+    """A frozen weight gets no gradient; without gradients, or in eval mode, logits are plain."""
+    x, weight, _ = given()
+    frozen = nn.Parameter(weight.detach(), requires_grad=False)
+    loss = F.cross_entropy(lazy(x, frozen, None), LABELS)
+    wanted = torch.autograd.grad(F.cross_entropy(F.linear(x, frozen), LABELS), x)[0]
+    assert (torch.autograd.grad(loss, x)[0] - wanted).norm() <= 1e-12 * wanted.norm()
+    head = nn.Linear(6, 17).double()
+    replace(head, match(head, "linear_cross_entropy"))
+    assert isinstance(head.eval()(x), Tensor)
+    with torch.no_grad():
+        assert isinstance(head.train()(x), Tensor)
+
+
+def test_opcheck():
+    """Schema, fake tensors, autograd and ahead-of-time tracing of the operators are sound."""
+    x, weight, bias = given(torch.float32)
+    target, by = LABELS.clamp_min(-1), torch.rand(10)
+    torch.library.opcheck(linear_statistics_forward, (x, weight, bias, target, 0.5, 2.0, 3))
+    args = (x, weight, None, target, by, 0.1, 1.0, 0.0, 4, True, True)
+    torch.library.opcheck(linear_weighed, args)
+
+
+def test_compiles_as_one_graph():
+    """Both operators under torch.compile without a break, with the gradients of eager."""
+    x, weight, bias = given(torch.float32)
+    by = torch.rand(10)
+
+    def loss(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        first = weighed(x, weight, bias, LABELS.clamp_min(-1), by, 0.1, Form())
+        return first + statistics(x, weight, bias, LABELS.clamp_min(-1), Form(cap=2.0))[0].mean()
+
+    whole = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    given_ = (x, weight, bias)
+    pairs = zip(*(torch.autograd.grad(f(*given_), given_) for f in (loss, whole)), strict=True)
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+HEADS = {
+    "split over the vocabulary": (
+        models.gpt2,
+        """lm_head replace_kernel(linear_cross_entropy, chunk=1KiB)
+        transformer.wte pad(vocab, multiple=8)
+        lm_head shard(vocab, over=tp)
+        transformer.wte shard(vocab, over=tp)""",
+        "tp=2",
+    ),
+    "sliced, in stages": (
+        models.llama,
+        """lm_head replace_kernel(linear_cross_entropy)
+        model.layers pipeline_split(over=pp)
+        zero(stage=3, over=dp)
+        pipeline(order="1F1B", micro=2)""",
+        "pp=2, dp=2",
+    ),
+    "sliced, recomputed": (
+        models.gemma2,
+        """lm_head replace_kernel(linear_cross_entropy)
+        model.layers.* checkpoint()
+        zero(stage=3, over=dp)""",
+        "dp=2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_over_ranks(name, pool):
+    """The proof of the whole: outputs, loss, gradients and three steps of unmodified models."""
+    make, rows, mesh = HEADS[name]
+    plan = planned(make(), rows, mesh)
+    proven(pool, plan, [models.tokens(rows=6, seed=seed) for seed in (1, 2, 3)])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "shard(col, output=R, uneven=pad, over=tp)",
+        "shard(row, over=tp)",
+        "shard(input=S(seq), output=R, over=tp)",
+    ],
+)
+def test_a_head_that_would_not_wait_is_refused(row):
+    """Sharded in another way than over its words: both rows are named, and what would be legal."""
+    rows = f"lm_head replace_kernel(linear_cross_entropy)\nlm_head {row}"
+    plan = planned(models.llama(1), rows, "tp=2")
+    with pytest.raises(Refusal) as found:
+        prepare(plan, models.tokens())
+    said = found.value.render()
+    assert "S875" in said and "by `shard(" in said and "^^^" in said
+    assert "`lm_head shard(vocab, over=tp)`" in said and "or drop the row `lm_head repl" in said
+
+
+def test_what_is_no_head_is_told():
+    """A module that is no linear layer, and an argument of another kernel, are refused."""
+    model = models.llama(1)
+    assert "a head has a matrix" in refused(
+        model, "model.norm replace_kernel(linear_cross_entropy)"
+    )
+    said = refused(model, "model.norm replace_kernel(rms_norm, chunk=1MiB)")
+    assert "S870" in said and "`rms_norm` holds no logits in parts" in said
+
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 2
+
+    found = probe_head(Scaled(4, 6))
+    assert "differs from a linear layer" in found.reason and found.error > 0.1

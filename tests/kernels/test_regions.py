@@ -1,0 +1,258 @@
+"""Patterns: what they match follows the data, runs as one region, and trains as the model did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schedlang.diagnostic import Refusal
+from schedlang.passes.reading.state import Settings
+from schedlang.passes.running.build import build
+from schedlang.patterns import read
+from schedlang.plan import Plan
+from schedlang.runtime.regions.checked import check_fused
+from schedlang.runtime.regions.flow import Looked, flow, imagined
+from schedlang.runtime.regions.fuse import unavailable
+from schedlang.runtime.regions.layer import Told, fuse_pattern, regions_of
+from schedlang.runtime.regions.match import matches
+from schedlang.schedule import Schedule, create_schedule
+from schedlang.source import Source
+from schedlang.syntax import parse
+from tests.engine import Threads
+from tests.proofs import proven
+
+CLASSES = 11
+BIAS_GELU = "pattern bias_gelu(x, b) { gelu(x + b) }"
+ADD_NORM = "pattern add_norm(x, r, w, b) { layer_norm(dropout(x) + r, w, b) }"
+compiles = pytest.mark.skipif(unavailable() is not None, reason=f"no compiler: {unavailable()}")
+
+
+class Mid(nn.Module):
+    """A projection and its function, as BERT has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.act = nn.Linear(8, 16), nn.GELU()
+
+    def forward(self, x: Tensor, scale: float = 1.0, **more: Any) -> Tensor:
+        return self.act(self.dense(x)) * scale
+
+
+class Out(nn.Module):
+    """A projection, dropout, a shortcut and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.norm, self.drop = nn.Linear(16, 8), nn.LayerNorm(8), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor, before: Tensor) -> Tensor:
+        return self.norm(before + self.drop(self.dense(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mid, self.out = Mid(), Out()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.mid(x), x)
+
+
+class Net(nn.Module):
+    """Layers between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(CLASSES, 8)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def batch(seed: int) -> dict[str, Tensor]:
+    ids = torch.randint(CLASSES, (8, 5), generator=torch.Generator().manual_seed(seed))
+    return {"ids": ids, "labels": ids.roll(1, 1)}
+
+
+BATCHES = [batch(seed) for seed in range(2)]
+ROWS = """
+at layers.* {
+  mid.dense  decompose(bias)
+  mid        fuse(bias_gelu)
+  out        fuse(add_norm)
+}
+"""
+
+
+def planned(rows: str, mesh: str = "", patterns: str = f"{BIAS_GELU}\n{ADD_NORM}") -> Plan:
+    head = f"mesh({mesh})\n" if mesh else ""
+    text = f'schedule 1\n{head}{patterns}\nstep "all" {{\n{rows}\n}}\n'
+    return Schedule(Net().double(), parse(Source("rows.sched", text)), Settings()).plan()
+
+
+TP = "layers.*.mid.dense  shard(col, over=tp)\nlayers.*.out.dense  shard(row, over=tp)\n"
+
+
+@pytest.mark.parametrize("rows, mesh", [
+    (TP + "layers.*  checkpoint()\nzero(stage=3, over=dp)", "dp=2, tp=2"),
+    ('layers  pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)\nzero(stage=1, over=dp)',
+     "dp=2, pp=2"),
+])  # fmt: skip
+def test_it_trains_as_the_model_did(threads: Threads, rows: str, mesh: str) -> None:
+    """Sums taken out of projections, dropout in a region: split, recomputed, sliced, cut."""
+    assert proven(threads, planned(ROWS + rows, mesh), BATCHES).ok
+
+
+@compiles
+def test_compiled_once_for_equal_layers() -> None:
+    """Three layers, one graph; dropout and losses are those of eager torch; the check holds."""
+    text = f'schedule 1\n{BIAS_GELU}\n{ADD_NORM}\nstep "all" {{{ROWS}}}\n'
+    model = Net()
+    plan = Schedule(model, parse(Source("rows.sched", text)), Settings()).plan()
+    program = build(plan, BATCHES[0], optimizer=lambda named: torch.optim.SGD(
+        [p for _, p in named], lr=0.1))  # fmt: skip
+    torch.manual_seed(1)
+    found = program.train_step(BATCHES[0])
+    torch.manual_seed(1)
+    torch.testing.assert_close(found, model.train()(**BATCHES[0])["loss"].detach().to(found))
+    layers = [program.module.get_submodule(f"layers.{place}") for place in range(3)]
+    regions = [region for layer in layers for part in (layer.mid, layer.out)
+               for region in regions_of(part)]  # fmt: skip
+    assert len(regions) == 6 and len(set(regions)) == 2
+    assert [region.graphs for region in set(regions)] == [1, 1]
+    bare = Schedule(model, parse(Source("bare.sched", "schedule 1\n")), Settings()).plan()
+    drawn = [build(one, BATCHES[0], seed=3).train_step(BATCHES[0]) for one in (plan, bare)]
+    torch.testing.assert_close(*drawn)  # logical masks, as on several ranks
+    assert [region.graphs for region in set(regions)] == [1, 1]
+    module = model.layers[0].out
+    fuse_pattern(module, Told(read(ADD_NORM), Looked()))
+    for one in check_fused(module, (torch.randn(3, 16), torch.randn(3, 8))):
+        assert one.ok, one
+
+
+class Flows(nn.Module):
+    """Bodies that are given as functions."""
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.body = body
+        self.w, self.b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.body(self, x, y)
+
+
+def count(pattern: str, body: Any) -> tuple[int, str]:
+    """How often a pattern matches, and the nearest miss."""
+    module = Flows(body)
+    graph = flow(module, imagined(module), Looked())
+    found, miss = matches(read(pattern), graph, module)
+    return len(found), miss.reason
+
+
+@pytest.mark.parametrize("pattern, body, number", [
+    ("p(x, b) { gelu(x + b) }", lambda m, x, y: F.gelu(m.b + x), 1),
+    ("p(x, b) { gelu(x + b) }", lambda m, x, y: F.gelu(torch.add(x, m.b), approximate="tanh"), 1),
+    ("p(x, b) { gelu(x + b, approximate=none) }",
+     lambda m, x, y: F.gelu(x + m.b, approximate="tanh"), 0),
+    ("p(x) { relu(x + 1) }", lambda m, x, y: (x + 1).relu(), 1),
+    ("p(x) { relu(x + 1) }", lambda m, x, y: (x + 2).relu(), 0),
+    ("p(a, b) { softmax(a - b, -1) }", lambda m, x, y: torch.softmax(x - y, dim=-1), 1),
+    ("p(a, b) { softmax(a - b, -1) }", lambda m, x, y: torch.softmax(x - y, 0), 0),
+    ("p(a) { a * sigmoid(a) }", lambda m, x, y: torch.sigmoid(x) * x, 1),
+    ("p(a) { a * sigmoid(a) }", lambda m, x, y: torch.sigmoid(x) * y, 0),
+    ("p(a, b) { relu(a + b) }", lambda m, x, y: (x + y, F.relu(x - y)), 0),
+    ("p(a, b) { relu(a + b) }", lambda m, x, y: F.relu(F.relu(x + y) + m.b), 2),
+    ("p(a, b) { relu(a * b) }", lambda m, x, y: [F.relu(s := x * y), s], 0),
+    ("p(x, w) { w * (x * rsqrt(mean(pow(x, 2), -1) + 0.5)) }",
+     lambda m, x, y: m.w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.5)), 1),
+    ("p(a, b) { relu(a + b) }", lambda m, x, y: F.relu(x + y, inplace=True), 0),
+    ("p(a, b) { relu(relu(a) + b) }",
+     lambda m, x, y: F.relu(F.relu(x) + m.seen.add_(1) * y), 0),
+])  # fmt: skip
+def test_what_matches(pattern: str, body: Any, number: int) -> None:
+    """Along the data, with literals and arguments by name, sums and products in either order."""
+    assert count(pattern, body)[0] == number
+
+
+@pytest.mark.parametrize("pattern, body, said", [
+    ("p(x) { relu(x + 1) }", lambda m, x, y: F.relu(x + 2), "the pattern has 1 where"),
+    ("p(a) { a * sigmoid(a) }", lambda m, x, y: torch.sigmoid(x) * y, "`a` is two different"),
+    ("p(a, b) { relu(a * b) }", lambda m, x, y: [F.relu(s := x * y), s], "uses what `mul` gives"),
+    ("p(a, b) { relu(tanh(a) + b) }", lambda m, x, y: F.relu(x.exp() + y), "`tanh(a)` stands"),
+    ("p(a, b) { relu(relu(a) + b) }",
+     lambda m, x, y: F.relu(F.relu(x) + m.seen.add_(1) * y), "`add_` writes in place between"),
+])  # fmt: skip
+def test_the_nearest_miss_is_told(pattern: str, body: Any, said: str) -> None:
+    """Of all attempts the one in which most calls fitted says where it ended."""
+    assert said in count(pattern, body)[1]
+
+
+@pytest.mark.parametrize("rows, said", [
+    ("layers.*.mid  fuse(bias_gelu)",
+     ("S882", "1 of its 2 calls fit", "Linear (`dense`)", "`layers.0.mid.dense  decompose(bias)`")),
+    ("layers.*.mid  fuse(bias_gelo)", ("S885", "did you mean `bias_gelu`?")),
+    ("layers.*.mid  fuse(one)", ("S884", "one kernel already")),
+    ("layers.*.mid.act  fuse()", ("S884", "one kernel already", "name a module around it")),
+    ("layers.*.out  decompose(bias)", ("S886", "is no linear layer", "it is a Out")),
+    ("fuse(bias_gelu)", ("S408",)),
+    ("layers.*.mid  fuse(bias_gelu, backend=cuda)", ("S303", "inductor")),
+])  # fmt: skip
+def test_what_is_refused(rows: str, said: tuple[str, ...]) -> None:
+    """With the nearest miss, its reason, and what would help."""
+    with pytest.raises(Refusal) as refusal:
+        planned(rows, patterns=f"{BIAS_GELU}\npattern one(x) {{ gelu(x) }}")
+    for words in said:
+        assert words in refusal.value.render(), refusal.value.render()
+
+
+@pytest.mark.parametrize("pattern, said", [
+    ("pattern p(x) { x }", "a function of its parameters"),
+    ("pattern p(x, y) { gelu(x) }", "does not use `y`"),
+    ("pattern p(x) { gelo(x) }", "did you mean `gelu`?"),
+    ("pattern p(x) { gelu(x, tanh) }", "takes no such argument"),
+    ("pattern p(x) { gelu(x % 2) }", "does not know `%`"),
+    ("pattern p(x: int) { gelu(x) }", "write `x`"),
+    ("pattern p(x) { gelu(approximate=tanh) }", "is given nothing"),
+    ("pattern p(x) { gelu(x) }\npattern p(x) { relu(x) }", "declared twice"),
+])  # fmt: skip
+def test_what_is_no_pattern(pattern: str, said: str) -> None:
+    """Names, functions and arguments are checked where the pattern is declared."""
+    with pytest.raises(Refusal) as refusal:
+        planned("layers.*.mid  fuse(p)", patterns=pattern)
+    assert said in refusal.value.render(), refusal.value.render()
+
+
+def test_a_flow_that_depends_on_values_is_refused() -> None:
+    """With the line of the model."""
+    module = Flows(lambda m, x, y: x if x.sum() > 0 else y)
+    with pytest.raises(Refusal, match="cannot be followed") as refusal:
+        flow(module, imagined(module), Looked())
+    assert "test_regions.py" in refusal.value.render()
+
+
+def test_in_python_and_from_a_library(tmp_path: Any) -> None:
+    """A pattern is declared by a call, or comes with its library under the library's name."""
+    sch = create_schedule(Net())
+    sch.pattern("bias_gelu(x, b) { gelu(x + b) }")
+    sch["layers.*.mid.dense"].decompose("bias")
+    sch["layers.*.mid"].fuse("bias_gelu", rounding="fp32")
+    assert BIAS_GELU in sch.to_sched() and "fuse(bias_gelu, rounding=fp32)" in sch.to_sched()
+    (tmp_path / "lib.sched").write_text(f"schedule 1\n{BIAS_GELU}\n")
+    rows = "  layers.*.mid.dense  decompose(bias)\n  layers.*.mid  fuse(lib.bias_gelu)\n"
+    text = f'schedule 1\nuse "lib.sched" as lib\nstep "a" {{\n{rows}}}\n'
+    (tmp_path / "a.sched").write_text(text)
+    plan = create_schedule(Net(), tmp_path / "a.sched").plan()
+    assert plan.actions[-1].primitive == sch.plan().actions[-1].primitive.__class__(BIAS_GELU)

@@ -1,0 +1,228 @@
+"""Tests of `replace`: a module of one's own trains as the model's did, or is refused in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schedlang.diagnostic import Refusal
+from schedlang.passes.reading.state import Settings
+from schedlang.passes.running.build import build
+from schedlang.passes.shrinking.whole import whole
+from schedlang.passes.verifying.prove import Case, prove
+from schedlang.schedule import create_schedule
+from schedlang.source import Source
+from schedlang.syntax import parse
+from tests import models
+from tests.engine import Threads
+from tests.proofs import planned, proven, refused, sgd
+
+BATCHES = [models.tokens(rows=8, seed=seed) for seed in range(2)]
+MLP = "transformer.h.*.mlp  replace(mine)\n"
+
+
+class Mine(nn.Module):
+    """GPT-2's MLP in other words; it takes over the projections."""
+
+    def __init__(self, old: Any) -> None:
+        super().__init__()
+        self.c_fc, self.c_proj, self.drop = old.c_fc, old.c_proj, nn.Dropout(old.dropout.p)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        hidden = F.gelu(self.c_fc(hidden_states), approximate="tanh")
+        return self.drop(self.c_proj(hidden))
+
+
+class Plain(nn.Module):
+    """The same from bare matrices under names of their own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = (
+            nn.Parameter(torch.zeros(width, 4 * width)),
+            nn.Parameter(torch.zeros(4 * width, width)),
+        )
+        self.a, self.b = nn.Parameter(torch.zeros(4 * width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return F.gelu(hidden_states @ self.up + self.a, approximate="tanh") @ self.down + self.b
+
+
+class Wrong(Mine):
+    """Another activation."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.drop(self.c_proj(F.relu(self.c_fc(hidden_states))))
+
+
+NAMES = {"up": "c_fc.weight", "a": "c_fc.bias", "down": "c_proj.weight", "b": "c_proj.bias"}
+
+
+def gpt2(make: Any, **options: Any) -> nn.Module:
+    """GPT-2 and what `mine` stands for."""
+    model = models.gpt2(2, **options)
+    model.replacements = {"mine": make}
+    return model
+
+
+def plain(old: Any) -> Any:
+    return Plain(old.c_fc.weight.shape[0]), NAMES
+
+
+TP = (
+    "transformer.h.*.mlp.c_fc shard(col, over=tp)\ntransformer.h.*.mlp.c_proj shard(row, over=tp)\n"
+)
+
+
+@pytest.mark.parametrize("make, rows, mesh", [
+    (Mine, TP + "transformer.h.*.mlp checkpoint()\nzero(stage=3, over=dp)", "dp=2, tp=2"),
+    (plain, "transformer.h pipeline_split(over=pp)\nzero(stage=2, over=dp)\n"
+     'pipeline(order="1F1B", micro=2)', "dp=2, pp=2"),
+])  # fmt: skip
+def test_it_trains_as_the_model_did(threads: Threads, make: Any, rows: str, mesh: str) -> None:
+    """With parameters taken over or renamed, split, sliced, recomputed, cut: as the model."""
+    model = gpt2(make)
+    plan = planned(model, MLP + rows, mesh)
+    assert proven(threads, plan, BATCHES).equivalence == "algebraic"
+    assert list(plan.model.parameters) == list(plan.model.base.parameters)
+
+
+def test_another_computation_is_found(threads: Threads) -> None:
+    """A replacement that computes something else fails the proof, and its row is to blame."""
+    report = prove(Case(planned(gpt2(Wrong), MLP), tuple(BATCHES), None, None, 0, "none"),
+                   pool=threads)  # fmt: skip
+    assert not report.ok
+    assert any("replace" in line for line in report.blamed), report.blamed
+
+
+def test_values_are_the_models() -> None:
+    """State has the model's names and values, and a step changes both alike."""
+    model = gpt2(plain)
+    program = build(planned(model, MLP), BATCHES[0], optimizer=sgd)
+    state = program.state_dict()
+    assert list(state) == list(model.state_dict())
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    torch.nn.init.zeros_(model.transformer.h[0].mlp.c_proj.weight)  # its own, not the program's
+    assert program.state_dict()["transformer.h.0.mlp.c_proj.weight"].norm() > 0
+
+
+def test_in_python() -> None:
+    """A class, a function or a module is given; the text names it, and rows below see it."""
+    sch = create_schedule(models.gpt2(2))
+    sch["transformer.h.0.mlp"].replace(Mine)
+    sch["transformer.h.1.mlp"].replace(Mine(sch.plan().model.base.model.transformer.h[1].mlp))
+    assert "transformer.h.0.mlp  replace(Mine)\n" in sch.to_sched()
+    assert "transformer.h.1.mlp  replace(Mine_2)\n" in sch.to_sched()
+    assert sch["transformer.h.*.mlp:Mine"].modules == ("transformer.h.0.mlp", "transformer.h.1.mlp")
+    sch.undo()
+    sch.undo()
+    with pytest.raises(Refusal, match="Mine"):
+        assert sch["transformer.h.*.mlp:Mine"].modules
+
+
+def test_several_names_are_joined(threads: Threads) -> None:
+    """A weight made of three keeps the gradients of the three."""
+
+    class Packed(nn.Module):
+        def __init__(self, old: Any) -> None:
+            super().__init__()
+            width, hidden = old.down_proj.weight.shape
+            self.both = nn.Linear(width, 2 * hidden, bias=False)
+            self.down_proj = nn.Linear(hidden, width, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            gate, up = self.both(x).chunk(2, -1)
+            return self.down_proj(F.silu(gate) * up)
+
+    model = models.llama(1)
+    model.replacements = {
+        "mine": lambda old: (
+            Packed(old), {"both.weight": ["gate_proj.weight", "up_proj.weight"]})
+    }  # fmt: skip
+    plan = planned(model, "model.layers.*.mlp  replace(mine)\nzero(stage=1, over=dp)", "dp=2")
+    assert proven(threads, plan, BATCHES).ok
+    said = refused(
+        model,
+        "model.layers.*.mlp  replace(mine)\nmodel.layers.*.mlp.gate_proj  shard(col, over=tp)",
+        "tp=2",
+        BATCHES[0],
+    )
+    assert "gate_proj" in said
+
+
+def test_a_child_that_is_taken_over_keeps_its_values() -> None:
+    """Beside renamed parameters a child of the model's own has them still, in plan and model."""
+
+    class Packed(nn.Module):
+        def __init__(self, old: Any) -> None:
+            super().__init__()
+            width, hidden = old.down_proj.weight.shape
+            self.both = nn.Linear(width, 2 * hidden, bias=False)
+            self.down_proj = old.down_proj
+
+        def forward(self, x: Tensor) -> Tensor:
+            gate, up = self.both(x).chunk(2, -1)
+            return self.down_proj(F.silu(gate) * up)
+
+    model = models.llama(1)
+    model.replacements = {
+        "mine": lambda old: (
+            Packed(old), {"both.weight": ["gate_proj.weight", "up_proj.weight"]})
+    }  # fmt: skip
+    changed = planned(model, "model.layers.*.mlp  replace(mine)").model.model
+    assert not any(p.is_meta for made in (model, changed) for p in made.parameters())
+    x = torch.randn(2, model.config.hidden_size, dtype=model.dtype)
+    mlp = [made.get_submodule("model.layers.0.mlp") for made in (model, changed)]
+    torch.testing.assert_close(mlp[0](x), mlp[1](x))
+
+
+def test_a_reduced_model_knows_them_too() -> None:
+    """What `--shrink` makes of the class is planned with what the model file told of the whole."""
+    tree = parse(Source("rows.sched", f'schedule 1\nstep "all" {{\n{MLP}}}\n'))
+    full = whole(tree, Settings(), gpt2(Mine))
+    assert full.at(models.gpt2(1), {}).actions[0].sites == ("transformer.h.0.mlp",)
+
+
+class Less(nn.Module):
+    def __init__(self, old: Any) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(16, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_fc(x)
+
+
+class Needs(Mine):
+    def forward(self, hidden_states: Tensor, scale: Tensor) -> Tensor:
+        return hidden_states * scale
+
+
+def broken(old: Any) -> Any:
+    raise ValueError("no such width")
+
+
+@pytest.mark.parametrize("make, rows, said", [
+    (Mine, "transformer.h.*.mlp  replace(others)", ("S880", "`others`", "there are `mine`")),
+    (Mine, "replace(mine)", ("S408", "the model itself")),
+    (Mine, f"{TP}{MLP}", ("S503", "move `replace` above this `shard`")),
+    (Mine, f"{MLP}{MLP}", ("S501", "replaced twice")),
+    (Less, MLP, ("S881", "its forward takes no `hidden_states`", "take the same")),
+    (Needs, MLP, ("S881", "needs `scale`")),
+    (broken, MLP, ("S881", "ValueError: no such width")),
+    (lambda old: Plain(16), MLP, ("S881", "has no parameter `c_fc.weight`", "return module, {")),
+    (lambda old: Plain(8), MLP, ("S881",)),
+    (lambda old: (Plain(8), NAMES), MLP, ("S881", "[16, 64]", "[8, 32]")),
+    (lambda old: (Plain(16), {**NAMES, "b": "c"}), MLP, ("S881", "speak of `c`")),
+    (lambda old: (Plain(16), {**NAMES, "b": "c_fc.bias"}), MLP, ("S881", "c_proj.bias")),
+    (lambda old: old, MLP, ("S881", "that it is to replace")),
+    (lambda old: 3, MLP, ("S881", "gives int")),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(make: Any, rows: str, said: tuple[str, ...]) -> None:
+    """Names, shapes and arguments are compared before anything runs; the message has all of it."""
+    found = refused(gpt2(make), rows, "tp=2")
+    for words in said:
+        assert words in found, found

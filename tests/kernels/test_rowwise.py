@@ -1,0 +1,227 @@
+"""Generated kernels: they compute what the chain computes, and take nothing but chains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from schedlang.diagnostic import Refusal
+from schedlang.kernels.check import compare
+from schedlang.passes.costs.gains import gains
+from schedlang.runtime.regions.compile import compiled
+from schedlang.runtime.regions.fuse import unavailable
+from schedlang.runtime.replacing.gain import eager, scheduled
+from schedlang.runtime.replacing.gain import generated as made_of
+from schedlang.runtime.rowwise import launch, operator
+from schedlang.runtime.rowwise.child import interpreted
+from schedlang.runtime.rowwise.graphs import Sort, graphs, sorts_of
+from schedlang.runtime.rowwise.roles import NotRowwise
+from tests.chains import CHAINS
+from tests.engine import Threads
+from tests.kernels.test_regions import BATCHES, TP, planned
+from tests.proofs import proven
+
+ROWS, SIZE = 24, 72
+
+
+def drawn(kinds: tuple[str, ...], dtype: torch.dtype, shape: tuple[int, ...]) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape if k == "m" else shape[-1:]).to(dtype) for k in kinds]
+
+
+def results(function: Callable[..., Any], given: list[Tensor]) -> list[Tensor]:
+    """Results and gradients."""
+    leaves = [t.detach().clone().requires_grad_() for t in given]
+    made = function(*leaves)
+    outs = [made] if isinstance(made, Tensor) else list(made)
+    torch.manual_seed(1)
+    grads = [torch.randn(t.shape).to(t.dtype) for t in outs]
+    return [*(t.detach() for t in outs), *torch.autograd.grad(outs, leaves, grads)]
+
+
+def generated(name: str, function: Callable[..., Any], rounding: str, count: int) -> Any:
+    operator.declare(f"{name} {rounding}", function, rounding)
+    return lambda *given: operator.apply(f"{name} {rounding}", given, count)
+
+
+def both(
+    name: str, rounding: str, dtype: torch.dtype, shape: tuple[int, ...] = (ROWS, SIZE)
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Of a kernel, of eager torch, and in float64."""
+    function, kinds = CHAINS[name]
+    given = drawn(kinds, dtype, shape)
+    eager = results(function, given)
+    fast = generated(name, function, rounding, len(eager) - len(given))
+    return results(fast, given), eager, results(function, [t.double() for t in given])
+
+
+BITWISE = ("rmsnorm", "add_rmsnorm", "swiglu", "geglu", "softmax")
+
+
+def test_bit_for_bit_what_eager_computes() -> None:
+    """Rounded where eager rounds: results and gradients in bfloat16 are the very same bits."""
+    with interpreted("cpu"):
+        for name in BITWISE:
+            for place, (fast, eager, _) in enumerate(zip(*both(name, "eager", torch.bfloat16))):
+                assert torch.equal(fast, eager), (name, place)
+
+
+KINDS = ((torch.float32, "fp32"), (torch.bfloat16, "fp32"), (torch.bfloat16, "eager"))
+
+
+@pytest.mark.parametrize("shape", [(5, 3, 33), pytest.param((1, 300), marks=pytest.mark.deep)])
+def test_as_right_as_eager(shape: tuple[int, ...]) -> None:
+    """All chains, both roundings and types: errors against float64 within the rule for kernels."""
+    with interpreted("cpu"):
+        for name in CHAINS:
+            for dtype, rounding in KINDS[: 2 if name in BITWISE else 3]:
+                for fast, eager, exact in zip(*both(name, rounding, dtype, shape)):
+                    one = compare(name, fast, eager, exact.double(), times=4.0)
+                    assert one.ok, (dtype, rounding, one)
+
+
+def test_long_rows_are_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows longer than a program holds: the same results, from a text that loops over blocks."""
+    monkeypatch.setattr(launch, "LONGEST", 32)
+    monkeypatch.setattr(launch, "_BLOCK", 16)
+    with interpreted("cpu"):
+        for name in ("rmsnorm", "softmax", "layernorm"):
+            function, kinds = CHAINS[name]
+            given = drawn(kinds, torch.float32, (9, 45))
+            count = len(results(function, given)) - len(given)
+            fast = results(generated(f"long {name}", function, "fp32", count), given)
+            made = operator._regions[f"long {name} fp32"].made.values()
+            assert all("for start in range" in k.text for pair in made for k in pair.kernels)
+            exact = results(function, [t.double() for t in given])
+            for one, right, eager in zip(fast, exact, results(function, given)):
+                assert compare(name, one, eager, right, times=4.0).ok, name
+
+
+@pytest.mark.parametrize("function, shapes, said", [
+    (lambda x: x.sum(0), ((4, 8),), ""),
+    (lambda x, y: x @ y, ((4, 8), (8, 8)), "`mm` is no row-wise operator"),
+    (lambda x: x.cumsum(-1), ((4, 8),), "`cumsum` is no row-wise operator"),
+    (lambda x: torch.softmax(x, 0), ((4, 8),), "`amax` over dim [0] goes across rows"),
+    (lambda x: x - x.mean(1, keepdim=True), ((2, 4, 8),), "`mean` over dim [1] goes across rows"),
+    (lambda x, m: x + m, ((2, 3, 4, 8), (2, 1, 4, 8)), "is broadcast over some of the leading"),
+    (lambda x: x + x.mT, ((8, 8),), "`permute` is no row-wise operator"),
+    (lambda x, y: x + y.unsqueeze(-1), ((8, 8), (8,)), "`add` joins rows with columns"),
+    (lambda x: x.reshape(8, 4) * 2, ((4, 8),), "`view` moves numbers between rows"),
+])  # fmt: skip
+def test_what_is_no_chain_is_named(
+    function: Callable[..., Any], shapes: tuple[tuple[int, ...], ...], said: str
+) -> None:
+    """The operator that goes across rows, and broadcasts that are none of rows or columns."""
+    given = [torch.randn(shape) for shape in shapes]
+    sorts = sorts_of(given, [True] * len(given))
+    if not said:
+        assert operator.pair_of(function, sorts, "fp32").forward.chain.sums
+        return
+    with pytest.raises(NotRowwise) as refused:
+        operator.pair_of(function, sorts, "fp32")
+    assert said in str(refused.value)
+
+
+PROVEN = """
+at layers.* {
+  mid.dense  decompose(bias)
+  mid        fuse(bias_gelu, backend=rowwise)
+}
+layers.0.out        fuse(add_norm, backend=rowwise)
+layers[1:].out.norm  fuse(backend=rowwise)
+"""
+
+
+@pytest.mark.parametrize("rows, mesh", [
+    (f"{TP}layers.*  checkpoint()", "tp=2"),
+    pytest.param(f"{TP}layers.*  checkpoint()\nzero(stage=3, over=dp)", "dp=2, tp=2",
+                 marks=pytest.mark.deep),
+])  # fmt: skip
+def test_chains_are_proven_on_several_ranks(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch, rows: str, mesh: str
+) -> None:
+    """Split, recomputed and sliced, with dropout: in float64 it is the chains that run."""
+    seen: list[Any] = []
+    plain = launch.evaluated
+    monkeypatch.setattr(launch, "evaluated", lambda *given: seen.append(1) or plain(*given))
+    assert proven(threads, planned(f"{PROVEN}{rows}", mesh), BATCHES).ok and seen
+
+
+def test_under_a_compiler() -> None:
+    """torch.compile takes the operators as they are, in one graph, with their gradients."""
+    function, kinds = CHAINS["rmsnorm"]
+    given = drawn(kinds, torch.float32, (4, 16))
+    fast = generated("compiled", function, "fp32", 1)
+    whole = torch.compile(lambda x, w: fast(x, w)[0] * 2, fullgraph=True, backend="aot_eager")
+    found = results(lambda x, w: whole(x, w), given)
+    torch.testing.assert_close(found, results(lambda x, w: function(x, w) * 2, given))
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(unavailable() is not None, reason=f"no compiler: {unavailable()}")
+def test_inductor_rounds_as_it_is_told() -> None:
+    """With `rounding=eager` results in bfloat16 are eager's bits, with `fp32` they are not."""
+    for name in ("add_rmsnorm", "swiglu"):
+        function, kinds = CHAINS[name]
+        given, same = drawn(kinds, torch.bfloat16, (ROWS, SIZE)), {}
+        for rounding in ("eager", "fp32"):
+            torch._dynamo.reset()
+            with torch.no_grad():
+                made = compiled(partial(function), lambda: None, rounding)(*given)
+            pairs = zip(*((one,) if isinstance(one, Tensor) else one
+                          for one in (made, function(*given))))  # fmt: skip
+            same[rounding] = all(torch.equal(a, b) for a, b in pairs)
+        assert same == {"eager": True, "fp32": False}, name
+
+
+@pytest.mark.parametrize("rows, said", [
+    ("layers.*.mid  fuse(backend=rowwise)", ("S887", "Linear (`dense`) is no row-wise operator")),
+    ("layers.0.out  fuse(add_norm)\nlayers.0.out.norm  fuse(backend=rowwise)",
+     ("S503", "lies inside `layers.0.out`", "move this row above")),
+])  # fmt: skip
+def test_what_is_refused(rows: str, said: tuple[str, ...]) -> None:
+    """A module that is more than a chain, and one that a row above has looked through."""
+    with pytest.raises(Refusal) as refusal:
+        planned(rows)
+    for words in said:
+        assert words in refusal.value.render(), refusal.value.render()
+
+
+def test_what_is_gained_is_counted() -> None:
+    """Before and after, by row and kind of module; a row that gains nothing is refused."""
+    one = gains(planned(PROVEN.partition("layers[1:]")[0]), BATCHES[0])
+    assert [g.sites for g in one] == [tuple(f"layers.{n}.mid" for n in range(3)), ("layers.0.out",)]
+    gelu, norm = (g.gain for g in one)
+    # x + b, gelu; backward: gelu's, the sum for b; fused: one kernel, and b's sum of its parts
+    assert (gelu.before.forward, gelu.after.forward) == (2, 1)
+    assert (gelu.before.backward, gelu.after.backward) == (2, 3)  # and its cast to float64
+    assert gelu.after.bytes < gelu.before.bytes
+    assert [text.count("def kernel(") for text in gelu.sources] == [1, 1]
+    assert (norm.before.forward, norm.after.forward) == (3, 1)
+    with pytest.raises(Refusal, match="gains nothing") as refusal:
+        gains(planned("layers.*.mid.act  fuse(backend=rowwise)"), BATCHES[0])
+    assert "S888" in refusal.value.render() and "2 kernels" in refusal.value.render()
+
+
+@pytest.mark.deep
+def test_the_page_tells_the_counts() -> None:
+    """Its table is what is counted here."""
+    page = (Path(__file__).parents[2] / "docs" / "fuse.md").read_text()
+    for name, (function, kinds) in CHAINS.items():
+        size = 4096
+        sorts = tuple(
+            Sort((size, size) if k == "m" else (size,), torch.bfloat16, "cpu", True) for k in kinds
+        )
+        with torch.device("meta"):
+            given = [torch.empty(s.shape, dtype=s.dtype, requires_grad=True) for s in sorts]
+            counts = [eager(function, given, given)]
+        counts += [made_of(operator.pair_of(function, sorts, "eager"))]
+        counts += [scheduled(graphs(function, sorts))]
+        cells = (f"{c.forward} + {c.backward}, {c.bytes / 1e6:.0f} MB" for c in counts)
+        assert f"| {name} | {' | '.join(cells)} |" in page, name

@@ -1,0 +1,145 @@
+"""`expect time(step)`: held against given and measured times, left open where there are none."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner, Result
+
+from schedlang.cli import app
+from schedlang.cost import Cost
+from schedlang.diagnostic import Refusal
+from schedlang.passes.costs.expected import demand, unmet
+from schedlang.passes.costs.expected_time import late
+from schedlang.passes.costs.step_time import Measurement, Took, simulated_step
+from schedlang.passes.verifying.prove import Case, prove
+from schedlang.report import Bound, Report
+from tests import models
+from tests.engine.threads import Threads
+from tests.proofs import planned
+
+PIPE = 'transformer.h  pipeline_split(over=pp)\npipeline(order="{order}", micro=4)\n'
+MODEL = """
+import torch
+from torch import nn
+def model():
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+def batch(seed):
+    return {"input": torch.ones(4, 4) * (seed + 1)}
+def loss(output, batch):
+    return output.square().mean()
+"""
+
+
+def pipe(order: str = "1F1B", rows: str = "") -> Any:
+    """A plan of four microbatches on two ranks."""
+    return planned(models.gpt2(), PIPE.format(order=order) + rows, "pp=2")
+
+
+def test_a_step_of_given_times() -> None:
+    """1F1B takes (m + p - 1)(F + B) by its closed form, and what comes once after it."""
+    took = simulated_step(pipe(), Cost(f=2, i=3, w=1, step=5, reduce=7))
+    assert took.seconds == pytest.approx(((4 + 2 - 1) * 6 + 12) / 1e3)
+    whole = simulated_step(planned(models.gpt2(), "", ""), Cost(f=2, i=3, w=1, step=5))
+    assert whole.seconds == pytest.approx((6 + 5) / 1e3)
+    four = planned(models.gpt2(), 'pipeline(order="GPipe", micro=4)\n', "")
+    assert simulated_step(four, Cost(f=2, i=3, w=1)).seconds == pytest.approx(4 * 6 / 1e3)
+
+
+def ran(**other: Any) -> Measurement:
+    """Times of two stages as a run of `pipe()` noted them."""
+    means = {(kind, stage): t for kind, t in (("F", 2.0), ("B", 4.0)) for stage in (0, 1)}
+    given = dict(means=means, transfer=0.0, rest=1.5, mesh={"pp": 2}, micro=4, slices=1)
+    return Measurement(**(given | other))
+
+
+def test_a_step_of_measured_times() -> None:
+    """The timeline under the means of each stage, and what a step took beside its pipeline."""
+    assert simulated_step(pipe(), ran()).seconds == pytest.approx(5 * 6 + 1.5)
+    slow = {**ran().means, ("F", 1): 3.0, ("B", 1): 5.0}
+    assert simulated_step(pipe(), ran(means=slow)).seconds == pytest.approx(2 + 4 * 8 + 4 + 1.5)
+    assert simulated_step(pipe("GPipe"), ran()).seconds == pytest.approx(5 * 6 + 1.5)
+
+
+@pytest.mark.parametrize(
+    "other, said",
+    [
+        ({"micro": 8}, "measured: mesh pp=2, 8 microbatches"),
+        ({"mesh": {"pp": 2, "tp": 2}}, "measured: mesh pp=2, tp=2, 4 microbatches"),
+        ({"means": {("F", 0): 1.0, ("B", 0): 2.0}}, "the plan: it runs B of stage 1, F of stage 1"),
+    ],
+)
+def test_times_of_another_plan(other: Any, said: str) -> None:
+    """Microbatches of another size, another mesh, operations that never ran: refused (S914)."""
+    with pytest.raises(Refusal, match="S914") as caught:
+        simulated_step(pipe(), ran(**other))
+    assert said in str(caught.value)
+
+
+def test_halves_of_a_backward() -> None:
+    """A whole backward takes what its halves took; halves are not told from a whole one."""
+    halves = {(k, s): t for k, t in (("F", 2.0), ("I", 3.0), ("W", 1.0)) for s in (0, 1)}
+    assert simulated_step(pipe(), ran(means=halves)).seconds == pytest.approx(5 * 6 + 1.5)
+    with pytest.raises(Refusal, match="it runs I of stage 0"):
+        simulated_step(pipe("ZB-H1"), ran())
+
+
+def test_a_bound_is_held_against_a_step() -> None:
+    """On either side of what a step takes, by the plan's machine, and by nothing that counts."""
+    plan = pipe(rows="expect time(step) < 30ms\nexpect 20ms <= time(step)\n")
+    assert list(late(plan, Took(0.025))) == []
+    (slow,), (fast,) = (list(late(plan, Took(s, ("measured",)))) for s in (0.03, 0.01))
+    assert slow.code == "S860" and "does not hold: it is 30 ms" in slow.title
+    assert slow.notes == ("measured",) and "20ms <= time(step)" in fast.title
+    plan = pipe(rows="expect time(step) < 1us on v100\n")
+    elsewhere = replace(plan, mesh=replace(plan.mesh, device="h100x2"))
+    assert list(late(plan, Took(1.0))) and not list(late(elsewhere, Took(1.0)))
+
+
+def test_nothing_else_holds_times(threads: Threads) -> None:
+    """Counting and building leave times alone; a proof says so, and is judged without them."""
+    plan = planned(nn.Linear(2, 2), "expect time(step) < 1us\n", "")
+    batch = {"input": torch.ones(4, 2)}
+    demand(plan, batch, lambda out, batch: out.sum())
+    assert unmet(plan, None) == ()  # type: ignore[arg-type]
+    report = prove(Case(plan, (batch,) * 3, lambda out, b: out.sum(), dtype="none"), pool=threads)
+    assert report.exit_code == 0 and "time(step) < 1us   is not held here" in str(report)
+    assert not Report(report.rows, bounds=(Bound("x", None),)).ok
+
+
+def verb(folder: Path, name: str, *options: str, text: str = "expect time(step) < 5ms\n") -> Result:
+    """A verb on a schedule of the small model."""
+    (folder / "model.py").write_text(MODEL)
+    (folder / "x.sched").write_text(f"schedule 1 for Sequential\n{text}")
+    return CliRunner().invoke(app, [name, str(folder / "x.sched"), *options])
+
+
+def test_plan_holds_what_it_is_given(tmp_path: Path) -> None:
+    """Without times `plan` says that it holds none; with them it simulates, and exits 1."""
+    left = verb(tmp_path, "plan")
+    assert left.exit_code == 0 and "`time(step) < 5ms` is not held here" in left.stderr
+    fits = verb(tmp_path, "plan", "--cost", "F=1,B=2")
+    assert (
+        fits.exit_code == 0 and "a step takes 3 ms" in fits.stdout and "not held" not in fits.stderr
+    )
+    slow = verb(tmp_path, "plan", "--cost", "F=1,B=2,step=3")
+    assert slow.exit_code == 1 and "it is 6 ms" in slow.stderr
+    told = json.loads(verb(tmp_path, "plan", "--cost", "F=1,B=2,step=3", "--json").stdout)
+    assert told["step_seconds"] == pytest.approx(0.006)
+
+
+def test_run_measures(tmp_path: Path) -> None:
+    """`run` holds a bound against its own steps: exit 1, also for machines."""
+    short = "expect time(step) < 1us\n"
+    done = verb(tmp_path, "run", "--steps", "2", text=short)
+    assert done.exit_code == 1 and "`time(step) < 1us` does not hold: it is" in done.stderr
+    assert "the median of 1 steps on this machine" in done.stderr
+    told = verb(tmp_path, "run", "--steps", "2", "--json", text=short)
+    assert told.exit_code == 1 and json.loads(told.stdout)["exit"] == 1
+    assert verb(tmp_path, "run", "--steps", "2", text=short.replace("1us", "600s")).exit_code == 0

@@ -1,0 +1,218 @@
+"""Wrong input on the command line: exit 2, a message that says what and what else, nothing done."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from schedlang.cli import app
+
+MODEL = """
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.kv, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            q = self.q(x).view(*x.shape[:2], -1, 2).transpose(1, 2)
+            k, v = self.kv(x).chunk(2, -1)
+            k, v = (t.view(*x.shape[:2], -1, 2).transpose(1, 2) for t in (k, v))
+            k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+            y = F.scaled_dot_product_attention(q, k, v)
+            return self.out(y.transpose(1, 2).reshape(*x.shape[:2], -1))
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(10, 8)
+            self.layers = nn.ModuleList(Attention() for _ in range(2))
+            self.turn = nn.Linear(8, 8)
+            self.head = nn.Linear(8, 1)
+
+        def forward(self, ids):
+            x = self.embed(ids)
+            for layer in self.layers:
+                x = layer(x)
+            for _ in range(3):
+                x = self.turn(x)
+            return self.head(x).square().mean()
+
+    def model():
+        return Net()
+
+    def batch(seed):
+        return {"ids": torch.randint(10, (4, 3), generator=torch.Generator().manual_seed(seed))}
+"""
+TP = """
+  at layers.* {
+    q    shard(col, over=tp)
+    kv   shard(col, blocks=2, over=tp)
+    out  shard(row, over=tp)
+  }
+"""
+
+
+def _text(rows: str, mesh: str = "tp=2", header: str = "schedule 1 for Net") -> str:
+    return f'{header}\n\nmesh({mesh})\n\nstep "a" {{\n{rows}\n}}\n'
+
+
+def _refused(folder: Path, text: str, *options: str, model: str = MODEL) -> str:
+    """What `verify` says when it refuses; nothing else is written anywhere."""
+    (folder / "model.py").write_text(textwrap.dedent(model))
+    (folder / "x.sched").write_text(text)
+    done = CliRunner().invoke(app, ["verify", str(folder / "x.sched"), *options])
+    assert done.exit_code == 2, done.output
+    assert done.stdout == "" and "Traceback" not in done.stderr
+    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"model.py", "x.sched"}
+    assert done.stderr.startswith("error[S")
+    return done.stderr
+
+
+def test_the_net_is_sound(tmp_path: Path) -> None:
+    """The refusals below are of their mistakes: without them the schedule is proven."""
+    (tmp_path / "model.py").write_text(textwrap.dedent(MODEL))
+    (tmp_path / "x.sched").write_text(_text(TP))
+    done = CliRunner().invoke(app, ["verify", str(tmp_path / "x.sched")])
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize(
+    "row, said",
+    [
+        ("layer.*  checkpoint()", "did you mean `layers`?"),
+        ("layers.*.qq  checkpoint()", "did you mean `q`?"),
+        ("layers.*  chekpoint()", "did you mean `checkpoint`?"),
+        ("layers.*  checkpoint(sav=[linear])", "did you mean `save`?"),
+        ("layers.*.q  shard(col, ovr=tp)", "`shard` needs `over`"),
+        ("layers.*.q  shard(cool, over=tp)", "choose one of `col`, `row`, `vocab`"),
+        ("layers.*.q  shard(col, over=tpp)", "did you mean `over=tp`?"),
+    ],
+    ids=["path", "leaf", "primitive", "argument", "needed", "choice", "axis"],
+)
+def test_misspelt_names(tmp_path: Path, row: str, said: str) -> None:
+    """A misspelt path, primitive, argument or axis is shown at its place with what was meant."""
+    message = _refused(tmp_path, _text(f"  {row}"))
+    assert said in message and row.strip() in message and "x.sched:6" in message
+
+
+def test_sizes_that_do_not_divide(tmp_path: Path) -> None:
+    """The size, the axis, and the numbers of ranks that divide it."""
+    message = _refused(tmp_path, _text("  layers.*.q  shard(col, over=tp)", "tp=3"))
+    assert "cannot split 8 evenly 3 ways" in message and "`tp` may be 2, 4, 8" in message
+    message = _refused(tmp_path, _text("  head  shard(col, over=tp)"))
+    assert "cannot split 1 evenly 2 ways" in message
+
+
+def test_key_value_heads_below_the_axis(tmp_path: Path) -> None:
+    """Two key/value heads over four ranks."""
+    message = _refused(tmp_path, _text(TP, "tp=4"))
+    assert "2 heads of `layers.0` cannot be split over tp=4" in message
+    assert "`tp` may be one of 1, 2" in message
+
+
+def test_a_cut_inside_a_loop(tmp_path: Path) -> None:
+    """A module that the forward calls three times cannot be where a stage starts."""
+    message = _refused(tmp_path, _text("  turn  pipeline_split(over=tp)"))
+    assert "S601" in message and "called 3 times" in message and "outside the loop" in message
+
+
+def test_a_mesh_larger_than_the_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a job of two ranks a mesh of four is refused, with how to start four."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = _refused(tmp_path, _text("  zero(stage=0, over=dp)", "dp=_, tp=4"))
+    assert "nothing whole is left for `dp`" in message and "2 ranks" in message
+    monkeypatch.delenv("WORLD_SIZE")
+    message = _refused(tmp_path, _text("  zero(stage=0, over=dp)", "dp=16"))
+    assert "16 ranks are more than `verify` starts" in message and "`--mesh dp=2`" in message
+
+
+def test_building_on_too_few_ranks() -> None:
+    """`build` alone with a mesh of two says so before anything is sent."""
+    from schedlang.diagnostic import Refusal
+    from schedlang.passes.running.build import build
+    from tests.proofs import planned
+    from tests.training.test_build import Small, _series
+
+    with pytest.raises(Refusal) as caught:
+        build(planned(Small(), "zero(stage=0, over=dp)", "dp=2"), _series(4, 1))
+    said = caught.value.render()
+    assert "the mesh needs 2 ranks, and this job has 1" in said and "torchrun" in said
+
+
+@pytest.mark.parametrize(
+    "model, said",
+    [
+        ("import no_such_module\n", "No module named 'no_such_module'"),
+        ("def model(:\n", "fails to import"),
+        ("raise ValueError('not today')\n", "ValueError: not today"),
+        ("def modle(): ...\n", "did you mean `modle`?"),
+        ("def model(): return 3\n", "returns int, not a module"),
+        ("import torch\ndef model(): return torch.nn.Linear(1, 1)\n", "this schedule is for Net"),
+        (MODEL.replace("def batch", "def bach"), "defines no `batch(seed)`"),
+        (
+            MODEL.replace('return {"ids": ', "return (").replace("(seed))}", "(seed)))"),
+            "not a dict",
+        ),
+    ],
+    ids=["import", "syntax", "raises", "no model", "no module", "class", "no batch", "no dict"],
+)
+def test_a_model_file_that_is_none(tmp_path: Path, model: str, said: str) -> None:
+    """What is wrong with the file, in its own words."""
+    assert said in _refused(tmp_path, _text(TP), model=model)
+
+
+def test_no_model_file(tmp_path: Path) -> None:
+    """Neither beside the schedule nor where `--model` says."""
+    path = tmp_path / "x.sched"
+    path.write_text(_text(TP))
+    for options in ([], ["--model", str(tmp_path / "nix.py")]):
+        done = CliRunner().invoke(app, ["verify", str(path), *options])
+        assert done.exit_code == 2 and "there is no model file" in done.stderr
+    done = CliRunner().invoke(app, ["verify", str(path), "--model", "no.such.package"])
+    assert done.exit_code == 2 and "No module named 'no'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "batch, said",
+    [
+        ('{"idz": torch.zeros(4, 3).long()}', "idz"),
+        ('{"ids": torch.zeros(4, 3)}', "rejects this batch"),
+        ('{"ids": torch.zeros((), dtype=torch.long)}', "no rows"),
+        ('{"ids": torch.zeros(1, 3).long()}', "1 rows cannot fill 2 parts"),
+    ],
+    ids=["name", "dtype", "no rows", "too few"],
+)
+def test_a_batch_that_the_model_rejects(tmp_path: Path, batch: str, said: str) -> None:
+    """The model's own error, or what a batch must have."""
+    start = MODEL.index("def batch")
+    model = textwrap.dedent(MODEL[:start]) + f"def batch(seed):\n    return {batch}\n"
+    assert said in _refused(tmp_path, _text("  zero(stage=0, over=dp)", "dp=2"), model=model)
+
+
+def test_an_unknown_version_of_the_language(tmp_path: Path) -> None:
+    """A schedule of a later language is not read as one of this."""
+    message = _refused(tmp_path, _text(TP, header="schedule 2 for Net"))
+    assert "schedule 2" in message and "1" in message
+
+
+@pytest.mark.parametrize("part", [0.1, 0.3, 0.5, 0.7, 0.9])
+def test_a_truncated_file(tmp_path: Path, part: float) -> None:
+    """A file that ends in the middle is refused at its end or where that shows, never half done."""
+    text = _text(TP)
+    assert "x.sched" in _refused(tmp_path, text[: int(len(text) * part)].rstrip())
+
+
+def test_wrong_options(tmp_path: Path) -> None:
+    """Unknown axes and knobs, sizes that are none, lines that are none."""
+    assert "no axis `pp`" in _refused(tmp_path, _text(TP), "--mesh", "pp=2")
+    assert "cannot be read" in _refused(tmp_path, _text(TP), "--mesh", "tp=0")
+    assert "knob" in _refused(tmp_path, _text(TP), "--knob", "tpp=2")
+    assert "no row stands" in _refused(tmp_path, _text(TP), "--only", "900")
+    assert "no working dtype" in _refused(tmp_path, _text(TP), "--dtype", "float3")

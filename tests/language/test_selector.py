@@ -1,0 +1,173 @@
+"""Selectors: what a path names, in which order, and what is said when it names nothing."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedlang import nodes as n
+from schedlang.diagnostic import Refusal
+from schedlang.selector import Selector
+from schedlang.source import Source
+from schedlang.syntax import parse
+from schedlang.value import Names
+from tests.toys import gpt
+
+SELECTOR = Selector(gpt())
+
+
+def at(text: str) -> n.At:
+    item = parse(Source("gpt2.sched", f"schedule 1\nat {text} {{}}\n")).items[0]
+    assert isinstance(item, n.At)
+    return item
+
+
+def select(text: str, *roots: str, **knobs: object) -> tuple[str, ...]:
+    return SELECTOR.scope(at(text), roots or ("",), Names(knobs=knobs, model=SELECTOR.tree))
+
+
+def refused(text: str, *roots: str) -> str:
+    with pytest.raises(Refusal) as caught:
+        select(text, *roots)
+    return caught.value.render()
+
+
+H = tuple(f"transformer.h.{i}" for i in range(4))
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("transformer.h.*", H),
+        ("transformer.h.3", (H[3],)),
+        ("transformer.h[3]", (H[3],)),
+        ("transformer.h[-1]", (H[3],)),
+        ("transformer.h[3, 0]", (H[0], H[3])),
+        ("transformer.h[::2]", (H[0], H[2])),
+        ("transformer.h[:ckpt]", H[:2]),
+        ("transformer.h[1:3].attn", tuple(f"{m}.attn" for m in H[1:3])),
+        ("transformer.h.0.{attn,mlp}.c_proj", (f"{H[0]}.attn.c_proj", f"{H[0]}.mlp.c_proj")),
+        ("transformer.h.*.mlp.c_*", tuple(f"{m}.mlp.{c}" for m in H for c in ("c_fc", "c_proj"))),
+        ("transformer.h.*.mlp.gate?", (f"{H[3]}.mlp.gate",)),
+        ("transformer.h.*.mlp.nothing?", ()),
+        ("**.gate", (f"{H[3]}.mlp.gate",)),
+        ("**:LayerNorm", tuple(f"{m}.ln_1" for m in H)),
+        ("transformer.h[0].**:Projection", tuple(f"{H[0]}.{m}" for m in
+            ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"))),
+        ("transformer.h.1, transformer.h.0, transformer.h.*", H),
+        ("transformer.h.* except transformer.h[0]", H[1:]),
+        ("transformer.h.* where place >= 2", H[2:]),
+        ("transformer.h.* where index % 2 == 1", (H[1], H[3])),
+        ("**:Conv1D where params > 200", tuple(f"{m}.mlp.{c}" for m in H
+            for c in ("c_fc", "c_proj"))),
+        ("** where nf == 10", ("lm_head",)),
+        ("transformer.* where dtype == float32", ("transformer.wte", "transformer.h")),
+        ("`lm_head`", ("lm_head",)),
+    ],
+)  # fmt: skip
+def test_what_a_path_names(text: str, found: tuple[str, ...]) -> None:
+    """A selector gives the modules it names in model order, each once."""
+    assert select(text, ckpt=2) == found
+
+
+def test_relative_to_the_scope() -> None:
+    """A path inside an `at` starts at each module of the scope."""
+    assert select("mlp.c_fc", *H[:2]) == (f"{H[0]}.mlp.c_fc", f"{H[1]}.mlp.c_fc")
+
+
+def test_a_knob_may_empty_a_slice() -> None:
+    """[:ckpt] with ckpt = 0 is nothing to do; [5:3] is a mistake."""
+    assert select("transformer.h[:ckpt]", ckpt=0) == ()
+    assert "S202" in refused("transformer.h[3:1]")
+
+
+def test_no_match_names_the_segment() -> None:
+    """The message points at the segment, says where it looked, and guesses."""
+    path = at("mlp.c_fcc").paths[0]
+    with pytest.raises(Refusal) as caught:
+        SELECTOR.select(path, H, Names())
+    assert (
+        caught.value.render()
+        == """\
+error[S201]: selector matches no module
+ --> gpt2.sched:2:8
+  |
+2 | at mlp.c_fcc {}
+  |        ^^^^^ `transformer.h.0.mlp` has no child `c_fcc`
+  |
+  = note: looked in 4 modules, `transformer.h.0.mlp` to `transformer.h.3.mlp`
+  = help: did you mean `c_fc`?"""
+    )
+
+
+def test_no_match_at_the_root() -> None:
+    """Where nothing is near, the children are listed."""
+    assert (
+        refused("model.layers.*")
+        == """\
+error[S201]: selector matches no module
+ --> gpt2.sched:2:4
+  |
+2 | at model.layers.* {}
+  |    ^^^^^ the model has no child `model`
+  |
+  = help: its children are `lm_head`, `transformer`"""
+    )
+
+
+def test_every_outer_match_counts() -> None:
+    """A name that only some of the modules have is an error, and `?` is offered."""
+    text = refused("transformer.h.*.mlp.gate")
+    assert "`transformer.h.0.mlp` has no child `gate`" in text
+    assert "1 of them have one; end the path in `?`" in text
+    assert "has no child `nix`" in refused("transformer.h.*.{attn,nix}")
+
+
+def test_index_out_of_range() -> None:
+    """The message counts the children."""
+    assert (
+        refused("transformer.h[2, 7]")
+        == """\
+error[S202]: index 7 is out of range
+ --> gpt2.sched:2:16
+  |
+2 | at transformer.h[2, 7] {}
+  |                ^^^^^^^ `transformer.h` has 4 children, 0 to 3
+  |
+  = help: count from the end: the last is `-1`"""
+    )
+    assert "index 7 is out of range" in refused("transformer.h.7")
+
+
+def test_no_module_of_the_type() -> None:
+    """The types that are there are listed, or the one that was meant."""
+    assert "the types there are `Attention`, `Block`, `Conv1D`" in refused("transformer.**:Dense")
+    assert "did you mean `:Conv1D`?" in refused("transformer.**:Conv1d")
+
+
+@pytest.mark.parametrize(
+    "text, code, said",
+    [
+        ("transformer.h.* where place > 9", "S207", "`where` keeps none"),
+        ("transformer.h.* except transformer.h.*", "S207", "`except` takes all"),
+        ("transformer.h.* where plaice > 9", "S208", "attribute `plaice`"),
+        ("transformer.h.* where place + 1", "S304", "needs a test"),
+        ("transformer.h[:ckptt]", "S210", "nothing is called `ckptt`"),
+        ("transformer.h.* except transformer.x", "S201", "no child `x`"),
+    ],
+)
+def test_scope_refusals(text: str, code: str, said: str) -> None:
+    """An `at` that keeps nothing, or asks for what no module has, is refused."""
+    message = refused(text)
+    assert code in message and said in message
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(["*", "**", "h", "transformer", "mlp", "c_*"]), max_size=4))
+def test_order_and_uniqueness(segs: list[str]) -> None:
+    """Any path of globs gives modules of the tree in model order without repeats, or a refusal."""
+    order = list(SELECTOR.descend(""))
+    try:
+        found = select(".".join(segs) or "*")
+    except Refusal:
+        return
+    assert [m for m in order if m in found] == list(found)

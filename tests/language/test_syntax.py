@@ -1,0 +1,220 @@
+"""The parser: what it accepts, the places it keeps, and what it says about the rest."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from schedlang import nodes as n
+from schedlang.diagnostic import Refusal
+from schedlang.source import NOWHERE, Source
+from schedlang.syntax import parse, parse_expr, parse_path, read
+from tests.grammar_table import grammar
+from tests.samples import SAMPLES
+from tests.strategies import damaged
+
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+
+GPT2 = SAMPLES["gpt2_tp.sched"]
+
+
+def refused(text: str) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        parse(Source("gpt2.sched", text))
+    return caught.value
+
+
+def edited(old: str, new: str) -> str:
+    assert old in GPT2
+    return refused(GPT2.replace(old, new, 1)).render()
+
+
+def test_grammar_is_strict_lalr() -> None:
+    """The grammar has no conflict that would be settled in silence."""
+    grammar()
+
+
+def test_nodes_know_their_place() -> None:
+    """A node's span is its own text; equality ignores it."""
+    file = parse(Source("x", GPT2))
+    step = file.items[-1]
+    assert isinstance(step, n.Step) and step.span.line == 10
+    rule = step.block.body[0]
+    assert isinstance(rule, n.Rule)
+    line = GPT2.split("\n")[rule.call.span.line - 1]
+    assert line[rule.call.span.col - 1 : rule.call.span.end_col - 1] == "pad(vocab, multiple=128)"
+    moved = parse(Source("y", "\n\n" + GPT2))
+    assert moved == file and moved.items[-1].span != step.span
+
+
+def test_index_is_a_child() -> None:
+    """layers[3] and layers.3 are one selector."""
+    assert parse_path("a.layers[3].b", NOWHERE) == parse_path("a.layers.3.b", NOWHERE)
+    assert parse_path("a.layers[-1]", NOWHERE) != parse_path("a.layers.1", NOWHERE)
+
+
+def test_keywords_are_only_reserved_where_they_matter() -> None:
+    """Modules called like a word of the language can be named after a dot or in backquotes."""
+    assert parse_path("a.step.view", NOWHERE).segs[1].text == "step"
+    parse(Source("x", 'schedule 1\nstep "s" {\n  `at`.in  checkpoint()\n}\n'))
+
+
+def test_interval_of_integers() -> None:
+    """4..64 is an interval, not two floats."""
+    knob = parse(Source("x", "schedule 1\nknob m: int = 16 in 4..64\n")).items[0]
+    assert isinstance(knob, n.Knob)
+    assert knob.domain == n.Interval(n.Lit("4"), n.Lit("64"))
+
+
+def test_python_strings_blame_the_string() -> None:
+    """A mistake in a selector given as a string is shown inside the string."""
+    with pytest.raises(Refusal) as caught:
+        parse_path("h.*..attn", NOWHERE)
+    assert "1 | h.*..attn" in caught.value.render()
+    with pytest.raises(Refusal):
+        parse_expr("a +", NOWHERE)
+
+
+def test_unclosed_parenthesis() -> None:
+    """The bracket is blamed, not the line after it."""
+    text = edited("    mlp.c_fc     shard(col, over=tp)", "    mlp.c_fc     shard(col, over=tp")
+    assert (
+        text
+        == """\
+error[S002]: this `(` is never closed
+  --> gpt2.sched:16:23
+   |
+16 |     mlp.c_fc     shard(col, over=tp
+   |                       ^ opened here
+17 |     mlp.c_proj   shard(row, over=tp)
+   |     --- expected `)` or `,` before this
+   |
+   = help: close it: `mlp.c_fc     shard(col, over=tp)`"""
+    )
+
+
+@pytest.mark.parametrize("keep", [30, 120, 400, 500, 640, 720])
+def test_truncated_file(keep: int) -> None:
+    """A file that ends too early is refused wherever it was cut, and says that it ends."""
+    cut = GPT2[: len(GPT2) * keep // 760]
+    try:
+        parse(Source("x", cut))
+    except Refusal as refusal:
+        assert refusal.diagnostic.code in ("S001", "S002", "S003")
+    else:
+        assert "step" not in cut
+
+
+def test_unclosed_block() -> None:
+    """A missing brace shows where the block began and where the file ends."""
+    text = refused(GPT2.rstrip()[:-2]).render()
+    assert (
+        text
+        == """\
+error[S002]: this `{` is never closed
+  --> gpt2.sched:10:24
+   |
+10 | step "tensor parallel" {
+   |                        ^ opened here
+...
+20 |   verify(forward, backward)
+   |                            - the file ends; expected `}`
+   |
+   = help: close it with `}` on a line of its own"""
+    )
+
+
+def test_colon_between_selector_and_primitive() -> None:
+    """The habit of other notations is named, with the text to write."""
+    assert (
+        edited("    mlp.c_fc     shard(", "    mlp.c_fc:    shard(")
+        == """\
+error[S004]: a selector and its primitive are separated by a space
+  --> gpt2.sched:16:5
+   |
+16 |     mlp.c_fc:    shard(col, over=tp)
+   |     ^^^^^^^^^^^^^^^^^^ this colon asks for modules of a type
+   |
+   = help: write `mlp.c_fc  shard(...)`"""
+    )
+
+
+def test_row_without_primitive() -> None:
+    """A row that is only a selector is told what it lacks and shown one that does not."""
+    assert (
+        edited("    mlp.c_fc     shard(col, over=tp)", "    mlp.c_fc")
+        == """\
+error[S003]: the line ends where `(` or `.` or `:` should be
+  --> gpt2.sched:16:13
+   |
+16 |     mlp.c_fc
+   |             ^ this row has no primitive
+   |
+   = help: say what is done to it: `mlp.c_fc  checkpoint()`"""
+    )
+
+
+@pytest.mark.parametrize(
+    "text, code, said",
+    [
+        ("schedule 2\n", "S006", "edition 2"),
+        ("schedule 1\nknob step: int = 1\n", "S007", "`step` is a word of the language"),
+        ("schedule 1\nmesh(model=2)\n", "S007", "`model`"),
+        ("schedule 1\ndef at(x) { shard() }\n", "S00", ""),
+        ("schedule 1\nview of of (a, b)\n", "S00", ""),
+        ('schedule 1\nstep "a" {\n  h.*(1)\n}\n', "S004", "no primitive"),
+        ("mesh(tp=2)\n", "S003", "schedule 1"),
+        ("", "S003", "schedule 1"),
+        ('schedule 1\nstop "x" {\n}\n', "S003", "did you mean `step`"),
+        ("schedule 1\nknbo tp: int = 2\n", "S003", "did you mean `knob`"),
+        ('schedule 1\nstep "a {\n}\n', "S001", "never closed"),
+        ("schedule 1\nstep 'a' {\n}\n", "S001", "double quotes"),
+        ("schedule 1\nmesh(tp=2;)\n", "S001", "`;` means nothing here"),
+        ("schedule 1\nrequire 1 in 2\n", "S003", "`in`"),
+        ("schedule 1\nrequire " + "(" * 5000 + "1", "S004", "too deep"),
+        ("schedule 1\nrequire " + "-" * 5000 + "1", "S004", "too deep"),
+        ("schedule 1\nrequire " + "not " * 5000 + "1", "S004", "too deep"),
+        ("schedule 1\nmesh(tp=" + "9" * 5000 + ")", "S004", "5000 digits"),
+    ],
+)
+def test_what_is_said(text: str, code: str, said: str) -> None:
+    """Each kind of mistake has its code and its words."""
+    refusal = refused(text)
+    assert refusal.diagnostic.code.startswith(code)
+    assert said in refusal.render()
+
+
+def test_all_independent_mistakes() -> None:
+    """Mistakes of form are all reported, in the order of the text."""
+    refusal = refused("schedule 3\nknob in: int = 1\nh.*(1)\n")
+    assert [d.code for d in refusal.diagnostics] == ["S006", "S007", "S004"]
+
+
+@QUICK
+@given(st.sampled_from(sorted(SAMPLES)).flatmap(lambda name: damaged(SAMPLES[name])))
+def test_damage_is_refused_or_read(text: str) -> None:
+    """A damaged schedule is refused with a message or is another schedule; never anything else."""
+    try:
+        parse(Source("x", text))
+    except Refusal as refusal:
+        assert refusal.render().startswith("error[S0")
+
+
+@QUICK
+@given(st.text(max_size=80))
+def test_noise_is_refused(text: str) -> None:
+    """Any text gives a tree or a refusal that can be shown."""
+    try:
+        parse(Source("x", "schedule 1\n" + text))
+    except Refusal as refusal:
+        assert refusal.render()
+
+
+def test_files(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """A file that is missing, a directory, or not UTF-8 is refused; a byte order mark is not."""
+    (tmp_path / "latin").write_bytes(b"schedule 1\n# \xe9\n")
+    (tmp_path / "bom").write_bytes(b"\xef\xbb\xbfschedule 1\r\n")
+    for name, said in [("none", "no such file"), ("", "is a directory"), ("latin", "line 2")]:
+        with pytest.raises(Refusal) as caught:
+            read(tmp_path / name)
+        assert said in caught.value.render()
+    assert parse(read(tmp_path / "bom")).header.version == "1"

@@ -1,0 +1,305 @@
+"""Tests of launch: jobs on local ranks, their failures, and what is left of them."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.launching.launch import Hang, Pool, RankDied, modules_of, progress
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """One pool for all tests: each of them also shows that it survives the one before."""
+    with Pool() as pool:
+        yield pool
+
+
+def _gone(pids: list[int]) -> bool:
+    """Whether all these processes end within ten seconds."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        if not any(_runs(pid) for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    try:  # an orphan that nobody reaps is dead all the same
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+
+
+def _sum_of_ranks() -> float:
+    x = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(x)
+    return x.item()
+
+
+def test_worlds_of_different_sizes_share_ranks(pool: Pool) -> None:
+    """The same processes serve worlds of 2, 3, 1 and 3, and results come by rank."""
+    pids = {}
+    for world in (2, 3, 1, 3):
+        assert pool.run(_sum_of_ranks, world) == [world * (world - 1) / 2] * world
+        pids[world] = pool.run(os.getpid, world)
+    assert pids[3][:2] == pids[2] and pids[3][:1] == pids[1]
+    assert len({*pids[3], os.getpid()}) == 4
+
+
+def test_closures_and_local_classes_travel(pool: Pool) -> None:
+    """A model of a class defined in a function, captured by a closure, comes back changed."""
+
+    class Local(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2))
+
+    model = Local()
+
+    def grown(by: float) -> torch.nn.Module:
+        with torch.no_grad():
+            model.weight.mul_(by + dist.get_rank())
+        return model
+
+    first, second = pool.run(grown, 2, 3.0)
+    assert first.weight.tolist() == [3, 3] and second.weight.tolist() == [4, 4]
+    assert model.weight.tolist() == [1, 1]
+
+
+def test_progress_is_told(pool: Pool) -> None:
+    """Messages arrive with their rank, in order; outside a rank `progress` does nothing."""
+    seen: list[tuple[int, object]] = []
+
+    def work() -> None:
+        progress("one")
+        progress({"two": 2})
+
+    pool.run(work, 2, on_progress=lambda rank, what: seen.append((rank, what)))
+    assert [what for rank, what in seen if rank == 1] == ["one", {"two": 2}]
+    assert {rank for rank, _ in seen} == {0, 1}
+    progress("nobody")
+
+
+def test_an_exception_ends_the_job_with_its_own_traceback(pool: Pool) -> None:
+    """The rank that raised is named, though the others see a broken connection or wait."""
+
+    def work() -> None:
+        if dist.get_rank() == 1:
+            raise KeyError("spoiled")
+        dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(RankDied) as info:
+        pool.run(work, 3)
+    assert info.value.rank == 1 and "KeyError: 'spoiled'" in info.value.error
+    assert isinstance(info.value.cause, KeyError) and "onnection" not in str(info.value)
+    assert pool.run(_sum_of_ranks, 2) == [1, 1]
+
+
+def test_a_refusal_is_raised_as_such(pool: Pool) -> None:
+    """What all ranks refuse is refused, not reported as a death."""
+
+    def work() -> None:
+        raise Refusal(Diagnostic("S999", "not like this"))
+
+    with pytest.raises(Refusal, match="not like this"):
+        pool.run(work, 2)
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        (lambda: os._exit(7), "exit code 7"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "SIGSEGV"),
+        (lambda: sys.exit("enough"), "SystemExit: enough"),
+    ],
+    ids=["exit", "segfault", "sys.exit"],
+)
+def test_a_death_is_told_as_it_was(pool: Pool, end, words: str) -> None:
+    """A rank that ends without a word is named with its code or signal, within the limit."""
+
+    def work() -> None:
+        dist.all_reduce(torch.ones(1))
+        if dist.get_rank() == 2:
+            end()
+        dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(RankDied) as info:
+        pool.run(work, 3, timeout=60)
+    assert info.value.rank == 2 and words in info.value.error
+
+
+def test_a_death_between_two_jobs_hurts_neither(pool: Pool) -> None:
+    """A rank that ends after its result is replaced for the next job."""
+
+    def late() -> int:
+        threading.Timer(0.1, os._exit, [1]).start()
+        return os.getpid()
+
+    pids = pool.run(late, 2)
+    assert _gone(pids)
+    assert pool.run(_sum_of_ranks, 2) == [1, 1]
+
+
+def test_a_result_that_cannot_travel_is_an_error(pool: Pool) -> None:
+    """The rank says that its result cannot be pickled."""
+    with pytest.raises(RankDied, match="pickle"):
+        pool.run(lambda: (i for i in range(3)), 1)
+
+
+def test_a_mismatched_collective_is_a_hang(pool: Pool) -> None:
+    """Ranks that wait for each other are found, with the line where each stands, and are gone."""
+
+    def stuck() -> None:
+        progress(os.getpid())
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(1))
+        else:
+            dist.recv(torch.ones(1), 0)
+
+    pids: list[int] = []
+    with pytest.raises(Hang, match="no rank got on") as info:
+        pool.run(stuck, 2, hang_after=2, on_progress=lambda rank, pid: pids.append(pid))
+    assert "all_reduce" in info.value.stacks[0] and "recv" in info.value.stacks[1]
+    assert len(pids) == 2 and _gone(pids)
+
+
+def test_work_is_no_hang(pool: Pool) -> None:
+    """Spending CPU time longer than the limit without a word, in a rank or its child, counts."""
+
+    def work(code: str) -> str:
+        if dist.get_rank() == 0:
+            subprocess.run([sys.executable, "-c", code], check=True)
+        else:
+            exec(code)
+        dist.barrier()
+        return "done"
+
+    code = "import time\nend = time.time() + 4\nwhile time.time() < end: pass"
+    assert pool.run(work, 2, code, hang_after=1.5) == ["done"] * 2
+
+
+def test_an_endless_loop_ends_by_the_timeout(pool: Pool) -> None:
+    """What computes for ever is stopped by the limit given."""
+
+    def work() -> None:
+        while True:
+            pass
+
+    with pytest.raises(Hang, match="not finished"):
+        pool.run(work, 1, timeout=1)
+
+
+def test_files_get_the_names_they_have_here(pool: Pool, tmp_path: Path) -> None:
+    """A module loaded from a file under a made-up name can be sent by name."""
+    path = tmp_path / "model.py"
+    path.write_text("class Thing:\n    value = 3\n")
+    from schedlang.runtime.launching.forkserver import load_files
+
+    load_files({"made_up_model": str(path)})
+    pool.files["made_up_model"] = str(path)
+    thing = sys.modules["made_up_model"].Thing
+    assert pool.run(lambda x: x.value, 1, thing) == [3]
+
+
+SCRIPT = """
+import os, sys, time, signal
+from schedlang.runtime.launching.launch import Pool, progress, shared
+import torch.distributed as dist, torch
+
+class Own:
+    pass
+
+def work(kind):
+    progress((os.getpid(), os.getppid()))
+    if kind != "ends" :
+        time.sleep(1000)
+    return Own(), dist.get_world_size()
+
+print("once")
+kind = sys.argv[1]
+seen = lambda rank, pids: print("pids", *pids, flush=True)
+results = shared().run(work, 2, kind, on_progress=seen, hang_after=1000)
+assert isinstance(results[0][0], Own) and results[1][1] == 2
+print("fine")
+"""
+
+
+@pytest.mark.parametrize("kind", ["ends", "interrupted", "killed"])
+def test_nothing_is_left_behind(kind: str, tmp_path: Path) -> None:
+    """However a script ends, its ranks, server and files go too; `__main__` is not rerun."""
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch)}
+    script = subprocess.Popen(
+        [sys.executable, str(path), kind],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environ,
+        # a job in the background of a shell is born deaf to SIGINT
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert script.stdout is not None
+    lines = [script.stdout.readline().split() for _ in range(3)]
+    pids = [int(word) for line in lines[1:] for word in line[1:]]
+    if kind != "ends":
+        script.send_signal(signal.SIGINT if kind == "interrupted" else signal.SIGKILL)
+    rest = script.stdout.read()  # ends when the last process that could write has ended
+    script.wait(60)
+    assert lines[0] == ["once"] and "once" not in rest
+    assert (script.returncode == 0 and "fine" in rest) == (kind == "ends")
+    assert len(set(pids)) == 3 and _gone(pids)
+    assert not list(scratch.iterdir())
+
+
+def test_a_dead_server_is_replaced() -> None:
+    """If the server is killed its ranks go with it, the job says so, and the next one works."""
+    with Pool() as pool:
+        pids = pool.run(os.getpid, 2)
+        pool._server.kill()
+        assert _gone(pids)
+        assert pool.run(_sum_of_ranks, 2) == [1, 1]
+
+        def kill_it() -> None:
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(100)
+
+        with pytest.raises(RankDied, match="fork server"):
+            pool.run(kill_it, 2)
+        assert pool.run(_sum_of_ranks, 2) == [1, 1]
+
+
+def test_what_the_first_job_names_is_imported_once(tmp_path: Path) -> None:
+    """A module that the pickled job refers to is imported by the server, before the ranks."""
+    (tmp_path / "slow_to_import.py").write_text(
+        "import os\nPID = os.getpid()\ndef pid(): return PID\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        import slow_to_import
+
+        assert "slow_to_import" in modules_of(pickle.dumps(slow_to_import.pid))
+        with Pool(files={"slow_to_import": tmp_path / "slow_to_import.py"}) as pool:
+            assert len(set(pool.run(slow_to_import.pid, 3))) == 1
+    finally:
+        sys.path.remove(str(tmp_path))
+        del sys.modules["slow_to_import"]

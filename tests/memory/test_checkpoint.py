@@ -1,0 +1,173 @@
+"""Regions as rows of a schedule: proven, refused in words, and fitted into memory."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostic import Refusal
+from schedlang.passes.cutting.chains import Counting, costs_of
+from schedlang.passes.preparing.prepare import prepare
+from schedlang.regions import places
+from schedlang.regions.rotor import peak
+from tests import models
+from tests.engine import Threads
+from tests.proofs import planned, proven, refused
+
+BATCHES = [models.tokens(seed=seed) for seed in (1, 2, 3)]
+MLP = """
+transformer.h.*.mlp.c_fc    shard(col, over=tp)
+transformer.h.*.mlp.c_proj  shard(row, over=tp)
+"""
+CUT = 'transformer.h  pipeline_split(over=pp)\npipeline(order="1F1B", micro=3)'
+ROW = "transformer.h.*  checkpoint({})\n"
+
+
+@pytest.mark.parametrize(
+    "rows, mesh",
+    [
+        (ROW.format("group=2") + CUT, "pp=2"),
+        (ROW.format("group=sqrt") + "zero(stage=3, over=dp)", "dp=2"),
+        (MLP + ROW.format("group=3, save=[collective, linear]"), "tp=2"),
+    ],
+    ids=["pipeline", "sliced", "tensor"],
+)
+def test_regions_train_as_the_original(threads: Threads, rows: str, mesh: str) -> None:
+    """Groups under pipelines, slices and tensor parallelism, with dropout."""
+    proven(threads, planned(models.gpt2(dropout=0.1), rows, mesh), BATCHES)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("way", ["every=2", "group=2, every=2", "plan=rotor, memory=230KiB"])
+def test_other_regions_train_as_the_original(threads: Threads, way: str) -> None:
+    """Every second module or group, and what a plan chooses, with activations on the host."""
+    rows = ROW.format(way) + "transformer.h.*  offload(activations)\nzero(stage=2, over=dp)"
+    proven(threads, planned(models.gpt2(dropout=0.1), rows, "dp=2"), BATCHES)
+
+
+def test_a_plan_fits_each_stage() -> None:
+    """What a plan keeps is at most the memory, shared by the microbatches in flight: the first of
+    two stages, which has two of them, recomputes more."""
+    plan = planned(models.gpt2(6), ROW.format("plan=rotor, memory=500KiB") + CUT, "pp=2")
+    made = prepare(plan, BATCHES[0])
+    ((names, trees),) = made.chains.items()
+    assert names == plan.actions[0].sites and len(trees) == 2
+    first, last = (sum(isinstance(item, tuple) for item in tree) for _, tree in trees)
+    assert first > last
+    costs = costs_of(Counting(plan, made.traced, made.staged, BATCHES[0]), names)
+    for (chain, tree), alive in zip(trees, (2, 1)):
+        mine = [costs[names.index(name)] for name in chain]
+        assert len(places(tree)) == 3 and peak(tree, mine) * alive <= 500 * 1024
+
+
+def test_a_plan_is_refused_in_less_than_any_needs() -> None:
+    """S841 says how much the least plan needs, and that much is enough."""
+    plan = planned(models.gpt2(), ROW.format("plan=rotor, memory=20KiB"))
+    with pytest.raises(Refusal) as caught:
+        prepare(plan, BATCHES[0])
+    told = caught.value.render()
+    assert "S841" in told and "hold no plan for these 4 modules" in told
+    need = int(told.split("each microbatch needs ")[1].split()[0])
+    for memory, fits in ((need, True), (need - 1, False)):
+        plan = planned(models.gpt2(), ROW.format(f"plan=rotor, memory={memory}B"))
+        if fits:
+            prepare(plan, BATCHES[0])
+        else:
+            with pytest.raises(Refusal, match="S841"):
+                prepare(plan, BATCHES[0])
+
+
+@pytest.mark.parametrize(
+    "row, code, words",
+    [
+        (ROW.format("group=0"), "S840", "`group=0` is no number of modules"),
+        (ROW.format("every=0"), "S840", "`every` counts them"),
+        ("transformer.h[::2]  checkpoint(group=2)", "S840", "are not neighbours"),
+        (ROW.format("plan=rotor"), "S842", "`plan` without `memory`"),
+        (ROW.format("memory=1GiB"), "S842", "`memory` without `plan`"),
+        (ROW.format("plan=rotor, memory=1GiB, group=2"), "S842", "a plan chooses by itself"),
+        ("transformer.h[0,2]  checkpoint(plan=rotor, memory=1GiB)", "S842", "follow each other"),
+        (
+            "transformer.h.0, transformer.h.0.mlp  checkpoint()",
+            "S502",
+            "and `transformer.h.0` around it",
+        ),
+        (ROW.format("group=2") * 2, "S501", "already checkpointed"),
+    ],
+)
+def test_what_means_nothing_is_refused(row: str, code: str, words: str) -> None:
+    """Each refusal says what is wrong and what would be legal."""
+    told = refused(models.gpt2(), row)
+    assert code in told and words in told and "help:" in told
+
+
+def test_a_cut_in_a_region() -> None:
+    """S603 names the modules of the region, and where a cut may fall."""
+    rows = ROW.format("group=4") + "transformer.h[2]  pipeline_split(over=pp)"
+    with pytest.raises(Refusal) as caught:
+        prepare(planned(models.gpt2(8), rows, "pp=2"), BATCHES[0])
+    told = caught.value.render()
+    assert "S603" in told and "`transformer.h.0` to `transformer.h.3` as one" in told
+    assert "cuts it in two before `transformer.h.2`" in told
+    assert "cut before `transformer.h.0` or after `transformer.h.3`" in told
+
+
+class Odd(nn.Module):
+    """Multiplies by a number that `draw` gives."""
+
+    def __init__(self, draw: Any) -> None:
+        super().__init__()
+        self.lin, self.draw, self.calls = nn.Linear(4, 4), draw, 0
+        self.made: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.tanh(self.lin(x)) * self.draw(self)
+
+
+def _lazy(module: Odd) -> Tensor:
+    if module.made is None:
+        module.made = torch.arange(4.0, dtype=torch.float64) + 1.0
+    return module.made.to(module.lin.weight.device)
+
+
+DRAWS = {
+    "python": lambda module: random.random(),
+    "numpy": lambda module: torch.from_numpy(np.random.rand(4)).to(module.lin.weight.device),
+    "counted": lambda module: 1.0 + module.calls,
+    "torch": lambda module: torch.rand(4, dtype=torch.float64),
+    "made once": _lazy,
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_what_no_generator_of_torch_gives_is_refused(name: str) -> None:
+    """S843 names the operator and the line where a second run has other numbers; what torch draws,
+    and what a module makes at its first call, is no such thing."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Odd(DRAWS[name]) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().mean()
+
+    plan = planned(Model().double(), "layers.*  checkpoint()")
+    batch = {"x": torch.ones(3, 4, dtype=torch.float64)}
+    if name in ("torch", "made once"):
+        prepare(plan, batch)
+        return
+    with pytest.raises(Refusal) as caught:
+        prepare(plan, batch)
+    told = caught.value.render()
+    assert "S843" in told and "a second run of `layers.0` is not the first" in told
+    assert ("`from_numpy`" if name == "numpy" else "`mul`") in told or "`__mul__`" in told
+    assert "test_checkpoint.py:" in told and "torch.rand" in told

@@ -1,0 +1,294 @@
+"""Tests of activations in fewer bits: what is kept, what it means, who is compared with whom."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from schedlang.diagnostic import Refusal
+from schedlang.passes.preparing.prepare import prepare
+from schedlang.passes.running.build import build
+from schedlang.runtime.keeping.coded import Tally, code
+from schedlang.runtime.keeping.rounded import Coding, rounded
+from tests import models
+from tests.engine import Threads
+from tests.proofs import assert_near, planned, proven, sequential, sgd, steps
+from tests.tiers import thinned
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    """Numbers of some shape."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+# -- codes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_within_a_step_of_its_block(dtype: torch.dtype, bits: int) -> None:
+    """Each element is off by less than one step of its own block, and codes take their bits."""
+    x = drawn(37, 11, dtype=dtype)
+    x[:6] *= 100  # blocks of other sizes
+    made = rounded(x, Coding(bits, 32), stream=5)
+    flat, found = x.reshape(-1), made.tensor().reshape(-1)
+    assert found.dtype == dtype and made.tensor().shape == x.shape
+    for one, two in zip(flat.split(32), found.split(32)):
+        step = float(one.double().max() - one.double().min()) / (2**bits - 1)
+        slack = 2 * torch.finfo(dtype).eps * float(one.abs().max())
+        assert float((one.double() - two.double()).abs().max()) <= step + slack
+    blocks = -(-x.numel() // 32)
+    item = 8 if dtype == torch.float64 else 4
+    assert made.codes.nbytes == blocks * 32 * bits // 8
+    assert made.nbytes == blocks * 32 * bits // 8 + 2 * blocks * item
+    assert made.nbytes == Coding(bits, 32).kept(x.numel(), x.element_size())
+
+
+def test_the_mean_over_draws_is_the_tensor() -> None:
+    """The mean over many streams is within five standard errors, and rounding to nearest is not."""
+    x, coding, count = drawn(64), Coding(2, 64), 4000
+    mean = torch.stack([rounded(x, coding, s).tensor() for s in range(count)]).mean(0)
+    step = (x.max() - x.min()) / 3
+    bound = 5 * (step / 2) / count**0.5
+    assert float((mean - x).abs().max()) < float(bound)
+    nearest = x.min() + ((x - x.min()) / step).round() * step
+    assert float((nearest - x).abs().max()) > 5 * float(bound)
+
+
+def test_the_gradient_of_a_linear_layer_is_right_in_the_mean() -> None:
+    """Over many steps of draws the weight's gradient approaches the exact one, and the input's,
+    which needs no activation, is exact at once."""
+    torch.manual_seed(0)
+    layer = nn.Linear(16, 4).double()
+    x, given = drawn(8, 16).requires_grad_(), drawn(8, 4, seed=1)
+    layer(x).backward(given)
+    exact, of_input = layer.weight.grad.clone(), x.grad.clone()
+    code(layer, "it", Coding(2, 16))
+    errors = {}
+    total, count = torch.zeros_like(exact), 0
+    for often in (1, 400):
+        while count < often:
+            layer.weight.grad = x.grad = None
+            layer(x).backward(given)
+            total, count = total + layer.weight.grad, count + 1
+        errors[often] = float((total / count - exact).norm() / exact.norm())
+    assert torch.equal(x.grad, of_input)
+    assert errors[1] > 0.05 and errors[400] < 0.15 * errors[1]
+
+
+def test_elements_do_not_share_their_draws() -> None:
+    """Rounding errors of neighbours, of blocks and of streams are not correlated."""
+    x = torch.rand(4096, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    one, two = (rounded(x, Coding(4, 64), s).tensor() - x for s in (1, 2))
+    for other in (two, one.roll(1), one.roll(64)):
+        assert abs(float(torch.corrcoef(torch.stack([one, other]))[0, 1])) < 0.08
+
+
+@pytest.mark.parametrize("make", [
+    lambda x: x.t(), lambda x: x[:, ::2], lambda x: x.reshape(4, 6, 8, 4).permute(0, 3, 1, 2),
+])  # fmt: skip
+def test_strides(make: Any) -> None:
+    """What is not contiguous comes back with its values in their places."""
+    x = make(drawn(24, 32))
+    found = rounded(x, Coding(20, 8), 0).tensor()
+    torch.testing.assert_close(found, x, rtol=0, atol=1e-5)
+    assert found.stride() == torch.empty_like(x).stride()
+
+
+def test_what_numbers_can_say_is_exact() -> None:
+    """Two values in a block, and one, come back to the last bit or nearly; large codes too."""
+    x = torch.where(drawn(256) > 0, 3.0, -1.0).double()
+    torch.testing.assert_close(rounded(x, Coding(2, 64), 0).tensor(), x, rtol=1e-15, atol=1e-15)
+    same = torch.full((128,), 0.1, dtype=torch.float32)
+    assert torch.equal(rounded(same, Coding(2, 64), 0).tensor(), same)
+    fine = drawn(512)
+    torch.testing.assert_close(rounded(fine, Coding(44), 0).tensor(), fine, rtol=0, atol=1e-11)
+
+
+# -- what is coded -------------------------------------------------------------------------------
+
+
+class Many(nn.Module):
+    """Saves a weight, a mask, indices, statistics of rows, a table, and one tensor twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.lin, self.two = nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        y = self.norm(x)
+        y = self.lin(y) * torch.sigmoid(self.two(y))
+        y = y.masked_fill(table > 1, 0.0) * table
+        attended = F.scaled_dot_product_attention(y[:, None], y[:, None], y[:, None])[:, 0]
+        return x.gather(1, torch.zeros_like(x, dtype=torch.int64)) + attended
+
+
+def saved_by(layer: nn.Module, *given: Tensor) -> list[Any]:
+    """What autograd holds after a forward of a coded module, as the hooks left it."""
+    from schedlang.runtime.keeping import coded
+
+    held: list[Any] = []
+    plain = coded._Call.pack
+
+    def pack(self: Any, tensor: Tensor) -> Any:
+        held.append((tensor, plain(self, tensor)))
+        return held[-1][1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coded._Call, "pack", pack)
+        layer(*given)
+    return held
+
+
+def test_what_stays() -> None:
+    """Weights, masks, indices, sums of rows and what comes without a gradient stay the very
+    tensors; the rest is coded, once."""
+    layer, tally = Many().double(), Tally()
+    code(layer, "it", Coding(8, 32), tally)
+    x, table = drawn(4, 6, 16).requires_grad_(), drawn(4, 6, 16, seed=2)
+    held = saved_by(layer, x, table)
+    stay = [tensor for tensor, kept in held if kept is tensor]
+    weights = {p.data_ptr() for p in layer.parameters()}
+    assert sum(t.data_ptr() in weights for t in stay) >= 3
+    assert any(t.dtype == torch.bool for t in stay) and any(t.dtype == torch.int64 for t in stay)
+    assert any(t.data_ptr() == table.data_ptr() for t in stay)
+    assert any(t.shape == (4, 6, 1) for t in stay) and any(t.shape == (4, 1, 6) for t in stay)
+    coded = [(tensor, kept) for tensor, kept in held if kept is not tensor]
+    assert all(t.shape[-1] == 16 and t.data_ptr() not in weights for t, _ in coded)
+    codes = {kept.codes.data_ptr() for _, kept in coded}
+    assert tally.tensors == len(codes) < len(coded)  # the norm's result is saved twice
+    assert tally.after < 0.3 * tally.before
+
+
+def test_masked_scores_are_kept_as_they_are() -> None:
+    """A tensor with values that stand for none is not coded: its others would all become equal."""
+    scores = drawn(4, 64)
+    low = torch.finfo(scores.dtype).min
+    for fill, stays in ((0.0, False), (low, True), (float("inf"), True), (float("nan"), True)):
+        module = _Times()
+        code(module, "it", Coding(8, 32))
+        x = scores.clone().requires_grad_()
+        kept = [k for _, k in saved_by(module, x.masked_fill(x > 1, fill))]
+        assert isinstance(kept[0], Tensor) == stays
+
+
+class _Times(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x
+
+
+# -- programs ------------------------------------------------------------------------------------
+
+ROW = "transformer.h.*  compress(activations, {}, block=32)\n"
+
+
+def tokens(rows: int = 6) -> list[dict[str, Any]]:
+    """Batches of GPT-2, of unlike sizes."""
+    return [models.tokens(rows=rows + seed, seed=seed) for seed in range(2)]
+
+
+@pytest.mark.parametrize("how, more, mesh", thinned([
+    ("int2", "zero(stage=0, over=dp)", "dp=3"),
+    ("int4", "zero(stage=3, over=dp)", "dp=2"),
+    ("int8", 'transformer.h pipeline_split(over=pp)\npipeline(order="1F1B", micro=3)', "pp=2"),
+    ("int2", "zero(stage=0, over=dp)\ncompress(gradients, int8, over=dp)", "dp=2"),
+    ("int4", 'transformer.h pipeline_split(over=pp)\npipeline(order="ZB-H1", micro=2)', "pp=2"),
+]))  # fmt: skip
+def test_equal_to_one_process_that_rounds_alike(
+    threads: Threads, how: str, more: str, mesh: str
+) -> None:
+    """Outputs, loss, every gradient and training; with dropout; whatever cuts the batch."""
+    plan = planned(models.gpt2(2, dropout=0.1), ROW.format(how) + more, mesh, "lossy")
+    report = proven(threads, plan, tokens())
+    assert report.equivalence == "relaxed (lossy)"
+
+
+class Signs(nn.Module):
+    """A layer that is given ones and minus ones, through which gradients pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 32), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        signs = torch.where(h > 0, 1.0, -1.0).double() + (h - h.detach())
+        return (self.second(signs) ** 2).mean()
+
+
+def test_in_the_limit_it_is_the_original(threads: Threads) -> None:
+    """Where whole numbers can say what is kept, training on three ranks is the original's own."""
+    batches = [{"x": drawn(7, 8, seed=seed)} for seed in range(3)]
+    rows = "second  compress(activations, int2, block=16)\nzero(stage=0, over=dp)"
+    plan = planned(Signs().double(), rows, "dp=3", "lossy")
+    found = threads.run(steps, 3, plan, batches, sgd, None, {})[0]
+    assert_near(found, sequential(Signs().double(), batches, sgd))
+
+
+def test_it_is_lossy(threads: Threads) -> None:
+    """Gradients are not the original's, by about what two bits leave out."""
+    plan = planned(models.gpt2(2), ROW.format("int2"), "", "lossy")
+    batch = models.tokens(rows=6)
+    found = threads.run(steps, 1, plan, [batch], sgd, None, {})[0]
+    plain = sequential(models.gpt2(2), [batch], sgd)
+    name = "grad 0 transformer.h.0.mlp.c_fc.weight"
+    error = float((found[name] - plain[name]).norm() / plain[name].norm())
+    assert 0.02 < error < 1.0
+    assert torch.allclose(found["loss 0"], plain["loss 0"])  # the forward is the original's
+
+
+@pytest.mark.parametrize("rows, mesh, relax, code, said", [
+    (ROW.format("int8"), "", "", "S505", "relax(lossy)"),
+    (ROW.format("onebit"), "", "lossy", "S856", "int8, int4, int2"),
+    ("compress(activations, int8)", "", "lossy", "S856", "layers.*  compress"),
+    ("transformer.h.*  compress(activations, int8, rank=2)", "", "lossy", "S856", "leave them out"),
+    ("compress(gradients, int8)", "", "lossy", "S856", "over=dp"),
+    ("compress(gradients, int2)", "", "lossy", "S856", "powersgd, int8, onebit"),
+    (ROW.format("int8") * 2, "", "lossy", "S501", "already"),
+    ("transformer.h.0  checkpoint()\n" + ROW.format("int8"), "", "lossy", "S857", "rounded"),
+    ("transformer.h.0.mlp  checkpoint()\n" + ROW.format("int8"), "", "lossy", "S857", "keeps"),
+    ("offload(parameters)\n" + ROW.format("int8"), "", "lossy", "S857", "notes of parameters"),
+    (ROW.format("int8") + 'transformer.h pipeline_split(over=pp)\n'
+     'pipeline(order="PipeDream", micro=4)', "pp=2", "lossy, staleness", "S859", "1F1B"),
+])  # fmt: skip
+def test_refusals(rows: str, mesh: str, relax: str, code: str, said: str) -> None:
+    """What says half, what is not allowed, and what else decides of saved tensors."""
+    with pytest.raises(Refusal) as error:
+        plan = planned(models.gpt2(2, tied=False), rows, mesh, relax)
+        prepare(plan, models.tokens(rows=4))
+    assert code in error.value.render() and said in error.value.render()
+
+
+# -- bytes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [8, 2])
+def test_the_plan_knows_the_bytes(bits: int) -> None:
+    """What a row saves at the peak, as the plan has it, is what the program's modules save."""
+    from schedlang.memory import CLASSES
+    from schedlang.passes.costs.estimate import estimate
+    from schedlang.runtime.forward import layers_of
+
+    batch, found = models.tokens(rows=4), []
+    for rows in ("", ROW.format(f"int{bits}")):
+        plan = planned(models.gpt2(4), rows, "", "lossy" if rows else "")
+        told = estimate(plan, batch, None, prepare(plan, batch))[0]
+        place = CLASSES.index("activations")
+        found.append(max(moment.end[place] for moment in told.moments))
+    program = build(plan, batch, optimizer=sgd)
+    program.train_step(batch)
+    saved = 0
+    for block in range(4):
+        layers = layers_of(program.assembly.module.get_submodule(f"transformer.h.{block}"))
+        assert layers is not None
+        layer: Any = layers.kinds["code"]
+        saved += layer.tally.before - layer.tally.after
+    assert found[0] - found[1] == pytest.approx(saved, rel=0.1)

@@ -1,0 +1,104 @@
+"""The probe: models that cannot be cut along their sequences are refused before they train."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from schedlang.diagnostic import Refusal
+from schedlang.passes.preparing.prepare import prepare
+from schedlang.runtime.slicing import slice_probe
+from schedlang.runtime.slicing.small_model import small_copy
+from tests import models
+from tests.causal import Causal
+from tests.proofs import planned
+from tests.slicing import found
+
+REFUSED = {
+    "bert": (models.bert, "it is not causal: in `bert.encoder.layer.0.attention.self`"),
+    "encoder": (models.bart, "it is not causal: in `model.encoder.layers.0.self_attn"),
+    "full attention": (lambda: Causal("full"), "it is not causal: in `blocks.0.out`"),
+    "convolution": (lambda: Causal("conv"), "it is not causal: in `blocks.0"),
+    "attention by products": (lambda: Causal("products"), "does not run on a slice"),
+    "positions by sums": (lambda: Causal(positions="counted"), "`places` gives a slice something"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_cut_is_named(name: str) -> None:
+    """The refusal names the first module that sees later tokens, or forgets earlier ones."""
+    make, wanted = REFUSED[name]
+    with pytest.raises(Refusal) as error:
+        found(make(), models.tokens(3, 9, mask=name == "bert"), 3)
+    said = error.value.render()
+    assert "S655" in said and wanted in said and "slices=1" in said
+
+
+def test_ways_that_are_found() -> None:
+    """Caches of transformers with their labels given; own attention with a row more at the head."""
+    batch, plain = models.tokens(3, 9), models.tokens(3, 9, mask=False)
+    ways = {
+        "llama": found(models.llama(3), batch, 4),
+        "own": found(Causal(layers=3), plain, 2),
+        "labels": found(Causal(shift=False), plain, 2),
+    }
+    seen = {k: (w.count, w.carrier, w.shift, w.head, len(w.places)) for k, w in ways.items()}
+    assert seen == {
+        "llama": (4, "cache", "given", "", 0),
+        "own": (2, "calls", "head", "head", 1),
+        "labels": (2, "calls", "none", "", 1),
+    }
+
+
+def test_a_loss_of_the_users_own() -> None:
+    """A loss beside the model that cuts logits and labels by one is followed across slices."""
+
+    class Logits(Causal):
+        def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+            return 2 * logits
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(output[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    way = found(Logits(), models.tokens(3, 9, mask=False), 3, loss)
+    assert (way.carrier, way.shift, way.head) == ("calls", "head", "head")
+
+
+def test_a_wrong_way_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its places of positions a model differs, in the loss or in a gradient."""
+    plain = slice_probe.candidates
+    monkeypatch.setattr(
+        slice_probe, "candidates",
+        lambda trial: (replace(way, places=frozenset()) for way in plain(trial)),
+    )  # fmt: skip
+    with pytest.raises(Refusal, match="`blocks.0.norm` gives a slice something else"):
+        found(Causal(), models.tokens(3, 9, mask=False), 3)
+
+
+def test_the_stand_in_is_small_and_drawn() -> None:
+    """Two blocks of alike ones stay, all kinds stay, ties stay; values are not the model's."""
+    model = models.gpt2(8)
+    small = small_copy(model).model
+    assert len(small.transformer.h) == 2 and len(model.transformer.h) == 8
+    assert small.lm_head.weight is small.transformer.wte.weight
+    assert not torch.equal(small.lm_head.weight, model.lm_head.weight)
+    mixed = Causal(layers=5)
+    mixed.blocks[3].norm = nn.LayerNorm(16, elementwise_affine=False)
+    small = small_copy(mixed)
+    assert len(small.model.blocks) == 4 and small.alike == {"blocks.4": "blocks.0"}
+    assert len(small_copy(models.gpt2(8), short=False).model.transformer.h) == 8
+
+
+def test_the_row_is_shown() -> None:
+    """The refusal points at the row that asks for slices."""
+    rows = '  pipeline(order="Seq1F1B", micro=2, slices=3)'
+    batch = models.tokens(4, 9)
+    with pytest.raises(Refusal) as error:
+        prepare(planned(models.bert(), rows), batch)
+    said = error.value.render()
+    assert "rows.sched:4:3" in said and "not causal" in said

@@ -1,0 +1,377 @@
+"""Stages by replay: what is recorded, what is refused, and what one stage does alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostic import Refusal
+from schedlang.passes.cutting import stages as cuts
+from schedlang.runtime.recording.graph import cut
+from schedlang.runtime.recording.meta import hollow_model
+from schedlang.runtime.recording.record import record
+from schedlang.runtime.recording.units import Switch, in_trunk, units_of
+from schedlang.runtime.staging.pipeline import Pipeline
+from schedlang.runtime.staging.split import SplitBackward
+from schedlang.runtime.staging.stage import Stage, Stub, enter
+from schedlang.timeline import Kind, Op, timeline
+from tests import models
+
+
+def graph_of(model: nn.Module, batch: Any, **given: Any) -> Any:
+    return record(model, units_of(model, batch), batch, **given)
+
+
+def test_units() -> None:
+    """Trunk elements, and each outermost module with parameters around them, in call order."""
+    model, batch = models.gpt2(2), models.tokens(2)
+    names = units_of(model, batch)
+    assert names == (
+        "transformer.wte", "transformer.wpe", "transformer.h.0", "transformer.h.1",
+        "transformer.ln_f", "lm_head",
+    )  # fmt: skip
+    assert in_trunk(model, names) == (False, False, True, True, False, False)
+
+
+def test_units_at_inner_modules() -> None:
+    """A cut point inside a block opens the block: its parameterised children become units."""
+    model, batch = models.llama(2), models.tokens(2)
+    names = units_of(model, batch, ["model.layers.1.mlp"])
+    assert names[1] == "model.layers.0"
+    assert "model.layers.1" not in names and "model.layers.1.mlp" in names
+    made = cut(record(model, names, batch), [int(k >= names.index("model.layers.1.mlp"))
+                                             for k in range(len(names))])  # fmt: skip
+    # the residual stream and the normed input of the MLP both cross
+    sent = {made.graph.units[u] for u, _ in made.routes[(0, 1)]}
+    assert "model.layers.1.post_attention_layernorm" in sent and len(sent) > 1
+
+
+def test_record_touches_nothing() -> None:
+    """Recording leaves parameters, buffers, hooks, gradients and the model's own calls as found."""
+    model, batch = models.gpt2(2, dropout=0.5), models.tokens(2)
+    state = torch.get_rng_state()
+    before = {n: (id(p), p._version) for n, p in model.named_parameters()}
+    meta, real = graph_of(model, batch), graph_of(model, batch, meta=False)
+    assert before == {n: (id(p), p._version) for n, p in model.named_parameters()}
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+    assert all("_compiled_call_impl" not in vars(m) for m in model.modules())
+    assert all(not m._forward_pre_hooks and not m._forward_hooks for m in model.modules())
+    assert meta == real
+
+
+def test_record_without_weights() -> None:
+    """A model on the meta device records the same graph as one with weights, masks included."""
+    for make in (models.gpt2, models.llama, models.bert, models.bart):
+        batch = models.tokens(2)
+        assert graph_of(hollow_model(make(), {}), batch) == graph_of(make(), batch)
+
+
+def test_what_crosses() -> None:
+    """Each reader names what it needs: skips, flags, detached uses; ties and glue are reported."""
+    graph = graph_of(models.Skipping(), models.points(3))
+    name = dict(enumerate(graph.units))
+    reads = [{(name[u], k) for u, k in r.tokens} for r in graph.reads]
+    assert reads[graph.units.index("blocks.1")] == {("blocks.0", 0)}
+    assert reads[graph.units.index("head")] == {
+        ("blocks.4", 0), ("blocks.1", 1), ("blocks.0", 0), ("embed", 0),
+    }  # fmt: skip
+    leaves = {(name[u], k): leaf for (u, k), leaf in graph.leaves.items()}
+    assert leaves[("blocks.1", 1)].dtype == "bool" and not leaves[("blocks.1", 1)].differentiable
+    assert leaves[("blocks.0", 0)].mutated and not leaves[("embed", 0)].mutated
+    assert graph.glue == ("gain",)
+    made = cut(graph, [0, 0, 0, 1, 1, 1, 2])
+    assert made.shared == {"gain": (0, 1, 2)}
+    assert cut(graph_of(models.gpt2(2), models.tokens(2)), [0, 0, 0, 1, 1, 1]).shared == {
+        "transformer.wte.weight": (0, 1)
+    }
+
+
+class Odd(nn.Module):
+    """Blocks called in a way that forbids some cuts."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.how = how
+
+    def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        order = {"loop": (0, 1, 1, 2), "reversed": (0, 2, 1), "skipped": (0, 1)}
+        for k in order.get(self.how, (0, 1, 2)):
+            x = self.layers[k](x)
+            if self.how == "value" and x.sum().item() > 0:
+                x = x * 2
+        if self.how == "batch" and rows is not None:
+            x = x[rows.nonzero()[:, 0]]
+        return (x**2).mean()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("loop", "layers.1` is called .* a cut falls between two calls made once"),
+        ("reversed", "layers.1` is called after `layers.2`"),
+        ("skipped", "layers.2` is not called"),
+    ],
+)
+def test_calls_refused(how: str, message: str) -> None:
+    """A unit that is called twice, not at all, or against the order given is refused by name."""
+    with pytest.raises(Refusal, match=message) as caught:
+        record(Odd(how), ["layers.0", "layers.1", "layers.2"], {"x": torch.ones(2, 3)})
+    assert caught.value.diagnostic.code == "S601"
+
+
+def test_loop_is_no_trunk() -> None:
+    """The choice of units refuses a trunk that is called in a loop."""
+    with pytest.raises(Refusal, match="called 2 times in one forward"):
+        units_of(Odd("loop"), {"x": torch.ones(2, 3)})
+
+
+def test_value_that_decides() -> None:
+    """A value read by Python is refused without data; with data its source is sent to all."""
+    batch = {"x": torch.ones(2, 3)}
+    with pytest.raises(Refusal, match="between units reads the value") as caught:
+        graph_of(Odd("value"), batch)
+    assert caught.value.diagnostic.code == "S611"
+    names = ["layers.0", "layers.1", "layers.2"]
+    graph = record(Odd("value"), names, batch, meta=False)
+    assert graph.final.tokens == {(0, 0), (1, 0), (2, 0)}
+
+
+def test_values_of_the_batch() -> None:
+    """Code between units may ask for values of the batch: they are known without weights too."""
+    batch = {"x": torch.ones(4, 3), "rows": torch.tensor([True, False, True, True])}
+    graph = graph_of(Odd("batch"), batch)
+    assert graph.final.tokens == {(2, 0)}
+
+
+class Choosing(nn.Module):
+    """Looks at its values, and at how many are positive, before it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        rows = torch.nonzero(x[:, 0] > 0)[:, 0]
+        extra = other if x.sum() > 0 else torch.zeros_like(other)
+        return self.mix(x).index_add(0, rows, x[rows]) + extra
+
+
+class Chosen(nn.Module):
+    """Units whose computation depends on values, but whose output shape does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Choosing() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.layers[0](x, x)
+        for layer in self.layers[1:]:
+            x = layer(x, first)
+        return x.square().mean()
+
+
+def test_values_inside_units() -> None:
+    """A unit may look at values: it then reads all its arguments, and its stub has a shape."""
+    model, batch = Chosen().double(), {"x": torch.rand(4, 3, dtype=torch.float64)}
+    graph = graph_of(model, batch)
+    assert graph.reads[2].tokens == {(0, 0), (1, 0)}
+    model(**batch).backward()
+    wanted = {n: p.grad for n, p in model.named_parameters()}
+    model.zero_grad()
+    made = cut(graph, [0, 1, 2])
+    plan = timeline(
+        [[Op(k, s, 0) for k, r in ((Kind.F, (0, 1, 2)), (Kind.B, (2, 1, 0))) for s in r]]
+    )
+    switch, stub = Switch(model, graph.units), Stub(hollow_model(model, {}), made)
+    stages = {s: Stage(model, made, s, switch=switch, stub=stub) for s in range(3)}
+    Pipeline(stages, plan).run([batch])
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad, wanted[name], rtol=1e-14, atol=0), name
+
+
+class Leaving(nn.Linear):
+    """Leaves a value aside, in a list that it shares with others."""
+
+    def __init__(self, aside: list[Tensor]) -> None:
+        super().__init__(3, 3)
+        self.aside = aside
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.aside.append(out.square().mean())
+        return out
+
+
+class Routed(nn.Module):
+    """Every layer leaves a value aside for the loss, as routers of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside: list[Tensor] = []
+        self.layers = nn.ModuleList(Leaving(self.aside) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aside.clear()
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean() + sum(self.aside[1:])
+
+
+def test_side_channels_refused() -> None:
+    """A loss that reads from inside a unit is refused where the unit is on another stage only."""
+    graph = graph_of(Routed(), {"x": torch.ones(2, 3)})
+    cut(graph, [0, 0, 0])
+    with pytest.raises(Refusal, match="reads a value from inside `layers.1`") as caught:
+        cut(graph, [0, 0, 1])
+    assert caught.value.diagnostic.code == "S610"
+    cut(graph, [0, 1, 1])  # both readers of what stands aside are with the loss
+
+
+def test_stage_calls_only_its_own() -> None:
+    """A stage calls no module of another stage, and nothing at all after its last unit."""
+    model, batch = models.gpt2(4), models.tokens(2)
+    graph = graph_of(model, batch)
+    made = cut(graph, [0, 0, 0, 1, 1, 2, 2, 2])
+    stub = Stub(hollow_model(model, {}), made)
+    calls: list[str] = []
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda m, a, o, name=name: calls.append(name))
+    stage = Stage(model, made, 1, stub=stub)
+    done = stage.forward(batch, {(2, 0): torch.zeros(2, 8, 16, dtype=torch.float64)})
+    inner = {".".join(name.split(".")[:3]) for name in calls if name.startswith("transformer.h.")}
+    assert inner == {"transformer.h.1", "transformer.h.2"}
+    assert not {"transformer.wte", "transformer.ln_f", "lm_head"} & set(calls)
+    assert set(done.made) == {(4, 0)} and done.output is None
+
+
+def test_switch_leaves_no_trace() -> None:
+    """A switch that was removed leaves the modules' calls as they were."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    switch = Switch(model, ["0", "1"])
+    with switch.using(lambda unit, original, args, kwargs: unit):
+        assert model[0](None) == 0 and model[1](None) == 1
+    assert model[0](torch.ones(2)).shape == (2,)
+    switch.remove()
+    assert all("_compiled_call_impl" not in vars(m) for m in model)
+
+
+def test_enter_may_be_written_into() -> None:
+    """What a stage receives may be modified in place, and the gradient is that of the original."""
+    leaf = torch.tensor([1.0, 2.0], requires_grad=True)
+    x = enter(leaf)
+    x.mul_(3.0)
+    x.square().sum().backward()
+    assert leaf.grad is not None and leaf.grad.tolist() == [18.0, 36.0]
+
+
+class Chain(nn.Module):
+    """Linear maps, one weight used twice, a weight under a function, and a loose term."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.rand(3, 3)) for _ in range(3))
+        self.bias, self.loose = nn.Parameter(torch.rand(3)), nn.Parameter(torch.rand(3))
+        self.double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x @ self.a + self.bias)
+        h = torch.tanh(h @ self.b) @ torch.exp(self.c)
+        return torch.tanh(h @ self.b), (self.loose**2).sum()
+
+
+def test_split_equals_whole() -> None:
+    """Both halves give the gradients of one backward; single-use weights wait for the second."""
+    model, x = Chain(), torch.rand(4, 3, dtype=torch.float64)
+    whole = x.clone().requires_grad_()
+    out, extra = model(whole)
+    torch.autograd.backward([out, extra], [torch.ones_like(out), torch.tensor(2.0).double()])
+    wanted = {n: p.grad for n, p in model.named_parameters()}
+    model.zero_grad()
+    leaf = x.clone().requires_grad_()
+    out, extra = model(leaf)
+    ones = [torch.ones_like(out), torch.tensor(2.0).double()]
+    half = SplitBackward([out, extra], ones, [leaf])
+    (grad,) = half.inputs()
+    assert torch.equal(grad, whole.grad)
+    ready = {n for n, p in model.named_parameters() if p.grad is not None}
+    assert ready == {"b"}
+    half.weights()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad, wanted[name], rtol=1e-14, atol=0), name
+
+
+def test_split_does_no_product_twice() -> None:
+    """The halves together multiply matrices as often as one backward does."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    leaf = torch.rand(5, 8, requires_grad=True)
+
+    def flops(run: Any) -> list[int]:
+        out = model(leaf)
+        counts = []
+        for part in run(out, torch.ones_like(out)):
+            with FlopCounterMode(display=False) as counter:
+                part()
+            counts.append(counter.get_total_flops())
+        return counts
+
+    def apart(out: Tensor, grad: Tensor) -> Any:
+        half = SplitBackward([out], [grad], [leaf])
+        return half.inputs, half.weights
+
+    (whole,) = flops(lambda out, grad: (lambda: torch.autograd.backward(out, grad),))
+    first, second = flops(apart)
+    assert first == second == whole // 2
+
+
+UNITS = [cuts.Unit("embed", 100, False), *(cuts.Unit(f"h.{k}", 10 + k) for k in range(5)),
+         cuts.Unit("head", 40, False)]  # fmt: skip
+
+
+def test_cuts() -> None:
+    """Even, by name, by index: what precedes the trunk is first, what follows it is last."""
+    assert cuts.even(UNITS, 2) == (0, 0, 0, 0, 1, 1, 1)
+    assert cuts.even(UNITS, 5) == (0, 0, 1, 2, 3, 4, 4)
+    assert cuts.at_indices(UNITS, [1, 4]) == (0, 0, 1, 1, 1, 2, 2)
+    assert cuts.at_units(UNITS, ["h.2", "head"]) == (0, 0, 0, 1, 1, 1, 2)
+    assert cuts.at_units(UNITS, ["head", "h.2"]) == (0, 0, 0, 1, 1, 1, 2)  # any order
+
+
+def test_balanced_is_best() -> None:
+    """No other cut into runs has a smaller largest stage."""
+    from itertools import combinations
+
+    for stages in range(1, 6):
+        found = cuts.balanced(UNITS, stages)
+
+        def largest(stage_of: tuple[int, ...]) -> int:
+            sums: dict[int, int] = {}
+            for unit, stage in zip(UNITS, stage_of):
+                sums[stage] = sums.get(stage, 0) + unit.params
+            return max(sums.values())
+
+        every = (cuts.at_indices(UNITS, places) for places in combinations(range(1, 5), stages - 1))
+        assert largest(found) == min(largest(other) for other in every)
+        assert sorted(set(found)) == list(range(stages))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: cuts.even(UNITS, 6), "5 units of the trunk cannot be cut into 6 stages"),
+        (lambda: cuts.at_units(UNITS, ["h.9"]), "did you mean"),
+        (lambda: cuts.at_units(UNITS, ["h.3", "h.1", "h.3"]), "two stages start at one module"),
+        (lambda: cuts.at_units(UNITS, ["embed"]), "`embed` comes first"),
+        (lambda: cuts.at_indices(UNITS, [0]), "no cut before unit 0"),
+    ],
+)
+def test_cuts_refused(call: Any, message: str) -> None:
+    """Impossible cuts are refused with what would be possible."""
+    with pytest.raises(Refusal, match=message):
+        call()

@@ -1,0 +1,176 @@
+"""Models of many kinds, unmodified, in stages: loss and every gradient are those of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from schedlang.modelfile import load_model_file
+from tests import models, survey
+from tests.alone import compared, cut_evenly
+from tests.docs.test_examples import ROOT
+
+Batch = dict[str, Any]
+GROUP = "albert.encoder.albert_layer_groups.0"
+
+
+def _hf(name: str, config: str, **sizes: Any) -> nn.Module:
+    """A model of transformers in float64."""
+    import transformers
+
+    torch.manual_seed(0)
+    return getattr(transformers, name)(getattr(transformers, config)(**sizes)).double()
+
+
+def t5() -> nn.Module:
+    """Relative positions computed once for each side; norms in float32."""
+    return _hf("T5ForConditionalGeneration", "T5Config", vocab_size=models.VOCAB, d_model=16,
+               d_kv=8, d_ff=24, num_layers=3, num_decoder_layers=3, num_heads=2,
+               decoder_start_token_id=0, dropout_rate=0.0)  # fmt: skip
+
+
+def whisper() -> nn.Module:
+    """Sound in, words out: the encoder begins with convolutions."""
+    return _hf("WhisperForConditionalGeneration", "WhisperConfig", vocab_size=models.VOCAB,
+               d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+               decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, num_mel_bins=4,
+               max_source_positions=10, max_target_positions=16, pad_token_id=0, bos_token_id=1,
+               eos_token_id=2, decoder_start_token_id=1)  # fmt: skip
+
+
+def vit() -> nn.Module:
+    """Pictures in patches, a class token, a head that slices."""
+    return _hf("ViTForImageClassification", "ViTConfig", hidden_size=16, num_hidden_layers=4,
+               num_attention_heads=2, intermediate_size=24, image_size=8, patch_size=4,
+               num_labels=5)  # fmt: skip
+
+
+def mixtral() -> nn.Module:
+    """Experts chosen by a router, whose scores nobody but the layer reads."""
+    model = _hf("MixtralForCausalLM", "MixtralConfig", vocab_size=models.VOCAB, hidden_size=16,
+                num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
+                intermediate_size=24, num_local_experts=4, max_position_embeddings=16)  # fmt: skip
+    model.set_experts_implementation("eager")  # the grouped product has no float64
+    return model
+
+
+def albert() -> nn.Module:
+    """One group of layers, called four times."""
+    return _hf("AlbertForMaskedLM", "AlbertConfig", vocab_size=models.VOCAB, embedding_size=8,
+               hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=24,
+               max_position_embeddings=16)  # fmt: skip
+
+
+def unet() -> nn.Module:
+    """The example: three lists, called in another order than declared."""
+    torch.manual_seed(0)
+    return _example().model().double()
+
+
+def _example() -> Any:
+    return load_model_file(str(ROOT / "examples/unet/model.py"), None)
+
+
+def words() -> Batch:
+    """Token ids, some rows padded."""
+    return models.tokens(4)
+
+
+def pairs() -> Batch:
+    """Sources, and targets of another length."""
+    batch = models.tokens(4)
+    return {**batch, "labels": batch["labels"][:, :5].contiguous()}
+
+
+def sound() -> Batch:
+    """Features in float64, and words."""
+    g = torch.Generator().manual_seed(1)
+    features = torch.randn(3, 4, 20, generator=g, dtype=torch.float64)
+    return {"input_features": features, "labels": torch.randint(3, 60, (3, 6), generator=g)}
+
+
+def pictures() -> Batch:
+    """Pictures in float64, and classes."""
+    g = torch.Generator().manual_seed(1)
+    pixels = torch.randn(3, 3, 8, 8, generator=g, dtype=torch.float64)
+    return {"pixel_values": pixels, "labels": torch.randint(5, (3,), generator=g)}
+
+
+def squares() -> Batch:
+    """A batch of the example, in float64."""
+    return {name: value.double() for name, value in _example().batch(0).items()}
+
+
+Case = tuple[Callable[[], nn.Module], Callable[[], Batch], int, tuple[str, ...]]
+CASES: dict[str, Case] = {
+    "gpt2": (models.gpt2, words, 3, ("transformer.h",)),
+    "llama": (models.llama, words, 4, ("model.layers",)),
+    "bert": (models.bert, words, 3, ("bert.encoder.layer",)),
+    "t5": (t5, pairs, 4, ("encoder.block", "decoder.block")),
+    "bart": (models.bart, pairs, 4, ("model.decoder.layers", "model.encoder.layers")),
+    "whisper": (whisper, sound, 4, ("model.encoder.layers", "model.decoder.layers")),
+    "vit": (vit, pictures, 4, ("vit.layers",)),
+    "mixtral": (mixtral, words, 3, ("model.layers",)),
+    "unet": (unet, squares, 5, ("down", "middle", "up")),
+    "albert": (albert, words, 3, (GROUP,)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stages_equal_the_whole(name: str) -> None:
+    """Loss, every gradient, and which parameters have one."""
+    make, draw, stages, trunks = CASES[name]
+    model, batch = make(), draw()
+    unrolled = {GROUP: 4} if name == "albert" else {}
+    made = cut_evenly(model, batch, stages, trunks, unrolled)
+    assert made.stages == stages and len(made.edges) >= stages - 1
+    found = compared(model, made, batch)
+    assert found.ok, found
+
+
+def test_router_losses_are_refused_or_kept_together() -> None:
+    """Scores that hooks gather for the loss do not cross a cut in silence."""
+    from schedlang.diagnostic import Refusal
+
+    model = mixtral()
+    model.config.output_router_logits = True
+    with pytest.raises(Refusal, match="reads a value from inside `model.layers.0") as caught:
+        cut_evenly(model, words(), 3, ["model.layers"])
+    assert caught.value.diagnostic.code == "S610"
+
+
+def test_an_encoder_and_a_decoder_send_where_it_is_read() -> None:
+    """The encoder's last state goes to every decoder stage, and straight from where it is made."""
+    made = cut_evenly(t5(), pairs(), 6, ["encoder.block", "decoder.block"])
+    senders = {edge[0] for edge in made.edges if edge[1] == 5}
+    assert {2, 4} <= senders  # the encoder's last stage, and the decoder's stage before
+    assert not {(0, 3), (1, 3), (0, 5)} & set(made.edges)
+
+
+def test_skips_go_straight() -> None:
+    """What a level down made is sent to the level up that joins it, and to no stage between."""
+    made = cut_evenly(unet(), squares(), 8, ["down", "middle", "up"])
+    assert {(0, 7), (1, 6), (2, 5)} <= set(made.edges)
+    assert not {(0, 3), (0, 4), (0, 5), (0, 6), (1, 4), (1, 5)} & set(made.edges)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("kind", survey.kinds())
+def test_every_causal_language_model_of_the_library(kind: str) -> None:
+    """Cut in three by its largest list of modules: equal, or refused with a reason."""
+    try:
+        model, batch = survey.ready(kind)
+    except survey.NotTiny as why:
+        pytest.skip(str(why))
+    if kind in survey.REFUSED:
+        from schedlang.diagnostic import Refusal
+
+        with pytest.raises(Refusal, match=survey.REFUSED[kind]):
+            survey.survey(model, batch)
+        return
+    found = survey.survey(model, batch)
+    assert found.ok, found

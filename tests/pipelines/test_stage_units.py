@@ -1,0 +1,232 @@
+"""Units: which calls a cut may fall between, and what every later forward must keep to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostic import Refusal
+from schedlang.passes.cutting import stages as cuts
+from schedlang.runtime.recording.calls import calls_of
+from schedlang.runtime.recording.graph import cut, labels
+from schedlang.runtime.recording.meta import hollow_model
+from schedlang.runtime.recording.record import record
+from schedlang.runtime.recording.units import Switch, in_trunk, units_of
+from schedlang.runtime.staging.stage import Stage, Stub
+from tests.alone import compared, cut_evenly, in_stages
+
+WIDTH = 4
+
+
+class Way(nn.Module):
+    """Two lists and a module beside them, called in the order that `way` spells."""
+
+    def __init__(self, way: str = "b0 b1 m a0 m a1", branch: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.b = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.m, self.idle = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.way, self.branch = way, branch
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for word in self.way.split():
+            if self.branch and len(x) == 2 and word == "a0":
+                continue  # another way for batches of two rows
+            x = torch.tanh(getattr(self, word[0])[int(word[1])](x) if word[1:] else self.m(x))
+        return x.square().mean()
+
+
+BATCH = {"x": torch.rand(3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))}
+
+
+def test_units_stand_in_the_order_of_calls() -> None:
+    """Neither the order of lists in the model nor the order of the row matters."""
+    model = Way("b0 b1 a0 a1")
+    for trunks in (["a", "b"], ["b", "a"]):
+        names = units_of(model, BATCH, trunks=trunks)
+        assert names == ("b.0", "b.1", "a.0", "a.1")
+        assert in_trunk(model, names, trunks) == (True,) * 4
+    assert in_trunk(model, names, ["a"]) == (False, False, True, True)
+
+
+def test_a_module_stands_beside_lists() -> None:
+    """A module that is no list is one element of the trunk."""
+    model = Way("b0 b1 m a0 a1")
+    names = units_of(model, BATCH, trunks=["a", "b", "m"])
+    assert names == ("b.0", "b.1", "m", "a.0", "a.1")
+    assert in_trunk(model, names, ["a", "b", "m"]) == (True,) * 5
+
+
+def test_what_is_not_called_is_left_out() -> None:
+    """Elements that a batch does not reach are no units; the rest is cut and equals the whole."""
+    model = Way("b0 b1 a1")
+    assert units_of(model, BATCH, trunks=["a", "b"]) == ("b.0", "b.1", "a.1")
+    assert compared(model, cut_evenly(model, BATCH, 3, ["a", "b"]), BATCH).ok
+
+
+def test_calls_in_different_gaps_are_units() -> None:
+    """A module outside the trunk, called once in each of two gaps, lives where it is called."""
+    model = Way("b0 b1 m a0 m a1")
+    made = cut_evenly(model, BATCH, 4, ["a", "b"])
+    assert made.graph.labels == ("b.0", "b.1", "m#0", "a.0", "m#1", "a.1")
+    assert made.graph.glue == () and made.shared == {"m.bias": (1, 2), "m.weight": (1, 2)}
+    assert compared(model, made, BATCH).ok
+
+
+def test_calls_in_one_gap_are_glue() -> None:
+    """A module outside the trunk that is called in a loop belongs to the code between units."""
+    model = Way("b0 b1 m m m a0 a1")
+    made = cut_evenly(model, BATCH, 2, ["a", "b"])
+    assert "m" not in made.graph.units and made.graph.glue == ("m.bias", "m.weight")
+    assert compared(model, made, BATCH).ok
+
+
+def test_a_loop_in_the_trunk_is_refused_with_its_place() -> None:
+    """S601 says how often, the line of the loop in the model's own file, and what would help."""
+    with pytest.raises(Refusal) as caught:
+        units_of(Way("b0 b0 b0 b1"), BATCH, trunks=["b"])
+    (told,) = caught.value.diagnostics
+    assert told.code == "S601" and "`b.0` is called 3 times" in told.title
+    assert "in a loop at test_stage_units.py:" in told.notes[0]
+    assert "`for word in self.way.split():`" in told.notes[0]
+    assert "`b.0  unroll(3)`" in told.helps[1]
+
+
+def test_the_place_is_where_both_calls_part() -> None:
+    """Of nested loops the one that makes the second call is told, not that inside of it."""
+
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+        def once(self, x: Tensor) -> Tensor:
+            for layer in self.inner:
+                x = layer(x)
+            return x
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _turn in range(2):
+                x = self.once(x)
+            return x
+
+    calls = calls_of(Nested().double(), BATCH, True)
+    assert "`for _turn in range(2):`" in calls.place("inner.0")
+    assert calls.place("") == ""
+
+
+def test_unrolled_calls_are_units() -> None:
+    """Each call is a unit; stages share the parameters, and gradients are those of the whole."""
+    model = Way("b0 b0 a0 b0 b1")
+    made = cut_evenly(model, BATCH, 4, ["b"], {"b.0": 3})
+    assert made.graph.labels == ("b.0#0", "b.0#1", "a.0", "b.0#2", "b.1")
+    assert made.shared["b.0.weight"] == (0, 1, 2)
+    assert compared(model, made, BATCH).ok
+
+
+@pytest.mark.parametrize("times", [1, 2, 4])
+def test_another_number_of_calls_is_refused(times: int) -> None:
+    """What `unroll` says must be so."""
+    with pytest.raises(Refusal, match="called 3 times in one forward, not"):
+        units_of(Way("b0 b0 b0 b1"), BATCH, trunks=["b"], unrolled={"b.0": times})
+
+
+def test_a_start_may_be_a_container() -> None:
+    """A stage that starts at a module whose inside is in units starts at the first of them."""
+    units = [cuts.Unit(name, 1) for name in ("h.0", "h.1.a", "h.1.b", "h.2#0", "h.2#1")]
+    assert cuts.at_units(units, ["h.1", "h.2"]) == (0, 1, 1, 2, 2)
+    assert labels(("x", "y", "x")) == ("x#0", "y", "x#1")
+
+
+def _stage(model: nn.Module, index: int) -> Stage:
+    names = units_of(model, BATCH, trunks=["b", "a"])
+    made = cut(record(model, names, BATCH), [0, 1, 1, 2][: len(names)])
+    stub = Stub(hollow_model(model, {}), made)
+    return Stage(model, made, index, switch=Switch(model, names), stub=stub)
+
+
+@pytest.mark.parametrize(("index", "rows"), [(1, 2), (2, 2)])
+def test_another_way_through_the_model_is_refused(index: int, rows: int) -> None:
+    """A batch for which a recorded unit is not called never gets a made-up value."""
+    stage = _stage(Way("b0 b1 a0 a1", branch=True), index)
+    got = torch.zeros(rows, WIDTH, dtype=torch.float64)
+    received = {token: got for tokens in stage.incoming.values() for token in tokens}
+    with pytest.raises(Refusal, match=r"`a\.0` is not called") as caught:
+        stage.forward({"x": got}, received)
+    assert caught.value.diagnostic.code == "S614"
+
+
+def test_a_further_call_is_refused() -> None:
+    """A unit that is called once more than it was recorded is no silent second turn."""
+    model = Way("b0 b1 a0 a1")
+    stage = _stage(model, 1)
+    model.way = "b0 b1 b1 a0 a1"
+    received = {(0, 0): torch.zeros(3, WIDTH, dtype=torch.float64)}
+    with pytest.raises(Refusal, match=r"`b\.1` is called again"):
+        stage.forward(BATCH, received)
+
+
+class Joining(nn.Module):
+    """Joins the first block's output to the end for large batches only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = h = self.layers[0](x)
+        for layer in self.layers[1:]:
+            h = layer(h)
+        return (h + first if len(x) > 3 else h).square().mean()
+
+
+def test_a_value_that_was_never_sent_is_no_number() -> None:
+    """Code between units that reads what the record did not read ends in no plausible loss."""
+    model = Joining().double()
+    made = cut_evenly(model, BATCH, 3, ["layers"])
+    assert made.edges == ((0, 1), (1, 2)) and compared(model, made, BATCH).ok
+    more = {"x": torch.rand(5, WIDTH, dtype=torch.float64)}
+    (result,) = in_stages(model, made, [more])
+    assert result.loss.isnan()
+
+
+class Asking(nn.Module):
+    """Asks for values of numbers that it spells out itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        if 0 in ids[:, [-1, 0]]:  # a list as an index
+            x = x * 2
+        for layer in self.layers:
+            x = layer(x)
+        if torch.tensor([2, 3]).sum().item() == 5:
+            x = x + 1
+        return x.square().mean()
+
+
+def test_spelt_numbers_are_known_without_data() -> None:
+    """Lists as indices and tensors of plain numbers keep their values on the meta device."""
+    model: Any = Asking().double()
+    for first in (0, 7):
+        batch = {**BATCH, "ids": torch.tensor([[first, 1, 2], [3, 4, 5], [3, 4, 5]])}
+        made = cut_evenly(model, batch, 2, ["layers"])
+        assert compared(model, made, batch).ok
+
+
+def test_calls_that_were_seen_are_not_asked_for_again() -> None:
+    """Where every module is called once their order is known; a second call hides it."""
+    from schedlang.runtime.recording.calls import once
+
+    model = Way("b0 b1")
+    seen = once(model, {"b": 1, "b.0": 1, "b.1": 1})
+    assert seen is not None and seen.order == ("b", "b.0", "b.1")
+    assert units_of(model, BATCH, trunks=["b"], calls=seen) == units_of(model, BATCH, trunks=["b"])
+    assert once(model, {"b.0": 2}) is None and once(model, {}) is None

@@ -1,0 +1,164 @@
+"""Cuts in balance: what a run of units weighs, counted, and the lightest heaviest stage."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedlang.orders import order
+from schedlang.passes.cutting import stages as cuts
+from schedlang.passes.cutting.weights import in_flight, state_bytes, weight_of
+from schedlang.passes.preparing.prepare import prepare
+from schedlang.plan import Plan
+from schedlang.runtime.recording.record import record
+from schedlang.runtime.recording.units import units_of
+from tests.proofs import planned, refused
+
+ROWS, WIDTH = 6, 8
+
+
+class Wide(nn.Module):
+    """A linear map to `hidden` and back; with one weight at both ends if `tied`."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Uneven(nn.Module):
+    """Blocks of unequal width; the last two share the weights of their first maps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Wide(h) for h in (4, 4, 40, 4, 12, 12))
+        self.blocks[5].up.weight = self.blocks[4].up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+BATCH = {"x": torch.rand(ROWS, WIDTH)}
+
+
+def test_operations_are_counted() -> None:
+    """2 · rows · inputs · outputs for each of two products."""
+    model = Uneven()
+    graph = record(model, units_of(model, BATCH), BATCH)
+    assert graph.flops == tuple(2 * 2 * ROWS * WIDTH * h for h in (4, 4, 40, 4, 12, 12))
+
+
+def test_kept_bytes_are_counted() -> None:
+    """A block keeps its input and the result of tanh, once each, and no parameter."""
+    model = Uneven()
+    graph = record(model, units_of(model, BATCH), BATCH)
+    hidden = (4, 4, 40, 4, 12, 12)
+    # the first input needs no gradient, but the product does keep it for that of the weight
+    assert graph.saved == tuple(4 * ROWS * (WIDTH + h) for h in hidden)
+    assert graph.given == (0, *(4 * ROWS * WIDTH for _ in hidden[1:]))
+
+
+@pytest.mark.parametrize(("name", "expected"), [("GPipe", (6, 6, 6)), ("1F1B", (3, 2, 1))])
+def test_microbatches_in_flight(name: str, expected: tuple[int, ...]) -> None:
+    """All of them under GPipe, stages minus stage under 1F1B."""
+    assert in_flight(order(name, 3, 6)) == expected
+
+
+def _plan(balance: str, *rows: str, mesh: str = "pp=3") -> Plan:
+    text = f"blocks  pipeline_split(over=pp, balance={balance})"
+    return planned(Uneven(), "\n".join([*rows[:1], text, *rows[1:]]), mesh)
+
+
+@pytest.mark.parametrize("balance", ["params", "time", "memory"])
+def test_no_other_cut_is_lighter(balance: str) -> None:
+    """The heaviest stage is as light as that of the best of all cuts, tried one by one."""
+    plan = _plan(balance)
+    graph = record(plan.model.model, units_of(plan.model.model, BATCH), BATCH)
+    timeline = order("1F1B", 3, 6)
+    weight = weight_of(balance, plan, graph, timeline)
+    units = [cuts.Unit(name, plan.model.numel(name)) for name in graph.units]
+
+    def heaviest(stage_of: tuple[int, ...]) -> float:
+        runs = [(s, stage_of.index(s), stage_of.index(s) + stage_of.count(s)) for s in range(3)]
+        return max(weight(*run) for run in runs)
+
+    every = [cuts.at_indices(units, places) for places in combinations(range(1, 6), 2)]
+    found = heaviest(cuts.balanced(units, 3, weight))
+    assert found == min(map(heaviest, every)) < max(map(heaviest, every))
+
+
+def test_a_shared_parameter_counts_once() -> None:
+    """In a run that holds both names of a weight it is one weight; in two runs each holds it."""
+    plan = _plan("params")
+    graph = record(plan.model.model, units_of(plan.model.model, BATCH), BATCH)
+    weight = weight_of("params", plan, graph, order("GPipe", 3, 1))
+    both, one, other = weight(0, 4, 6), weight(0, 4, 5), weight(0, 5, 6)
+    assert one == other and both == one + other - 12 * WIDTH
+
+
+def test_memory_follows_the_order() -> None:
+    """Under 1F1B the first stage keeps more microbatches alive, and gets fewer blocks."""
+    plan = _plan("memory")
+    model: Any = nn.Module()
+    model = Uneven()
+    model.blocks = nn.ModuleList(Wide(4) for _ in range(12))
+    batch = {"x": torch.rand(512, WIDTH)}  # activations weigh more than parameters
+    graph = record(model, units_of(model, batch), batch)
+    plan = planned(model, "blocks  pipeline_split(over=pp, balance=memory)", "pp=3")
+    units = [cuts.Unit(name, 1) for name in graph.units]
+    counts = {}
+    for name in ("GPipe", "1F1B"):
+        weight = weight_of("memory", plan, graph, order(name, 3, 6))
+        found = cuts.balanced(units, 3, weight)
+        counts[name] = [found.count(stage) for stage in range(3)]
+    assert counts["GPipe"] == [4, 4, 4]
+    assert counts["1F1B"] == [2, 3, 7] or counts["1F1B"][0] < counts["1F1B"][2]
+
+
+def test_state_is_what_a_rank_holds() -> None:
+    """Parameter, gradient and two moments; each kind divided from its stage of ZeRO on."""
+    sizes = {}
+    for stage in (0, 1, 2, 3):
+        plan = planned(Uneven(), f"zero(stage={stage}, over=dp)", "dp=2")
+        sizes[stage] = state_bytes(plan, "blocks.0.up.weight") / (4 * 4 * WIDTH)
+    assert sizes == {0: 4, 1: 3, 2: 2.5, 3: 2}
+
+
+def test_a_recomputed_unit_keeps_its_arguments() -> None:
+    """With `checkpoint` on all blocks the stages weigh less, by what the blocks kept."""
+    plain, again = _plan("memory"), _plan("memory", "blocks.*  checkpoint()")
+    graph = record(plain.model.model, units_of(plain.model.model, BATCH), BATCH)
+    timeline = order("GPipe", 3, 2)
+    heavy = weight_of("memory", plain, graph, timeline)(0, 1, 4)
+    light = weight_of("memory", again, graph, timeline)(0, 1, 4)
+    assert heavy - light == 2 * (sum(graph.saved[1:4]) - sum(graph.given[1:4]))
+
+
+@pytest.mark.parametrize(
+    ("rows", "code"),
+    [
+        ("blocks[2, 4]  pipeline_split(over=pp, balance=time)", "S409"),
+        ("blocks  pipeline_split(over=pp)\nblocks.2  pipeline_split(over=pp)", "S509"),
+        ("blocks.2  pipeline_split(over=pp)\nblocks  pipeline_split(over=pp)", "S509"),
+    ],
+)
+def test_rows_refused(rows: str, code: str) -> None:
+    """Starts leave nothing to balance; a list and starts beside it would be two answers."""
+    assert code in refused(Uneven(), rows, "pp=3")
+
+
+@pytest.mark.parametrize(
+    ("balance", "expected"),
+    [("even", (0, 0, 1, 1, 2, 2)), ("time", (0, 0, 1, 2, 2, 2))],
+)
+def test_a_schedule_is_cut_so(balance: str, expected: tuple[int, ...]) -> None:
+    """The word of the row reaches the stages."""
+    assert prepare(_plan(balance), BATCH).staged.cut.stage_of == expected

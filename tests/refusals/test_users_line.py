@@ -1,0 +1,129 @@
+"""Every public function and method that can refuse names the line of Python that called it."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import schedlang
+from schedlang.code_example import model
+from schedlang.cursor import Caller, Cursor
+from schedlang.diagnostic import Refusal
+from schedlang.report import Report
+from schedlang.runtime.program import Program
+from schedlang.runtime.waiting import Waiting
+from schedlang.schedule import Schedule, Scope
+
+CLASSES = (Scope, Schedule, Cursor, Caller, Program, Waiting, Report)
+
+# what is called, and a last line that is refused; those of a class after the lines of its name
+BEFORE = {
+    "Scope": "with sch.at('layers.*') as scope:\n    ",
+    "Program": "program = sch.build(batch=batch)\n",
+    "Waiting": "program = sch.build()\n",
+}
+CASES = {
+    "create_schedule": "schedlang.create_schedule(net, 'none.sched')",
+    "load": "schedlang.load('none.sched', net)",
+    "verify": "schedlang.verify(sch, batch=3)",
+    "assert_equivalent": "schedlang.assert_equivalent(sch, batch=3)",
+    "Scope.do": "scope.do(Split(style='col', over='tp'))",
+    "Scope.at": "scope.at('upp').__enter__()",
+    "Schedule.why": "sch.why('layers.9')",
+    "Schedule.build": "sch.build(clip=-1)",
+    "Schedule.knob": "sch.knob('tp', 3, choices=[1, 2])",
+    "Schedule.mesh": "sch.mesh(tp=0)",
+    "Schedule.view": "sch.view('both', of=['tp', 'pp'])",
+    "Schedule.require": "sch.require('1 > 2')",
+    "Schedule.pattern": "sch.pattern('wrong(x) { nothing(x) }')",
+    "Schedule.use": "sch.use('none.sched')",
+    "Schedule.expect": "sch.expect('speed < 3')",
+    "Schedule.set": "sch.set(tp=3)",
+    "Schedule.step": "sch.step('a', relax=['speed']).__enter__()",
+    "Schedule.undo": "sch.undo(to='nothing')",
+    "Schedule.diff": "sch.diff(sch.mesh(tp=0))",
+    "Cursor.do": "sch['layers.*'].do(Split(style='col', over='tp'))",
+    "Cursor.modules": "sch['nothing.*'].modules",
+    "Caller.__call__": "sch['layers.*'].checkpont()",
+    "Program.train_step": "program.train_step({**batch, 'more': batch['ids']})",
+    "Program.eval_step": "program.eval_step({'ids': 3})",
+    "Program.module": "away.module",
+    "Program.load_state_dict": "program.load_state_dict({})",
+    "Program.save": "program.save(__file__)",
+    "Program.load": "program.load('none')",
+    "Program.export": "program.export('out', net.head)",
+    "Waiting.train_step": "program.train_step({'ids': 3})",
+    "Waiting.eval_step": "program.eval_step({'ids': 3})",
+}
+NEVER = {  # why they refuse nothing
+    "Schedule.model": "facts are read one by one", "Schedule.plan": "the plan is there already",
+    "Schedule.tree": "a value", "Schedule.to_sched": "text of what is there",
+    "Schedule.to_json": "a record of what is there", "Schedule.warnings": "warnings are none",
+    "Program.gradients": "tells what is there", "Program.input_gradients": "tells what is there",
+    "Program.trained": "tells names", "Program.replica_errors": "compares what is there",
+    "Program.buffers": "tells what is there", "Program.buffer_errors": "compares what is there",
+    "Program.state_dict": "what could not be told was refused when it was built",
+    "Program.optimizer_state": "tells what is there",
+    "Report.ok": "a value", "Report.exit_code": "a value", "Report.worst": "a value",
+    "Report.first": "a value", "Report.blame": "ours", "Report.to_json": "a record of it",
+}  # fmt: skip
+HEAD = """\
+import schedlang
+from schedlang.primitives.shard import shard as Split
+
+
+def apply(net, batch, away):
+    sch = schedlang.create_schedule(net)
+"""
+
+
+def public() -> set[str]:
+    """The names of all public functions, methods and properties."""
+    found = {
+        name for name in schedlang.__all__ if inspect.isfunction(getattr(schedlang, name, None))
+    }
+    for cls in CLASSES:
+        for name, value in vars(cls).items():
+            called = inspect.isfunction(value) or isinstance(value, property)
+            if called and (not name.startswith("_") or name == "__call__"):
+                found.add(f"{cls.__name__}.{name}")
+    return found
+
+
+def test_each_has_a_case() -> None:
+    """A new public function says how it refuses, or why it cannot."""
+    assert public() == {*CASES, *NEVER}, public() ^ {*CASES, *NEVER}
+
+
+def _net() -> tuple[Any, Any]:
+    names: dict[str, Any] = {}
+    exec(model(), names)
+    return names["model"](), names["batch"](0)
+
+
+def _away(net: Any, batch: Any) -> Any:
+    """A program that has no module of its own to give."""
+    sch: Any = schedlang.create_schedule(net)
+    sch["layers.*"].offload("gradients")
+    return sch.build(batch=batch)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_refusal_names_the_users_line(tmp_path: Path, name: str) -> None:
+    """The place of a refusal is the last line of the function that called."""
+    path = tmp_path / "mine.py"
+    lines = BEFORE.get(name.partition(".")[0], "") + CASES[name]
+    text = HEAD + textwrap.indent(lines, "    ") + "\n"
+    path.write_text(text)
+    names: dict[str, Any] = {"__file__": str(path)}
+    exec(compile(text, str(path), "exec"), names)
+    net, batch = _net()
+    away = _away(net, batch) if "away" in CASES[name] else None
+    with pytest.raises(Refusal) as caught:
+        names["apply"](net, batch, away)
+    place = caught.value.diagnostic.primary.span
+    assert (place.source.name, place.line) == (str(path), text.count("\n")), caught.value.render()

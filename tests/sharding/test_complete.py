@@ -1,0 +1,150 @@
+"""`complete` adds the rows that a few `shard` rows leave open, or says why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schedlang.diagnostic import Refusal
+from schedlang.passes.completing.complete import completed
+from schedlang.plan import Plan
+from schedlang.runtime.launching.launch import Pool
+from tests import models
+from tests.proofs import planned, proven
+
+MEGATRON = """
+  model.embed_tokens  pad(vocab, multiple=2)
+  lm_head             pad(out, multiple=2)
+  model.embed_tokens  shard(vocab, over=tp)
+  at model.layers.* {
+    self_attn.{q,k,v}_proj  shard(col, over=tp)
+    self_attn.o_proj        shard(row, over=tp)
+    mlp.{gate,up}_proj      shard(col, over=tp)
+    mlp.down_proj           shard(row, over=tp)
+  }
+  lm_head  shard(vocab, over=tp)
+"""
+
+
+def _rows_of(plan: Plan) -> dict[str, Any]:
+    return {"layouts": dict(plan.layouts), "boundaries": dict(plan.boundaries)}
+
+
+@pytest.mark.parametrize("first, second", [("q", "up"), ("v", "gate")])
+def test_two_rows_of_a_block_give_megatrons_plan(first: str, second: str) -> None:
+    """Whatever projection a block is begun with, all lies as the rows written by hand say."""
+    model, batch = models.llama(), models.tokens()
+    rows = f"""
+      model.embed_tokens  pad(vocab, multiple=2)
+      lm_head             pad(out, multiple=2)
+      model.embed_tokens  shard(vocab, over=tp)
+      at model.layers.* {{
+        self_attn.{first}_proj  shard(col, over=tp)
+        mlp.{second}_proj  shard(col, over=tp)
+      }}
+      lm_head  shard(vocab, over=tp)
+      complete(over=tp)
+    """
+    made = completed(planned(model, rows, "tp=2"), batch)
+    assert _rows_of(made) == _rows_of(planned(model, MEGATRON, "tp=2"))
+    assert not made.completing
+    added = [a for a in made.actions if a.span == next(
+        b.span for b in made.actions if b.name == "complete")]  # fmt: skip
+    assert len(added) == 1 + 3 + 2  # itself, two of q, k, v and o, one of gate and up, and down
+
+
+def test_completed_rows_are_proven(pool: Pool) -> None:
+    """A tied model with packed projections, begun with one row each, equals the original."""
+    rows = """
+      transformer.wte  pad(vocab, multiple=2)
+      transformer.wte  shard(vocab, over=tp)
+      at transformer.h.* {
+        attn.c_proj  shard(row, over=tp)
+        mlp.c_fc     shard(col, over=tp)
+      }
+      complete(over=tp)
+      zero(stage=1, over=dp)
+    """
+    model = models.gpt2()
+    plan = planned(model, rows, "dp=2, tp=2")
+    batches = [models.tokens(), models.tokens(rows=8, seed=2)]
+    made = completed(plan, batches[0])
+    assert {"transformer.h.0.attn.c_attn", "lm_head", "transformer.h.1.mlp.c_proj"} <= {
+        site for action in made.actions for site in action.sites
+    }
+    proven(pool, plan, batches)
+
+
+def test_only_blocks_that_were_begun() -> None:
+    """Rows for the first blocks complete the first blocks."""
+    rows = "model.layers[:2].mlp.up_proj  shard(col, over=tp)\ncomplete(over=tp)"
+    made = completed(planned(models.llama(), rows, "tp=2"), models.tokens())
+    split = {name.rpartition(".mlp")[0] for name in made.layouts}
+    assert split == {"model.layers.0", "model.layers.1"}, split
+
+
+def test_axes_of_size_one_add_nothing() -> None:
+    """On one rank there is nothing to complete."""
+    plan = planned(
+        models.llama(), "lm_head  shard(col, output=R, over=tp)\ncomplete(over=tp)", "tp=1"
+    )
+    made = completed(plan, models.tokens())
+    assert made.actions == plan.actions and not made.completing
+
+
+class Gated(nn.Module):
+    """Two gated blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleDict({
+            "gate": nn.Linear(8, 16), "up": nn.Linear(8, 16), "down": nn.Linear(16, 8),
+        }) for _ in range(2))  # fmt: skip
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block["down"](F.silu(block["gate"](x)) * block["up"](x))
+        return self.head(x).square().mean()
+
+
+def test_nothing_begun_is_refused() -> None:
+    """Without a row to complete, the message gives one (S425)."""
+    plan = planned(Gated(), "complete(over=tp)", "tp=2")
+    with pytest.raises(Refusal, match="no row splits anything over `tp`"):
+        completed(plan, {"x": torch.randn(4, 8)})
+
+
+def test_what_cannot_follow_is_refused() -> None:
+    """Heads that the ranks do not divide: the rows that would be, why not, and what is legal."""
+    rows = "model.layers.*.self_attn.q_proj  shard(col, over=tp)\ncomplete(over=tp)"
+    plan = planned(models.llama(keys=1), rows, "tp=2")
+    with pytest.raises(Refusal) as refusal:
+        completed(plan, models.tokens())
+    said = str(refusal.value)
+    assert "S427" in said and "k_proj  shard(col" in said and "output=R" in said, said
+
+
+class Chain(nn.Module):
+    """Three projections in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(F.silu(self.second(F.silu(self.first(x))))).square().mean()
+
+
+def test_several_ways_are_named() -> None:
+    """In a chain a sum behind the next projection and a gather are equally good: both are given."""
+    plan = planned(Chain(), "first  shard(col, over=tp)\ncomplete(over=tp)", "tp=2")
+    with pytest.raises(Refusal) as refusal:
+        completed(plan, {"x": torch.randn(4, 8)})
+    said = str(refusal.value)
+    assert "S426" in said and "`first` can be completed in 2 ways" in said, said
+    assert "second  shard(row, over=tp)" in said and "first  shard(col, output=R" in said, said

@@ -1,0 +1,367 @@
+"""Grids and cubes of ranks: equal to the original, in parts as small as the papers say."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schedlang.passes.costs.account import account
+from schedlang.passes.cutting.staging import local_skeleton
+from schedlang.passes.preparing.prepare import prepare
+from schedlang.passes.statics.static import static
+from schedlang.plan import Plan
+from schedlang.runtime.collectives.collective import Group
+from tests.engine import Threads
+from tests.models import SIZES, VOCAB
+from tests.proofs import assert_near, planned, proven, refused, sequential, trained
+
+SUMMA, CUBE, BACK = "summa, over=(r, c)", "cube, over=(x, y, z)", "cube, over=(x, z, y)"
+
+
+def gpt2() -> nn.Module:
+    """One layer with dropout; embedding and head tied."""
+    import transformers
+
+    torch.manual_seed(0)
+    rates = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+    config = transformers.GPT2Config(
+        n_embd=16, n_layer=1, n_head=4, n_positions=16, loss_type="ForCausalLM", **rates, **SIZES
+    )
+    return transformers.GPT2LMHeadModel(config).double()
+
+
+def llama(keys: int) -> nn.Module:
+    """One layer, embedding and head apart."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=keys,
+        intermediate_size=24, max_position_embeddings=16, **SIZES,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).double()
+
+
+def gpt2_rows(there: str, back: str) -> str:
+    """Every module of GPT-2 in parts; `back` is for those that lead back to the trunk."""
+    head = there.replace(",", ", output=S(vocab),", 1)
+    return f"""
+      transformer.wte  pad(vocab, multiple=8)
+      transformer.{{wte,wpe,ln_f}}  grid({there})
+      at transformer.h.* {{
+        attn.c_attn  grid({there.replace(",", ", blocks=3,", 1)})
+        {{ln_1,ln_2}}  grid({there})
+        mlp.c_fc  grid({there})
+        {{attn,mlp}}.c_proj  grid({back})
+      }}
+      lm_head  grid({head})
+    """
+
+
+def llama_rows(there: str, back: str) -> str:
+    """Every module of Llama in parts."""
+    return f"""
+      model.embed_tokens  pad(vocab, multiple=8)
+      lm_head  pad(out, multiple=8)
+      model.{{embed_tokens,norm}}  grid({there})
+      at model.layers.* {{
+        {{input_layernorm,post_attention_layernorm}}  grid({there})
+        self_attn.{{q,k,v}}_proj  grid({there})
+        mlp.{{gate,up}}_proj  grid({there})
+        self_attn.o_proj  grid({back})
+        mlp.down_proj  grid({back})
+      }}
+      lm_head  grid({there.replace(",", ", output=S(vocab),", 1)})
+    """
+
+
+def words(seed: int, rows: int) -> dict[str, Tensor]:
+    """Word ids; labels unevenly ignored and rows padded where their number is odd."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(VOCAB, (rows, 6), generator=generator)
+    labels, mask = ids.clone(), torch.ones_like(ids)
+    if rows % 2:
+        labels[0, 2:], mask[0, 4:] = -100, 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def test_gpt2_on_a_grid_is_proven(threads: Threads) -> None:
+    """Everything from the embedding to the tied head in 2 x 2 parts, with dropout: outputs, loss,
+    gradients, three steps and saved state equal the original's, and all static proofs hold."""
+    plan = planned(gpt2(), gpt2_rows(SUMMA, SUMMA) + "zero(stage=0, over=r)", "r=2, c=2")
+    batches = [words(0, 5), words(1, 4)]
+    report = proven(threads, plan, batches)
+    assert report.ok
+    claims = static(plan, batches[0]).claims
+    assert all(claim.holds for claim in claims), [c.problems for c in claims]
+
+
+def near(threads: Threads, plan: Plan, model: nn.Module, rows: int) -> None:
+    """Two steps, on an odd and an even number of rows, are those of a plain loop."""
+    batches = [words(0, rows + 1), words(1, rows)]
+    assert_near(trained(threads, plan, batches, seed=3), sequential(model, batches, seed=3))
+    claims = static(plan, batches[0]).claims
+    assert all(claim.holds for claim in claims), [c.problems for c in claims]
+
+
+def test_replicas_of_a_grid_train_llama(threads: Threads) -> None:
+    """2.5-D: two grids of 2 x 2 see different rows; kv heads are fewer than query heads."""
+    rows = llama_rows(SUMMA, SUMMA) + "zero(stage=0, over=(d, r))"
+    near(threads, planned(llama(2), rows, "d=2, r=2, c=2"), llama(2), 4)
+
+
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.deep)])
+def test_a_cube_trains(threads: Threads, name: str) -> None:
+    """3-D: eight ranks, each with an eighth of every weight and activation."""
+    model = gpt2() if name == "gpt2" else llama(4)
+    rows = gpt2_rows(CUBE, BACK) if name == "gpt2" else llama_rows(CUBE, BACK)
+    near(threads, planned(model, rows + "zero(stage=0, over=x)", "x=2, y=2, z=2"), model, 2)
+
+
+class Toy(nn.Module):
+    """Two square layers that no batch meets as it is, and what makes them wide."""
+
+    def __init__(self, width: int = 12, hidden: int = 12) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(5, width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        h = self.embed(x)
+        out = self.head(h + self.down(torch.tanh(self.up(h))))
+        return {"loss": F.cross_entropy(out, labels), "out": out}
+
+
+def points(seed: int, rows: int) -> dict[str, Tensor]:
+    """Points with labels."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 5, generator=generator, dtype=torch.float64)
+    return {"x": x, "labels": torch.randint(3, (rows,), generator=generator)}
+
+
+PAIR = "up  grid({0})\ndown  grid({1})\n"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "there", "back", "data"),
+    [
+        ("r=2, c=3", SUMMA, SUMMA, "r"),  # panels of neither side alone
+        ("c=2, r=3", SUMMA, SUMMA, "r"),  # columns named first
+        ("r=1, c=2", SUMMA, SUMMA, "r"),
+        ("r=2, c=1", SUMMA, SUMMA, "r"),
+        ("z=2, x=1, y=2", CUBE, BACK, "x"),  # another order of the mesh
+        ("x=2, y=1, z=2", CUBE, BACK, "x"),
+        ("x=2, y=2, z=1", CUBE, BACK, "x"),
+        ("x=2, y=1, z=3", CUBE, BACK, "x"),
+    ],
+)
+def test_sides_need_not_be_equal(
+    threads: Threads, mesh: str, there: str, back: str, data: str
+) -> None:
+    """Grids and cubes of unequal sides, or flat ones, in any order of the mesh's axes, equal the
+    original, of rows that do not divide."""
+    leave = back.replace(",", ", output=R,", 1)
+    rows = PAIR.format(there, leave) + f"zero(stage=0, over={data})"
+    plan, batches = planned(Toy().double(), rows, mesh), [points(0, 7), points(1, 6)]
+    assert_near(trained(threads, plan, batches), sequential(Toy().double(), batches))
+    assert all(claim.holds for claim in static(plan, batches[0]).claims)
+
+
+# -- what is sent, and what is kept ---------------------------------------------------------------
+
+# bytes that a rank receives of a tensor of one byte, as rings send it
+SHARE = {
+    "broadcast": lambda n: (n - 1) / n, "reduce": lambda n: (n - 1) / n,
+    "all-gather": lambda n: (n - 1) / n, "reduce-scatter": lambda n: (n - 1) / n,
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+}  # fmt: skip
+WIDTH = 36
+
+
+class Squares(nn.Module):
+    """Square weights without biases; with as many rows as columns every matrix is as large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up, self.down = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(torch.tanh(self.first(x)))))
+
+
+def squares(rows: str, mesh: str) -> tuple[Plan, dict[str, Tensor]]:
+    """The plan of Squares, and its batch: a square."""
+    return planned(Squares().double(), rows, mesh), {"x": torch.zeros(WIDTH, WIDTH).double()}
+
+
+def volume(plan: Plan, batch: dict[str, Tensor], *sites: str) -> float:
+    """What a rank receives for some modules in forward and backward, in units of one matrix."""
+    sent = account(plan, batch, total).collectives
+    found = sum(
+        one.count * one.bytes * SHARE[one.kind](plan.mesh.size(one.axes))
+        for one in sent
+        if one.fqn in sites and one.phase != "step"
+    )
+    return found / (WIDTH * WIDTH * 8)
+
+
+def total(output: Any, batch: Any) -> Tensor:
+    """The mean of what a model gives."""
+    return output.mean()
+
+
+TRUNK = "first  grid({0})\nup  grid({1})\ndown  grid({2})\nzero(stage=0, over={3})"
+
+
+def grid_of(q: int, d: int = 1) -> tuple[Plan, dict[str, Tensor]]:
+    """Squares on a grid of q x q, d times."""
+    data = "(d, r)" if d > 1 else "r"
+    rows = TRUNK.format(SUMMA, SUMMA, SUMMA.replace(",", ", output=R,", 1), data)
+    return squares(rows, f"d={d}, r={q}, c={q}" if d > 1 else f"r={q}, c={q}")
+
+
+def cube_of(q: int) -> tuple[Plan, dict[str, Tensor]]:
+    """Squares on a cube."""
+    leave = CUBE.replace(",", ", output=R,", 1)
+    return squares(TRUNK.format(CUBE, BACK, leave, "x"), f"x={q}, y={q}, z={q}")
+
+
+@pytest.mark.parametrize(("q", "d"), [(2, 1), (4, 1), (2, 2), (2, 3)])
+def test_a_grid_sends_what_the_papers_say(q: int, d: int) -> None:
+    """Per layer 6 (q-1)/q of a block row of a matrix in 2-D, 3 (q-1)(d+1)/(d q) in 2.5-D."""
+    published = 3 * (q - 1) * (d + 1) / (d * q)
+    assert d > 1 or published == 6 * (q - 1) / q
+    plan, batch = grid_of(q, d)
+    assert volume(plan, batch, "up") == pytest.approx(published / q)
+
+
+@pytest.mark.parametrize("q", [2, 3])
+def test_a_cube_sends_what_the_papers_say(q: int) -> None:
+    """Per layer 6 (q-1)/q**3 of a matrix, and 2 (q-1)/q**3 to gather both factors once more in
+    backward instead of keeping them whole."""
+    plan, batch = cube_of(q)
+    assert volume(plan, batch, "up") == pytest.approx((6 + 2) * (q - 1) / q**3)
+
+
+def test_one_dimension_sends_more(threads: Threads) -> None:
+    """A pair of Megatron's layers sends 2 x 2 (P-1)/P of a whole activation: 1-D."""
+    plan, batch = squares("first  shard(col, over=tp)\nup  shard(row, over=tp)", "tp=4")
+    assert volume(plan, batch, "first", "up") == pytest.approx(2 * 3 / 4)  # first needs no gradient
+    plan, batch = squares("up  shard(col, over=tp)\ndown  shard(row, over=tp)", "tp=4")
+    assert volume(plan, batch, "up", "down") == pytest.approx(2 * 2 * 3 / 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "share", "rows"),
+    [(lambda: grid_of(2), 4, 2), (lambda: grid_of(2, 2), 4, 4), (lambda: cube_of(2), 8, 2)],
+)
+def test_a_rank_keeps_its_parts_only(make: Any, share: int, rows: int) -> None:
+    """Weights take 1/q**2 of their bytes (1/q**3 on a cube), and what a layer keeps for backward
+    is its part of input and weight: 1/q**2 of an activation, of the rows that its replica sees."""
+    plan, batch = make()
+    matrix = WIDTH * WIDTH
+    (held,) = {one.elements for one in account(plan, batch, total).classes or ()}
+    assert held == 3 * matrix // share
+    sample = {"x": batch["x"][: WIDTH // rows].to("meta")}
+    traced = prepare(plan, {"x": batch["x"][: WIDTH // rows]}, total, None).traced
+    model, kept = local_skeleton(plan, traced), Counter[str]()
+    own = {id(parameter) for parameter in model.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept["weights" if id(tensor) in own else "activations"] += tensor.numel()
+        return tensor
+
+    inner = model.up.forward
+    wide = sample["x"].new_zeros(WIDTH // rows, math.isqrt(matrix)).requires_grad_()
+
+    def noted(x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            out: Tensor = inner(x)
+        return out
+
+    model.up.forward = noted
+    model(**sample)
+    assert wide.numel() == matrix // rows
+    assert kept["activations"] == matrix // rows // (share // 2)
+    assert kept["weights"] in (0, matrix // share)
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+MESH = "r=2, c=2, x=1, y=1"
+
+
+@pytest.mark.parametrize(
+    ("rows", "mesh", "said"),
+    [
+        ("up  grid(summa, over=r)", MESH, "[S304]: `summa` lies over 2 axes, not 1"),
+        ("up  grid(summa, over=(r, r))", MESH, "[S304]: `summa` lies over 2 axes, not 2"),
+        ("up  grid(cube, over=(r, c))", MESH, "name them all: `over=(x, y, z)`"),
+        ("up  grid(summa, over=(r, c))", "r=2, c=5", "[S402]: cannot split 12 evenly 10 ways"),
+        ("up  grid(summa, over=(r, c))", "r=2, c=5",
+         "`r` and `c` may each be 2 or 3 or 4 or 6 or 12"),
+        ("up  grid(summa, blocks=[5, 4], over=(r, c))", MESH, "[S406]"),
+        ("up  grid(summa, output=S(seq), over=(r, c))", MESH, "[S307]"),
+        ("grid(summa, over=(r, c))", MESH, "[S401]"),
+        ("up  shard(col, over=c)\nup  grid(summa, over=(r, c))", MESH, "[S504]"),
+    ],
+)  # fmt: skip
+def test_refusals_say_what_fits(rows: str, mesh: str, said: str) -> None:
+    """What a grid cannot do is refused with what it can."""
+    assert said in refused(Toy().double(), rows, mesh)
+
+
+def test_rows_of_a_grid_have_to_split_the_batch() -> None:
+    """Without its `zero` row a grid would sum the same gradient on every row of it."""
+    text = refused(Toy().double(), PAIR.format(SUMMA, SUMMA), "r=2, c=2", points(0, 4))
+    assert "[S510]: nothing splits the batch over `r`, the rows of the grid of `up`" in text
+    assert "add `zero(stage=0, over=r)` at the end" in text
+
+
+def test_columns_of_a_grid_see_the_same_rows() -> None:
+    """An axis cannot split the batch and the hidden dim."""
+    rows = TRUNK.format(SUMMA, SUMMA, SUMMA, "(r, c)")
+    text = refused(Squares().double(), rows, "r=2, c=2", {"x": torch.zeros(4, WIDTH).double()})
+    assert "[S510]: `c` splits the batch, and the hidden dim in the grid of `first`" in text
+
+
+def test_a_cube_names_its_axes_in_turn() -> None:
+    """A layer that is given the hidden dim in the order of its own results says what to swap."""
+    rows = PAIR.format(CUBE, CUBE) + "zero(stage=0, over=x)"
+    text = refused(Toy().double(), rows, "x=1, y=2, z=2", points(0, 4))
+    assert "lies in the order of its own results" in text
+    assert "name its last two axes in the other order" in text
+
+
+def test_a_group_counts_in_the_order_named(threads: Threads) -> None:
+    """Parts over `z.y` are gathered, kept and scattered with z slowest, whatever the mesh says."""
+    assert threads.run(_ordered, 6) == [True] * 6
+
+
+def _ordered() -> bool:
+    from schedlang.mesh import Mesh
+    from schedlang.runtime.collectives import collective
+    from schedlang.runtime.collectives.ranks import Ranks
+
+    ranks = Ranks(Mesh((("y", 2), ("z", 3))))
+    group: Group = ranks.group("z.y")
+    y, z = divmod(ranks.rank, 3)
+    whole = torch.arange(12.0).view(2, 6)
+    part = collective.own_part(whole, 1, group)
+    assert torch.equal(part, whole[:, [2 * z + y]])
+    for dim in (0, 1):
+        mine = collective.own_part(whole.t() if dim == 0 else whole, dim, group)
+        there = collective.all_gather(mine, dim, group)
+        summed = collective.reduce_scatter(there, dim, group)
+        assert torch.equal(summed, 6 * mine)
+        assert torch.equal(there, whole.t() if dim == 0 else whole)
+    return True

@@ -1,0 +1,312 @@
+"""What one traced forward finds out about a sharded model, and what it refuses in which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schedlang.passes.cutting.staging import local_skeleton
+from schedlang.passes.laying.propagate import Traced, propagate
+from schedlang.placement import R, S
+from schedlang.runtime.collectives.collective import listening
+from schedlang.runtime.recording.constants import OnMeta
+from schedlang.runtime.recording.meta import hollow_batch
+from schedlang.runtime.sharding.crossing import forget
+from tests import models
+from tests.proofs import planned, refused
+from tests.training.test_build import FUSED, GPT2, LLAMA, LLAMA_ENDS, Fused, _words
+
+TOKENS = models.tokens()
+
+
+def _traced(model: nn.Module, rows: str, mesh: str = "tp=2", batch: Any = None) -> Traced:
+    return propagate(planned(model, rows, mesh), batch or TOKENS)
+
+
+def _sent(model: nn.Module, rows: str, mesh: str = "tp=2") -> list[tuple[str, str, int, bool]]:
+    """The collectives of one forward and backward: kind, whose, bytes, and whether in backward."""
+    plan = planned(model, rows, mesh)
+    local = local_skeleton(plan, propagate(plan, TOKENS))
+    local.train()
+    heard: list[tuple[str, str, int, bool]] = []
+    back = [False]
+    with listening(lambda kind, group, size: heard.append((kind, group.label, size, back[0]))):
+        given = hollow_batch(TOKENS)
+        with OnMeta(TOKENS, given):
+            loss = local(**given).loss
+        back[0] = True
+        loss.backward()
+    forget()
+    return heard
+
+
+# -- what is found -----------------------------------------------------------------------------
+
+
+def test_attributes_are_divided_and_nothing_else() -> None:
+    """GPT-2's attention counts heads and widths: those two of each block, not the head size."""
+    traced = _traced(models.gpt2(2), GPT2)
+    by_block = {(fqn, attribute): value for fqn, attribute, value in traced.numbers}
+    for block in range(2):
+        attn = f"transformer.h.{block}.attn"
+        assert by_block[attn, "split_size"] == 8
+        assert (attn, "head_dim") not in by_block
+    assert {fqn for fqn, _ in by_block} == {f"transformer.h.{k}.attn" for k in range(2)}
+
+
+def test_two_numbers_of_one_call() -> None:
+    """Query and key-value heads that are counted in one split are divided together."""
+    traced = _traced(Fused(), FUSED, batch=_words(1))
+    assert {(a, v) for _, a, v in traced.numbers} == {("heads", 2), ("groups", 1)}
+
+
+def test_llama_needs_no_numbers() -> None:
+    """A model that asks tensors for their sizes has nothing to divide."""
+    rows = """at model.layers.* {
+      self_attn.{q,k,v}_proj  shard(col, over=tp)
+      self_attn.o_proj        shard(row, over=tp)
+    }"""
+    traced = _traced(models.llama(2), rows)
+    assert traced.numbers == () and traced.partial == {}
+
+
+def test_a_gather_is_hoisted_to_where_the_tensor_comes_in() -> None:
+    """Under sequence parallelism one gather serves q, k and v, at the attention that holds them."""
+    traced = _traced(models.llama(2), LLAMA + LLAMA_ENDS)
+    hoisted = {fqn for fqn, edges in traced.edges.items() if any(e.hoisted for e in edges)}
+    assert {
+        f"model.layers.{k}.{part}" for k in range(2) for part in ("self_attn", "mlp")
+    } == hoisted
+    for fqn in hoisted:
+        (edge,) = [e for e in traced.edges[fqn] if e.hoisted]
+        assert edge.arrives == S(1) and edge.wants == R
+    sent = _sent(models.llama(2), LLAMA + LLAMA_ENDS)
+    gathers = [one for one in sent if one[0] == "all-gather" and not one[3]]
+    assert len([one for one in gathers if ".layers." in one[1]]) == 4
+
+
+def test_norms_under_sequence_parallelism_have_partial_gradients() -> None:
+    """A weight that all ranks hold and use on their own tokens is summed over the axis."""
+    traced = _traced(models.llama(2), LLAMA + LLAMA_ENDS)
+    norms = {f"model.layers.{k}.{n}_layernorm.weight" for k in range(2)
+             for n in ("input", "post_attention")}  # fmt: skip
+    assert {n: set(a) for n, a in traced.partial.items()} == {
+        n: {"tp"} for n in norms | {"model.norm.weight"}
+    }
+
+
+def test_norms_of_queries_and_keys_have_partial_gradients() -> None:
+    """Qwen3 scales each head by one shared weight: heads on other ranks have their part of it."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=4, intermediate_size=24, max_position_embeddings=16, **models.SIZES,
+    )  # fmt: skip
+    model = transformers.Qwen3ForCausalLM(config).double()
+    rows = """at model.layers.* {
+      self_attn.{q,k,v}_proj  shard(col, over=tp)
+      self_attn.o_proj        shard(row, over=tp)
+    }"""
+    attn = "model.layers.0.self_attn"
+    assert set(_traced(model, rows).partial) == {f"{attn}.q_norm.weight", f"{attn}.k_norm.weight"}
+
+
+def test_dropout_knows_its_window() -> None:
+    """Attention dropout is split over heads, residual dropout is not."""
+    traced = _traced(models.gpt2(1, 0.1), GPT2)
+    assert traced.random
+    split = {site for (site, _), (_, tags) in traced.masks.items() if tags}
+    whole = {site for (site, _), (_, tags) in traced.masks.items() if not tags}
+    assert split == {"transformer.h.0.attn"}  # inside fused attention
+    assert {"transformer.drop", "transformer.h.0.mlp.dropout"} <= whole
+    shape, tags = traced.masks["transformer.h.0.attn", 0]
+    assert shape == (7, 2, 8, 8) and tags["tp"].dim == 1  # rows, heads, tokens
+
+
+@pytest.mark.parametrize("shifted", [True, False], ids=["GPT-2", "BERT"])
+def test_labels_are_counted_as_the_model_reads_them(shifted: bool) -> None:
+    """A model that shifts its labels is weighed by those that are left, another by all."""
+    model = models.gpt2(1) if shifted else models.bert()
+    batch = dict(TOKENS)
+    (rule,) = propagate(planned(model, "verify(loss)"), batch).labels
+    assert rule.source == "labels"
+    labels = batch["labels"][:, 1:] if shifted else batch["labels"]
+    assert rule.count(batch) == float((labels != -100).sum())
+    part = {"labels": batch["labels"][2:5]}
+    assert rule.count(part) == float((labels[2:5] != -100).sum())
+
+
+def test_other_values_that_do_not_count() -> None:
+    """The rule takes over `ignore_index` from the model's own loss."""
+    (rule,) = propagate(planned(Fused(), "verify(loss)"), _words(1)).labels
+    assert (rule.source, rule.ignore_index) == ("target", -1)
+    assert rule.count(_words(1)) == float((_words(1)["target"] != -1).sum())
+
+
+def test_collectives_are_counted() -> None:
+    """Megatron's count: two all-reduces forward and two backward for each block."""
+    rows = GPT2[GPT2.index("at ") : GPT2.index("lm_head")]
+    sent = _sent(models.gpt2(3), rows)
+    for backward in (False, True):
+        mine = [(kind, size) for kind, _, size, back in sent if back == backward]
+        assert mine == [("all-reduce", 7 * 8 * 16 * 8)] * 6
+
+
+def test_axes_of_size_one_shard_nothing() -> None:
+    """The rows stay in the plan, and the trace has no edges."""
+    traced = _traced(models.gpt2(1), GPT2, "tp=1")
+    assert not traced.edges and not traced.numbers
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    """Two projections with a chosen computation between them."""
+
+    def __init__(self, between: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.between = nn.Linear(4, 8), nn.Linear(8, 4), between
+        self.side = nn.Linear(4, 1)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.between(self, self.up(x), x)).square().mean()
+
+
+BOTH = "up shard(col, over=tp)\ndown shard(row, over=tp)"
+X = {"x": torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))}
+
+
+def _pair(between: Any, rows: str = BOTH) -> str:
+    return refused(Pair(between), rows, "tp=2", X)
+
+
+def test_a_column_without_its_row() -> None:
+    """What `col` leaves split and nobody takes is refused, with the output that gathers it."""
+    said = _pair(lambda m, y, x: y, "up shard(col, over=tp)")
+    assert "S405" in said and "up  shard" not in said.splitlines()[0]
+    said = refused(nn.Sequential(nn.Linear(4, 8)).double(), "0 shard(col, over=tp)", "tp=2",
+                   {"input": X["x"]})  # fmt: skip
+    assert "a tensor that is split over `tp` leaves the model" in said and "output=R" in said
+
+
+def test_softmax_along_a_split_dim() -> None:
+    """A softmax over features that lie on several ranks is refused by name."""
+    said = _pair(lambda m, y, x: y.softmax(-1))
+    assert "`softmax` computes along a dim that is split over `tp`" in said and "output=R" in said
+
+
+def test_reducing_a_split_dim() -> None:
+    """A mean over split features is refused."""
+    assert "`mean` reduces over a dim that is split over `tp`" in _pair(
+        lambda m, y, x: y * 0 + y.mean(-1, keepdim=True)
+    )
+
+
+def test_a_pending_sum_is_not_handed_on() -> None:
+    """A sum that nobody would add up is refused: what follows would take it for the whole."""
+    said = _pair(lambda m, y, x: y, BOTH.replace("(row,", "(row, output=P(sum),"))
+    assert "`down` would hand on a sum that is pending" in said and "output=R" in said
+
+
+def test_a_whole_tensor_among_split_ones() -> None:
+    """An activation that every rank has whole, mixed with a split one, would lose its gradient."""
+    said = _pair(lambda m, y, x: y * m.side(x))
+    assert "mixes a tensor split over `tp` with one that is whole" in said
+    assert "shard the module that makes it" in said
+
+
+def test_parameters_among_split_tensors_are_summed_later() -> None:
+    """A number made of a parameter alone may meet split tensors: its gradient is a part."""
+    model = Pair(lambda m, y, x: y * m.side.weight.exp().sum())
+    assert {n: set(a) for n, a in _traced(model, BOTH, batch=X).partial.items()} == {
+        "side.weight": {"tp"}
+    }
+
+
+def test_missing_blocks() -> None:
+    """Fused q, k and v split as one are refused with the blocks to write."""
+    said = refused(models.gpt2(1), GPT2.replace("blocks=3, ", ""), "tp=2", TOKENS)
+    assert "blocks=3" in said and "attn.c_attn" in said
+
+
+def test_heads_below_the_axis() -> None:
+    """Two heads over four ranks: how many there are, where, and what is legal."""
+    said = refused(models.gpt2(1), GPT2, "tp=4", TOKENS)
+    assert "2 heads of `transformer.h.0.attn` cannot be split over tp=4" in said
+    assert "`tp` may be one of 1, 2" in said
+
+
+def test_a_split_sequence_into_whole_attention() -> None:
+    """Attention that is not sharded would see a part of the tokens only."""
+    rows = LLAMA_ENDS
+    said = refused(models.llama(1), rows, "tp=2", TOKENS)
+    assert "S405" in said and "self_attn" in said
+
+
+def test_a_half_sharded_tie() -> None:
+    """A tied weight that one user splits and the other does not know of (S506)."""
+    said = refused(models.gpt2(1), "transformer.wte shard(vocab, over=tp)".replace(
+        "transformer.wte shard", "transformer.wte pad(vocab, multiple=2)\ntransformer.wte shard"
+    ), "tp=2", TOKENS)  # fmt: skip
+    assert "S506" in said and "`lm_head` shares a weight that is split" in said
+    assert "lm_head shard(vocab, over=tp)" in said
+
+
+def test_a_batch_that_the_model_rejects() -> None:
+    """The model's own words are in the message, and what a batch should be."""
+    said = refused(models.gpt2(1), "verify(loss)", "", {"nonsense": TOKENS["input_ids"]})
+    assert "S604" in said and "You have to specify either input_ids" in said
+    assert "keyword arguments of the model's forward" in said
+
+
+def test_the_loss_stays_split() -> None:
+    """With a vocabulary-parallel head no collective carries whole logits."""
+    whole = 7 * 8 * models.VOCAB * 8
+    assert max(size for _, _, size, _ in _sent(models.gpt2(1), GPT2)) < whole
+
+
+class Wide(nn.Module):
+    """Reads its width from a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        return F.relu(self.down(y / y.shape[-1])).sum()
+
+
+def test_plain_numbers_read_from_a_split_tensor_change_the_result() -> None:
+    """A width read from a split tensor is a smaller number: `verify` is there to find it."""
+    # the shapes agree, so the trace cannot know; this records what only the proof can see
+    assert _traced(Wide(), BOTH, batch=X).edges.keys() == {"up", "down"}
+
+
+class Late(nn.Module):
+    """The model's own code computes along what its last module has split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.one(x).relu()
+        return self.three(self.two(first).relu()).softmax(-1).sum() + first.sum()
+
+
+def test_a_refusal_between_modules_stands_at_the_row_that_split() -> None:
+    """Not at the first row of the plan: at the one whose module made what fails."""
+    rows = "one shard(col, over=tp)\ntwo shard(row, over=tp)\nthree shard(col, over=tp)"
+    told = refused(Late(), rows, "tp=2", {"x": torch.randn(4, 8)})
+    assert "softmax" in told and "| three shard(col, over=tp)" in told and "one shard" not in told

@@ -1,0 +1,135 @@
+"""What stands around split projections: adapters, frozen weights, split sequences, embeddings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostic import Refusal
+from schedlang.passes.cutting.staging import stages_of
+from schedlang.passes.laying.propagate import propagate
+from schedlang.passes.preparing.holdings import holdings_of
+from schedlang.passes.preparing.reductions import reductions
+from tests import models
+from tests.engine import Threads
+from tests.proofs import planned, proven, refused
+
+BATCHES = [models.tokens(3), models.tokens(2, 6)]
+
+
+class Adapted(nn.Module):
+    """A frozen projection beside a trained one of low rank (LoRA, Hu et al. 2021)."""
+
+    def __init__(self, base: nn.Module, rank: int = 2) -> None:
+        super().__init__()
+        assert isinstance(base, nn.Linear)
+        self.base = base.requires_grad_(False)
+        self.A = nn.Linear(base.in_features, rank, bias=False).double()
+        self.B = nn.Linear(rank, base.out_features, bias=False).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The sum of both."""
+        return self.base(x) + self.B(self.A(x)) * 0.5
+
+
+ADAPTED = """at model.layers.* {
+  self_attn.{q,v}_proj.{base,B}  shard(col, over=tp)
+  self_attn.k_proj               shard(col, over=tp)
+  self_attn.o_proj.{base,A}      shard(row, over=tp)
+  mlp.gate_proj                  shard(col, over=tp)
+  mlp.up_proj.{base,B}           shard(col, over=tp)
+  mlp.down_proj.{base,A}         shard(row, over=tp)
+}"""
+GPT2 = """at transformer {
+  wte              shard(vocab, over=tp, uneven=pad)
+  drop             shard(input=S(seq), over=tp)
+  h.*.attn.c_attn  shard(col, blocks=3, over=tp)
+  h.*.attn.c_proj  shard(row, over=tp, output=S(seq))
+  h.*.mlp.c_fc     shard(col, over=tp)
+  h.*.mlp.c_proj   shard(row, over=tp, output=S(seq))
+  ln_f             shard(output=R, over=tp)
+}
+lm_head  shard(vocab, over=tp, uneven=pad)"""
+BERT = """at bert.encoder.layer.* {
+  attention.self                    shard(input=R, over=tp)
+  attention.self.{query,key,value}  shard(col, over=tp)
+  attention.output.dense            shard(row, over=tp, output=S(seq))
+  intermediate.dense                shard(col, over=tp)
+  output.dense                      shard(row, over=tp, output=S(seq))
+}
+bert.encoder  shard(input=S(seq), output=R, over=tp)"""
+
+
+def adapted() -> nn.Module:
+    """Llama, all frozen but the adapters of most projections."""
+    model = models.llama(2).requires_grad_(False)
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        for holder, names in ((layer.self_attn, "qvo"), (layer.mlp, ("up", "down"))):  # type: ignore[union-attr]
+            for name in names:
+                setattr(holder, f"{name}_proj", Adapted(getattr(holder, f"{name}_proj")))  # type: ignore[arg-type]
+    return model
+
+
+def test_adapters_on_frozen_projections(threads: Threads) -> None:
+    """A and B lie as base does, or whole; the proof covers the set of trained parameters."""
+    proven(threads, planned(adapted(), ADAPTED, "tp=2"), BATCHES)
+
+
+def test_frozen_parameters_are_never_summed() -> None:
+    """Gradients are summed over the ranks only where something is trained."""
+    model = models.gpt2(1)
+    model.transformer.h[0].ln_1.requires_grad_(False)  # type: ignore[union-attr]
+    plan = planned(model, GPT2, "tp=2")
+    traced = propagate(plan, BATCHES[0])
+    assert "transformer.h.0.ln_2.weight" in traced.partial
+    held = holdings_of(plan, stages_of(plan, traced, BATCHES[0], None))
+    summed = {name for one in reductions(plan, traced, held) for name in one.names}
+    assert "transformer.h.0.ln_2.weight" in summed and "transformer.h.0.ln_1.weight" not in summed
+
+
+def test_split_sequences_of_gpt2(threads: Threads) -> None:
+    """Dropout, layer norms and residuals on a part of the tokens; their gradients are summed."""
+    proven(threads, planned(models.gpt2(2, dropout=0.1), GPT2, "tp=2"), BATCHES)
+
+
+def test_split_sequences_of_bert(threads: Threads) -> None:
+    """The residual around attention is split where attention itself gathers."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=16,
+        vocab_size=models.VOCAB,
+    )  # fmt: skip
+    model = transformers.BertForMaskedLM(config).double()
+    proven(threads, planned(model, BERT, "tp=2"), BATCHES)
+
+
+def test_a_length_that_the_ranks_do_not_divide() -> None:
+    """Seven tokens over two ranks are refused (S420), with what would do."""
+    said = refused(models.gpt2(1), GPT2, "tp=2", models.tokens(3, 7))
+    assert "S420" in said and "a dim of 7 cannot be split evenly over `tp`=2" in said
+    assert "pad the batch to a multiple of 2" in said
+
+
+def test_embeddings_split_along_what_rows_hold(threads: Threads) -> None:
+    """`weight=S(hidden)` gathers the parts of each row; an uneven one is padded."""
+    rows = "model.embed_tokens  shard(weight=S(hidden), output=R, over=tp, uneven=pad)"
+    proven(threads, planned(models.llama(1), rows, "tp=3"), BATCHES)
+
+
+def test_embeddings_that_scale(threads: Threads) -> None:
+    """Gemma multiplies each row, and bounds its logits; the tied table is split by words."""
+    rows = """model.embed_tokens  shard(vocab, over=tp, uneven=pad)
+    lm_head             shard(vocab, over=tp, uneven=pad)"""
+    proven(threads, planned(models.gemma2(), rows, "tp=2"), BATCHES)
+
+
+def test_embeddings_that_change_their_rows_are_refused() -> None:
+    """`max_norm` writes into the weight while it looks up (S404)."""
+    model = nn.ModuleDict({"table": nn.Embedding(8, 4, max_norm=1.0)})
+    with pytest.raises(Refusal) as caught:
+        planned(model, "table  shard(vocab, over=tp)", "tp=2")
+    assert "S404" in caught.value.render() and "bounds the norm" in caught.value.render()

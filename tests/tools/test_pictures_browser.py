@@ -1,0 +1,88 @@
+"""Pictures in a real browser, in the light and the dark: tests/browser.py says which it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import browser as chromium
+from tests.pictures import every
+from tests.tools.test_pictures import alone
+
+LOOKED_AT = (Path(__file__).parents[1] / "looked_at.js").read_text()
+BAD = """<!doctype html><meta name="color-scheme" content="light dark"><style>body{background:#fff}
+</style><p style="color:#999">pale</p><div style="width:3000px">wide</div>
+<svg width="100" height="40"><text x="5" y="20">one above</text><text x="8" y="21">another</text>
+<text x="90" y="20">leaves the picture</text></svg><img src="none/there.png">
+<script>console.error("a mistake"); missing()</script>"""
+
+pytestmark = pytest.mark.deep
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Browser]:
+    """One browser for all of them."""
+    if chromium.program() is None:
+        pytest.skip("no Chromium or Chrome is installed, and SCHEDLANG_BROWSER names none")
+    with chromium.browser(tmp_path_factory.mktemp("browser")) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All pictures as files."""
+    where = tmp_path_factory.mktemp("pictures")
+    for name, text in every():
+        alone(text)
+        (where / name).write_text(text)
+    return where
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_every_picture(browser: chromium.Browser, folder: Path, dark: bool) -> None:
+    """No complaint, no request, nothing that overflows or overlaps, no contrast below 4.5."""
+    found = {}
+    for file in sorted(folder.iterdir()):
+        browser.open(file, dark=dark)
+        faults = browser.tell(LOOKED_AT) + browser.complaints() + browser.requests()
+        if faults:
+            found[file.name] = faults[:5]
+    assert not found
+    assert len(list(folder.iterdir())) >= 12
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_page_of_timelines_is_used(browser: chromium.Browser, folder: Path, dark: bool) -> None:
+    """Every order that can be chosen is drawn with blocks that can be read, and without a word."""
+    browser.open(folder / "timelines.html", dark=dark)
+    orders = browser.tell("[...document.getElementById('order').options].map(o => o.value)")
+    assert len(orders) > 20
+    for name in orders:
+        browser.tell(f"page.order.value = '{name}'; page.show()")
+        assert browser.tell("document.querySelectorAll('#drawing .b').length") > 8
+    for name in ("ZB-V", "DualPipe"):
+        browser.tell(f"page.order.value = '{name}'; page.show()")
+        assert browser.tell(LOOKED_AT) == []
+    assert not browser.complaints() + browser.requests()
+
+
+def test_a_narrow_window_scrolls(browser: chromium.Browser, folder: Path) -> None:
+    """On a phone no page is wider than the window: pictures shrink, tables scroll."""
+    for name in ("plan.html", "report_different.html", "diff.html", "timelines.html"):
+        browser.open(folder / name, dark=False, width=420)
+        wide = browser.tell("document.documentElement.scrollWidth")
+        assert wide <= 420, (name, wide)
+
+
+def test_what_is_wrong_is_seen(browser: chromium.Browser, tmp_path: Path) -> None:
+    """Pale words, a wide page, words on words or outside, requests and errors are all found."""
+    (tmp_path / "bad.html").write_text(BAD)
+    browser.open(tmp_path / "bad.html", dark=False)
+    said = " ".join(browser.tell(LOOKED_AT))
+    for words in ("contrast of 2.8", "too wide", "lies on", "leaves the picture"):
+        assert words in said, (words, said)
+    assert any("none/there.png" in url for url in browser.requests())
+    told = " ".join(browser.complaints())
+    assert "a mistake" in told and "missing is not defined" in told

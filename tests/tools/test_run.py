@@ -1,0 +1,187 @@
+"""Tests of run: training on local ranks and under torchrun, its report, and how it ends."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from schedlang.cli import app
+from schedlang.modelfile import load_model_file
+from schedlang.passes.reading.record import record
+from schedlang.passes.reading.restore import restored
+from schedlang.schedule import load
+
+ROOT = Path(__file__).parents[2]
+
+MODEL = '''
+"""A network for one test."""
+
+import os
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(12, 8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.head = nn.Linear(8, 12)
+
+    def forward(self, ids):
+        DIES
+        x = self.table(ids)
+        return self.head(x + self.down(torch.relu(self.up(x))))
+
+
+def model():
+    return Net()
+
+
+def batch(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {"ids": torch.randint(12, (4, 5), generator=generator)}
+
+
+def loss(output, batch):
+    return nn.functional.cross_entropy(output.flatten(0, 1), batch["ids"].flatten())
+'''
+
+SCHEDULE = """schedule 1 for Net
+
+mesh(dp=2, tp=2)
+
+step "rows" {
+  up    shard(col, over=tp)
+  down  shard(row, over=tp)
+  zero(stage=1, over=dp)
+}
+"""
+
+
+@pytest.fixture
+def sched(tmp_path: Path) -> Path:
+    (tmp_path / "model.py").write_text(MODEL.replace("DIES", ""))
+    file = tmp_path / "net.sched"
+    file.write_text(SCHEDULE)
+    return file
+
+
+def call(*args: object) -> Result:
+    return CliRunner().invoke(app, ["run", *(str(arg) for arg in args)])
+
+
+def test_run(sched: Path) -> None:
+    """It trains, and reports loss, speed and exact bytes of every rank, as JSON too."""
+    result = call(sched, "--json", "--steps", 12, "--lr", 0.02)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["first_loss"] == found["losses"][0] > found["last_loss"] == found["losses"][-1]
+    assert len(found["losses"]) == 12 and found["mesh"] == {"dp": 2, "tp": 2}
+    assert found["unit"] == "tokens" and found["per_second"] > 0 and found["step_seconds"] > 0
+    assert [one["rank"] for one in found["memory"]] == [0, 1, 2, 3]
+    sharded = 8 * 8 + 8 + 8 * 8  # up's weight and bias and down's weight, halved over tp
+    whole = 12 * 8 + 8 + 8 * 12 + 12  # the rest; all of it lies in slices over dp
+    for one in found["memory"]:
+        assert one["parameters"] == 4 * (sharded + whole) // 2 == one["gradients"]
+        assert one["optimizer"] >= 2 * one["parameters"]
+    assert found["activations"] == "not measured"
+
+
+def test_report(sched: Path) -> None:
+    """The same as text; the loss does not depend on the mesh."""
+    two, one = (call(sched, "--mesh", mesh, "--steps", 3) for mesh in ("dp=2,tp=1", "dp=1,tp=1"))
+    assert two.exit_code == one.exit_code == 0, two.output + one.output
+    assert "tokens/s (padding included)" in two.stdout and "2 ranks" in two.stdout
+    assert "activations are not measured" in two.stdout
+    losses = [next(x for x in r.stdout.splitlines() if "loss" in x) for r in (two, one)]
+    assert losses[0] == losses[1]
+
+
+def test_a_dead_rank_ends_it(sched: Path) -> None:
+    """A rank that dies ends the run with its own error and exit 3, soon."""
+    dies = "os.environ.get('RANK') != '1' or self.up.weight.is_meta or os._exit(7)"
+    (sched.parent / "model.py").write_text(MODEL.replace("DIES", dies))
+    began = time.monotonic()
+    result = call(sched, "--json")
+    assert result.exit_code == 3 and "rank 1" in json.loads(result.stdout)["error"]
+    assert time.monotonic() - began < 60  # it did not wait for the time-out of a collective
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--mesh", "dp=8,tp=2"], "more than `run` starts"),
+        (["--optimizer", "adam"], "choose adamw or sgd"),
+        (["--steps", "0"], "trains nothing"),
+        (["--plan", "p.json"], "one of them"),
+        (["--model", "none.py"], "no model file"),
+    ],
+)
+def test_mistakes(sched: Path, args: list[str], said: str) -> None:
+    """Wrong settings are refused with exit 2 before a rank starts."""
+    result = call(sched, *args)
+    assert result.exit_code == 2 and said in result.stderr
+
+
+def test_saved_plan(sched: Path, tmp_path: Path) -> None:
+    """A saved plan trains as its schedule does."""
+    saved = tmp_path / "p.json"
+    done = CliRunner().invoke(app, ["plan", str(sched), "--out", str(saved)])
+    assert done.exit_code == 0, done.output
+    runs = [call(*args, "--json", "--steps", 2) for args in ((sched,), ("--plan", saved))]
+    first, second = (json.loads(result.stdout) for result in runs)
+    assert first["losses"] == second["losses"] and first["memory"] == second["memory"]
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2/3d", "llama/3d", "llama/tp_sp", "bert/one_device", "custom/2d"]
+)
+def test_record_and_back(name: str) -> None:
+    """A record of each example, restored, is the same plan."""
+    file = ROOT / "examples" / f"{name}.sched"
+    plan = load(file, load_model_file(None, file).model(meta=True)).plan()
+    made: dict[str, Any] = json.loads(json.dumps(record(plan)))
+    assert restored(made, plan.model) == plan
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"plan": 2}', '{"plan": 1, "mesh": {}}'])
+def test_no_plan(tmp_path: Path, text: str) -> None:
+    """A file that holds no plan is refused, with how to write one."""
+    (tmp_path / "p.json").write_text(text)
+    result = call("--plan", tmp_path / "p.json")
+    assert result.exit_code == 2 and "schedlang plan FILE --out" in result.stderr
+
+
+def _torchrun(*args: object) -> subprocess.CompletedProcess[str]:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*start, *map(str, args)], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.deep
+def test_under_torchrun(sched: Path) -> None:
+    """It joins the job; one rank prints, and trains as local ranks do."""
+    args = (sched, "--mesh", "dp=1,tp=2", "--json", "--steps", 2)
+    found = json.loads(_torchrun("-m", "schedlang.cli", "run", *args).stdout)
+    assert found["losses"] == json.loads(call(*args).stdout)["losses"]
+
+
+@pytest.mark.deep
+def test_a_loop_of_ones_own(tmp_path: Path) -> None:
+    """The script of the README: it trains, saves, and goes on from there."""
+    pytest.importorskip("transformers")
+    script, folder = ROOT / "examples" / "gpt2" / "train.py", tmp_path / "saved"
+    first, second = (_torchrun(script, folder).stdout.splitlines() for _ in range(2))
+    losses = [float(line.split()[-1]) for line in (*first, *second)]
+    assert len(losses) == 20 and losses[-1] < losses[9] < losses[0]

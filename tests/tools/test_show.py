@@ -1,0 +1,128 @@
+"""A printed plan: its text, its folding, and the picture."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+from schedlang.amounts import number, size
+from schedlang.passes.costs.account import account
+from schedlang.passes.costs.delta import delta
+from schedlang.passes.reading.fold import pattern
+from schedlang.passes.showing.picture import page, picture
+from schedlang.passes.showing.show import View, view
+from schedlang.passes.showing.show_text import text
+from schedlang.passes.showing.trace import trace
+from schedlang.timeline import timing
+from tests.models import tokens
+from tests.verifying.test_account import CHECKPOINT, MESH, PIPE, TENSOR, planned
+
+ROWS = TENSOR + "  transformer.h[:2]  checkpoint()\n" + PIPE.format("zero(stage=1, over=dp)")
+THREE = MESH.format("dp=2, pp=2, tp=2", ROWS)
+
+
+def shown(rows: str = ROWS, mesh: str = "dp=2, pp=2, tp=2", **options: bool) -> View:
+    plan = planned(MESH.format(mesh, rows))
+    return view(plan, account(plan, tokens(rows=16)), "x.sched", **options)
+
+
+def test_text_is_golden() -> None:
+    """The whole text of a small plan is as it was read and found right."""
+    assert (
+        text(shown()) + "\n"
+        == (Path(__file__).parents[1] / "data").joinpath("plan.txt").read_text()
+    )
+
+
+def test_each_names_every_module() -> None:
+    """Unfolded, every module has a line of its own; the collectives are the same in sum."""
+    folded, each = shown(), shown(each=True)
+    lines = [line for step in each.steps for line in step.lines]
+    assert all(len(line.sites) == 1 for line in lines)
+    assert each.changes == folded.changes == len(lines)
+    sums = [
+        sum(e.bytes for step in one.steps for line in step.lines for e in line.effects)
+        for one in (folded, each)
+    ]
+    assert sums[0] == sums[1] > 0
+
+
+def test_lines_hold_all_collectives() -> None:
+    """No collective that a row asks for is lost between the account and the lines."""
+    one = shown()
+    lines = sum(e.bytes for step in one.steps for line in step.lines for e in line.effects)
+    assert lines == sum(c.total for c in one.account.collectives or () if c.row is not None)
+
+
+def test_json_is_plain() -> None:
+    """The value goes through JSON unchanged."""
+    value = shown().to_json()
+    assert json.loads(json.dumps(value)) == value
+
+
+def test_picture_is_whole_and_alone() -> None:
+    """The picture is well-formed, small, refers to nothing outside, and knows dark and light."""
+    one = shown()
+    for drawn in (picture(one), page(one)):
+        assert len(drawn.encode()) < 300_000
+        assert "prefers-color-scheme:dark" in drawn
+        assert not re.search(r"(src|href)=|url\(|@import|<script", drawn)
+    root = ElementTree.fromstring(picture(one))
+    words = ["".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    for word in ("f64[64@tp, 16]", "checkpoint", "pipeline_split over=pp", "0..1", "as above"):
+        assert word in words, word
+    assert any("= transformer.wte" in word for word in words)
+
+
+def test_large_pictures_stay_small() -> None:
+    """A pipeline of many operations shows its first ranks, and says so."""
+    from dataclasses import replace
+
+    from schedlang.orders import order
+
+    one = shown()
+    long = replace(one.account, timeline=order("1F1B", 32, 64))
+    drawn = picture(replace(one, account=long))
+    assert len(drawn.encode()) < 300_000 and "of 32 ranks" in drawn
+
+
+def test_trace_has_every_operation() -> None:
+    """The trace names each operation once, on its rank, at its time."""
+    timeline = shown().account.timeline
+    assert timeline is not None
+    times = timing(timeline)
+    events = [e for e in json.loads(trace(times))["traceEvents"] if e["ph"] == "X"]
+    assert len(events) == len(timeline)
+    assert max(e["ts"] + e["dur"] for e in events) == times.makespan * 1000
+
+
+def test_patterns() -> None:
+    """All that stand alike are a glob, others a slice of the language, others a list."""
+    every = [f"h.{k}.mlp" for k in range(8)]
+    assert pattern(every, every) == "h.*.mlp"
+    assert pattern(every[2:5], every) == "h[2:5].mlp"
+    assert pattern(every[::2], every) == "h[0:7:2].mlp"
+    assert pattern([every[1], every[5], every[6]], every) == "h[1, 5, 6].mlp"
+    assert pattern(every[:1], every) == "h.0.mlp"
+    grid = [f"a.{i}.b.{k}" for i in range(2) for k in range(2)]
+    assert pattern(grid[:3], grid) == "a.0.b.0 and 2 more"
+
+
+def test_sizes() -> None:
+    """Bytes and counts are rounded for people."""
+    assert [size(n) for n in (0, 999, 1024, 65_011_712)] == ["0 B", "999 B", "1 KiB", "62 MiB"]
+    assert [number(n) for n in (12, 124_439_808)] == ["12", "124.4 M"]
+
+
+def test_delta() -> None:
+    """What a change costs: recomputation sends more and holds as much."""
+    plain, again = (shown(TENSOR + rows, "tp=2").account for rows in ("", CHECKPOINT))
+    changed = {cost.name: cost for cost in delta(plain, again)}
+    assert (
+        changed["parameters per rank, at most"].old == changed["parameters per rank, at most"].new
+    )
+    sent = changed["their bytes, at most"]
+    assert sent.old is not None and sent.new is not None and sent.new > sent.old
+    assert "->" in str(sent) and "unchanged" in str(changed["bubble"])

@@ -1,0 +1,149 @@
+"""`why` and `diff` on the command line: rows, collectives, costs; as text, Markdown and a page."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from schedlang.cli import app
+
+MODEL = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+    def forward(self, x):
+        return {"loss": self.down(torch.relu(self.up(x))).square().mean()}
+def model():
+    return Net()
+def batch(seed):
+    return {"x": torch.ones(4, 8)}
+"""
+HEAD = "schedule 1 for Net\n\nmesh(dp=2, tp=2)\n\n"
+ROWS = "up    shard(col, over=tp)\ndown  shard(row, over=tp)\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model and two schedules; the second one slices its state."""
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "a.sched").write_text(f"{HEAD}{ROWS}zero(stage=0, over=dp)\n")
+    (tmp_path / "b.sched").write_text(f"{HEAD}{ROWS}zero(stage=1, over=dp)\n")
+    return tmp_path
+
+
+def run(*words: object) -> tuple[int, str]:
+    """Exit code and output of a command."""
+    found = CliRunner().invoke(app, [str(word) for word in words])
+    return found.exit_code, found.output
+
+
+def test_every_collective_has_a_reason_and_its_row(folder: Path) -> None:
+    """The sum of a row-split module names that row; that of replicas the row of `zero`."""
+    code, text = run("why", folder / "a.sched", "--collectives")
+    assert code == 0
+    numbered = dict(re.findall(r"^ +(\d+)  (.*)$", text, re.M))
+    assert len(numbered) == len(text.strip().split("\n"))
+    sums = [n for n, said in numbered.items() if "all-reduce over tp   forward: output" in said]
+    (number,) = sums
+    said = run("why", folder / "a.sched", "--collective", number)[1]
+    assert "a.sched:6   shard(row, over=tp)" in said and "groups of 2 ranks along tp" in said
+    assert "every rank has a part of a sum" in said and "takes its output whole" in said
+    (number,) = [n for n, said in numbered.items() if "step: grads " in said]
+    said = run("why", folder / "a.sched", "--collective", number)[1]
+    assert "a.sched:7   zero(stage=0, over=dp)" in said and "different rows of the batch" in said
+    (number,) = [n for n, said in numbered.items() if "loss and gradient norm" in said]
+    assert "by no row" in run("why", folder / "a.sched", "--collective", number)[1]
+
+
+def test_why_refuses(folder: Path) -> None:
+    """A number that none has (S866), a question for nothing or for two things at once (S109)."""
+    code, text = run("why", folder / "a.sched", "--collective", "99")
+    assert code == 2 and "S866" in text and "there are 0 to " in text
+    for words in ((), ("up", "--collectives")):
+        code, text = run("why", folder / "a.sched", *words)
+        assert code == 2 and "S109" in text and "one of them" in text
+
+
+def test_a_difference_has_memory_bytes_and_actions(folder: Path) -> None:
+    """What slicing the optimizer's state saves is in the table that a pull request shows."""
+    code, text = run("diff", folder / "a.sched", folder / "b.sched", "--markdown")
+    assert code == 0 and text.startswith("### `a.sched` → `b.sched`")
+    rows = {row.split(" | ")[0].strip("| "): row for row in text.split("\n") if row.startswith("|")}
+    assert re.search(r"\| -\d+\.\d% \|$", rows["peak of the fullest rank: optimizer"]), text
+    assert "| `zero` | `stage: 0 -> 1` |" in text and "**~** changed" in text
+    assert "Unchanged: " in text
+    plain = run("diff", folder / "a.sched", folder / "b.sched")[1]
+    assert re.search(r"peak of the fullest rank: optimizer .* -> .* \(-", plain)
+    same = run("diff", folder / "a.sched", folder / "a.sched", "--markdown")[1]
+    assert "No difference" in same and "| " not in same
+
+
+def test_a_difference_is_a_page_of_its_own(folder: Path) -> None:
+    """The page has the same rows, in light and dark, and asks for nothing from elsewhere."""
+    page = folder / "d.html"
+    assert run("diff", folder / "a.sched", folder / "b.sched", "--html", page)[0] == 0
+    text = page.read_text()
+    assert "prefers-color-scheme:dark" in text and "http" not in text and len(text) < 300_000
+    assert "<code>stage: 0 -&gt; 1</code>" in text and "peak of the fullest rank" in text
+
+
+def test_a_saved_plan_is_compared_as_its_schedule_is(folder: Path) -> None:
+    """On either side, or on both, a saved plan differs from another as the schedules do."""
+    plans = {}
+    for name in ("a", "b"):
+        plans[name] = folder / f"{name}.json"
+        assert run("plan", folder / f"{name}.sched", "--out", plans[name])[0] == 0
+    found = json.loads(run("diff", folder / "a.sched", folder / "b.sched", "--json")[1])
+    assert found["changes"] and any(cost["old"] != cost["new"] for cost in found["costs"])
+    for sides in (
+        (plans["a"], folder / "b.sched"),
+        (folder / "a.sched", plans["b"]),
+        (plans["a"], plans["b"]),
+    ):
+        code, text = run("diff", *sides, "--json")
+        assert code == 0 and json.loads(text) == found, sides
+    assert "No difference" in run("diff", plans["a"], folder / "a.sched", "--markdown")[1]
+
+
+def test_settings_go_with_schedules(folder: Path) -> None:
+    """Of two saved plans nothing can be set (S109); a file that only looks like one is none."""
+    saved = folder / "a.json"
+    assert run("plan", folder / "a.sched", "--out", saved)[0] == 0
+    code, text = run("diff", saved, saved, "--mesh", "dp=4")
+    assert code == 2 and "S109" in text and "saved plans have their decisions" in text
+    assert run("diff", saved, folder / "b.sched", "--mesh", "dp=4")[0] == 0
+    saved.write_text(' {"plan": 2}')
+    code, text = run("diff", saved, folder / "b.sched")
+    assert code == 2 and "S907" in text and "no plan of version 1" in text
+
+
+NEST = MODEL.replace("def model", """class Mine(nn.Module):
+    def __init__(self, old):
+        super().__init__()
+        self.up, self.down, self.act = old.up, old.down, nn.ReLU()
+    def forward(self, x):
+        return {"loss": self.down(self.act(self.up(x))).square().mean()}
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.replacements = Net(), {"mine": Mine}
+    def forward(self, x):
+        return self.net(x)
+def model""").replace("return Net()", "return Whole()")  # fmt: skip
+
+
+def test_a_saved_plan_names_modules_that_its_rows_made(tmp_path: Path) -> None:
+    """A row inside what an earlier row put in place is found again."""
+    (tmp_path / "model.py").write_text(NEST)
+    sched, saved = tmp_path / "a.sched", tmp_path / "a.json"
+    sched.write_text("schedule 1 for Whole\n\nnet      replace(mine)\nnet.act  checkpoint()\n")
+    assert run("plan", sched, "--out", saved)[0] == 0
+    code, text = run("diff", saved, sched, "--json")
+    assert code == 0 and json.loads(text)["changes"] == [], text

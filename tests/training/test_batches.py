@@ -1,0 +1,153 @@
+"""Batches that are not plain: nested, without labels in a part, with inputs that nothing reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schedlang.diagnostic import Refusal
+from schedlang.passes.proving.original import Sequential
+from schedlang.passes.verifying.prove import Case, prove
+from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.parts import named_tensors, rows_of, split
+from tests.proofs import planned, proven
+
+DP2 = "zero(stage=2, over=dp)"
+
+
+class Nested(nn.Module):
+    """Reads everything from inside of a dict: inputs, labels, a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.head = nn.Linear(3, 5), nn.Linear(5, 4)
+        self.double()
+
+    def forward(self, given: Any, unread: Tensor | None = None) -> Any:
+        logits = self.head(torch.tanh(self.enter(given["x"] * given["scale"][0])))
+        return {"loss": F.cross_entropy(logits, given["labels"][0]), "logits": logits}
+
+
+def _nested(rows: int, seed: int = 0) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(seed)
+    labels = torch.randint(4, (rows,), generator=g)
+    labels[1:2] = -100
+    x = torch.randn(rows, 3, generator=g, dtype=torch.float64)
+    return {"given": {"x": x, "labels": (labels,), "scale": [2.0]}, "unread": x.clone()}
+
+
+def test_tensors_inside_are_named_and_cut() -> None:
+    """A tensor in a dict or list of the batch is cut by rows like one of the batch itself."""
+    batch = _nested(5)
+    assert list(named_tensors(batch)) == ["given.x", "given.labels.0", "unread"]
+    assert rows_of({"given": batch["given"]}) == 5
+    parts = [part for share in split(batch, 2, 2) for part in share]
+    assert [len(part.rows) for part in parts] == [2, 1, 1, 1]
+    for part in parts:
+        (labels,) = part.inputs["given"]["labels"]
+        rows = list(part.rows)
+        assert torch.equal(labels, batch["given"]["labels"][0][rows])
+        assert torch.equal(part.inputs["given"]["x"], batch["given"]["x"][rows])
+        assert part.inputs["given"]["scale"] == [2.0]
+
+
+def test_a_nested_batch_trains(pool: Pool) -> None:
+    """Parts weigh by the labels inside, and the gradients of the floats inside are compared."""
+    plan = planned(Nested(), f'{DP2}\n  pipeline(order="GPipe", micro=2)', "dp=2")
+    report = proven(pool, plan, [_nested(5, 1), _nested(6, 2)])
+    names = {row.name for row in report.rows if row.kind == "input gradients"}
+    assert names == {"given.x", "unread"}
+
+
+def test_the_loss_of_a_part_without_labels(pool: Pool) -> None:
+    """In evaluation, too, a part in which no label counts adds nothing; it is no NaN."""
+    batch = _nested(4)
+    batch["given"]["labels"][0][2:] = -100
+    for rows in (DP2, 'pipeline(order="GPipe", micro=3)'):
+        proven(pool, planned(Nested(), rows, "dp=2" if "dp" in rows else ""), [batch, _nested(5)])
+
+
+def test_an_input_that_nothing_reads(pool: Pool) -> None:
+    """Its gradient is none in the original and zero where state is sliced: the same."""
+    report = proven(pool, planned(Nested(), DP2, "dp=2"), [_nested(4)])
+    (row, *_) = [r for r in report.rows if (r.kind, r.name) == ("input gradients", "unread")]
+    assert row.ok and "nothing reads" in row.note
+
+
+class Averaging(nn.Module):
+    """Keeps an average over its calls, of its weight or of what it is given."""
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lin, self.of = nn.Linear(3, 3), of
+        self.register_buffer("mean", torch.zeros(3))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        now = self.lin.weight.detach()[0] if self.of == "weight" else x.detach().mean(0)
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * now)
+        return self.lin(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    "of, rows, refused",
+    [
+        ("weight", DP2, False),
+        ("weight", 'pipeline(order="GPipe", micro=2)', True),
+        ("input", DP2, True),
+        ("input", "lin  checkpoint()", False),
+    ],
+)
+def test_buffers_that_depend_on_the_split(of: str, rows: str, refused: bool, pool: Pool) -> None:
+    """A buffer that parts would leave otherwise than the whole is refused by name, and only it."""
+    batch = {"x": torch.arange(12.0, dtype=torch.float64).view(4, 3)}
+    case = Case(
+        planned(Averaging(of), rows, "dp=2" if "dp" in rows else ""), (batch,), dtype="none"
+    )
+    if not refused:
+        assert prove(case, pool=pool).ok
+        return
+    with pytest.raises(Refusal, match="S708") as caught:
+        prove(case, pool=pool)
+    assert "`mean`" in caught.value.render()
+
+
+def test_buffers_are_put_back() -> None:
+    """The check leaves the buffers of its subject as they were."""
+    from schedlang.passes.proving.buffers import check_buffers
+
+    batch = {"x": torch.ones(4, 3, dtype=torch.float64)}
+    subject = Sequential(Averaging("weight"))
+    with pytest.raises(Refusal):
+        check_buffers(subject, batch, split(batch, 1, 2))
+    assert not subject.module.mean.any()
+
+
+def test_a_cut_gives_up_rounding() -> None:
+    """Stages sum a tied weight's gradient and the norm in another order: not bit by bit."""
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    plan = planned(nn.Sequential(layers), "`0`  pipeline_split(over=pp)", "pp=2")
+    assert plan.gives_up == {"rounding"}
+
+
+def _count() -> int:
+    return torch.get_num_threads()
+
+
+def test_one_rank_has_the_threads_of_its_parent(pool: Pool) -> None:
+    """Sums over threads have one order on both sides of an exact comparison; ranks share them."""
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            assert pool.run(_count, 1) == [threads]
+            assert pool.run(_count, 2) == [1, 1]
+    finally:
+        torch.set_num_threads(before)

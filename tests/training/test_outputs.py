@@ -1,0 +1,134 @@
+"""Outputs of whole batches: metrics in training too, and what cannot be given is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from schedlang.passes.verifying.prove import Case, prove
+from schedlang.report import Report
+from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.outputs import cleaned
+from schedlang.runtime.parts import Absent, stack
+from tests import models
+from tests.proofs import Batch, planned, proven
+
+
+class Metered(nn.Module):
+    """Returns a mean, a count of rows and a value for each pair beside its loss."""
+
+    def __init__(self, wrong: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.wrong = nn.Linear(4, 6), nn.Linear(6, 2), wrong
+        self.double()
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        h = self.two(self.one(x).tanh())
+        size = h.abs().mean()
+        if self.wrong and self.training and dist.is_initialized():
+            size = size * 1.5
+        found = {"loss": h.square().mean(), "size": size.detach(), "pairs": h.reshape(-1, 1)}
+        return {**found, "rows": len(x), "many": torch.tensor(len(x)), "name": "metered"}
+
+
+def _points(rows: int, seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(rows, 4, generator=generator, dtype=torch.float64)}
+
+
+BATCHES = (_points(7, 1), _points(6, 2))
+
+
+def _report(pool: Pool, wrong: bool) -> Report:
+    plan = planned(Metered(wrong), "zero(stage=0, over=dp)", "dp=2")
+    return prove(Case(plan, BATCHES, dtype="none"), pool=pool)
+
+
+def test_metrics_in_training_are_compared(pool: Pool) -> None:
+    """A metric that is wrong while training only, with loss and gradients right, fails."""
+    good = _report(pool, wrong=False)
+    assert good.ok, str(good)
+    names = {row.name for row in good.rows if row.kind == "training outputs"}
+    assert names == {"loss", "size", "pairs"}
+    bad = _report(pool, wrong=True)
+    wrong = {(row.kind, row.name) for row in bad.rows if not row.ok}
+    assert wrong == {("training outputs", "size")}, wrong
+
+
+def test_counts_of_parts_are_left_out_and_said(pool: Pool) -> None:
+    """A count that differs between parts is None for a user, and a gap in the report."""
+    words = [gap.condition for gap in _report(pool, wrong=False).gaps]
+    assert any("`rows`" in said for said in words) and any("`many`" in said for said in words)
+
+
+def test_parts_that_agree_or_do_not() -> None:
+    """Rows in multiples go one after the other; equal values stand; others are Absent."""
+    parts = [
+        {"tokens": torch.ones(4, 3), "n": torch.tensor(2), "f": 1.0, "c": object()},
+        {"tokens": torch.zeros(2, 3), "n": torch.tensor(2), "f": 4.0, "c": object()},
+    ]
+    whole, left = cleaned(stack(parts, [2, 1], [1.0, 3.0]))
+    assert whole["tokens"].shape == (6, 3) and whole["n"] == 2
+    assert whole["f"] == pytest.approx(3.25) and whole["c"] is None and list(left) == ["c"]
+    assert isinstance(stack([1, 2], [1, 1], [1.0, 1.0]), Absent)
+    assert stack([object], [1], [1.0]) is object
+
+
+class Keeping(nn.Module):
+    """Every layer leaves a value in a list that the model returns, as caches are left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(_Layer() for _ in range(2))
+        self.double()
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        kept: list[Tensor] = []
+        states = [x]
+        for layer in self.layers:
+            x = layer(x, kept)
+            states.append(x)
+        return {"loss": x.square().mean(), "y": x, "kept": kept, "states": states}
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
+        kept.append(self.mix(x) * 2)
+        return self.mix(x).tanh()
+
+
+def test_what_other_stages_keep_is_left_out_and_said(pool: Pool) -> None:
+    """Values inside units of earlier stages are not made up: None, and a gap in the report.
+
+    What an earlier unit itself returned comes back and is compared.
+    """
+    rows = 'layers  pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)'
+    report = proven(pool, planned(Keeping(), rows, "pp=2"), BATCHES)
+    assert any("`kept`" in gap.condition for gap in report.gaps), report.gaps
+    assert {row.name for row in report.rows if row.kind == "outputs"} >= {
+        *("y", "loss", "states.0", "states.1", "states.2")
+    }
+
+
+def test_hidden_states_of_transformers(pool: Pool) -> None:
+    """Compared where ranks hold whole models; between stages they are left out, and it is said."""
+    model: Any = models.gpt2(2)
+    model.config.output_hidden_states = True
+    states = {f"hidden_states.{k}" for k in range(3)}
+    batches = [models.tokens(rows=6)]
+    report = proven(pool, planned(model, "zero(stage=0, over=dp)", "dp=2"), batches)
+    assert states <= {row.name for row in report.rows if row.kind == "training outputs"}
+    rows = 'transformer.h  pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)'
+    report = proven(pool, planned(model, rows, "pp=2"), batches)
+    assert not states & {row.name for row in report.rows}
+    assert any("`hidden_states`" in gap.condition for gap in report.gaps)

@@ -1,0 +1,78 @@
+"""Batches in parts: all rows once, in order, and outputs put together again."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedlang.diagnostic import Refusal
+from schedlang.runtime.parts import Absent, even, rows_of, sample, shares, split, stack
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_shares_are_even(count: int, parts: int) -> None:
+    """Consecutive runs that cover all rows and differ by one at most, larger ones first."""
+    runs = shares(count, parts)
+    assert [row for run in runs for row in run] == list(range(count))
+    sizes = [len(run) for run in runs]
+    assert sizes == sorted(sizes, reverse=True) and max(sizes) - min(sizes) <= 1
+
+
+@settings(deadline=None)
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 5))
+def test_every_row_is_in_one_part(replicas: int, micro: int, more: int) -> None:
+    """Rows of all tensors stay together, other values go to every part as they are."""
+    count = replicas * micro + more
+    batch = {
+        "x": torch.arange(count),
+        "y": torch.arange(count) * 2,
+        "scale": 3,
+        "n": torch.ones(()),
+    }
+    flat = [part for mine in split(batch, replicas, micro) for part in mine]
+    assert torch.equal(torch.cat([part.inputs["x"] for part in flat]), batch["x"])
+    first = sample(batch, replicas, micro)
+    assert str(first) == str(flat[0].inputs) and len(first["x"]) == max(len(p.rows) for p in flat)
+    assert even(batch, replicas, micro) == (len({len(part.rows) for part in flat}) == 1)
+    for part in flat:
+        assert part.inputs["x"].tolist() == list(part.rows)
+        assert torch.equal(part.inputs["y"], part.inputs["x"] * 2)
+        assert part.inputs["scale"] == 3 and part.inputs["n"].ndim == 0
+
+
+def test_rows_that_may_lie_along_either_dim_are_left_out() -> None:
+    """Where dim 0 has several entries a row and another dim exactly one, nothing is joined."""
+    inside = [torch.zeros(4, count, 3) for count in (2, 2)]
+    assert isinstance(stack(inside, [2, 2], [1.0, 1.0]), Absent)
+    assert stack([part[:2] for part in inside], [2, 2], [1.0, 1.0]).shape == (4, 2, 3)
+
+
+def test_outputs_come_together() -> None:
+    """Rows one after the other, losses by weight, the rest from the first part."""
+    outputs = [
+        {"y": torch.ones(2, 3), "loss": torch.tensor(1.0), "name": "a"},
+        {"y": torch.zeros(1, 3), "loss": torch.tensor(4.0), "name": "a"},
+    ]
+    whole = stack(outputs, [2, 1], [1.0, 3.0])
+    assert whole["y"].sum(1).tolist() == [3, 3, 0] and whole["name"] == "a"
+    assert whole["loss"].item() == pytest.approx(3.25)
+
+
+def test_a_part_without_labels_has_no_loss_and_does_not_spoil_the_others() -> None:
+    """The mean over no label is not a number; it weighs nothing."""
+    losses = [torch.tensor(2.0), torch.tensor(math.nan), torch.tensor(4.0)]
+    assert stack(losses, [1, 1, 1], [1.0, 0.0, 3.0]).item() == pytest.approx(3.5)
+    nothing = stack(losses[1:2] * 2, [1, 1], [0.0, 0.0])
+    assert math.isnan(nothing) and stack([nothing, losses[0]], [2, 1], [0.0, 1.0]) == 2.0
+
+
+def test_too_few_rows_and_none() -> None:
+    """Refused with how many there are and how many parts."""
+    with pytest.raises(Refusal, match="3 rows cannot fill 4 parts"):
+        split({"x": torch.zeros(3)}, 2, 2)
+    with pytest.raises(Refusal, match="no rows"):
+        rows_of({"x": torch.tensor(1.0), "y": 2})

@@ -1,0 +1,148 @@
+"""Router losses under data parallelism: statistics of the whole batch, on ranks that see parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedlang.diagnostic import Refusal
+from schedlang.passes.costs.account import account
+from schedlang.passes.preparing.prepare import prepare
+from schedlang.passes.statics.static import static
+from schedlang.passes.verifying.prove import Case, prove
+from schedlang.runtime.summing.batch_sums import batch_sums
+from schedlang.runtime.summing.statistics import gather_statistics
+from tests import expert_models as models
+from tests.experts.test_experts import KINDS
+from tests.proofs import planned, proven
+
+ZERO = "zero(stage={}, over=dp)"
+
+
+def padded(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch with some padding on both sides, which neither loss counts."""
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, 5:] = 0
+    mask[2, :3] = 0
+    labels = batch["labels"].masked_fill(mask == 0, -100)
+    return {**batch, "attention_mask": mask, "labels": labels}
+
+
+OTHERS = ("GptOss", "Olmoe", "Qwen3Moe")
+
+
+@pytest.mark.parametrize(
+    ("kind", "pad"),
+    [("Mixtral", True), pytest.param("Mixtral", False, marks=pytest.mark.deep),
+     *(pytest.param(kind, True, marks=pytest.mark.deep) for kind in OTHERS)],
+)  # fmt: skip
+def test_router_losses_of_transformers(kind: str, pad: bool, threads: Any) -> None:
+    """Loss, router gradients and three steps are those of the whole batch; static proofs hold."""
+    more = {**KINDS[kind], "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    more |= {"layer_types": ["full_attention"]} if kind == "GptOss" else {}
+    model, batch = models.transformers_model(kind, **more, num_hidden_layers=1)
+    batch = padded(batch) if pad else batch
+    plan = planned(model, ZERO.format(1), "dp=2")
+    report = proven(threads, plan, [batch])
+    assert report.equivalence == "algebraic"
+    found = static(plan, batch)
+    assert not found.problems
+    assert all(claim.checked for claim in found.claims)
+
+
+class Spread(models.Balanced):
+    """The same, but for the spread of the logits over the batch, which is no mean."""
+
+    def balance(self, logits: Tensor) -> Tensor:
+        """The standard deviation over tokens."""
+        return logits.std(0).sum()
+
+
+EXPERTS = "layers.*.experts  expert_parallel(over=dp)\n"
+STAGES = "layers  pipeline_split(over=pp)\n"
+WAYS = {
+    "own words": (ZERO.format(0), "dp=2", 1),
+    "experts sent": (EXPERTS + ZERO.format(0), "dp=2", 1),
+    "two axes": ("zero(stage=3, over=a)\nzero(stage=0, over=b)", "a=2, b=2", 1),
+    "stages": (
+        EXPERTS + STAGES + ZERO.format(0) + '\npipeline(order="1F1B", micro=1)', "dp=2, pp=2", 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [w if w == "own words" else pytest.param(w, marks=pytest.mark.deep) for w in WAYS]
+)
+def test_router_losses_in_own_words(name: str, threads: Any) -> None:
+    """Means, sums of choices and a z-loss, of rows that ranks share unevenly and in stages."""
+    rows, mesh, layers = WAYS[name]
+    plan = planned(models.balanced(layers=layers), rows, mesh)
+    report = proven(threads, plan, [models.batch(0), models.batch(1, rows=4)])
+    assert report.equivalence == "algebraic"
+    found = static(plan, models.batch(0))
+    assert not found.problems
+
+
+# -- what is found -----------------------------------------------------------------------------
+
+
+def test_which_sums_are_found() -> None:
+    """Sums over rows that reach the loss, and no others: not those of norms, labels, choices."""
+    found = batch_sums(models.balanced(), models.batch(0), None)
+    assert found is not None and found.labels
+    experts = (models.EXPERTS,)
+    sums = {(one.name, one.fqn, one.shape) for one in found.sums}
+    assert sums == {("sum", "", experts), ("mean", "", experts), ("mean", "", ())}
+    plain = batch_sums(models.tiny(), models.batch(0), None)
+    assert plain is not None and not plain.sums
+
+
+def test_what_is_sent() -> None:
+    """Each statistic is one sum of its numbers and a count, forward and backward."""
+    plan = planned(models.balanced(), ZERO.format(0), "dp=2")
+    sent = [one for one in account(plan, models.batch(0)).collectives if one.what == "statistics"]
+    forward = sum(one.total for one in sent if one.phase == "forward")
+    assert forward == 8 * (2 * (models.EXPERTS + 1) + 2)
+    assert sum(one.total for one in sent if one.phase == "backward") == 8 * (models.EXPERTS + 1 + 2)
+
+
+def test_relaxed_statistics_are_those_of_parts() -> None:
+    """Where a step allows statistics of parts, none are shared."""
+    plan = planned(models.balanced(), ZERO.format(0), "dp=2", "batch_stats")
+    assert prepare(plan, models.batch(0)).traced.statistics is None
+
+
+def _refusal(model: nn.Module, rows: str, mesh: str, threads: Any) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        prove(Case(planned(model, rows, mesh), (models.batch(0),), dtype="none"), pool=threads)
+    return caught.value
+
+
+def test_microbatches_are_refused(threads: Any) -> None:
+    """No microbatch sees what later ones hold: refused with both ways out."""
+    rows = STAGES + '\npipeline(order="GPipe", micro=2)'
+    found = _refusal(models.balanced(layers=2), rows, "pp=2", threads)
+    assert found.diagnostic.code == "S668"
+    said = found.render()
+    assert "2 microbatches" in said and "`micro=1`" in said and "relax(batch_stats)" in said
+
+
+def test_other_statistics_are_refused(threads: Any) -> None:
+    """What is no sum over rows is not shared, and the loss is refused as before."""
+    found = _refusal(models.balanced(Spread), ZERO.format(0), "dp=2", threads)
+    assert found.diagnostic.code == "S703"
+
+
+def test_another_way_through_the_model() -> None:
+    """A forward that makes other sums where these were found is refused, not summed."""
+    model = models.balanced()
+    found = batch_sums(model, models.batch(0), None)
+    assert found is not None
+    gather_statistics(model, [one for one in found.sums if one.name == "sum"], lambda x: x)
+    model(**models.batch(0))
+    model.balance = lambda logits: logits.sum()  # type: ignore[assignment]
+    with pytest.raises(Refusal, match="is not the sum over rows that was found") as caught:
+        model(**models.batch(0))
+    assert caught.value.diagnostic.code == "S669"

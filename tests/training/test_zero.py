@@ -1,0 +1,197 @@
+"""Tests of `zero`: bytes that its stages send, counted as they are sent, and who sends to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from schedlang.diagnostic import Refusal
+from schedlang.passes.costs.traffic import collectives
+from schedlang.passes.preparing.prepare import prepare
+from schedlang.passes.running.build import build
+from schedlang.plan import Plan
+from schedlang.runtime.launching.launch import Pool
+from tests.engine import Threads
+from tests.proofs import planned, proven, sgd
+
+WIDTH, BLOCKS = 8, 3
+P = BLOCKS * WIDTH * WIDTH * 8  # bytes of the parameters, float64
+
+
+class Blocks(nn.Module):
+    """A trunk of blocks that divide evenly, with nothing beside it; `skip` leaves one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS))
+        self.skip = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, block in enumerate(self.blocks):
+            x = x if place == self.skip else torch.tanh(block(x))
+        return (x**2).mean()
+
+
+def _batch(rows: int = 16) -> dict[str, Tensor]:
+    return {"x": torch.arange(rows * WIDTH, dtype=torch.float64).view(rows, WIDTH).sin()}
+
+
+class Sent(NamedTuple):
+    """One collective: its kind, the ranks that take part, and the bytes that a ring moves."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    moved: float
+
+
+CALLS = {  # torch 2.13 has new names for two of them
+    "all_gather_into_tensor": "gather", "all_gather_single": "gather",
+    "reduce_scatter_tensor": "scatter", "reduce_scatter_single": "scatter", "all_reduce": "sum",
+}  # fmt: skip
+
+
+@contextmanager
+def _counting(found: list[Sent]) -> Iterator[None]:
+    """Note every collective on tensors that torch is asked for in this process."""
+    rounds = {name: 1 + (name == "all_reduce") for name in CALLS if hasattr(dist, name)}
+    plain = {name: getattr(dist, name) for name in rounds}
+
+    def noting(name: str) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            group = kwargs.get("group") or dist.group.WORLD
+            tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+            ranks = tuple(dist.get_process_group_ranks(group))
+            size = max(t.numel() * t.element_size() for t in tensors)
+            share = (len(ranks) - 1) / len(ranks)
+            found.append(Sent(CALLS[name], ranks, rounds[name] * size * share))
+            return plain[name](*args, **kwargs)
+
+        return run
+
+    for name in rounds:
+        setattr(dist, name, noting(name))
+    try:
+        yield
+    finally:
+        for name, function in plain.items():
+            setattr(dist, name, function)
+
+
+def _step(plan: Plan) -> list[Sent]:
+    """What a rank sends in its second step, but the loss and the norm."""
+    program = build(plan, _batch(), optimizer=sgd)
+    program.train_step(_batch())
+    found: list[Sent] = []
+    with _counting(found):
+        program.train_step(_batch())
+    return [one for one in found if one.moved > 64]
+
+
+def _plan(rows: str, mesh: str) -> Plan:
+    return planned(Blocks().double(), rows, mesh)
+
+
+@pytest.mark.parametrize("stage, times", [(0, 2), (1, 2), (2, 2), (3, 3)])
+def test_bytes_of_the_stages(pool: Pool, stage: int, times: int) -> None:
+    """Stages 0 to 3 move 2P, 2P, 2P and 3P elements, times (N-1)/N, as the paper states; and the
+    plan says so before anything runs."""
+    plan = _plan(f"zero(stage={stage}, over=dp)", "dp=4")
+    wanted = times * P * 3 / 4
+    for sent in pool.run(_step, 4, plan):
+        moved = sum(one.moved for one in sent)
+        assert wanted <= moved <= wanted * 1.02  # a number more for each parameter that is summed
+    made = prepare(plan, _batch(4))
+    told = collectives(plan, made, _batch(4))
+    rounds = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
+    sent = (one for one in told if one.what != "loss and gradient norm")
+    bytes_ = sum(one.bytes * one.count * rounds[one.kind] for one in sent)
+    assert times * P <= bytes_ <= times * P * 1.02
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_hybrid_sums_over_copies_once_a_step(pool: Pool, stage: int) -> None:
+    """Parameters are gathered within `a` alone, and over `b` there is one sum of P/a a step,
+    however many microbatches it has."""
+    rows = f"zero(stage={stage}, over=a)\nzero(stage=0, over=b)\n"
+    plan = _plan(rows + 'pipeline(order="GPipe", micro=3)', "b=2, a=2")
+    for rank, sent in enumerate(pool.run(_step, 4, plan)):
+        inner = tuple(r for r in range(4) if r // 2 == rank // 2)
+        outer = tuple(r for r in range(4) if r % 2 == rank % 2)
+        assert {one.ranks for one in sent if one.kind != "sum"} == {inner}
+        copies = [one for one in sent if one.kind == "sum"]
+        assert {one.ranks for one in copies} == {outer} and len(copies) == 1
+        assert P / 2 <= copies[0].moved <= 1.05 * P / 2
+
+
+@pytest.mark.parametrize("more, gathers", [("", 2), (", prefetch=1", 2), (", reshard=false", 1)])
+def test_gathers_of_a_unit(pool: Pool, more: str, gathers: int) -> None:
+    """A unit is gathered twice a step, ahead of its use or not; once where it stays gathered."""
+    plan = _plan(f"zero(stage=3, over=dp{more})", "dp=2")
+    for sent in pool.run(_step, 2, plan):
+        count = sum(one.kind == "gather" for one in sent)
+        assert count == gathers * BLOCKS
+
+
+def _skipping(plan: Plan) -> Tensor:
+    """The loss of a step after one in which the second block was gathered ahead, and not run."""
+    program = build(plan, _batch(), optimizer=sgd)
+    program.train_step(_batch())
+    program.assembly.module.skip = 1  # type: ignore[assignment]
+    program.train_step(_batch())
+    program.assembly.module.skip = -1  # type: ignore[assignment]
+    return program.train_step(_batch())
+
+
+def test_what_was_gathered_ahead_in_vain_is_forgotten(pool: Pool) -> None:
+    """A unit that a step skips is gathered anew in the next one."""
+    losses = [
+        pool.run(_skipping, 2, _plan(f"zero(stage={stage}, over=dp{more})", "dp=2"))[0]
+        for stage, more in ((0, ""), (3, ", prefetch=2"))
+    ]
+    assert torch.allclose(losses[0], losses[1], rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize("rows, mesh", [
+    ('zero(stage=3, over=a, prefetch=1)\nzero(stage=0, over=b)\npipeline(order="GPipe", micro=2)',
+     "b=2, a=2"),
+    ("zero(stage=3, over=dp, prefetch=2, reshard=false)", "dp=2"),
+    ('blocks pipeline_split(over=pp)\nzero(stage=2, over=a)\nzero(stage=0, over=b)\n'
+     'pipeline(order="1F1B", micro=2)', "pp=2, a=2, b=2"),
+])  # fmt: skip
+def test_all_of_it_is_equal(threads: Threads, rows: str, mesh: str) -> None:
+    """Hybrids, gathers ahead and kept parameters: equal to the original."""
+    proven(threads, _plan(rows, mesh), [_batch(17), _batch()])
+
+
+class Shared(Blocks):
+    """The first block's weight is also the last's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[-1].weight = self.blocks[0].weight
+
+
+def test_a_weight_of_several_units_stays_whole(threads: Threads) -> None:
+    """What two units use would be gathered and freed by one: it is not sliced, the rest is."""
+    plan = planned(Shared().double(), "zero(stage=3, over=dp)", "dp=2")
+    held = prepare(plan, _batch(8)).holdings
+    assert [bool(one.sliced) for one in held.values()] == [False, True]
+    proven(threads, plan, [_batch(17), _batch()])
+
+
+@pytest.mark.parametrize("row, code", [
+    ("zero(stage=2, over=dp, prefetch=1)", "S306"),
+    ("zero(stage=1, over=dp, reshard=false)", "S306"),
+    ("zero(stage=3, over=dp, prefetch=-1)", "S304"),
+])  # fmt: skip
+def test_refusals(row: str, code: str) -> None:
+    """What a stage does not do is not asked of it."""
+    with pytest.raises(Refusal, match=code):
+        _plan(row, "dp=2")

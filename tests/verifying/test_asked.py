@@ -1,0 +1,127 @@
+"""What `verify(...)` rows ask for is done, or refused where it makes no sense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from schedlang.diagnostic import Refusal
+from schedlang.passes.proving.asked import Curve, asked, steps_of
+from schedlang.passes.verifying.prove import Case, prove
+from schedlang.report import Report
+from schedlang.runtime.launching.launch import Pool
+from tests.proofs import planned
+from tests.training.test_build import Small, _series
+
+DP = "zero(stage=0, over=dp)\n"
+
+
+class Net(nn.Module):
+    """Makes one mistake on ranks: late, in eval mode, or in its working dtype alone."""
+
+    def __init__(self, wrong: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.drop, self.two = nn.Linear(4, 6), nn.Dropout(0.3), nn.Linear(6, 1)
+        self.wrong, self.steps = wrong, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drop(self.one(x).tanh())
+        if dist.is_initialized() and not x.is_meta:
+            h = h * self.factor(x)
+        return self.two(h).square().mean()
+
+    def factor(self, x: Tensor) -> float:
+        self.steps += torch.is_grad_enabled()
+        if self.wrong == "late":
+            return 1 + 1e-6 * (self.steps > 3)
+        if self.wrong == "eval":
+            return 1 + 1e-6 * (not self.training and torch.is_grad_enabled())
+        if self.wrong == "low":
+            return 1 + 2e-6 * (x.dtype == torch.float32)
+        return 1.0
+
+
+def _batch(seed: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))}
+
+
+def _report(pool: Pool, rows: str, wrong: str = "", dtype: str = "none") -> Report:
+    plan = planned(Net(wrong), DP + rows, "dp=2")
+    return prove(Case(plan, tuple(map(_batch, range(3))), dtype=dtype), pool=pool)
+
+
+def test_more_steps(pool: Pool) -> None:
+    """A mistake of the fourth step is found where four are asked for, and only there."""
+    assert _report(pool, "", "late").ok
+    report = _report(pool, "verify(train, steps=4)", "late")
+    assert report.exit_code == 1 and report.first is not None and report.first.step == 3
+
+
+def test_eval_mode(pool: Pool) -> None:
+    """A mistake of training in eval mode is found where that is asked for, and only there."""
+    assert _report(pool, "", "eval").ok
+    report = _report(pool, "verify(forward, backward, mode=eval)", "eval")
+    assert report.first is not None and "eval" in report.first.condition
+
+
+def test_a_bound_in_the_working_dtype(pool: Pool) -> None:
+    """A tighter bound than rounding's is held to, a wider one is shown; float64 keeps its own."""
+    tight = _report(pool, "verify(forward, backward, rtol=1e-9)", dtype="float32")
+    wrong = {row.kind for row in tight.rows if not row.ok}
+    assert wrong and all(kind.endswith("working dtype") for kind in wrong)
+    wide = _report(pool, "verify(forward, backward, rtol=1e-2)", "low", dtype="float32")
+    gates = {row.gate for row in wide.rows if row.kind == "gradients in working dtype"}
+    assert gates == {1e-2}
+    assert {row.gate for row in wide.rows if row.kind == "gradients"} == {1e-9}
+    lost = _report(pool, "verify(forward, rtol=1e-2)")
+    assert lost.exit_code == 3 and "rtol" in lost.unchecked[0]
+
+
+def test_a_loss_curve(pool: Pool) -> None:
+    """Within the share asked for over so many steps of the working dtype; beyond it fails."""
+    good = _report(pool, "verify(loss, within=0.001, steps=6)", dtype="float32")
+    (row,) = (row for row in good.rows if row.kind == "loss curve")
+    assert row.ok and row.gate == 0.001 and "6 steps" in row.name
+    bad = _report(pool, "verify(loss, within=1e-8, steps=6)", "low", dtype="float32")
+    assert any(row.kind == "loss curve" and not row.ok for row in bad.rows)
+
+
+def test_all_rows_count_together() -> None:
+    """The most steps, the tightest bound, every curve."""
+    rows = "verify(train, steps=5)\nverify(backward, rtol=1e-3)\nverify(rtol=1e-2)\n"
+    plan = planned(Small(), rows + "verify(loss, within=0.1, steps=9)\nverify(mode=eval)")
+    found = asked(plan)
+    assert steps_of(plan) == 5 and found.evaluate
+    assert found.rtol["gradients"] == 1e-3 and found.rtol["outputs"] == 1e-2
+    assert found.curves == (Curve(0.1, 9, "rows.sched:7"),)
+
+
+@pytest.mark.parametrize(
+    ("row", "code"),
+    [
+        ("verify(rtol=2.0)", "S304"),
+        ("verify(exact, rtol=1e-3)", "S304"),
+        ("verify(forward, steps=4)", "S305"),
+        ("verify(forward, within=0.1)", "S305"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(row: str, code: str) -> None:
+    """Where the row is planned, before anything runs."""
+    with pytest.raises(Refusal, match=code):
+        planned(Small(), row)
+
+
+def test_bits_are_asked_of_exact_rows_only() -> None:
+    """`exact` in the step of a row that rounds is refused and says what to do."""
+    with pytest.raises(Refusal) as caught:
+        asked(planned(Small(), DP + "verify(exact)", "dp=2"))
+    said = caught.value.render()
+    assert "S709" in said and "step of their own" in said
+    fine: Any = planned(Small(), "verify(exact)")
+    assert asked(fine).exact == ("rows.sched:4",)
+    assert _series(4, 1)

@@ -1,0 +1,108 @@
+"""Randomness and state beside parameters: each check finds a mistake that all others miss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from schedlang.passes.proving.chance import draws_in_words, generators
+from schedlang.passes.running.build import build
+from schedlang.passes.verifying.prove import Case, prove
+from schedlang.runtime.launching.launch import Pool
+from tests.proofs import planned
+
+
+class Net(nn.Module):
+    """Drops, counts in a buffer that no state dict has, and makes one mistake on ranks."""
+
+    def __init__(self, wrong: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.drop, self.two = nn.Linear(4, 6), nn.Dropout(0.3), nn.Linear(6, 1)
+        self.wrong = wrong
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+        self.register_buffer("rows", torch.zeros(()))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drop(self.one(x).tanh())
+        if self.training:
+            self.calls = self.calls + 0.0
+        if self.training and dist.is_initialized() and not x.is_meta:
+            self.err(h)
+        return self.two(h).square().mean()
+
+    def err(self, h: Tensor) -> None:
+        if self.wrong == "draws":
+            self.drop(h.detach())
+        elif self.wrong == "generator" or self.wrong == "generator of one" and dist.get_rank():
+            torch.manual_seed(7)
+        elif self.wrong == "hidden buffer":
+            self.calls += 1
+        elif self.wrong == "buffer of one rank" and dist.get_rank() == 1:
+            self.rows += 1
+
+
+def _batch(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(6, 4, generator=generator, dtype=torch.float64)}
+
+
+FOUND = {
+    "": set(),
+    "draws": {"dropout draws"},
+    "generator": {"generator state"},
+    "generator of one": {"replicas"},
+    "hidden buffer": {"hidden buffers"},
+    "buffer of one rank": {"replicas"},
+}
+
+
+@pytest.mark.parametrize("wrong", FOUND)
+def test_each_is_found_by_one_check_alone(wrong: str, pool: Pool) -> None:
+    """A mask too many, a generator moved, a buffer changed: exactly one kind of row fails."""
+    plan = planned(Net(wrong), "zero(stage=0, over=dp)", "dp=2")
+    report = prove(Case(plan, (_batch(1), _batch(2)), dtype="none"), pool=pool)
+    assert {row.kind for row in report.rows if not row.ok} == FOUND[wrong], str(report)
+
+
+def test_draws_are_said_by_place_and_rows() -> None:
+    """Samples of one draw are runs of numbers, whatever rank had which."""
+    noted: Any = {(1, "h.drop", 0): {0, 1, 2, 5}, (0, "", 2): {3}}
+    assert draws_in_words(noted) == [
+        "`h.drop` call 0, step 1, rows 0-2,5",
+        "`model` call 2, step 0, rows 3",
+    ]
+
+
+def test_generators_of_modules_are_seen() -> None:
+    """A generator that a module keeps stands under its path, beside torch's own."""
+    model = Net()
+    model.drop.own = torch.Generator().manual_seed(3)
+    before = generators(model)
+    assert set(before) == {"torch", "drop.own"}
+    torch.rand(1, generator=model.drop.own)
+    assert not torch.equal(generators(model)["drop.own"], before["drop.own"])
+
+
+def test_a_buffer_that_is_replaced_is_the_one_that_is_saved() -> None:
+    """A model that assigns its running numbers anew has them in its state, not the first ones."""
+
+    class Running(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(4, 1)
+            self.register_buffer("mean", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.one(x).square().mean()
+            self.mean = 0.5 * self.mean + out.detach()
+            return out
+
+    program = build(planned(Running().double(), ""), _batch(1))
+    program.train_step(_batch(1))
+    assert program.state_dict()["mean"] > 0

@@ -1,0 +1,109 @@
+"""To the last bit: exact rows change nothing, sliced state neither, alone or among other rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from schedlang.passes.proving.exact import EXACT, baseline, given_up
+from schedlang.passes.verifying.prove import Case, prove
+from schedlang.report import Report
+from schedlang.runtime import program
+from schedlang.runtime.keeping import recompute
+from schedlang.runtime.launching.launch import Pool
+from tests import models
+from tests.proofs import planned
+from tests.training.test_build import GPT2, Small, _series
+from tests.zoo.bug import Patch
+from tests.zoo.pool import Mutated
+
+ROWS = GPT2 + "transformer.h.* checkpoint()"
+TOKENS = (models.tokens(rows=6, seed=5),)
+
+
+def _report(rows: str, mesh: str, pool: Any) -> Report:
+    return prove(Case(planned(models.gpt2(1, 0.1), rows, mesh), TOKENS, dtype="none"), pool=pool)
+
+
+def test_recomputation_among_split_layers(pool: Pool) -> None:
+    """Beside rows that round, the rows that do not are compared with the plan without them."""
+    report = _report(ROWS, "tp=2", pool)
+    assert report.ok, str(report)
+    bits = [row for row in report.rows if row.kind == EXACT]
+    assert len(bits) > 20 and all(row.gate == 0 for row in bits)
+    assert {row.name.partition(":")[0] for row in bits} >= {"outputs", "gradients", "parameters"}
+
+
+def recomputed_a_little_differently(patch: Patch) -> None:
+    """A recomputation that is off by a rounding: far below any gate of float64."""
+    plain = recompute.reentry.__enter__
+    normal = torch.nn.functional.layer_norm
+
+    def enter(self: Any) -> None:
+        plain(self)
+        patch.setattr(
+            torch.nn.functional, "layer_norm", lambda *a, **k: normal(*a, **k) * (1 + 4e-16)
+        )
+
+    patch.setattr(recompute.reentry, "__enter__", enter)
+
+
+def test_a_rounding_too_many_is_found(pool: Pool) -> None:
+    """Only the comparison bit by bit sees it."""
+    report = _report(ROWS, "tp=2", Mutated(pool, recomputed_a_little_differently))
+    assert {row.kind for row in report.rows if not row.ok} == {EXACT}, str(report)
+
+
+def sliced_sums_rounded(patch: Patch) -> None:
+    """Gradients of sliced state are off by a rounding."""
+    plain = program.sum_gradients
+
+    def sums(parameters: Any, wanted: Any) -> None:
+        plain(parameters, wanted)
+        for parameter in parameters.values():
+            if isinstance(parameter, DTensor) and parameter.grad is not None:
+                parameter.grad.mul_(1 + 4e-16)
+
+    patch.setattr(program, "sum_gradients", sums)
+
+
+def test_sliced_state_is_whole_state(pool: Pool) -> None:
+    """ZeRO over two replicas equals stage 0 to the last bit."""
+    plan = planned(Small(), "zero(stage=2, over=dp)", "dp=2")
+    report = prove(Case(plan, (_series(6, 1), _series(7, 2)), dtype="none"), pool=pool)
+    assert report.ok, str(report)
+    assert any(row.kind == EXACT for row in report.rows)
+    pool = Mutated(pool, sliced_sums_rounded)  # type: ignore[assignment]
+    report = prove(Case(plan, (_series(6, 1), _series(7, 2)), dtype="none"), pool=pool)
+    assert {row.kind for row in report.rows if not row.ok} == {EXACT}, str(report)
+
+
+def test_what_is_compared_bit_by_bit() -> None:
+    """Stages that reduce for each microbatch, or over more than two replicas, only round alike."""
+    pipe = 'transformer.h pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)\n'
+    model = models.gpt2(2)
+
+    def words(rows: str, mesh: str) -> str:
+        found = baseline(planned(model, rows, mesh))
+        return found[1] if found else ""
+
+    assert words("zero(stage=3, over=dp)", "dp=2") == "zero at stage 0"
+    assert words("zero(stage=3, over=dp)", "dp=4") == ""
+    assert words("zero(stage=0, over=dp)", "dp=2") == ""
+    assert words(pipe + "zero(stage=1, over=dp)", "dp=2, pp=2") == "zero at stage 0"
+    assert words(pipe + "zero(stage=2, over=dp)", "dp=2, pp=2") == ""
+    assert words("transformer.h.* checkpoint()", "") == "without checkpoint"
+
+
+@pytest.mark.parametrize("rows", [GPT2, GPT2 + "transformer.h.* checkpoint()"])
+def test_a_mesh_of_ones_is_exact(rows: str, pool: Pool) -> None:
+    """With one rank and one microbatch the program equals the original to the last bit."""
+    plan = planned(models.gpt2(1, 0.1), rows, "tp=1")
+    assert not given_up(plan) and plan.gives_up
+    report = prove(Case(plan, TOKENS, dtype="none"), pool=pool)
+    assert report.ok, str(report)
+    assert report.equivalence == "exact"
+    assert all(row.gate == 0 for row in report.rows)

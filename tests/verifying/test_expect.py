@@ -1,0 +1,108 @@
+"""`expect`: bounds on what a plan costs, in text and in Python, and what their refusals say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import schedlang
+from schedlang.diagnostic import Refusal
+from schedlang.passes.costs.account import Account, account
+from schedlang.passes.costs.expected import unmet
+from schedlang.plan import Plan
+from tests import models
+from tests.models import tokens
+from tests.proofs import planned, refused
+
+ROWS = 'transformer.h  pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)\n'
+MESH = "pp=2"
+
+
+@pytest.fixture(scope="module")
+def costs() -> Account:
+    """What the plan of ROWS costs, counted once."""
+    return account(planned(models.gpt2(), ROWS, MESH), tokens(rows=4), memory=True)
+
+
+def held(costs: Account, *expected: str) -> list[str]:
+    """What does not hold of some expectations, as messages."""
+    rows = ROWS + "".join(f"expect {one}\n" for one in expected)
+    return [one.render() for one in unmet(planned(models.gpt2(), rows, MESH), costs)]
+
+
+def test_what_holds_says_nothing(costs: Account) -> None:
+    """Bounds around what was counted hold, on either side of the comparison."""
+    assert costs.memory is not None
+    peak = max(one.peak for one in costs.memory)
+    near = f"peak_memory < {peak + 1}", f"{peak} <= peak_memory", f"peak_memory >= {peak}B"
+    assert held(costs, *near, "comm_bytes(pp) > 0", "comm_bytes() < 1GiB", "bubble < 0.34") == []
+
+
+def test_a_peak_that_is_too_high_says_where_and_of_what(costs: Account) -> None:
+    """The message has the measured value, place, operation, classes and what would lower it."""
+    (said,) = held(costs, "peak_memory < 1KiB")
+    assert "error[S860]: `peak_memory < 1KiB` does not hold: it is " in said
+    assert "on pp=" in said and "optimizer" in said and "activations" in said
+    assert "= help:" in said
+
+
+def test_bytes_and_bubble_too_high(costs: Account) -> None:
+    """Bytes say what is sent most, a bubble that orders differ."""
+    sent, bubble = held(costs, "comm_bytes(pp) < 8B", "bubble < 0.1")
+    assert "most of it: send of" in sent or "most of it: all-reduce of" in sent
+    assert "it is 0.333" in bubble and "docs/pipelines.md" in bubble
+
+
+def test_what_cannot_be_told(costs: Account) -> None:
+    """Without a batch memory is not known, and that is no silent success (S862)."""
+    rows = ROWS + "expect peak_memory < 1GiB\n"
+    plan = planned(models.gpt2(), rows, MESH)
+    (one,) = unmet(plan, replace(costs, memory=None))
+    assert one.code == "S862" and "cannot be told" in one.title
+
+
+def test_another_machine(costs: Account) -> None:
+    """What is expected on one machine says nothing of a plan on another."""
+    plan = planned(models.gpt2(), ROWS + "expect peak_memory < 1B on h100x64\n", MESH)
+    on = lambda device: replace(plan, mesh=replace(plan.mesh, device=device))  # noqa: E731
+    assert len(unmet(on("h100x64"), costs)) == len(unmet(on(None), costs)) == 1
+    assert unmet(on("v100"), costs) == ()
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("peak_memori < 1GiB", "did you mean `peak_memory`?"),
+        ("peak_memory", "compares no measure with a bound"),
+        ("peak_memory == 3", "a bound is one of <, <=, >, >="),
+        ("comm_bytes(tp) < 3", "takes axes of the mesh"),
+        ("peak_memory(pp) < 3", "takes no arguments"),
+        ("bubble < true", "which is no number"),
+        ("time < 180ms", "a time is that of a step"),
+        ("time(row) < 180ms", "a time is that of a step"),
+        ("time(step) < 180", "a time with its unit, not `180`"),
+        ("time(step) < 2GiB", "a time with its unit, not `2GiB`"),
+        ("peak_memory < 2s", "a number of bytes, not `2s`"),
+        ("bubble < 1KiB", "a share, not `1KiB`"),
+    ],
+)
+def test_what_is_no_expectation(text: str, said: str) -> None:
+    """Anything else is refused with what would be legal (S861)."""
+    message = refused(models.gpt2(), f"{ROWS}expect {text}\n", MESH)
+    assert "S861" in message and said in message
+
+
+def test_knobs_and_python() -> None:
+    """A bound is an expression over knobs, and is expected in Python too."""
+    sch: Any = schedlang.create_schedule(models.gpt2())
+    sch.knob("most", 1024)
+    sch.expect("peak_memory < most * 1024")
+    plan: Plan = sch.plan()
+    assert [one.bound for one in plan.expected] == [1024.0 * 1024]
+    (none,) = unmet(plan, account(plan))
+    assert none.code == "S862"
+    with pytest.raises(Refusal):
+        sch.expect("peak_memory")
+    assert sch.plan() == plan

@@ -1,0 +1,111 @@
+"""`expect` where schedules are verified, built, trained and saved: it is held there too."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner, Result
+
+import schedlang
+from schedlang.cli import app
+from schedlang.diagnostic import Refusal
+from schedlang.modelfile import load_model_file
+from schedlang.passes.reading.state import Settings
+from schedlang.passes.verifying.prove import Case, prove
+from schedlang.verbs.posed import posed
+from tests.engine.threads import Threads
+from tests.proofs import planned
+
+MODEL = """
+import torch
+from torch import nn
+def model():
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+def batch(seed):
+    return {"input": torch.ones(4, 4) * (seed + 1)}
+def loss(output, batch):
+    return output.square().mean()
+"""
+ROWS = 'schedule 1 for Sequential\nmesh(dp=2)\nstep "a" {\n  zero(stage=0, over=dp)\n}\n'
+HOLDS = "expect peak_memory < 1GiB\nexpect comm_bytes(dp) > 0\n"
+FAILS = f"{HOLDS}expect peak_memory < 16B\n"
+
+
+def verb(folder: Path, name: str, text: str, *options: str) -> Result:
+    """A verb on a schedule of the small model."""
+    (folder / "model.py").write_text(MODEL)
+    (folder / "x.sched").write_text(text)
+    return CliRunner().invoke(app, [name, str(folder / "x.sched"), *options])
+
+
+def squared(output: Any, batch: Any) -> Any:
+    """A loss."""
+    return output.square().mean()
+
+
+def test_verify_has_a_line_for_each(threads: Threads) -> None:
+    """A proof fails (exit 1) by what is dearer than expected, and blames no row for it."""
+    plan = planned(nn.Sequential(nn.Linear(4, 4)), f"zero(stage=0, over=dp)\n{FAILS}", "dp=2")
+    batches = tuple({"input": torch.rand(4, 4)} for _ in range(3))
+    report = prove(Case(plan, batches, squared, dtype="none"), pool=threads)
+    assert all(row.ok for row in report.rows) and not report.ok and report.exit_code == 1
+    assert [bound.holds for bound in report.bounds] == [True, True, False]
+    text = str(report)
+    assert " expected           peak_memory < 16B   does not hold: it is " in text
+    assert "zero(stage=1, over=dp)" in text and "FAIL in" in text
+    assert "to blame" not in text and "first difference" not in text
+    assert report.to_json()["bounds"][2]["holds"] is False
+    untold = replace(report, bounds=(replace(report.bounds[2], holds=None),))
+    assert untold.exit_code == 3 and "peak_memory < 16B   cannot be told" in str(untold)
+
+
+def test_a_smaller_mesh_stands_for_the_files_own(tmp_path: Path) -> None:
+    """Verified on other ranks, the schedule is held to what it costs on its own mesh."""
+    bound = ROWS + "expect comm_bytes(dp) > 0\n"
+    assert verb(tmp_path, "plan", bound, "--mesh", "dp=1").exit_code == 1
+    found = load_model_file(None, tmp_path / "x.sched")
+    for sizes, world in (({}, 2), ({"dp": 1}, 2)):
+        one = posed(tmp_path / "x.sched", found, Settings(mesh=sizes))
+        assert one.case.meant is not None and one.case.meant[0].mesh.world == world
+        assert one.case.plan.mesh.world == sizes.get("dp", 2)
+    part = posed(tmp_path / "x.sched", found, Settings(), only="4").case
+    assert part.meant is None and not part.plan.expected, "a part of the rows costs something else"
+
+
+@pytest.mark.parametrize("bound", [HOLDS, FAILS])
+def test_build_refuses(bound: str) -> None:
+    """A program that costs more than is expected is not built (S860)."""
+    sch: Any = schedlang.create_schedule(nn.Sequential(nn.Linear(4, 4)))
+    sch.mesh(dp=1)
+    sch.zero(stage=0, over="dp")
+    sch.expect("peak_memory < 16B" if bound is FAILS else "peak_memory < 1GiB")
+    given = {"batch": {"input": torch.ones(4, 4)}, "loss": lambda out, batch: out.sum()}
+    if bound is HOLDS:
+        assert sch.build(**given).assembly.parameters
+        return
+    with pytest.raises(Refusal, match="S860"):
+        sch.build(**given)
+    waiting = sch.build(loss=given["loss"])
+    with pytest.raises(Refusal, match="S860"):
+        waiting.train_step(given["batch"])
+
+
+def test_a_saved_plan_keeps_what_is_expected(tmp_path: Path) -> None:
+    """`plan --out` notes bounds, and `run --plan` ends with exit 1 before a rank starts."""
+    saved = tmp_path / "p.json"
+    told = verb(tmp_path, "plan", ROWS + FAILS, "--out", str(saved))
+    assert told.exit_code == 1 and "S860" in told.output
+    noted = json.loads(saved.read_text())["expected"]
+    assert [one["said"] for one in noted][-1] == "peak_memory < 16B"
+    run = CliRunner().invoke(app, ["run", "--plan", str(saved), "--steps", "1"])
+    assert run.exit_code == 1 and "`peak_memory < 16B` does not hold: it is" in run.output
+    assert "loss" not in run.stdout
+    saved.write_text(json.dumps(json.loads(saved.read_text()) | {"expected": [{"op": "<"}]}))
+    run = CliRunner().invoke(app, ["run", "--plan", str(saved)])
+    assert run.exit_code == 2 and "S907" in run.output and "is no bound" in run.output

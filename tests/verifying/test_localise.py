@@ -1,0 +1,167 @@
+"""Localisation: the wrong module is named, one that only receives something wrong is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedlang.passes.blaming.localise import Location, localise
+from schedlang.passes.proving.sides import prepared, widened
+from schedlang.runtime.following.notes import Tag
+from schedlang.runtime.judging.alone import Recorder, parts_of
+from schedlang.runtime.judging.judge import difference
+from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.logits.vocab import ShardedLogits
+from schedlang.runtime.sharding import shard
+from tests.zoo.pool import Mutated
+from tests.zoo.scenes import case
+
+Patch = pytest.MonkeyPatch
+
+
+def _location(scene: str, pool: Pool, bug: str | Callable[[Patch], None] | None = None) -> Location:
+    made = prepared(widened(case(scene)))
+    ranks: Any = pool if bug is None else Mutated(pool, bug)
+    return localise(made, made.batches[0], ranks)
+
+
+@pytest.mark.parametrize(
+    "scene", ["tp", "sp", "sp, biases", "pp, dp", "chunks", "skipping", "sliced", "attending"]
+)
+def test_a_right_program_has_no_guilty_module(scene: str, pool: Pool) -> None:
+    """In every layout all modules are right, alone and in a run, and all could be tried."""
+    found = _location(scene, pool)
+    assert found.guilty == () and found.first == "" and found.unknown == ()
+    sites = case(scene).plan.model.sites
+    assert found.judged > len(sites) / 2, (found.judged, len(sites))
+
+
+@pytest.mark.parametrize(
+    "bug, scene, module",
+    [
+        ("T02@transformer.h.1.attn.c_attn", "tp", "transformer.h.1.attn.c_attn"),
+        ("T02@transformer.h.0.mlp.c_fc", "tp", "transformer.h.0.mlp.c_fc"),
+        ("T03@transformer.h.0.attn.c_proj", "tp", "transformer.h.0.attn.c_proj"),
+        ("T05@model.norm", "sp", "model.norm"),
+        ("T04@model.layers.0.mlp", "sp", "model.layers.0.mlp"),
+    ],
+)
+def test_a_bug_in_backward_of_one_module_is_named(
+    bug: str, scene: str, module: str, pool: Pool
+) -> None:
+    """Injected at one of many like modules it is found there and nowhere else."""
+    found = _location(scene, pool, bug)
+    assert [name for name, _ in found.guilty] == [module]
+    assert found.first == "", "forward is right"
+    assert "gradient" in found.guilty[0][1] and found.values is not None
+
+
+def _bias_twice(patch: Patch) -> None:
+    """One layer of many adds its bias on every rank."""
+
+    def compute(module: Any, x: Tensor, with_bias: bool) -> Tensor:
+        mine = module.weight.shape[0] == 8  # attention's, the other is larger
+        return shard._conv1d(module, x, with_bias or mine)
+
+    patch.setitem(shard.COMPUTES, "Conv1D", compute)
+
+
+def test_who_receives_something_wrong_is_not_blamed(pool: Pool) -> None:
+    """A wrong forward makes everything after it wrong: only those that are wrong alone are named,
+    and the first that differs stands next to the last that agrees."""
+    found = _location("tp", pool, _bias_twice)
+    projections = [f"transformer.h.{k}.attn.c_proj" for k in (0, 1)]
+    assert [name for name, _ in found.guilty] == projections
+    assert found.first == projections[0] and found.before == "transformer.h.0.attn.c_attn"
+    got, want = found.values or (torch.zeros(0), torch.zeros(0))
+    model = prepared(widened(case("tp"))).plan.model.model
+    bias = model.get_parameter(f"{projections[0]}.bias")
+    assert torch.allclose(got - want, 2 * bias.expand_as(got))
+
+
+def test_what_lies_between_modules_is_named(pool: Pool) -> None:
+    """A mask drawn wrong in the code of a module, not in one that it calls: that one is named."""
+    found = _location("tp", pool, "T32b")
+    assert {name for name, _ in found.guilty} == {f"transformer.h.{k}.attn" for k in (0, 1)}
+    assert "what it hands to" in found.guilty[0][1]
+
+
+@pytest.mark.parametrize("bug, scene", [("P03", "pp"), ("D01", "dp"), ("T18b", "sp")])
+def test_what_no_module_does_is_no_modules_fault(bug: str, scene: str, pool: Pool) -> None:
+    """Reductions after the last backward: every module alone is right, and is not blamed."""
+    found = _location(scene, pool, bug)
+    assert found.guilty == () and found.first == "" and found.judged > 10
+
+
+# -- the parts ---------------------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    """Glue around two modules, one of which writes into what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.one(x).mul_(2)
+        out: Tensor = self.two(torch.tanh(made)) * 3
+        return out
+
+
+def test_the_calls_of_the_original_are_recorded() -> None:
+    """Values are those of a plain forward; each call's gradients are through its own code only."""
+    torch.manual_seed(0)
+    model, x = Two(), torch.randn(4, 3, dtype=torch.float64)
+    plain = model(x)
+    recorder = Recorder(model)
+    assert torch.equal(model(x), plain)
+    assert list(recorder.calls) == [("one", 0), ("two", 0), ("", 0)]
+    one, root = recorder.calls["one", 0], recorder.calls["", 0]
+    assert torch.equal(one.inputs[0], x) and torch.equal(root.outputs[0], plain)
+    assert set(one.parameters) == {"weight", "bias"} and root.parameters == {}
+    # the model's own code: tanh(2 u) and 3 v
+    places = {kind for kind, _, _ in root.gradients}
+    assert places == {"output"} and len(root.gradients) == 2
+    recorder.remove()
+    assert not model.one._forward_hooks and torch.equal(model(x), plain)
+
+
+@pytest.mark.parametrize(
+    "got, want, equal",
+    [
+        ([1.0, 2.0], [1.0, 2.0], True),
+        ([1.0, 2.0 + 1e-6], [1.0, 2.0], False),
+        ([float("nan"), 2.0], [1.0, 2.0], False),
+        ([-float("inf"), 2.0], [-float("inf"), 2.0], True),
+        ([0.0], [0.0, 0.0], False),
+        ([1e-20, 0.0], [0.0, 0.0], True),
+        ([1e-3, 0.0], [0.0, 0.0], False),
+    ],
+)
+def test_a_difference_is_never_lost(got: list[float], want: list[float], equal: bool) -> None:
+    """Another shape and NaN are differences; masks of -inf and rounding beside 1.0 are none."""
+    numbers = [torch.tensor(v, dtype=torch.float64) for v in (got, want)]
+    assert (difference(*numbers, 1.0) <= 1e-9) == equal
+
+
+def test_split_logits_lose_their_padding() -> None:
+    """What a rank holds of the words counts, not the rows that fill it up."""
+    from schedlang.runtime.collectives.collective import Group
+
+    local = torch.arange(12.0).reshape(3, 4)
+    logits = ShardedLogits(local, Group(("tp",), (0, 1), 1), 6)
+    tensors, starts, _ = parts_of({"logits": logits, "n": 3})
+    assert starts == [4] and torch.equal(tensors[0], local[:, :2])
+
+
+def test_the_positions_of_a_part() -> None:
+    """Each block is cut by itself, at whatever size the dim has."""
+    tag = Tag(1, (4, 2))
+    assert tag.positions(6, 2, 0) == [0, 1, 4] and tag.positions(6, 2, 1) == [2, 3, 5]
+    assert tag.positions(12, 2, 1) == [4, 5, 6, 7, 10, 11]

@@ -1,0 +1,108 @@
+"""Relaxed statistics: an oracle that trains by parts finds what a skipped check would hide."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schedlang.passes.verifying.prove import Case, prove
+from schedlang.report import Report
+from schedlang.runtime import program
+from schedlang.runtime.launching.launch import Pool
+from schedlang.schedule import Schedule
+from schedlang.source import Source
+from schedlang.syntax import parse
+from tests.training.test_build import Normed, _series
+from tests.zoo.bug import Patch
+from tests.zoo.pool import Mutated
+
+RELAXED = """schedule 1
+
+mesh(dp=2)
+
+step "a" relax(batch_stats) {
+  zero(stage=0, over=dp)
+}
+"""
+
+
+def _proof(model: nn.Module, batches: Sequence[Any], pool: Any) -> Report:
+    plan = Schedule(model, parse(Source("rows.sched", RELAXED))).plan()
+    return prove(Case(plan, tuple(batches), dtype="none"), pool=pool)
+
+
+BATCHES = [_series(8, seed) for seed in range(2)]
+
+
+def test_batch_norm_by_parts_is_equal_to_the_original_by_parts(pool: Pool) -> None:
+    """Loss, gradients, parameters and running statistics to the usual bound; the class says so."""
+    report = _proof(Normed(), BATCHES, pool)
+    assert report.ok, str(report)
+    assert max(row.error for row in report.rows) < 1e-12
+    assert report.equivalence == "relaxed (batch_stats)"
+    names = {row.name for row in report.rows if row.kind == "other state"}
+    assert "norm.running_var" in names
+    assert any("statistics of their own" in gap.condition for gap in report.gaps)
+    limits = {row.kind for row in report.rows if "vanishes" in row.condition}
+    assert {"loss", "gradients", "parameters", "outputs"} <= limits  # against the original itself
+
+
+def whole_batch_statistics(patch: Patch) -> None:
+    """Ranks put their rows together for the statistics, which no row has asked for."""
+
+    def batch_norm(x: Tensor, mean: Any, var: Any, *args: Any, **options: Any) -> Tensor:
+        if torch.is_grad_enabled() and dist.is_initialized() and not x.is_meta:
+            ones = torch.ones(len(x), 1, dtype=x.dtype)
+            sums = torch.cat([ones, x.detach(), x.detach().square()], 1).sum(0)
+            dist.all_reduce(sums)
+            middle, squares = (sums[1:] / sums[0]).chunk(2)
+            x = (x - middle) / (squares - middle.square() + 1e-5).sqrt()
+            return x * args[0] + args[1]
+        return plain(x, mean, var, *args, **options)
+
+    plain = F.batch_norm
+    patch.setattr(F, "batch_norm", batch_norm)
+
+
+def parts_weighed_wrongly(patch: Patch) -> None:
+    """One rank's part counts twice."""
+    real = program.Program._run
+
+    def run(self: Any, parts: Any, scale: Any, **options: Any) -> Any:
+        twice = [2 * s for s in scale] if scale is not None and dist.get_rank() == 1 else scale
+        return real(self, parts, twice, **options)
+
+    patch.setattr(program.Program, "_run", run)
+
+
+@pytest.mark.parametrize("mutant", [whole_batch_statistics, parts_weighed_wrongly])
+def test_other_statistics_and_other_weights_are_found(mutant: Any, pool: Pool) -> None:
+    """That statistics may differ by part is no licence for anything else."""
+    report = _proof(Normed(), BATCHES, Mutated(pool, mutant))
+    assert report.exit_code == 1 and report.first is not None
+
+
+class Routed(nn.Module):
+    """A loss over the batch that does not stand still in eval mode either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter = nn.Linear(3, 4)
+        self.double()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.enter(x).mean(0).square().sum() + y.mean() * 0
+
+
+def test_where_the_rule_never_vanishes_that_is_a_gap(pool: Pool) -> None:
+    """The oracle by parts still holds; that there is no limit to compare in is said."""
+    report = _proof(Routed(), BATCHES, pool)
+    assert report.ok, str(report)
+    assert any("limit" in gap.condition for gap in report.gaps)

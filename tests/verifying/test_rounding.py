@@ -1,0 +1,153 @@
+"""Tests of rounding: another order of sums passes in low precision, small mistakes do not."""
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from schedlang.passes.proving.flips import tipped
+from schedlang.passes.proving.observe import Observation, conditions, observe
+from schedlang.passes.proving.original import Sequential
+from schedlang.passes.proving.rounding import within_rounding
+from schedlang.passes.verifying.prove import Case, prove
+from schedlang.report import Report
+from schedlang.runtime.float64 import Float64, as_float64, widened
+from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.modes import ambient
+from tests.proofs import planned
+
+
+class Halved(nn.Module):
+    """A linear layer that sums two halves of its inputs, the second with a factor."""
+
+    def __init__(self, inner: nn.Linear, factor: float) -> None:
+        super().__init__()
+        self.weight, self.bias, self.factor = inner.weight, inner.bias, factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (a, b), (v, w) = x.chunk(2, -1), self.weight.chunk(2, 1)
+        return a @ v.T + self.factor * (b @ w.T) + self.bias
+
+
+def _seen(dtype: torch.dtype, *, exact: bool = False, factor: float | None = None) -> Observation:
+    """The same weights and batches, rounded to `dtype`, computed so or in float64."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 16)).to(dtype)
+    batches: Any = [{"input": torch.randn(8, 32).to(dtype)} for _ in range(3)]
+    if factor is not None:
+        model = nn.Sequential(Halved(model[0], factor), model[1], Halved(model[2], factor))
+    if exact:
+        model, batches = as_float64(model), widened(batches)
+
+    def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return output.square().mean()
+
+    def make(condition: Any) -> Sequential:
+        return Sequential(copy.deepcopy(model), condition.optimizer, loss=loss, clip=condition.clip)
+
+    with ambient(Float64()) if exact else nullcontext():
+        return observe(make, conditions(batches, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wrong"), [(torch.float32, 1 + 1e-5), (torch.bfloat16, 1.1)], ids=["fp32", "bf16"]
+)
+def test_rounding_passes_and_a_wrong_factor_fails(dtype: torch.dtype, wrong: float) -> None:
+    """The gate follows the precision: what is nothing in bfloat16 is a mistake in float32."""
+    exact, plain = _seen(dtype, exact=True), _seen(dtype)
+    good = Report(within_rounding(exact, plain, _seen(dtype, factor=1.0)))
+    assert good.ok, str(good)
+    bad = Report(within_rounding(exact, plain, _seen(dtype, factor=wrong)))
+    assert bad.first is not None and bad.first.kind == "outputs in working dtype"
+
+
+def test_what_is_missing_fails() -> None:
+    """A tensor that the program does not have, or NaN, never passes."""
+    exact, plain = _seen(torch.float32, exact=True), _seen(torch.float32)
+    for key, value in exact.tensors.items():
+        if key.kind == "gradients" and value is not None:
+            for spoiled in (None, torch.full_like(plain.tensors[key], torch.nan)):
+                program = Observation({**plain.tensors, key: spoiled})
+                assert Report(within_rounding(exact, plain, program)).exit_code == 1
+
+
+def test_single_numbers_have_a_gate_by_their_size() -> None:
+    """A loss may be off by some roundings of its own size, not by a thousandth in float32."""
+    exact, plain = _seen(torch.float32, exact=True), _seen(torch.float32)
+    for kind in ("loss", "gradient norm"):
+        (key,) = (k for k in plain.tensors if k[:3] == ("SGD", kind, 0))
+        value = plain.tensors[key]
+        assert value is not None
+        for factor, ok in ((1 + 1e-7, True), (1 + 1e-3, False)):
+            program = Observation({**plain.tensors, key: value * factor})
+            rows = [r for r in within_rounding(exact, plain, program) if r.kind.startswith(kind)]
+            assert all(row.ok for row in rows) == ok
+
+
+class Chosen(nn.Module):
+    """Every row takes the output with the larger score; scores may be equal but for rounding."""
+
+    def __init__(self, spread: float, wrong: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.a, self.b = nn.Linear(4, 2, bias=False), nn.Linear(4, 3), nn.Linear(4, 3)
+        self.spread, self.wrong = spread, wrong
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(x) * self.spread + 1.0
+        first = scores.topk(1, -1).indices == 0
+        y = torch.where(first, self.a(x), self.b(x))
+        if self.wrong and dist.is_initialized() and x.dtype == torch.bfloat16 and not x.is_meta:
+            y = y * 1.5
+        return y.square().mean()
+
+
+def _chosen(pool: Pool, model: nn.Module, dtype: str) -> Report:
+    batches = [
+        {"x": torch.randn(64, 4, generator=torch.Generator().manual_seed(k))} for k in range(2)
+    ]
+    plan = planned(model, "zero(stage=0, over=dp)", "dp=2")
+    return prove(Case(plan, tuple(batches), dtype=dtype), pool=pool)
+
+
+@pytest.mark.parametrize(("spread", "code"), [(1e-4, 3), (10.0, 1)], ids=["tipped", "clear"])
+def test_behind_a_tipped_choice_nothing_is_decided(spread: float, code: int, pool: Pool) -> None:
+    """A row that fails in the working dtype then counts as not checked; else it is different."""
+    good = _chosen(pool, Chosen(spread), "bfloat16")
+    assert good.ok, str(good)
+    bad = _chosen(pool, Chosen(spread, wrong=True), "bfloat16")
+    assert bad.exit_code == code
+    assert (code == 3) == any("choices of `topk` in `the model`" in u for u in bad.unchecked)
+
+
+def test_tipped_choices_are_counted() -> None:
+    """By site and operator, among those that both sides have."""
+    right = {(0, "gate", "topk", 0, k): torch.tensor([[k]]) for k in range(3)}
+    other = {key: value.clone() for key, value in right.items()}
+    assert tipped(right, other) == []
+    other[(0, "gate", "topk", 0, 1)] += 1
+    del other[(0, "gate", "topk", 0, 2)]
+    assert tipped(right, other) == ["1 of 2 choices of `topk` in `gate` fall otherwise"]
+
+
+def test_what_a_batch_gives_is_in_the_dtype_asked_for(pool: Pool) -> None:
+    """Float inputs are rounded for both sides, so a model in bfloat16 can take them."""
+    report = _chosen(pool, Mean(), "bfloat16")
+    assert report.ok, str(report)
+    assert {row.kind for row in report.rows} >= {"loss in working dtype"}
+
+
+class Mean(nn.Module):
+    """The mean square of a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x).square().mean()

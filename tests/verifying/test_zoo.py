@@ -1,0 +1,71 @@
+"""The zoo: every bug of a registered primitive is found by the proof, and entered in full."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from schedlang.passes.verifying.prove import prove
+from schedlang.runtime.launching.launch import Pool
+from tests.tiers import thinned
+from tests.zoo import ZOO
+from tests.zoo.bug import Bug, found
+from tests.zoo.hunt import hunt
+from tests.zoo.scenes import SCENES, case
+from tests.zoo.table import counted
+
+HUNTS = [(b.id, scene) for b in ZOO.values() if b.applies for scene in b.scenes]
+RIGHT = [name for name, scene in SCENES.items() if scene.holds]
+
+
+@pytest.mark.parametrize("entry", ZOO.values(), ids=ZOO.keys())
+def test_every_entry_is_whole(entry: Bug) -> None:
+    """Id, words, scene and mutation are there, unless its primitive is not."""
+    assert re.fullmatch(r"[TPDCFXES]\d\d[a-z]?", entry.id) and entry.what.endswith(".")
+    assert found(f"{entry.id}@a.b") == (entry, "a.b") and found(entry.id) == (entry, None)
+    if entry.applies:
+        assert entry.mutation is not None, f"`{entry.primitive}` is registered: write the mutation"
+        assert entry.scenes and set(entry.scenes) <= set(SCENES)
+    else:
+        assert not entry.scenes
+
+
+@pytest.mark.parametrize("spec, scene", thinned(HUNTS), ids=[f"{s}-{n}" for s, n in HUNTS])
+def test_a_bug_is_found(spec: str, scene: str, pool: Pool) -> None:
+    """The proof fails, or the run is refused or dies as it must; here for half of the zoo."""
+    assert hunt(spec, scene, pool, blame=False).killed
+
+
+@pytest.mark.parametrize("name", RIGHT[::4])
+def test_no_false_alarm(name: str, pool: Pool) -> None:
+    """Without a bug a program of the zoo passes: what is found with one is the bug's doing."""
+    assert prove(case(name), pool=pool).ok
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", RIGHT)
+def test_no_false_alarm_in_any(name: str, pool: Pool) -> None:
+    """All programs of the zoo pass without a bug."""
+    assert prove(case(name), pool=pool).ok
+
+
+def test_a_bug_at_one_site(pool: Pool) -> None:
+    """Injected at one module, the bug shows behind that module and not before it."""
+    one = hunt("T02@blocks.1.up", "gathered", pool, blame=False)
+    assert one.killed and "blocks.0" in one.place
+    assert not hunt("T02@blocks.7", "gathered", pool, blame=False).killed
+
+
+def test_a_death_is_no_excuse(pool: Pool) -> None:
+    """A run that dies of another error than the entry names is a mistake of the mutation."""
+    with pytest.raises(AssertionError, match="the mutation P10 fails"):
+        hunt("P10", "skipping", pool, blame=False)  # that model has no mask
+
+
+def test_the_readme_tells_the_count() -> None:
+    """The last line of the table, as the README has it, is that of this zoo."""
+    bugs = list(ZOO.values())
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert counted(sum(bug.applies for bug in bugs), bugs) in " ".join(readme.split())
