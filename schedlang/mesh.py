@@ -104,6 +104,15 @@ class Mesh:
             for place in self._places(folded)
         )
 
+    def member(self, rank: int, over: str | Sequence[str], place: int) -> int:
+        """The rank at one place of the group of `rank` along `over`, without the others."""
+        here = self.coordinates(rank)
+        for axis in reversed(self._numbered(over)):
+            name, extent = _run(axis)[0], self._extent(axis)
+            place, at = divmod(place, extent)
+            here[name] += at - here[name] % extent
+        return self.rank(here)
+
     def _numbered(self, over: str | Sequence[str]) -> tuple[str, ...]:
         """The plain axes by which the places of a group are counted, the slowest first."""
         if isinstance(over, str) and "." in over:

@@ -95,11 +95,10 @@ def account(
     from schedlang.runtime import parts
 
     plan = completed(plan, batch, loss)
-    everyone = parts.split(batch, plan.shares, plan.micro)
-    sample = everyone[0][0].inputs
+    sample = parts.sample(batch, plan.shares, plan.micro)
     prepared = prepare(plan, sample, loss, weight)
     notes = [_MOMENTS]
-    if len({len(part.rows) for row in everyone for part in row}) > 1:
+    if not parts.even(batch, plan.shares, plan.micro):
         notes.append("microbatches differ in rows; bytes are those of the largest")
     sent = collectives(plan, prepared, sample, loss)
     if any(one.what == "tokens" for one in sent):

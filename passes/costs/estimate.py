@@ -102,7 +102,7 @@ def _play(
     order, staged = fewer(plan, prepared.staged, PLAYED)
     short = replace(plan, order=order)
     ready = replace(prepared, staged=replace(staged, timeline=timeline_of(short)))
-    sample = parts.split(batch, plan.shares, plan.micro)[0][0].inputs
+    sample = parts.sample(batch, plan.shares, plan.micro)
     few = repeated(sample, plan.shares * short.micro)
     footprint = Footprint("meta")
     with playing(of.first, plan.mesh.world) as tap, watched(footprint):

@@ -53,7 +53,7 @@ def estimated(
     from schedlang.runtime import parts
 
     micro = plan.order.micro if plan.order is not None else 1
-    sample = parts.split(batch, plan.shares, micro)[0][0].inputs
+    sample = parts.sample(batch, plan.shares, micro)
     staged = stages_of(plan, propagate(plan, sample, loss), sample, loss)
     cost, notes = _cost(staged, machine)
     return Estimate(staged.timeline.with_edges(staged.cut.edges), cost, notes)

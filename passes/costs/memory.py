@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -65,7 +66,7 @@ class _Kind:
     """Parameters that lie alike: on these stages, each slice with as many elements."""
 
     stages: frozenset[int] | None
-    elements: tuple[int, ...]  # by place along the sliced axes; one entry where not sliced
+    elements: tuple[tuple[int, int], ...]  # runs of equal slices: their first place, and how many
     itemsize: int
     trained: bool
     tiers: tuple[str, str, str]  # of the parameter, its gradients and its optimizer state
@@ -86,17 +87,18 @@ def rank_classes(
     places = mesh.size(staged.axis) if staged.axis is not None else 1
     slices = mesh.size(axes) if axes else 1
     share = mesh.world // (places * slices)
+    cuts = sorted({0, *(first for kind in kinds for first, _ in kind.elements)})
     found: dict[tuple[int, ...], list[int]] = {}
     for place in range(places):
         working = _working(plan, staged, holdings, place)
         working += window_bytes(plan, staged, holdings, place)
-        for cut in range(slices):
+        for cut, end in zip(cuts, [*cuts[1:], slices]):
             held, away = _held(kinds, place, cut, moments)
             kept = working + _others(staged, place) * held[2]
             first = _first(plan, staged, axes, place, cut)
             away = (*away[:2], _held(kinds, (place - 1) % places, cut, moments)[1][2])
             entry = found.setdefault((place, *held, kept, *away), [0, first])
-            entry[0], entry[1] = entry[0] + share, min(entry[1], first)
+            entry[0], entry[1] = entry[0] + share * (end - cut), min(entry[1], first)
     classes = [
         RankClass(count, first, place if staged.axis is not None else None, *held)
         for (place, *held), (count, first) in found.items()
@@ -106,17 +108,33 @@ def rank_classes(
 
 def _kinds(plan: Plan, holdings: Mapping[str, Holding], axes: tuple[str, ...]) -> Iterator[_Kind]:
     """The kind of every parameter; parts are measured once per distinct layout."""
-    ranks = plan.mesh.group(0, axes) if axes else (0,)
-    known: dict[object, tuple[int, ...]] = {}
+    known: dict[object, tuple[tuple[int, int], ...]] = {}
     tiers = tiers_of(plan)
     for name, holding in holdings.items():
         fact = plan.model.unique[name]
         key = (holding.layout, holding.sliced)
         if key not in known:
-            at = ranks if holding.sliced else ranks[:1]
-            known[key] = tuple(math.prod(holding.local_shape(plan.mesh, rank)) for rank in at)
+            known[key] = _sizes(plan, holding, axes)
         lies = tiers[name].each if name in tiers else ("device",) * 3
         yield _Kind(holding.stages, known[key], fact.itemsize, fact.requires_grad, lies)
+
+
+def _sizes(plan: Plan, holding: Holding, axes: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+    """Elements of a parameter's slices, by the place from which on they are as many."""
+
+    def size(place: int) -> int:
+        rank = plan.mesh.member(0, axes, place) if axes else 0
+        return math.prod(holding.local_shape(plan.mesh, rank))
+
+    count = plan.mesh.size(axes) if holding.sliced else 1
+    if plan.mesh.fold(holding.sliced) != axes:  # over some of the axes: they come again and again
+        return tuple((place, size(place)) for place in range(count))
+    found, place = [], 0
+    while place < count:  # slices never grow: full ones, one that is not, empty ones
+        found.append((place, size(place)))
+        rest = range(place, count)
+        place += bisect_right(rest, -found[-1][1], key=lambda at: -size(at))
+    return tuple(found)
 
 
 def _held(
@@ -127,7 +145,7 @@ def _held(
     for kind, count in kinds.items():
         if kind.stages is not None and place not in kind.stages:
             continue
-        size = count * kind.elements[cut if len(kind.elements) > 1 else 0]
+        size = count * next(size for first, size in reversed(kind.elements) if first <= cut)
         elements += size
         gradients = size * kind.itemsize * kind.trained
         sizes = (size * kind.itemsize, gradients, gradients * moments)
@@ -149,11 +167,8 @@ def _others(staged: Staged, place: int) -> int:
 
 def _first(plan: Plan, staged: Staged, axes: tuple[str, ...], place: int, cut: int) -> int:
     """The lowest rank at a place of the pipeline and a place of the slices."""
-    here = plan.mesh.coordinates(plan.mesh.group(0, axes)[cut] if axes else 0)
-    if staged.axis is not None:
-        line = plan.mesh.group(plan.mesh.rank(here), staged.axis)
-        return line[place]
-    return plan.mesh.rank(here)
+    rank = plan.mesh.member(0, axes, cut) if axes else 0
+    return rank if staged.axis is None else plan.mesh.member(rank, staged.axis, place)
 
 
 def _together(plan: Plan) -> int:

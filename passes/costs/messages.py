@@ -28,7 +28,7 @@ def messages(
     """What is sent for one sum at a place of the pipeline; sizes whole, as they arrive."""
     rank = 0
     if place is not None and staged.axis is not None:
-        rank = plan.mesh.group(0, staged.axis)[place]
+        rank = plan.mesh.member(0, staged.axis, place)
     names = [n for n in one.names if holdings[n].held(plan.mesh, rank)]
     shapes = [holdings[n].local_shape(plan.mesh, rank) for n in names]
     if one.kind == "compressed":

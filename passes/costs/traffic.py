@@ -107,7 +107,7 @@ def _states(context: Context) -> Iterator[Collective]:
         return
     places = plan.mesh.size(staged.axis)
     for place in range(places):
-        rank, after = plan.mesh.group(0, staged.axis)[place], (place + 1) % places
+        rank, after = plan.mesh.member(0, staged.axis, place), (place + 1) % places
         for size in state_rounds(plan, context.holdings, rank):
             out = Collective(
                 "send", (staged.axis,), "step", "state to a peer", "", 1, size * MOMENTS,

@@ -105,7 +105,7 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     ranks = check_job(plan)
     prepared = given.prepared
     if prepared is None:
-        sample = parts.split(batch, 1 if given.local else plan.shares, plan.micro)[0][0].inputs
+        sample = parts.sample(batch, 1 if given.local else plan.shares, plan.micro)
         prepared = prepare(plan, sample, loss, given.weight)
     traced, staged, holdings = prepared.traced, prepared.staged, prepared.holdings
     check_build(staged, given.optimizer, given.clip, given.hollow)

@@ -62,7 +62,7 @@ def static(
         found = static(replace(plan, compression=None), batch, loss, weight)
         return replace(found, unseen=(*found.unseen, "codecs: what they compress is summed whole"))
     micro = plan.micro
-    sample = parts.split(batch, plan.shares, micro)[0][0].inputs
+    sample = parts.sample(batch, plan.shares, micro)
     step = Step(plan, prepare(plan, sample, loss, weight), sample, loss, weight)
     told = gradients(plan, step.prepared, sample, loss)
     if told is None:

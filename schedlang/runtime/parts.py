@@ -95,6 +95,30 @@ def split(batch: Batch, replicas: int, micro: int) -> list[list[Part]]:
 
     Raises Refusal S606 if there are fewer rows than parts.
     """
+    count = _enough(batch, replicas, micro)
+    out = []
+    for share in shares(count, replicas):
+        runs = [
+            range(share.start + r.start, share.start + r.stop) for r in shares(len(share), micro)
+        ]
+        out.append([Part(cut(batch, run, count), tuple(run)) for run in runs])
+    return out
+
+
+def sample(batch: Batch, replicas: int, micro: int) -> dict[str, Any]:
+    """The first of the parts, which is as large as any: found without the others.  Or S606."""
+    count = _enough(batch, replicas, micro)
+    share = (count + replicas - 1) // replicas
+    return cut(batch, range((share + micro - 1) // micro), count)
+
+
+def even(batch: Batch, replicas: int, micro: int) -> bool:
+    """Whether all parts have as many rows."""
+    return rows_of(batch) % (replicas * micro) == 0
+
+
+def _enough(batch: Batch, replicas: int, micro: int) -> int:
+    """The rows of a batch, which are as many as its parts at least (S606)."""
     count = rows_of(batch)
     if count < replicas * micro:
         raise Refusal(
@@ -105,13 +129,7 @@ def split(batch: Batch, replicas: int, micro: int) -> list[list[Part]]:
                 helps=(f"give a batch of at least {replicas * micro} rows",),
             )
         )  # fmt: skip
-    out = []
-    for share in shares(count, replicas):
-        runs = [
-            range(share.start + r.start, share.start + r.stop) for r in shares(len(share), micro)
-        ]
-        out.append([Part(cut(batch, run, count), tuple(run)) for run in runs])
-    return out
+    return count
 
 
 @dataclass(frozen=True)

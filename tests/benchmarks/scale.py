@@ -2,7 +2,7 @@
 
 Prints processor time and memory of: `check` as a command, start included; reading a file of 2,000
 rows; expanding up to 1,000,000 actions (facts of the model included), by ten rows about all layers
-and by ten about each hundred; planning the same schedule for 64 and for 16,384 ranks.
+and by ten about each hundred; planning the same schedule for 8 and for 16,384 ranks.
 """
 
 from __future__ import annotations
@@ -99,15 +99,19 @@ def actions(write: Callable[[int], str], model: Deep) -> tuple[int, int]:
 
 
 def planned(ranks: int) -> None:
-    """Plan the 70-billion model's schedule for some ranks, with all that is counted."""
+    """Plan the 70-billion model's schedule for some ranks, with all that is counted.
+
+    Eight ranks hold a copy of the model; each copy more has rows of its own, so the batch grows.
+    """
     from schedlang.verbs.files import accounted
     from schedlang.verbs.files import planned as of
     from tests.benchmarks.plan_scale import MODEL, SCHEDULE
 
     with TemporaryDirectory() as folder:
         file = Path(folder) / "llama70b.sched"
-        file.write_text(SCHEDULE % (ranks // 64))
-        file.with_name("model.py").write_text(MODEL.replace("(1024,", f"({max(64, ranks // 8)},"))
+        file.write_text((SCHEDULE % (ranks // 8)).replace("pp=8, tp=8", "pp=2, tp=4"))
+        rows = f"(1, 8192, dtype=torch.long).expand({4 * ranks}, -1)"
+        file.with_name("model.py").write_text(MODEL.replace("(1024, 8192, dtype=torch.long)", rows))
         accounted(of(file, None, None, None))
 
 
@@ -127,8 +131,10 @@ def main() -> None:
             spent, (rows, count) = timed(partial(actions, write, model))
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
             print(f"{rows:5,} rows, {count:9,} actions     {spent:.2f} s, {peak:.2f} GiB")
-    for ranks in (64, 16_384):
-        print(f"plan for {ranks:6} ranks             {timed(partial(planned, ranks))[0]:.1f} s")
+    planned(8)  # what is imported and found out once
+    for ranks in (8, 16_384):
+        spent = min(timed(partial(planned, ranks))[0] for _ in range(2))
+        print(f"plan for {ranks:6} ranks             {spent:.1f} s")
 
 
 if __name__ == "__main__":

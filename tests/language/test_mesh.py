@@ -43,6 +43,7 @@ def test_groups_partition_the_world(mesh: Mesh, data: st.DataObject) -> None:
         assert list(group) == sorted(group), "as torch numbers the members of a process group"
         for place, rank in enumerate(group):
             assert mesh.group(rank, over) == group and mesh.index(rank, over) == place
+            assert mesh.member(group[-1], over, place) == rank
 
 
 @given(meshes(), st.data())

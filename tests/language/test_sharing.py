@@ -33,7 +33,7 @@ from tests.proofs import planned
 from tests.properties.engine import schedule_of
 from tests.properties.schedules import Drawn, legal
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 FILES = [p for p in sorted((ROOT / "examples").glob("**/*.sched")) if p.stem != "megatron"]
 MAPS = ("layouts", "boundaries", "computes", "told", "contexts")
 

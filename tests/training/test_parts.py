@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedlang.diagnostic import Refusal
-from schedlang.runtime.parts import Absent, rows_of, shares, split, stack
+from schedlang.runtime.parts import Absent, even, rows_of, sample, shares, split, stack
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
@@ -35,6 +35,9 @@ def test_every_row_is_in_one_part(replicas: int, micro: int, more: int) -> None:
     }
     flat = [part for mine in split(batch, replicas, micro) for part in mine]
     assert torch.equal(torch.cat([part.inputs["x"] for part in flat]), batch["x"])
+    first = sample(batch, replicas, micro)
+    assert str(first) == str(flat[0].inputs) and len(first["x"]) == max(len(p.rows) for p in flat)
+    assert even(batch, replicas, micro) == (len({len(part.rows) for part in flat}) == 1)
     for part in flat:
         assert part.inputs["x"].tolist() == list(part.rows)
         assert torch.equal(part.inputs["y"], part.inputs["x"] * 2)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from schedlang.mesh import Mesh
 from schedlang.passes.costs.account import Account, account
+from schedlang.passes.cutting.staging import stages_of
+from schedlang.passes.laying.propagate import Traced
+from schedlang.passes.preparing.holdings import holdings_of
 from schedlang.passes.reading.state import Settings
 from schedlang.plan import Plan
 from schedlang.schedule import Schedule
@@ -179,6 +185,37 @@ def test_cost_does_not_grow_with_ranks() -> None:
     assert plan.mesh.world == 4096
     told = account(plan)
     assert sum(one.ranks for one in told.classes or ()) == 4096 and len(told.classes or ()) <= 2
+
+
+def test_slices_of_two_axes_are_those_of_each_rank() -> None:
+    """Runs of equal slices are counted as ranks one by one: how many hold what, and the first."""
+    rows = TENSOR + "  zero(stage=1, over=(a, dp))\n"
+    plan = planned(MESH.format("a=2, dp=7, tp=2", rows))
+    holdings = holdings_of(plan, stages_of(plan, Traced(), {}, None)).values()
+    each = [
+        sum(math.prod(one.local_shape(plan.mesh, rank)) for one in holdings)
+        for rank in range(plan.mesh.world)
+    ]
+    counted: Counter[int] = Counter()
+    for one in account(plan).classes or ():
+        counted[one.elements] += one.ranks
+        assert each[one.first] == one.elements and one.elements not in each[: one.first]
+    assert counted == Counter(each) and len(counted) > 1
+
+
+def test_what_a_plan_asks_does_not_grow_with_ranks() -> None:
+    """With a batch, too: of 1,024 slices fewer places are looked up than there are slices."""
+
+    def asked(ranks: int) -> int:
+        rows = TENSOR + "  zero(stage=1, over=dp)\n"
+        plan = planned(MESH.format(f"dp={ranks}, tp=2", rows))
+        with patch.object(
+            Mesh, "coordinates", autospec=True, side_effect=Mesh.coordinates
+        ) as calls:
+            account(plan, tokens(rows=ranks))
+        return calls.call_count
+
+    assert asked(4) < asked(1024) < 1024
 
 
 def test_rows_are_named() -> None:
