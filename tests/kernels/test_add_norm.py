@@ -20,6 +20,7 @@ from schedlang.runtime.replacing.add_norm import Sums
 from schedlang.runtime.replacing.kernel import match, replace
 from tests import models
 from tests.proofs import planned, proven, refused
+from tests.rows import HEADS
 from tests.tiers import thinned
 
 FORMS = [
@@ -132,11 +133,8 @@ def test_a_norm_with_a_hook_is_called():
 ROWS = {
     "split heads, sliced state, recomputed": (
         models.llama,
-        ROW + """model.layers.*.self_attn.{q,k,v}_proj shard(col, over=tp)
-        model.layers.*.self_attn.o_proj shard(row, over=tp)
-        model.layers.* checkpoint()
-        zero(stage=3, over=dp)""",
-        "dp=2, tp=2",
+        ROW + HEADS[0],
+        HEADS[1],
     ),
     "stages": (
         models.gpt2,

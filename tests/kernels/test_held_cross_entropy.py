@@ -13,7 +13,8 @@ from schedlang.runtime.logits.lazy_logits import LazyLogits
 from schedlang.runtime.replacing.kernel import kernel_of, match, replace
 from tests import models
 from tests.kernels.test_linear_cross_entropy import LABELS, LOSSES, WHOLE
-from tests.proofs import planned, proven, refused
+from tests.proofs import refused
+from tests.rows import STAGES, llama_proven
 from tests.tiers import thinned
 
 ROW = "lm_head replace_kernel(cross_entropy)\n"
@@ -121,23 +122,19 @@ def test_one_tensor_of_logits():
 
 ROWS = {
     "split words, sliced state": (
-        ROW + """lm_head pad(out, multiple=8)
+        """lm_head pad(out, multiple=8)
         lm_head shard(vocab, over=tp)
         zero(stage=3, over=dp)""",
         "dp=2, tp=2",
     ),
-    "stages": (
-        ROW + 'model.layers pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)', "pp=2"
-    ),
+    "stages": STAGES,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", thinned(ROWS, 3))
 def test_models_over_ranks(name, threads):
     """Over split words, sliced state and stages it is the same program."""
-    rows, mesh = ROWS[name]
-    plan = planned(models.llama(layers=2), rows, mesh)
-    proven(threads, plan, [models.tokens(rows=6, seed=seed) for seed in (1, 2, 3)])
+    llama_proven(threads, ROW, ROWS[name])
 
 
 def test_what_is_no_head_is_told():

@@ -18,7 +18,8 @@ from schedlang.runtime.replacing.kernel import match, replace
 from schedlang.runtime.replacing.rope import Rotary
 from schedlang.runtime.replacing.turned import Turning
 from tests import models
-from tests.proofs import planned, proven, refused
+from tests.proofs import refused
+from tests.rows import HEADS, STAGES, llama_proven
 from tests.tiers import thinned
 
 transformers = pytest.importorskip("transformers")
@@ -252,18 +253,10 @@ def test_sizes_that_are_symbols(unknown):
 
 
 ROWS = {
-    "split heads, sliced state, recomputed": (
-        ROW + """model.layers.*.self_attn.{q,k,v}_proj shard(col, over=tp)
-        model.layers.*.self_attn.o_proj shard(row, over=tp)
-        model.layers.* checkpoint()
-        zero(stage=3, over=dp)""",
-        "dp=2, tp=2",
-    ),
-    "stages": (
-        ROW + 'model.layers pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)', "pp=2"
-    ),
+    "split heads, sliced state, recomputed": HEADS,
+    "stages": STAGES,
     "split sequences": (
-        ROW + "model.layers.*.self_attn context_parallel(ring, over=cp, layout=zigzag)", "cp=2"
+        "model.layers.*.self_attn context_parallel(ring, over=cp, layout=zigzag)", "cp=2"
     ),
 }  # fmt: skip
 
@@ -271,9 +264,7 @@ ROWS = {
 @pytest.mark.parametrize("name", thinned(ROWS, 3))
 def test_models_over_ranks(name, threads):
     """Beside split heads, stages, recomputation and split sequences it is the same program."""
-    rows, mesh = ROWS[name]
-    plan = planned(models.llama(layers=2), rows, mesh)
-    proven(threads, plan, [models.tokens(rows=6, seed=seed) for seed in (1, 2, 3)])
+    llama_proven(threads, ROW, ROWS[name])
 
 
 def test_what_does_not_turn_is_told():

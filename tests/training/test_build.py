@@ -31,18 +31,8 @@ from tests.proofs import (
     steps,
     trained,
 )
+from tests.rows import GPT2
 
-GPT2 = """
-  transformer.wte  pad(vocab, multiple=8)
-  transformer.wte  shard(vocab, over=tp)
-  at transformer.h.* {
-    attn.c_attn  shard(col, blocks=3, over=tp)
-    attn.c_proj  shard(row, over=tp)
-    mlp.c_fc     shard(col, over=tp)
-    mlp.c_proj   shard(row, over=tp)
-  }
-  lm_head  shard(vocab, over=tp)
-"""
 LLAMA = """
   at model.layers.* {
     {input,post_attention}_layernorm  shard(input=S(seq), output=S(seq), over=tp)

@@ -16,18 +16,8 @@ from schedlang.source import Source
 from schedlang.syntax import parse
 from tests.models import gpt2, tokens
 from tests.ranks import run_ranks
+from tests.rows import GPT2 as TENSOR
 
-TENSOR = """
-  transformer.wte  pad(vocab, multiple=8)
-  transformer.wte  shard(vocab, over=tp)
-  at transformer.h.* {
-    attn.c_attn  shard(col, blocks=3, over=tp)
-    attn.c_proj  shard(row, over=tp)
-    mlp.c_fc     shard(col, over=tp)
-    mlp.c_proj   shard(row, over=tp)
-  }
-  lm_head  shard(vocab, over=tp)
-"""
 MESH = 'schedule 1 for GPT2LMHeadModel\nmesh({})\nstep "all" {{\n{}}}\n'
 PIPE = '  transformer.h  pipeline_split(over=pp)\n  {}\n  pipeline(order="1F1B", micro=4)\n'
 CHUNKS = (

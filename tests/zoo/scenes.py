@@ -12,20 +12,10 @@ from torch import nn
 from schedlang.passes.verifying.prove import Case
 from tests import expert_models, models, spacetime
 from tests.proofs import planned
+from tests.rows import GPT2
 from tests.zoo import networks
 from tests.zoo.networks import points, words
 
-GPT2 = """
-  transformer.wte  pad(vocab, multiple=8)
-  transformer.wte  shard(vocab, over=tp)
-  at transformer.h.* {
-    attn.c_attn  shard(col, blocks=3, over=tp)
-    attn.c_proj  shard(row, over=tp)
-    mlp.c_fc     shard(col, over=tp)
-    mlp.c_proj   shard(row, over=tp)
-  }
-  lm_head  shard(vocab, over=tp)
-"""
 LLAMA = """
   model.layers.0  shard(input=S(seq), over=tp)
   at model.layers.* {
