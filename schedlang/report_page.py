@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 LOW, HIGH, WIDE = -18.0, 1.0, 228.0  # decades that a scale shows, and its points
 VERDICTS = {0: "PASS", 1: "FAIL", 3: "NOT FULLY CHECKED"}
-HOLDS = {True: "equal", False: "different", None: "open"}
+HOLDS: dict[bool | None, str] = {True: "equal", False: "different", None: "open"}
 # Okabe and Ito's blue and vermilion; what fails has another mark, and a word
 STYLE = (
     ".eq{font:14px system-ui,sans-serif;color:#1f2328;background:#fff;padding:1px 0}"

@@ -28,7 +28,9 @@ from schedlang.runtime.staging.step import Result
 from schedlang.runtime.storage.footprint import Footprint
 
 # what multiplies (True) or divides in place
-SCALES = {Tensor.mul_: True, Tensor.__imul__: True, Tensor.div_: False, Tensor.__itruediv__: False}
+SCALES: dict[Any, bool] = {
+    Tensor.mul_: True, Tensor.__imul__: True, Tensor.div_: False, Tensor.__itruediv__: False
+}  # fmt: skip
 
 
 class Answers(TorchFunctionMode):

@@ -21,7 +21,7 @@ from schedlang.runtime.attend.swap import Team, copied
 from schedlang.runtime.collectives.collective import Group
 
 # method -> how many groups it takes, the outermost first
-METHODS = {
+METHODS: dict[str, tuple[int, ...]] = {
     "gather": (1,),  # keys and values of all ranks at once
     "ring": (1,),  # one block after the other
     "double ring": (2,),  # ring of nodes, ring inside each

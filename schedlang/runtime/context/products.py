@@ -20,8 +20,8 @@ from schedlang.runtime.modes import Ambient
 from schedlang.runtime.slicing.counting import caller
 from schedlang.runtime.slicing.slices import Place
 
-PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
-ADDED = {torch.baddbmm, Tensor.baddbmm}
+PRODUCTS: set[Any] = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
+ADDED: set[Any] = {torch.baddbmm, Tensor.baddbmm}
 
 
 def factors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:

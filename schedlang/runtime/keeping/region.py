@@ -101,7 +101,8 @@ class Call:
         self, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any,
         save: tuple[str, ...],
     ) -> None:  # fmt: skip
-        self.module, self.inner, self.first = module, inner, (args, kwargs)
+        self.module, self.inner = module, inner
+        self.first: tuple[tuple[Any, ...], dict[str, Any]] = (args, kwargs)
         self.tensors: list[Tensor] = []
         self.template = take((args, kwargs), self.tensors)
         self.needs_grad = tuple(t.requires_grad for t in self.tensors)

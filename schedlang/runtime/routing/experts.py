@@ -74,7 +74,7 @@ class Spread:
         self.reach = self._at(here)
         self.held = self._at([True] * len(edges))
         self.shadowed = tuple(expert for expert in self.reach if expert in routing.shadow)
-        self.steps = []
+        self.steps: list[Step] = []
         for k, edge in enumerate(edges):
             if not here[k]:
                 reached = self._at(here)
