@@ -92,8 +92,10 @@ class Binder:
     """Binds one call, collecting what is wrong with it."""
 
     def __init__(self, primitive: type[Primitive], span: Span, axes: Mapping[str, int]) -> None:
-        self.primitive, self.span, self.axes = primitive, span, axes
-        self.surface = surface(primitive)
+        self.primitive: type[Primitive] = primitive
+        self.span: Span = span
+        self.axes: Mapping[str, int] = axes
+        self.surface: Surface = surface(primitive)
         self.problems: list[Diagnostic] = []
         self.bound: dict[str, Any] = {}
         self.rest: list[tuple[str, Any]] = []
@@ -178,8 +180,10 @@ class Binder:
     def _surplus(self, argument: Argument) -> None:
         taken = self.surface.positional
         title = f"`{self.name}` takes no further argument without a name"
-        helps = (f"it takes {quoted(taken)} in this order",) if taken else ()
-        self._problem("S302", title, Label(argument.span), *helps)
+        order = (f"it takes {quoted(taken)} in this order",) if taken else ()
+        meant = [n for n in self.surface.keywords if argument.word in _words(self.surface.types[n])]
+        near = tuple(f"did you mean `{name}={argument.word}`?" for name in meant)
+        self._problem("S302", title, Label(argument.span), *(near or order))
 
     def _missing(self, lacking: Sequence[str]) -> None:
         title = f"`{self.name}` needs {quoted(lacking)}"
@@ -232,3 +236,10 @@ def _choice(word: str, choices: Sequence[str]) -> str:
     near = closest(word, choices)
     listed = f"choose one of {quoted(choices, 12)}"
     return f"did you mean `{near}`? or {listed}" if near and len(choices) > 4 else listed
+
+
+def _words(kind: Any) -> tuple[str, ...]:
+    """The words that an argument of this type may be."""
+    inside = typing.get_args(kind)
+    own = tuple(one for one in inside if isinstance(one, str))
+    return own + tuple(word for one in inside for word in _words(one))

@@ -64,7 +64,7 @@ class Refusal(Exception):
 
     def __init__(self, *diagnostics: Diagnostic) -> None:
         assert diagnostics, "a refusal says why"
-        self.diagnostics = tuple(sorted(diagnostics, key=_place))
+        self.diagnostics: tuple[Diagnostic, ...] = tuple(sorted(diagnostics, key=_place))
         super().__init__(*self.diagnostics)
 
     @property

@@ -33,7 +33,9 @@ class Mismatch(Exception):
         self, expected: str, choices: Sequence[str] = (), culprit: tuple[Any, ...] = ()
     ) -> None:
         super().__init__(expected)
-        self.expected, self.choices, self.culprit = expected, tuple(choices), culprit
+        self.expected: str = expected
+        self.choices: tuple[str, ...] = tuple(choices)
+        self.culprit: tuple[Any, ...] = culprit
 
 
 class NoAxis(Exception):

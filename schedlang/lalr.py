@@ -37,7 +37,10 @@ class Unread(Exception):
 
     def __init__(self, line: int, col: int, token: Token | None, accepts: frozenset[str]) -> None:
         super().__init__(line, col, token)
-        self.line, self.col, self.token, self.accepts = line, col, token, accepts
+        self.line: int = line
+        self.col: int = col
+        self.token: Token | None = token
+        self.accepts: frozenset[str] = accepts
 
 
 class Rule(NamedTuple):
@@ -85,7 +88,7 @@ class Table:
             name: one["text"] for name, one in data["terminals"].items() if "text" in one
         }
         self.does: list[dict[str, int]] = [state["does"] for state in data["states"]]
-        self.rules = [Rule(**rule) for rule in data["rules"]]
+        self.rules: list[Rule] = [Rule(**rule) for rule in data["rules"]]
         self.starts: dict[str, tuple[int, int]] = data["starts"]
         self._ignored, self._lexers = data["ignored"], [*data["lexers"], data["any"]]
         self._of = [state["lexer"] for state in data["states"]]
@@ -131,8 +134,9 @@ class Reader:
     which gets the place of the rule's text and what its parts became."""
 
     def __init__(self, text: str, maker: object) -> None:
-        self.text, self.table = text, table()
-        self.makes = [getattr(maker, f"_{rule.name}", None) for rule in self.table.rules]
+        self.text: str = text
+        self.table: Table = table()
+        self.makes: list[Any] = [getattr(maker, f"_{rule.name}", None) for rule in self.table.rules]
         self.stack: list[int] = []
         self.parts: list[tuple[Any, Token, Token]] = []
 
@@ -176,7 +180,7 @@ class Reader:
             if rule.of[0] != "_":  # else its parts are those of the rule that it stands in
                 alone = rule.alone and len(made) == 1
                 make = self.makes[number]
-                made = made[0] if alone else make((first, last), *made)  # type: ignore[misc]
+                made = made[0] if alone else make((first, last), *made)
             self.parts.append((made, first, last))
         stack.append(self.table.does[stack[-1]][rule.of])
 

@@ -103,8 +103,8 @@ class ModelFacts:
     ) -> None:
         self.model = model
         self.base: ModelFacts = base or self
-        self.changes = changes
-        self.class_name = type(model).__name__
+        self.changes: tuple[Change, ...] = changes
+        self.class_name: str = type(model).__name__
         self._modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
         self._classes: dict[type, tuple[str, ...]] = {}
         self.cache: dict[object, object] = {}  # answers of probes, by what was asked

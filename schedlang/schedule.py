@@ -20,8 +20,10 @@ from schedlang.diagnostic import (
     at_their_callers_lines,
     closest,
 )
+from schedlang.edits import folded, without_last
 from schedlang.passes.reading.expand import Expander, expand
 from schedlang.passes.reading.lint import lint
+from schedlang.passes.reading.same_plan import comes_to
 from schedlang.passes.reading.state import Settings, State, current, start
 from schedlang.passes.reading.steps import open_step
 from schedlang.passes.showing.diff import Difference, compare
@@ -139,11 +141,19 @@ class Schedule(Scope):
     @property
     def tree(self) -> n.File:
         """The schedule as syntax."""
-        return replace(self._file, items=tuple(self._stack[0]))
+        return self._of(self._stack[0])
 
-    def to_sched(self) -> str:
-        """The schedule as the text of a file, in canonical form."""
-        return printer.to_text(self.tree)
+    def _of(self, items: Sequence[Any]) -> n.File:
+        return replace(self._file, items=tuple(items))
+
+    def to_sched(self, fold: bool = False) -> str:
+        """The schedule as the text of a file, in canonical form.
+
+        fold   rows that say the same of `h.0` to `h.11` become one, wherever the plan stays so
+        """
+        known, items = (self.plan(), self._facts, self._settings), self._stack[0]
+        made = folded(items, lambda new: comes_to(self._of(new), *known)) if fold else items
+        return printer.to_text(self._of(made))
 
     def to_json(self) -> dict[str, object]:
         """Decisions and actions, for machines."""
@@ -312,7 +322,7 @@ class Schedule(Scope):
             )
         items = self._stack[0]
         if to is None:
-            self._replay(_without_last(items), self._settings)
+            self._replay(without_last(items), self._settings)
             return
         steps = [item.name for item in items if isinstance(item, n.Step)]
         if to not in steps:
@@ -382,19 +392,8 @@ class Schedule(Scope):
 
     def _replay(self, items: Sequence[Any], settings: Settings) -> None:
         """Execute all items anew; only then do they become this schedule."""
-        file = replace(self._file, items=tuple(items))
-        self._state = expand(file, self._facts, settings)
+        self._state = expand(self._of(items), self._facts, settings)
         self._stack, self._settings = [list(items)], settings
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *registry()]
-
-
-def _without_last(items: Sequence[Any]) -> list[Any]:
-    """The items without the last row; a step or scope left empty goes with it."""
-    *rest, last = items or (None,)
-    if isinstance(last, n.Step | n.At) and last.block.body:
-        body = _without_last(last.block.body)
-        if body:
-            rest.append(replace(last, block=replace(last.block, body=tuple(body))))
-    return rest

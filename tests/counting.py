@@ -59,13 +59,16 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Counted:
     """Bytes of one rank: parameters (with buffers), moments, at most in a step on the device.
 
-    `saved` are those that autograd was given to keep, beside parameters.
+    `saved` are those that autograd was given to keep, beside parameters.  `lent` of the moments lie
+    on a peer, `lodging` are bytes that another rank has lent, which `most` leaves out.
     """
 
     parameters: int
     optimizer: int
     most: int
     saved: int
+    lent: int = 0
+    lodging: int = 0
 
 
 def adamw(named: Any) -> torch.optim.Optimizer:
@@ -110,7 +113,10 @@ def count(plan: Plan, batch: Mapping[str, Any]) -> Counted:
     saved = Saved(held)
     with saved_tensors_hooks(saved, lambda tensor: tensor):
         program.train_step(batch)
-    return Counted(_sum(held), _sum(moments), counter.most, saved.bytes)
+    out = sum(value.nbytes for value in moments if value.is_meta)
+    peer = program.away.peer if program.away is not None else None
+    lodging = peer.held_bytes() if peer is not None else 0
+    return Counted(_sum(held), _sum(moments), counter.most, saved.bytes, out, lodging)
 
 
 def _local(tensor: Any) -> Tensor:

@@ -177,6 +177,10 @@ def add_norm_kernels() -> Made:
             forward = (x, x, weight, weight, x, x, row, row, 16, size, size, size, 1e-6, 0.0)
             made = add_norm.forward_kernel.warmup(*forward, BIAS=centred, **options)
             yield {"kernel": "forward"} | named, made
+            if dtype == torch.float32:  # as under a cast: what is added is bfloat16
+                mixed = (x, x.bfloat16(), *forward[2:])
+                made = add_norm.forward_kernel.warmup(*mixed, BIAS=centred, **options)
+                yield {"kernel": "forward, two types"} | named, made
             back = (x, x, x, weight, row, row, x, partial, 16, size, *[size] * 3, 1, 0.0)
             yield {"kernel": "backward"} | named, add_norm.backward_kernel.warmup(*back, **options)
 

@@ -55,7 +55,7 @@ def _row_of(plan: Plan, fqn: str) -> int | None:
 def _heard(context: Context, batch: Mapping[str, Any], loss: Loss | None) -> list[Exchange]:
     """What a microbatch sends: the sharded model on meta, recomputed where rows ask for it."""
     from schedlang.passes.cutting.staging import local_skeleton
-    from schedlang.passes.laying.context import seated
+    from schedlang.passes.laying.context import about_its_row, seated
     from schedlang.runtime.collectives.collective import Group, listening
     from schedlang.runtime.recording.constants import OnMeta
     from schedlang.runtime.recording.meta import hollow_batch
@@ -74,7 +74,7 @@ def _heard(context: Context, batch: Mapping[str, Any], loss: Loss | None) -> lis
     batch, sitting = seated(plan, model, context.tokens, batch)
     inputs = hollow_batch(dict(batch))
     # a model may ask for values of masks, and what is indexed by one has a backward that does
-    with listening(listen), sitting, OnMeta(dict(batch), inputs):
+    with about_its_row(plan), listening(listen), sitting, OnMeta(dict(batch), inputs):
         value = backward_root(model, inputs, loss)
         backward = True
         if value is not None:

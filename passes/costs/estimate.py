@@ -8,14 +8,15 @@ for a while is laid along the whole order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from schedlang.memory import MOMENTS, STATE, Moment, RankMemory
+from schedlang.memory import CLASSES, MOMENTS, STATE, Moment, RankMemory
 from schedlang.passes.costs.memory import RankClass, rank_classes
 from schedlang.passes.preparing.holdings import slicing
 from schedlang.passes.preparing.prepare import Prepared
+from schedlang.passes.preparing.residence import tiers_of
 from schedlang.passes.statics.roles import fewer, places, repeated
 from schedlang.plan import Plan
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from schedlang.timeline import Op
 
 PLAYED = 3  # microbatches: the first, one between, the last
+DEVICE = "device"
 BEFORE, AFTER = "before", "sums and update"
 
 
@@ -107,7 +109,8 @@ def _play(
         state, tap.holds = _state_ranks(plan, of.first), False
         tap.touch = lambda tensor, lane: footprint.touched(tensor, lane.ranks == state)
         program = build(short, few, loss=loss, optimizer=_adamw, prepared=ready, hollow=True)
-        _start(program, footprint)
+        away = {name for name, one in tiers_of(plan).items() if one.each[2] != DEVICE}
+        _start(program, footprint, away)
         units = [unit for one in program.assembly.sliced.values() for unit in one.units]
         with without_values(units):
             play(program, staged.cut, few, footprint)
@@ -127,21 +130,24 @@ def _adamw(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return AdamW([parameter for _, parameter in named])
 
 
-def _start(program: Program, footprint: Footprint) -> None:
-    """What lies there before a step, but for the first: parameters, buffers, moments."""
+def _start(program: Program, footprint: Footprint, away: Collection[str]) -> None:
+    """What lies there before a step, but for the first: parameters, buffers, moments.
+
+    `away` are parameters whose moments lie elsewhere.
+    """
     import torch
 
     assembly, optimizer = program.assembly, program.optimizer
     footprint.hold("parameters", assembly.parameters.values())
     footprint.hold("parameters", assembly.buffers.values())
-    for parameter in assembly.parameters.values() if optimizer is not None else ():
+    for name, parameter in assembly.parameters.items() if optimizer is not None else ():
         if parameter.requires_grad:
             assert optimizer is not None
             moments = [torch.empty_like(parameter) for _ in range(MOMENTS)]
             optimizer.state[parameter] = {
                 "step": torch.tensor(0.0), "exp_avg": moments[0], "exp_avg_sq": moments[1],
             }  # fmt: skip
-            footprint.hold("optimizer", moments)
+            footprint.hold("optimizer", () if name in away else moments)
 
 
 def _table(footprint: Footprint, of: RankClass, staged: Staged, left: tuple[str, ...]) -> _Played:
@@ -174,7 +180,7 @@ def _key(staged: Staged, place: int | None, op: Op) -> tuple[Any, ...]:
 
 def _memory(plan: Plan, prepared: Prepared, one: RankClass, played: _Played) -> RankMemory:
     """The played operations in the order of this rank's place."""
-    staged, level = prepared.staged, played.start
+    staged, level = prepared.staged, played.start + _lodging(one)
     moments = [Moment(BEFORE, _plain(level), _plain(level))]
     rows = _rows(plan, staged, one.place)
     often = Counter(_key(staged, one.place, op) for op in rows)
@@ -200,6 +206,15 @@ def _memory(plan: Plan, prepared: Prepared, one: RankClass, played: _Played) -> 
         one.ranks, one.first, one.place, tuple(_scaled(m, scale) for m in moments), played.host,
         played.left,
     )  # fmt: skip
+
+
+def _lodging(one: RankClass) -> Levels:
+    """What a rank holds of another one's state, all the time."""
+    import numpy as np
+
+    found: Levels = np.zeros(len(CLASSES), dtype=np.int64)
+    found[CLASSES.index("optimizer")] = one.peer
+    return found
 
 
 def _rows(plan: Plan, staged: Staged, place: int | None) -> list[Op]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,15 @@ def row_of(plan: Plan) -> Action | None:
     """The last row that splits sequences."""
     sites = set(plan.contexts)
     return next((a for a in reversed(plan.actions) if _splits(a) and sites & set(a.sites)), None)
+
+
+@contextmanager
+def about_its_row(plan: Plan) -> Iterator[None]:
+    """What is refused inside stands at the last row that splits sequences, if there is one."""
+    try:
+        yield
+    except Refusal as refusal:
+        raise _at(refusal, row_of(plan)) from refusal
 
 
 def _splits(action: Action) -> bool:

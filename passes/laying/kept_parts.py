@@ -42,8 +42,8 @@ class SavedParts:
             return torch.cat([change(part) for part in tensor.chunk(self.ranks, dim)], dim)
         runs = self._runs(tensor.shape[0], samples)  # samples, with heads in one dim
         by_sample = tensor.reshape(runs, -1, *tensor.shape[1:])
-        parts = [change(part.flatten(0, 1)) for part in by_sample.chunk(self.ranks, 1)]
-        return torch.cat([p.reshape(runs, -1, *p.shape[1:]) for p in parts], 1).flatten(0, 1)
+        parts = [change(part) for part in by_sample.chunk(self.ranks, 1)]
+        return torch.cat(parts, 1).flatten(0, 1)
 
     def _dim(self, fqn: str, site: str, tensor: Tensor) -> int | None:
         for name in _upwards(site):  # a module whose inside is not followed stands for it

@@ -8,6 +8,7 @@ all later calls proves the choice.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -106,6 +107,8 @@ def propagate(plan: Plan, batch: Mapping[str, Any], loss: Loss | None = None) ->
                 leaves[fqn] = hoisted(fqn, leaves.get(fqn), place.axis)
             tries.append((divided, reached))
             continue
+        except Refusal as refusal:
+            raise _at_its_row(plan, refusal) from refusal
         if failure is None:
             if divided and divided not in served:
                 served.append(divided)
@@ -187,6 +190,15 @@ def _fitting(plan: Plan, action: Action | None) -> tuple[str, ...]:
         return ()
     return (f"let the rows that fit be added, below: `complete(over={over})`",
             "or hand on the whole: `output=R`")  # fmt: skip
+
+
+def _at_its_row(plan: Plan, refusal: Refusal) -> Refusal:
+    """A refusal without a place at the last row that shards a module that it names."""
+    said = " ".join(part for d in refusal.diagnostics for part in (d.title, *d.notes))
+    named = set(re.findall(r"`([^`]+)`", said))
+    shards = [a for a in plan.actions if "placement" in a.primitive.writes and a.span is not None]
+    row = next((a for a in reversed(shards) if named & set(a.sites)), None)
+    return refusal if row is None or row.span is None else refusal.at(row.span)
 
 
 def _guilty(plan: Plan, failure: Mismatch) -> Action | None:

@@ -47,6 +47,7 @@ class _Saved:
     numbers: int = 0
     rows: list[tuple[int, ...]] = field(default_factory=list)
     given: list[Tensor] = field(default_factory=list)
+    seen: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)  # version, value
 
     def begin(self, arguments: Any) -> None:
         """A call begins; those of a part of a step are counted from 0."""
@@ -59,7 +60,7 @@ class _Saved:
         assert here is not None, "the original runs in a scope"
         place = here.step, here.samples
         self.calls = self.calls + 1 if place == self.place else 0
-        self.place, self.numbers, self.rows = place, 0, []
+        self.place, self.numbers, self.rows, self.seen = place, 0, [], []
         known = tensors_in(arguments)
         self.given = [t for t in known if not t.requires_grad or isinstance(t, Parameter)]
 
@@ -78,7 +79,17 @@ class _Saved:
         return self.parts.each(self.row.fqn, site(), tensor.detach(), samples, rounded)
 
     def rounded(self, part: Tensor, held: int) -> Tensor:
-        """What a rank makes of its part, if its numbers are fewer bytes than those held now."""
+        """What a rank makes of its part; of one that it has saved before what it made then."""
+        for other, version, before in self.seen:
+            if version == part._version and _alike(other, part):
+                return before.reshape(part.shape)
+        value = self.coded(part, held)
+        if value is not part:
+            self.seen.append((part, part._version, value))
+        return value
+
+    def coded(self, part: Tensor, held: int) -> Tensor:
+        """In whole numbers, if they are fewer bytes than those held now."""
         import torch
 
         from schedlang.runtime.keeping.coded import stream
@@ -138,9 +149,15 @@ def _alike(one: Tensor, two: Tensor) -> bool:
     """The same numbers in memory, read in the same order."""
     if (one.data_ptr(), one.numel(), one.dtype) != (two.data_ptr(), two.numel(), two.dtype):
         return False
-    if one.is_contiguous() and two.is_contiguous():
-        return True
-    return one.shape == two.shape and one.stride() == two.stride()
+    return bool((_places(one) == _places(two)).all())
+
+
+def _places(tensor: Tensor) -> Tensor:
+    """Where each element lies, in order, from the first on."""
+    import torch
+
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return torch.arange(last + 1).as_strided(tensor.shape, tensor.stride()).flatten()
 
 
 def _forward(saved: _Saved, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

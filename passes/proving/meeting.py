@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostic import Diagnostic, Label, Refusal
 from schedlang.passes.laying.statistics import ALLOW, shared_sums
 from schedlang.passes.proving.original import Sequential
 from schedlang.passes.proving.sides import Case, modes_of, twin
+from schedlang.source import NOWHERE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,9 +28,11 @@ def check_microbatches(case: Case) -> None:
     if micro == 1 or not sums:
         return
     where = f"`{sums[0].fqn}`" if sums[0].fqn else "the model"
+    rows = (a.span for a in reversed(plan.actions) if hasattr(a.primitive, "micro") and a.span)
     raise Refusal(
         Diagnostic(
             "S668", f"the loss has statistics of the batch, which {micro} microbatches take apart",
+            Label(next(rows, NOWHERE)),
             notes=(f"the forward of {where} takes a {sums[0].name} over all rows, and its backward"
                    " begins before later microbatches are there",),
             helps=("one microbatch: `micro=1`; ranks that share the batch share its statistics",

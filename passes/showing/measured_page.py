@@ -10,7 +10,7 @@ from schedlang.passes.showing.trace import trace
 from schedlang.timeline.svg import drawn
 
 MICROSECONDS = 1e6  # of a second
-WIDEST = 1180.0
+WIDEST = 1100.0
 SHEET = (
     "body{margin:2em auto;max-width:1340px;padding:0 1em;font:14px system-ui,sans-serif;"
     "background:#fff;color:#1f2328}#frame{overflow:auto}td,th{padding:1px 14px 1px 0;"
@@ -22,7 +22,8 @@ SHEET = (
 def measured_svg(found: Measured, title: str) -> str:
     """Each rank's planned bars, and the measured ones under them."""
     layers = {"planned": found.planned, "measured": found.times}
-    return drawn(layers, title=f"{title}   {found.text()}", widest=WIDEST, unit=float("inf"))
+    words = " · ".join((title, *found.text().split("   ")))
+    return drawn(layers, title=words, widest=WIDEST, unit=float("inf"))
 
 
 def measured_page(found: Measured, title: str) -> str:

@@ -86,7 +86,7 @@ def prove(
     actual = seen[0]
     rows = _compared(case, working, told, expected, seen)
     rows, unsure = undecided(rows, case, working, told, seen[1])
-    bits, unchecked = _baseline_rows(case, told, actual, pool)
+    bits, unchecked = _baseline_rows(case, told, replace(actual, order=expected.order), pool)
     extra, more = _in_working_dtype(working, wanted, pool)
     report = Report(
         (*rows, *bits, *extra, *changed_rows(case)),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from schedlang.verbs.ending import FAILS, HOLDS, REFUSED, UNCHECKED, show_json
-from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, verb
+from schedlang.verbs.outcome import AsJson, Common, verb
 
 if TYPE_CHECKING:
     from schedlang.passes.statics.static import Static
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 @verb
 def check(
     files: Annotated[list[Path], typer.Argument(help="Schedule files.", metavar="FILE...")],
-    model: Model = None,
-    knob: Knobs = None,
-    mesh: MeshSizes = None,
+    *,
+    common: Common,
     locked: Annotated[
         bool, typer.Option("--locked", help="Also compare with each FILE.lock; needs the model.")
     ] = False,
@@ -35,11 +34,11 @@ def check(
     from schedlang.verbs.checking import show_warnings, warnings_of
     from schedlang.verbs.settings import settings
 
-    warnings = warnings_of(files, settings(knob, mesh))
-    proven = _proven(files, model, knob, mesh) if model is not None else {}
+    warnings = warnings_of(files, settings(common.knob, common.mesh))
+    proven = _proven(files, common) if common.model is not None else {}
     wrong = [one for static in proven.values() for one in static.problems]
     unchecked = any(not claim.checked for one in proven.values() for claim in one.claims)
-    changed = _changed(files, model) if locked else []
+    changed = _changed(files, common.model) if locked else []
     code = REFUSED if wrong else FAILS if changed else UNCHECKED if unchecked else HOLDS
     if as_json:
         show_json({
@@ -58,9 +57,7 @@ def check(
         raise typer.Exit(code)
 
 
-def _proven(
-    files: Sequence[Path], model: str | None, knob: list[str] | None, mesh: str | None
-) -> dict[Path, Static]:
+def _proven(files: Sequence[Path], common: Common) -> dict[Path, Static]:
     """The static proofs of each schedule, with the model file's batch."""
     from schedlang.passes.costs.gains import gained
     from schedlang.passes.statics.static import static
@@ -68,7 +65,7 @@ def _proven(
 
     proven = {}
     for file in files:
-        found = planned(file, model, knob, mesh)
+        found = planned(file, common.model, common.knob, common.mesh)
         gained(found.plan, found.model.batch(0))
         proven[file] = static(
             found.plan, found.model.batch(0), found.model.loss, found.model.weight

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from schedlang.verbs.ending import FAILS, HOLDS, REFUSED, UNCHECKED, show_json
-from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, verb
+from schedlang.verbs.outcome import AsJson, Common, verb
 
 if TYPE_CHECKING:
     from schedlang.verbs.answers import Outcome, Wish
@@ -22,9 +22,8 @@ def ci(
     paths: Annotated[
         list[Path], typer.Argument(help="Schedules, or folders of them.", metavar="PATH...")
     ],
-    model: Model = None,
-    knob: Knobs = None,
-    mesh: MeshSizes = None,
+    *,
+    common: Common,
     seed: Annotated[int, typer.Option(help="Of weights, batches and dropout.")] = 0,
     dtype: Annotated[
         str | None, typer.Option(help="Also check in this working dtype: float32 or bfloat16.")
@@ -56,7 +55,7 @@ def ci(
 
     files = list(_schedules(paths))
     meant = _meant(refused or (), files)
-    wish = Wish(model, tuple(knob or ()), mesh, seed, dtype, world, shrink)
+    wish = Wish(common.model, tuple(common.knob or ()), common.mesh, seed, dtype, world, shrink)
     found: list[Outcome] = []
     with Ranks() as ranks:
         for file in files:

@@ -11,7 +11,7 @@ import typer
 
 from schedlang.verbs.drawing import WATCHED, Run, check_timeline, write_measured
 from schedlang.verbs.ending import FAILS, REFUSED, UNCHECKED, show_json
-from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, verb
+from schedlang.verbs.outcome import AsJson, Common, verb
 
 if TYPE_CHECKING:
     from schedlang.modelfile import ModelFile
@@ -22,13 +22,12 @@ if TYPE_CHECKING:
 @verb
 def run(
     file: Annotated[Path | None, typer.Argument(help="A schedule.", metavar="FILE")] = None,
-    model: Model = None,
+    *,
+    common: Common,
     steps: Annotated[int, typer.Option(metavar="N", help="How many steps.")] = 20,
     lr: Annotated[float | None, typer.Option(help="Default 0.003; sgd 0.1.")] = None,
     optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw",
     seed: Annotated[int, typer.Option(help="Of weights, batches and dropout.")] = 0,
-    knob: Knobs = None,
-    mesh: MeshSizes = None,
     plan: Annotated[
         Path | None, typer.Option(metavar="P.json", help="A saved plan, in place of FILE.")
     ] = None,
@@ -47,7 +46,7 @@ def run(
 
     first = os.environ.get("RANK", "0") == "0"
     try:
-        found, planned = _planned(file, plan, model, knob, mesh, seed)
+        found, planned = _planned(file, plan, common, seed)
         check_timeline(timeline, planned)
         course = Course(
             planned, found.batch, found.loss, found.weight, steps, optimizer.lower(), lr, seed,
@@ -106,18 +105,19 @@ def _job() -> bool:
 
 
 def _planned(
-    file: Path | None, record: Path | None, model: str | None, knob: Any, mesh: Any, seed: int
+    file: Path | None, record: Path | None, common: Common, seed: int
 ) -> tuple[ModelFile, Any]:
     """The model file and the plan, from a schedule or from a saved plan."""
     from schedlang.diagnostic import Diagnostic, Refusal
     from schedlang.model import ModelFacts
     from schedlang.modelfile import load_model_file
-    from schedlang.passes.reading.restore import read_record, restored
+    from schedlang.passes.reading.restore import restored
     from schedlang.schedule import Schedule
     from schedlang.syntax import parse, read
+    from schedlang.verbs.saved import recorded
     from schedlang.verbs.settings import settings
 
-    given = settings(knob, mesh)
+    given = settings(common.knob, common.mesh)
     if (file is None) == (record is None):
         title = "`run` needs a schedule or a saved plan, and one of them"
         raise Refusal(
@@ -127,12 +127,11 @@ def _planned(
         if given.knobs or given.mesh:
             title = "a saved plan has its decisions: `--knob` and `--mesh` go with a schedule"
             raise Refusal(Diagnostic("S109", title, helps=("run the schedule, or plan it anew",)))
-        made = read_record(record)
-        found = load_model_file(model or made.get("model_file"), record)
+        made, found = recorded(record, common.model)
         return found, restored(made, ModelFacts(_at_home(found, seed)))
     assert file is not None
     source = read(file)
-    found = load_model_file(model, file)
+    found = load_model_file(common.model, file)
     return found, Schedule(_at_home(found, seed), parse(source), given).plan()
 
 

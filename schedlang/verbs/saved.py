@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from schedlang.modelfile import ModelFile
     from schedlang.verbs.files import Planned
 
 
@@ -18,17 +19,24 @@ def is_saved(file: Path) -> bool:
         return False
 
 
+def recorded(file: Path, model: str | None) -> tuple[dict[str, Any], ModelFile]:
+    """What a saved plan says, and its model file or another one."""
+    from schedlang.modelfile import load_model_file
+    from schedlang.passes.reading.restore import read_record
+
+    record = read_record(file)
+    return record, load_model_file(model or record.get("model_file"), file)
+
+
 def saved(file: Path, model: str | None) -> Planned:
     """The plan in a file on its model, on the meta device; refuses (S907) what holds none."""
     from schedlang.model import ModelFacts
-    from schedlang.modelfile import load_model_file
-    from schedlang.passes.reading.restore import read_record, restored
+    from schedlang.passes.reading.restore import restored
     from schedlang.source import Source
     from schedlang.syntax import parse
     from schedlang.verbs.files import Planned
 
-    record = read_record(file)
-    found = load_model_file(model or record.get("model_file"), file)
+    record, found = recorded(file, model)
     plan = restored(record, ModelFacts(found.model(meta=True)))
     text = Source(str(record.get("schedule_file", file)), str(record.get("schedule_text", "")))
     return Planned(file, parse(text), plan, found)

@@ -10,15 +10,14 @@ from typing import Annotated, Any
 import typer
 
 from schedlang.verbs.ending import FAILS, HOLDS, UNCHECKED, show_json
-from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, verb
+from schedlang.verbs.outcome import AsJson, Common, verb
 
 
 @verb
 def verify(
     file: Annotated[Path, typer.Argument(help="A schedule.", metavar="FILE")],
-    model: Model = None,
-    knob: Knobs = None,
-    mesh: MeshSizes = None,
+    *,
+    common: Common,
     seed: Annotated[int, typer.Option(help="Of weights, batches and dropout.")] = 0,
     only: Annotated[
         str | None, typer.Option(metavar="LINES", help="Only the rows of these lines: 11,14-17.")
@@ -54,10 +53,13 @@ def verify(
     from schedlang.verbs.settings import settings
 
     if locked:
-        demand_lock(file, model, as_json)
-    given = settings(knob, mesh)
-    found = load_model_file(model, file)
-    one = posed(file, found, given, model=model, seed=seed, only=only, dtype=dtype, shrink=shrink)
+        demand_lock(file, common.model, as_json)
+    given = settings(common.knob, common.mesh)
+    found = load_model_file(common.model, file)
+    one = posed(
+        file, found, given, model=common.model,
+        seed=seed, only=only, dtype=dtype, shrink=shrink,
+    )  # fmt: skip
     said = _Said(quiet=as_json or not sys.stderr.isatty())
     with Pool(files=found.files) as pool:
         try:

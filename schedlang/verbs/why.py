@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from schedlang.verbs.ending import show_json
-from schedlang.verbs.outcome import AsJson, Knobs, MeshSizes, Model, verb
+from schedlang.verbs.outcome import AsJson, Common, verb
 
 
 @verb
@@ -17,15 +17,14 @@ def why(
     name: Annotated[
         str | None, typer.Argument(help="A module or a parameter.", metavar="FQN")
     ] = None,
+    *,
     collective: Annotated[
         int | None, typer.Option("--collective", metavar="N", help="One of `--collectives`.")
     ] = None,
     collectives: Annotated[
         bool, typer.Option("--collectives", help="All that ranks send in a step, numbered.")
     ] = False,
-    model: Model = None,
-    knob: Knobs = None,
-    mesh: MeshSizes = None,
+    common: Common,
     as_json: AsJson = False,
 ) -> None:
     """Say which rows act on a module or a parameter, or why ranks send something to each other."""
@@ -38,7 +37,7 @@ def why(
         title = "`why` explains a module or a collective, and one of them"
         helps = ("`why FILE transformer.h.0`, `why FILE --collectives`, `why FILE --collective 3`",)
         raise Refusal(Diagnostic("S109", title, helps=helps))
-    found = planned(file, model, knob, mesh)
+    found = planned(file, common.model, common.knob, common.mesh)
     if name is not None:
         said = rows(found.plan, found.tree, name)
     elif collective is None:

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MADE = {
-    "rms_norm": 20, "layer_norm": 10, "gated": 20, "cross_entropy": 8, "add_norm": 20, "rope": 12,
+    "rms_norm": 20, "layer_norm": 10, "gated": 20, "cross_entropy": 8, "add_norm": 24, "rope": 12,
     "rowwise": 48,
 }  # fmt: skip
 

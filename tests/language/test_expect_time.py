@@ -143,3 +143,18 @@ def test_run_measures(tmp_path: Path) -> None:
     told = verb(tmp_path, "run", "--steps", "2", "--json", text=short)
     assert told.exit_code == 1 and json.loads(told.stdout)["exit"] == 1
     assert verb(tmp_path, "run", "--steps", "2", text=short.replace("1us", "600s")).exit_code == 0
+
+
+def test_simulate_holds_what_it_is_given(tmp_path: Path) -> None:
+    """`simulate FILE` with times in milliseconds exits 1 by a bound; with estimated ones it says
+    nothing of it."""
+    text = """mesh(pp=2)
+
+`2`  pipeline_split(over=pp)
+pipeline(order="1F1B", micro=2)
+expect time(step) < 5ms
+"""
+    slow = verb(tmp_path, "simulate", "--cost", "F=1,B=2", text=text)
+    assert slow.exit_code == 1 and "it is 9 ms" in slow.stderr and "makespan" in slow.stdout
+    assert verb(tmp_path, "simulate", "--cost", "F=0.1,B=0.2", text=text).exit_code == 0
+    assert verb(tmp_path, "simulate", text=text).exit_code == 0

@@ -242,3 +242,9 @@ def test_a_budget_trains_as_the_original(threads: Threads, rows: str, mesh: str)
     """Layers within a budget train as the original, with dropout, sliced and in a pipeline."""
     memory = ROW.format("400KiB")
     proven(threads, planned(models.gpt2(dropout=0.1), memory + rows, mesh), BATCHES)
+
+
+def test_the_plan_by_its_name_alone() -> None:
+    """Who writes the plan without its argument is told the argument."""
+    told = refused(models.gpt2(1), "transformer.h.*  checkpoint(dtr, budget=1MiB)")
+    assert "did you mean `plan=dtr`?" in told and "`memory`" in told

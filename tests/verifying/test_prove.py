@@ -127,8 +127,10 @@ def test_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """0 for what holds; 1 for what differs; 3, with the rank's own words, for a death or a hang."""
     done = _verify(tmp_path, "pass")
     assert done.exit_code == 0 and "PASS" in done.stdout, done.output
-    done = _verify(tmp_path, "x = x * 1.01")
+    done = _verify(tmp_path, "x = x * 1.01", "--html", str(tmp_path / "x.html"))
     assert done.exit_code == 1 and "FAIL" in done.stdout
+    page = (tmp_path / "x.html").read_text()
+    assert "FAIL" in page and "to blame" in page and "zero(stage=0" in page
     assert "to blame" in done.stdout and "zero(stage=0" in done.stdout
     shown = "".join(done.stdout.split())  # a terminal folds long lines
     assert f"schedlangverify{tmp_path}/x.sched--seed0--meshdp=2" in shown

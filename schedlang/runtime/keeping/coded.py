@@ -176,6 +176,10 @@ def stream(*words: object) -> int:
 
 def _view(tensor: Tensor) -> tuple[object, ...]:
     """Equal for views of one storage that have the same elements in the same order."""
-    if tensor.is_contiguous():
-        return tensor.storage_offset(), tensor.numel()
-    return tensor.storage_offset(), tensor.size(), tensor.stride()
+    dims: list[tuple[int, int]] = []  # sizes and strides, with dims that follow on as one
+    for size, stride in zip(tensor.shape, tensor.stride()):
+        if dims and dims[-1][1] == size * stride:
+            dims[-1] = dims[-1][0] * size, stride
+        elif size > 1:
+            dims.append((size, stride))
+    return tensor.storage_offset(), *dims

@@ -65,12 +65,10 @@ class Rounded:
         made = torch.empty_strided(
             self.shape, self.stride, dtype=self.dtype, device=self.codes.device
         )
-        if made.is_meta:
-            return made
         plain = made.is_contiguous()
         with torch._C.DisableTorchFunction(), torch.no_grad():
             flat = made.view(-1) if plain else made.new_empty(made.numel())
-            for blocks, elements in _pieces(self.coding, flat.numel()):
+            for blocks, elements in _pieces(self.coding, flat):
                 numbers = _unpacked(self.codes[blocks], self.coding).to(self.least.dtype)
                 numbers.mul_(self.step[blocks, None]).add_(self.least[blocks, None])
                 flat[elements] = numbers.view(-1)[: elements.stop - elements.start]
@@ -87,15 +85,14 @@ def rounded(tensor: Tensor, coding: Coding, stream: int) -> Rounded:
         width = coding.block // _PACKED.get(coding.bits, 1)
         codes = new((blocks, width), dtype=torch.uint8 if coding.bits <= 8 else torch.int64)
         least, step = new(blocks, dtype=work), new(blocks, dtype=work)
-        if not tensor.is_meta:
-            _fill(tensor.detach().reshape(-1), coding, stream, (codes, least, step))
+        _fill(tensor.detach().reshape(-1), coding, stream, (codes, least, step))
     return Rounded(coding, codes, least, step, tensor.dtype, tensor.shape, stride)
 
 
 def _fill(flat: Tensor, coding: Coding, stream: int, into: tuple[Tensor, Tensor, Tensor]) -> None:
     """Write the numbers of some elements, piece by piece."""
     codes, least, step = into
-    for blocks, elements in _pieces(coding, flat.numel()):
+    for blocks, elements in _pieces(coding, flat):
         rows = _rows(flat[elements], coding.block).to(least.dtype)
         low = rows.amin(1)
         size = (rows.amax(1) - low) / coding.levels
@@ -105,10 +102,10 @@ def _fill(flat: Tensor, coding: Coding, stream: int, into: tuple[Tensor, Tensor,
         codes[blocks] = _packed(numbers.clamp_(0, coding.levels), coding)
 
 
-def _pieces(coding: Coding, count: int) -> Iterator[tuple[slice, slice]]:
-    """Runs of blocks, and their elements."""
-    often = max(1, AT_ONCE // coding.block)
-    for first in range(0, -(-count // coding.block), often):
+def _pieces(coding: Coding, flat: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Runs of blocks, and their elements; without values the first stands for all."""
+    often, count = max(1, AT_ONCE // coding.block), flat.numel()
+    for first in range(0, -(-count // coding.block), often)[: 1 if flat.is_meta else None]:
         last = first + often
         yield (
             slice(first, min(last, -(-count // coding.block))),

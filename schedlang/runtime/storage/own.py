@@ -23,6 +23,8 @@ def is_copy(tensor: Tensor, weight: Tensor) -> bool:
     """Is a tensor of 16 bits a weight of more as casts have it, perhaps transposed?"""
     if tensor.dtype not in HALVES or weight.dtype != torch.float32:
         return False
+    if tensor.is_meta != weight.is_meta:
+        return False
     with torch._C.DisableTorchFunction(), torch.no_grad():
         for one in (weight, weight.t()) if weight.dim() == 2 else (weight,):
             if one.shape == tensor.shape and (
