@@ -74,8 +74,8 @@ def local_skeleton(plan: Plan, traced: Traced) -> nn.Module:
 def shape_up(model: nn.Module, traced: Traced, at_home: Callable[[Any], Any]) -> None:
     """Divide the numbers that modules count by, and put crossings around sharded modules."""
     from schedlang.runtime.following.narrowed import WithParts
+    from schedlang.runtime.sharding.leaf import Sharded
     from schedlang.runtime.sharding.numbers import set_number
-    from schedlang.runtime.sharding.shard import Sharded
     from schedlang.runtime.summing.statistics import gather_statistics, over
 
     for fqn, attribute, value in traced.numbers:

@@ -19,12 +19,14 @@ class Feature:
     group    features of one group exclude each other
     mesh     its axes, with sizes
     relaxes  what its schedules give up beyond rounding
+    local    what it does stays inside a module: paired with `SPLITS` alone
     """
 
     name: str
     group: str
     mesh: str = ""
     relaxes: str = ""
+    local: bool = False
 
 
 FEATURES: tuple[Feature, ...] = (
@@ -44,6 +46,14 @@ FEATURES: tuple[Feature, ...] = (
     Feature("tie", "tie", relaxes="model"),
     Feature("channels", CONV, "h=2"),
     Feature("spatial", "spatial", "w=2"),
+    Feature("rotor", "checkpoint", local=True),
+    Feature("coded", "offload", relaxes="lossy", local=True),
+    Feature("peer", "peer", "pp=2", local=True),
+    Feature("cast", "cast", relaxes="dtype", local=True),
+    Feature("rope", "rope", local=True),
+    Feature("add norm", "add norm", local=True),
+    Feature("held head", "held head", local=True),
+    Feature("rowwise", "rowwise", local=True),
 )
 NAMES = tuple(feature.name for feature in FEATURES)
 Combination = tuple[str, ...]
@@ -63,6 +73,11 @@ TRIPLES: tuple[Combination, ...] = (
 )  # fmt: skip
 
 
+SPLITS = {"zero 3", "tensor", "sequence", "ring", "ulysses", "expert", "1F1B", "interleaved",
+          "checkpoint"}  # fmt: skip
+OF_LLAMA = {"rope", "add norm", "held head", "rowwise"}  # what other models have no place for
+
+
 def feature(name: str) -> Feature:
     """The feature of a name."""
     return FEATURES[NAMES.index(name)]
@@ -77,7 +92,7 @@ def combinations_of() -> Iterator[Combination]:
     """Each feature by itself, all pairs, and the chosen triples."""
     for count in (1, 2):
         for names in combinations(NAMES, count):
-            if together(names):
+            if together(names) and asked(names):
                 yield names
     for triple in TRIPLES:
         yield ordered(triple)
@@ -89,10 +104,18 @@ def together(names: Combination) -> bool:
     return len(set(groups)) == len(groups)
 
 
+def asked(names: Combination) -> bool:
+    """Whether the matrix asks for a pair: of what stays inside a module, with splits alone."""
+    return all(set(names) - {name} <= SPLITS for name in names if feature(name).local)
+
+
 def subject(names: Combination) -> Subject | None:
     """The model that has what all of them need, if there is one."""
     attends = {"tensor", "sequence", "ring", "ulysses", "grid"} & set(names)
     convolves = {"channels", "spatial"} & set(names)
+    own = OF_LLAMA & set(names)
+    if own and convolves:
+        return None
     if "expert" in names:
         return None if convolves else MIXTRAL
     if convolves:
@@ -118,18 +141,33 @@ def schedule(names: Combination) -> str:
     return f'schedule 1\n\n{head}step "all"{relax} {{\n{text}\n}}\n'
 
 
+KERNELS = {
+    "rope": "{trunk}.*.self_attn replace_kernel(rope)",
+    "add norm": "{trunk}.* replace_kernel(add_norm)",
+    "held head": "lm_head replace_kernel(cross_entropy)",
+    "rowwise": "{trunk}.*.input_layernorm fuse(backend=rowwise, rounding=eager)",
+}
+
+
 def rows(model: Subject, names: Combination) -> Iterator[str]:
     """In the order in which a file has them."""
     from tests.support.splits import splits
 
     trunk = model.trunk
+    yield from (row.format(trunk=trunk) for name, row in KERNELS.items() if name in names)
     if "tie" in names:
         yield f"{trunk}.* tie()"
     if "freeze" in names:
         yield f"{model.frozen} freeze()\n{trunk}.0 freeze()"
+    if "cast" in names:
+        yield f"{trunk}.* cast(bf16)"
     yield from splits(model, names)
     if "checkpoint" in names:
         yield f"{trunk}.* checkpoint()"
+    if "rotor" in names:
+        yield f"{trunk}.* checkpoint(plan=rotor, memory=1MiB)"
+    if "coded" in names:
+        yield f"{trunk}[-1] compress(activations, int8)"
     if "offload" in names:
         # one block only: what is recomputed has nothing to be moved
         yield f"{trunk}[-1] offload(activations, to=cpu)"
@@ -137,7 +175,9 @@ def rows(model: Subject, names: Combination) -> Iterator[str]:
 
 
 def _pipeline_and_data(trunk: str, names: Combination) -> Iterator[str]:
-    piped = {"1F1B", "interleaved"} & set(names)
+    if "peer" in names:
+        yield f"{trunk}.0 offload(optimizer, to=peer, over=pp)"
+    piped = {"1F1B", "interleaved", "peer"} & set(names)
     if piped:
         yield f"{trunk} pipeline_split(over=pp)"
     over = data_axes(names)

@@ -20,8 +20,9 @@ threads of one process, compared with the model as its authors wrote it: outputs
 gradient and its norm, and the parameters after each step; rows of the batches end early. On the
 diagonal stands each by itself. `python -m tests.support` makes this page again.
 
-* `✓`: all equal, to 1e-9. `✓*`: under `relax(updates)`, `relax(lossy)` or `relax(model)`, equal to
-  the original with these parameters frozen, trained with the same rounding, or with these tied
+* `✓`: all equal, to 1e-9. `✓*`: under `relax(updates)`, `relax(lossy)`, `relax(model)` or
+  `relax(dtype)`, equal to the original with these parameters frozen, trained with the same
+  rounding, with these tied, or as it is
 * a code: refused, with the text that stands below
 * `✗`: neither
 * `–`: they exclude each other, or no small model has both
@@ -30,10 +31,14 @@ diagonal stands each by itself. `python -m tests.support` makes this page again.
 Each has an axis of its own, of two ranks; a grid has two. Data is split over that of experts, of
 sequences and of a grid's rows as well. `sequence` is Megatron's: regions between split projections
 in which tokens are split. `tie` shares one block among all layers; `freeze` takes an embedding
-and the first block; `compress` is PowerSGD under ZeRO 0.
+and the first block; `compress` is PowerSGD under ZeRO 0. What stays inside a module is paired with
+splits alone: `rotor` is a plan of checkpoints that fits a budget, `coded` activations of the last
+block in eight bits, `peer` optimizer state on the next stage, `rope`, `add norm` and `held head`
+are kernels, `rowwise` a generated one. In float64 `cast` and `rowwise` compute as the original
+does: here they only show that they go along; their own pages hold them to their dtypes.
 """
 MARKS = {VERIFIED: "✓", FAILED: "✗", NO_MODEL: "–"}
-RELAXED = {"freeze", "compress", "tie"}
+RELAXED = {"freeze", "compress", "tie", "coded", "cast"}
 Cells = dict[Combination, Cell]
 
 

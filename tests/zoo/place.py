@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from schedlang.passes.running import build
 from schedlang.runtime import program
-from schedlang.runtime.sharding import shard
+from schedlang.runtime.sharding import leaf
 from tests.zoo.bug import Patch
 
 
@@ -18,7 +18,7 @@ def sharded_module(patch: Patch) -> Callable[[], str]:
     """A function that names the innermost sharded module that is running; "" outside any."""
     names: dict[int, str] = {}
     here = threading.local()
-    shape_up, call = build.shape_up, shard.Sharded.__call__
+    shape_up, call = build.shape_up, leaf.Sharded.__call__
 
     def noting(model: Any, traced: Any, at_home: Any) -> None:
         shape_up(model, traced, at_home)
@@ -33,7 +33,7 @@ def sharded_module(patch: Patch) -> Callable[[], str]:
             stack.pop()
 
     patch.setattr(build, "shape_up", noting)
-    patch.setattr(shard.Sharded, "__call__", entering)
+    patch.setattr(leaf.Sharded, "__call__", entering)
     return lambda: here.__dict__.get("stack", [""])[-1]
 
 

@@ -17,7 +17,8 @@ from schedlang.runtime.logits.vocab import ShardedLogits
 from schedlang.runtime.recording.torch_calls import tensors_in
 from schedlang.runtime.sharding.convolution import CHANNELS, CONVOLUTIONS
 from schedlang.runtime.sharding.crossing import block_sizes, dim_of, shared, switches
-from schedlang.runtime.sharding.shard import Edge, Sharded, is_main, on_first, on_result
+from schedlang.runtime.sharding.leaf import Sharded
+from schedlang.runtime.sharding.shard import Edge, is_main, on_first, on_result
 from schedlang.runtime.sharding.split_norm import NotSplit
 
 PROJECTIONS = ("Linear", "Conv1D", *CONVOLUTIONS)

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.forward import wrap
-from schedlang.runtime.sharding.shard import COMPUTES, Sharded, projection
+from schedlang.runtime.sharding.leaf import Sharded
+from schedlang.runtime.sharding.shard import COMPUTES, projection
 
 
 def decompose(module: nn.Module, kind: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,10 @@ from schedlang.runtime.routing.expert_inner import Inner
 from schedlang.runtime.routing.expert_probe import Experts
 from schedlang.runtime.sharding.crossing import shared
 from schedlang.runtime.sharding.numbers import number_at, set_number
-from schedlang.runtime.sharding.shard import Edge, Forward, Sharded
+from schedlang.runtime.sharding.shard import Edge, Forward
+
+if TYPE_CHECKING:
+    from schedlang.runtime.sharding.leaf import Sharded
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ second axis and weights along the first, results summed and scattered along the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,10 @@ from torch.nn import functional as F
 from schedlang.placement import S
 from schedlang.runtime.collectives.collective import Group, all_gather, reduce_scatter
 from schedlang.runtime.sharding.grid import ALONE, InParts, own_words, product, turned
-from schedlang.runtime.sharding.shard import Edge, Forward, Sharded
+from schedlang.runtime.sharding.shard import Edge, Forward
+
+if TYPE_CHECKING:
+    from schedlang.runtime.sharding.leaf import Sharded
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,10 @@ from torch.nn import functional as F
 from schedlang.runtime.collectives import collective
 from schedlang.runtime.collectives.collective import Group
 from schedlang.runtime.sharding.crossing import shared
-from schedlang.runtime.sharding.shard import Edge, Forward, Sharded, head_of
+from schedlang.runtime.sharding.shard import Edge, Forward, head_of
+
+if TYPE_CHECKING:
+    from schedlang.runtime.sharding.leaf import Sharded
 
 Multiply = Callable[[Tensor, Tensor], Tensor]  # an input, a weight
 

@@ -1,15 +1,46 @@
-"""How each kind of sharded module computes with its parts, by the name of the kind."""
+"""The forward of a sharded module: how each kind computes with its parts, by the kind's name."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import nn
 
 from schedlang.runtime.sharding import cube, grid, split_norm
 from schedlang.runtime.sharding.convolution import CONVOLUTIONS, POOLS, convolution, pool
-from schedlang.runtime.sharding.shard import Edge, Forward, Sharded, embedding, projection, region
+from schedlang.runtime.sharding.shard import Edge, Forward, embedding, projection, region
 from schedlang.runtime.sharding.shared_norm import batch_norm, group_norm
+
+
+class Sharded:
+    """The forward of a sharded module; `kind` is the class that says how it computes, or "".
+
+    An object, not a closure: in a deep copy of the model it is bound to the copied module.
+    """
+
+    def __init__(
+        self, module: nn.Module, kind: str, edges: tuple[Edge, ...], inner: Forward | None = None
+    ) -> None:
+        self.module, self.kind, self.edges = module, kind, edges
+        self.inner: Forward = module.forward if inner is None else inner
+        self.run: Forward | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
+        made = Sharded.__new__(Sharded)
+        memo[id(self)] = made
+        made.module, made.kind = copy.deepcopy(self.module, memo), self.kind
+        made.inner, made.edges = copy.deepcopy(self.inner, memo), self.edges
+        made.run = None
+        return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The sharded computation."""
+        if self.run is None:
+            self.run = forward_of(self)
+        return self.run(*args, **kwargs)
+
 
 FORWARDS: Mapping[str, Callable[[nn.Module, str, tuple[Edge, ...]], Forward]] = {
     "Linear": projection,

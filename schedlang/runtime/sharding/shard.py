@@ -213,38 +213,3 @@ def on_result(cross: Callable[[Tensor], Tensor], out: Any) -> Any:
             made[name] = cross(out[name])
             return made
     return out
-
-
-class Sharded:
-    """The forward of a sharded module; `kind` is the class that says how it computes, or "".
-
-    An object, not a closure: in a deep copy of the model it is bound to the copied module.
-    """
-
-    def __init__(
-        self, module: nn.Module, kind: str, edges: tuple[Edge, ...], inner: Forward | None = None
-    ) -> None:
-        self.module, self.kind, self.edges = module, kind, edges
-        self.inner: Forward = module.forward if inner is None else inner
-        self.run: Forward | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
-        made = Sharded.__new__(Sharded)
-        memo[id(self)] = made
-        made.module, made.kind = copy.deepcopy(self.module, memo), self.kind
-        made.inner, made.edges = copy.deepcopy(self.inner, memo), self.edges
-        made.run = None
-        return made
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The sharded computation."""
-        if self.run is None:
-            self.run = self._made()
-        return self.run(*args, **kwargs)
-
-    def _made(self) -> Forward:
-        from schedlang.runtime.sharding.leaf import (
-            forward_of,  # the kinds build on what stands here
-        )
-
-        return forward_of(self)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,10 @@ from schedlang.runtime.collectives.collective import Group
 from schedlang.runtime.modes import Ambient
 from schedlang.runtime.recording.torch_calls import name_of, tensors_in
 from schedlang.runtime.sharding.crossing import shared
-from schedlang.runtime.sharding.shard import Forward, Sharded
+from schedlang.runtime.sharding.shard import Forward
+
+if TYPE_CHECKING:
+    from schedlang.runtime.sharding.leaf import Sharded
 
 HALVES = (torch.float16, torch.bfloat16)  # torch's own norms compute in float32 then
 
