@@ -59,8 +59,8 @@ class Joined(nn.Module):
             self.register_parameter(name, parameter)
         for name, child in old.named_children():
             self.add_module(name, _bare(child))
-        # no module of the tree: its own parameters have neither values nor names of their own.  Last,
-        # for a child that it took over is emptied with it: the parameters are held above by now
+        # no module of the tree: its own parameters have neither values nor names of their own. It is
+        # emptied last, with a child that it took over: the parameters are held above by now
         self.__dict__["inner"] = inner.to("meta")
         self.names = {own: (of,) if isinstance(of, str) else tuple(of) for own, of in names.items()}
 
