@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from schedlang import create_schedule
 from schedlang.diagnostic import Refusal
 from schedlang.passes.running.build import build
 from schedlang.plan import Plan
@@ -85,6 +86,10 @@ def test_what_cannot_be_exported(tmp_path: Path) -> None:
     program.export(tmp_path / "out", models.gpt2(1, tied=False))
     with pytest.raises(Refusal, match="not the model that was scheduled") as caught:
         program.export(tmp_path / "out", Odd())
+    assert caught.value.diagnostic.code == "S634"
+    facts: Any = create_schedule(models.gpt2(1)).model
+    with pytest.raises(Refusal, match="give the module itself") as caught:
+        program.export(tmp_path / "out", facts)
     assert caught.value.diagnostic.code == "S634"
     (tmp_path / "else").mkdir()
     (tmp_path / "else" / "mine").write_text("")

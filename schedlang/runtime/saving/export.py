@@ -47,6 +47,14 @@ def export(program: Program, path: str | os.PathLike[str], model: nn.Module) -> 
 
 def _check(target: Path, state: dict[str, Tensor], model: nn.Module) -> None:
     """Refuse another model, and one whose ties would undo what has been trained apart."""
+    if not isinstance(model, nn.Module):
+        raise Refusal(
+            Diagnostic(
+                "S634",
+                f"this is a {type(model).__name__}, not the model that was scheduled",
+                helps=("give the module itself, as `create_schedule` was given it",),
+            )
+        )
     known = model.state_dict(keep_vars=True)
     if odd := sorted(known.keys() ^ state.keys()):
         raise Refusal(
