@@ -233,7 +233,7 @@ def _unknown_calls(node: n.Def, state: State) -> Iterator[Diagnostic]:
 def no_primitive(name: n.Name, state: State) -> Diagnostic:
     """S301: neither a primitive nor a definition above."""
     load_all()
-    known = [*registry(), *state.defs]
+    known = [*sorted(registry()), *state.defs]
     near = closest(name.text, known)
     help_ = f"did you mean `{near}`?" if near else guess(name.text, known, "there are")
     label = Label(name.span, "not a primitive, nor a `def` above this line")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,12 @@ from tests.proofs import planned, proven, refused
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package of that name, with its published functions."""
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package of that name, with its published functions; not there any more afterwards."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "fakes")
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "liger_kernel"]:
+        del sys.modules[name]
 
 
 def test_a_package_that_is_not_installed() -> None:

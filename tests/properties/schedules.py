@@ -175,7 +175,7 @@ def replace_kernel(config: Config, sizes: dict[str, int], length: int) -> list[S
     found = [
         step("replace_kernel", rows, [f"kernel {_at(place)}"])
         for place, block in enumerate(config.blocks)
-        for rows in _kernels(_at(place), block, "cp" in sizes)
+        for rows in _kernels(_at(place), block, config.width, "cp" in sizes)
     ]
     if config.entry == "words" and config.returns != "tuple":
         for kernel, claim in (
@@ -187,12 +187,15 @@ def replace_kernel(config: Config, sizes: dict[str, int], length: int) -> list[S
     return found
 
 
-def _kernels(at: str, block: Block, context: bool) -> list[list[str]]:
+def _kernels(at: str, block: Block, width: int, context: bool) -> list[list[str]]:
     """The rows of each step of one block."""
     found = []
     if block.kind in ("mlp", "attention") and block.norm == "rms":
         found.append([f"{at}.norm  replace_kernel(rms_norm)"])
-    if not block.pre and (block.kind == "mlp" or (block.kind == "attention" and block.flag)):
+    # of two numbers a layer norm keeps the sign: its gradients are roundings, and no probe tells
+    tells = width > 2 or block.norm == "rms"
+    sums = block.kind == "mlp" or (block.kind == "attention" and block.flag)
+    if not block.pre and sums and tells:
         found.append([f"{at}  replace_kernel(add_norm)"])
     if block.kind == "routed":
         found.append([f"{at}.experts  replace_kernel(grouped)"])
