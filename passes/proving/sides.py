@@ -294,25 +294,31 @@ class Distributed:
         return list(gathered(mine, self.program.assembly.ranks.mesh.world))
 
 
+def built(case: Case, condition: Condition) -> Program:
+    """The program that a rank runs under a condition."""
+    from schedlang.passes.running.build import build
+    from schedlang.runtime.summing.scaled import Scaled
+
+    run = condition.case or case
+    loss = run.loss if condition.scale == 1 else Scaled(run.loss, condition.scale)
+    return build(
+        run.plan, run.batches[0], loss=loss, optimizer=condition.optimizer,
+        clip=condition.clip, weight=run.weight, seed=run.seed, prepared=run.prepared,
+    )  # fmt: skip
+
+
 def observed(case: Case, told: Sequence[Condition], made: list[Program]) -> Observation:
     """One rank's observation of programs, which are noted in `made`."""
     import torch.distributed as dist
 
-    from schedlang.passes.running.build import build
     from schedlang.runtime.launching.registered import register
-    from schedlang.runtime.summing.scaled import Scaled
 
     register(case.plan.model.model)
 
     def make(condition: Condition) -> Distributed:
-        run = condition.case or case
-        loss = run.loss if condition.scale == 1 else Scaled(run.loss, condition.scale)
-        program = build(
-            run.plan, run.batches[0], loss=loss, optimizer=condition.optimizer,
-            clip=condition.clip, weight=run.weight, seed=run.seed, prepared=run.prepared,
-        )  # fmt: skip
+        program = built(case, condition)
         made.append(program)
-        return Distributed(program, condition.evaluate, apart=run.parted)
+        return Distributed(program, condition.evaluate, apart=(condition.case or case).parted)
 
     rank = dist.get_rank() if dist.is_initialized() else 0
     return observe(make, told, keep=rank == 0)

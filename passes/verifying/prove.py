@@ -247,7 +247,7 @@ def _rank(
     with ambient(Float64()):
         seen = observed(case, told, made)
         made[saved(told)].save(f"{folder}/state")
-        again = reloaded(made[saved(told)], made[0], case.batches[0], folder)
+        again = reloaded(made, case, told, folder)
 
     def left() -> tuple[Left, ...]:
         return merged(one for program in made for one in left_in(program.assembly.module))

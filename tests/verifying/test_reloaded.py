@@ -1,0 +1,97 @@
+"""Outputs with a loaded state: bit by bit, by a program that is frozen as the saved one is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schedlang.passes.proving import saved
+from schedlang.passes.proving.runs import runs
+from schedlang.passes.proving.sides import Case, observed, prepared, widened
+from schedlang.runtime.float64 import Float64
+from schedlang.runtime.modes import ambient
+from schedlang.runtime.program import Program
+from schedlang.runtime.saving import archive
+from tests.proofs import planned
+from tests.spacetime import WIDTH, batch
+
+ROWS = "layers.0 checkpoint()"  # on one rank: the bits hang on no layout
+FROZEN = "layers.2.weight"  # among those that a proof freezes
+
+
+class Turned(nn.Module):
+    """Layers that see a turned activation, as attention along another dim does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(4, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, video: Tensor, target: Tensor) -> dict[str, Tensor]:
+        x = self.stem(video)
+        for layer in self.layers:
+            x = x + layer(x.transpose(1, 2)).transpose(1, 2)
+        return {"loss": F.mse_loss(x.sum(-1), target), "y": x}
+
+
+Both = tuple[Tensor, Tensor]
+
+
+def _outputs(folder: Path) -> tuple[Both, Both]:
+    """Of the saved program and of another: the first one made, and what the proof compares."""
+    case = widened(prepared(Case(planned(Turned().double(), ROWS), (batch(1),), dtype="none")))
+    told = runs(case).told[:2]
+    own = told[1].case
+    assert own is not None and not own.plan.model.model.get_parameter(FROZEN).requires_grad
+    made: list[Program] = []
+    with ambient(Float64()):
+        observed(case, told, made)
+        made[1].save(folder / "state")
+        first = saved._with_state(made[1], made[0], case.batches[0], str(folder))
+        found = saved.reloaded(made, case, told, str(folder))
+    a, b = ((want["y"], got["y"]) for want, got in (first, found))
+    return a, b
+
+
+def test_other_frozen_weights_are_no_lost_state(tmp_path: Path) -> None:
+    """torch folds a product's leading dims where the weight is trained, and else does not: with
+    an activation whose dims are turned the bits differ, and do not in a program frozen alike."""
+    first, found = _outputs(tmp_path)
+    assert not torch.equal(*first), "nothing is tested: give it a model where torch rounds apart"
+    torch.testing.assert_close(*first, rtol=1e-14, atol=1e-14)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("factor", [1 + 4e-16, 1.5])
+def test_a_load_that_changes_a_weight_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    """By a rounding, or by much; the weight is a frozen one, so no training hides it."""
+    plain = archive._take_over
+
+    def take_over(made: Any, values: Any) -> None:
+        plain(made, {**values, FROZEN: values[FROZEN] * factor})
+
+    monkeypatch.setattr(archive, "_take_over", take_over)
+    assert not torch.equal(*_outputs(tmp_path)[1])
+
+
+def test_a_load_that_leaves_out_what_is_frozen_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program that is frozen alike starts from other weights, the frozen ones among them."""
+    plain = archive._take_over
+
+    def take_over(made: Any, values: Any) -> None:
+        held = made.assembly.parameters
+        kept = {n: p.detach().clone() for n, p in held.items() if not p.requires_grad}
+        plain(made, {**values, **kept})
+
+    monkeypatch.setattr(archive, "_take_over", take_over)
+    assert not torch.equal(*_outputs(tmp_path)[1])
