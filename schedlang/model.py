@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -158,6 +160,10 @@ class ModelFacts:
     @cached_property
     def parameters(self) -> Mapping[str, ParameterFact]:
         """Every parameter by every name it has; tied names share one fact."""
+        with _uncollected():
+            return self._parameters()
+
+    def _parameters(self) -> Mapping[str, ParameterFact]:
         names: dict[int, list[str]] = {}
         tensors = {
             f"{fqn}.{name}" if fqn else name: tensor
@@ -206,7 +212,8 @@ class ModelFacts:
     def sites(self) -> Mapping[str, Site]:
         """Every module by its name; the model itself is ""."""
         facts, modules = self.parameters, self._modules
-        return {fqn: self._site(fqn, module, facts) for fqn, module in modules.items()}
+        with _uncollected():
+            return {fqn: self._site(fqn, module, facts) for fqn, module in modules.items()}
 
     def _site(self, fqn: str, module: nn.Module, facts: Mapping[str, ParameterFact]) -> Site:
         prefix = f"{fqn}." if fqn else ""
@@ -271,6 +278,18 @@ class ModelFacts:
     def owner(self, parameter: str) -> Site:
         """The module that holds a parameter of this name."""
         return self.sites[parameter.rpartition(".")[0]]
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the garbage collector: facts stay, and it would walk a large model for nothing."""
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
 
 
 def _there(held: Mapping[str, object]) -> tuple[str, ...]:
