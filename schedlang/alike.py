@@ -30,6 +30,7 @@ def _found(facts: ModelFacts, attributes: tuple[str, ...]) -> Mapping[str, int]:
     single = {holder for name in shared for holder in holders(name)}
     found: dict[str, int] = {}
     numbers: dict[object, int] = {}
+    looked: dict[tuple[str, ...], list[str]] = {}  # what a module has -> the attributes among it
     for fqn, site in reversed(tuple(facts.sites.items())):  # children stand below what holds them
         module = facts.module(fqn)
         own, prefix = vars(module), f"{fqn}." if fqn else ""
@@ -39,7 +40,10 @@ def _found(facts: ModelFacts, attributes: tuple[str, ...]) -> Mapping[str, int]:
             tensors = [(n, f.shape, f.dtype, f.requires_grad) for n, f in site.parameters.items()]
             buffers = [(n, own["_buffers"][n]) for n in site.buffers]
             shapes = [(n, tuple(buffer.shape), buffer.dtype) for n, buffer in buffers]
-            values = [(n, _value(own[n])) for n in attributes if n in own]
+            has = tuple(own)
+            if has not in looked:
+                looked[has] = [n for n in attributes if n in own]
+            values = [(n, _value(own[n])) for n in looked[has]]
             said = type(module), tuple(values), *held, *tensors, *shapes
         found[fqn] = numbers.setdefault(said, len(numbers))
     return found

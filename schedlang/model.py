@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -32,7 +34,7 @@ DIMS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 BASE = "torch.nn.modules.module.Module"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ParameterFact:
     """One parameter: its first name in model order, shape, dtype and whether it is trained."""
 
@@ -52,7 +54,7 @@ class ParameterFact:
         return count
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Site:
     """One module of the untouched model.
 
@@ -158,6 +160,10 @@ class ModelFacts:
     @cached_property
     def parameters(self) -> Mapping[str, ParameterFact]:
         """Every parameter by every name it has; tied names share one fact."""
+        with _uncollected():
+            return self._parameters()
+
+    def _parameters(self) -> Mapping[str, ParameterFact]:
         names: dict[int, list[str]] = {}
         tensors = {
             f"{fqn}.{name}" if fqn else name: tensor
@@ -168,12 +174,18 @@ class ModelFacts:
         for name, tensor in tensors.items():
             names.setdefault(id(tensor), []).append(name)
         facts: dict[str, ParameterFact] = {}
+        dtypes: dict[Any, tuple[str, int]] = {}
+        shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # one for very many equal ones
         for same in names.values():
             tensor = tensors[same[0]]
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            shape, grad = tuple(tensor.shape), tensor.requires_grad
-            fact = ParameterFact(same[0], shape, dtype, tensor.itemsize, grad, tuple(same))
-            facts.update(dict.fromkeys(same, fact))
+            kind = tensor.dtype
+            if kind not in dtypes:
+                dtypes[kind] = str(kind).removeprefix("torch."), tensor.itemsize
+            shape = tuple(tensor.shape)
+            alike = shapes.setdefault(shape, shape), *dtypes[kind], tensor.requires_grad
+            fact = ParameterFact(same[0], *alike, tuple(same))
+            for name in same:
+                facts[name] = fact
         return {name: facts[name] for name in tensors}
 
     @cached_property
@@ -199,20 +211,16 @@ class ModelFacts:
     @cached_property
     def sites(self) -> Mapping[str, Site]:
         """Every module by its name; the model itself is ""."""
-        return {fqn: self._site(fqn, module) for fqn, module in self._modules.items()}
+        facts, modules = self.parameters, self._modules
+        with _uncollected():
+            return {fqn: self._site(fqn, module, facts) for fqn, module in modules.items()}
 
-    def _site(self, fqn: str, module: nn.Module) -> Site:
+    def _site(self, fqn: str, module: nn.Module, facts: Mapping[str, ParameterFact]) -> Site:
         prefix = f"{fqn}." if fqn else ""
-        own = {
-            name: self.parameters[prefix + name]
-            for name, tensor in module._parameters.items()
-            if tensor is not None
-        }
+        own = {name: facts[prefix + name] for name in _there(module._parameters)}
         classes = self._classes.get(type(module)) or _bases(type(module))
         self._classes[type(module)] = classes
-        children = tuple(name for name, child in module._modules.items() if child is not None)
-        buffers = tuple(name for name, value in module._buffers.items() if value is not None)
-        return Site(fqn, classes, children, own, buffers)
+        return Site(fqn, classes, _there(module._modules), own, _there(module._buffers))
 
     # -- what selectors ask ------------------------------------------------------------------
 
@@ -270,6 +278,25 @@ class ModelFacts:
     def owner(self, parameter: str) -> Site:
         """The module that holds a parameter of this name."""
         return self.sites[parameter.rpartition(".")[0]]
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the garbage collector: facts stay, and it would walk a large model for nothing."""
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
+
+
+def _there(held: Mapping[str, object]) -> tuple[str, ...]:
+    """The names under which a module holds something."""
+    if not held:
+        return ()
+    return tuple([name for name, value in held.items() if value is not None])
 
 
 def _bases(kind: type) -> tuple[str, ...]:

@@ -74,9 +74,13 @@ class Selector:
 
     def descend(self, fqn: str) -> Iterator[str]:
         """A module and everything below it, in model order."""
-        yield fqn
-        for name in self.tree.children(fqn):
-            yield from self.descend(_join(fqn, name))
+        waiting = [fqn]
+        while waiting:
+            fqn = waiting.pop()
+            yield fqn
+            if there := self.tree.children(fqn):
+                prefix = f"{fqn}." if fqn else ""
+                waiting += [prefix + name for name in reversed(there)]
 
     def sort(self, modules: Iterable[str]) -> tuple[str, ...]:
         """Model order, each module once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from schedlang.alike import above, classes, holders
 from schedlang.persistent import Persistent, persistent
@@ -13,6 +13,8 @@ from schedlang.spread import Part, Spread, parts
 
 if TYPE_CHECKING:
     from schedlang.plan import Action, Plan
+
+T = TypeVar("T")
 
 MAPS = ("layouts", "boundaries")  # by names that begin with the module's
 _NOTHING: Mapping[str, Any] = {}
@@ -43,7 +45,7 @@ def shared(plan: Plan, action: Action) -> Plan | None:
     groups = alike(plan, sites)
     if len(groups) == len(sites):
         return None
-    changes: dict[str, Change] = {}
+    changes: list[Change] = []
     laid: dict[str, Any] = {name: Persistent(getattr(plan, name)) for name in MAPS}
     lists: dict[str, Any] = {name: getattr(plan, name) for name in LISTS}
     empty: dict[str, Any] = dict.fromkeys(LISTS, ())
@@ -56,9 +58,9 @@ def shared(plan: Plan, action: Action) -> Plan | None:
         change = _change(before, after, group[0])
         if change is None:
             return None
-        changes.update(dict.fromkeys(group, change))
+        changes.append(change)
         now = replace(after, **lists)
-    return _changed(plan, sites, changes)
+    return _changed(plan, sites, groups, changes)
 
 
 def changed(before: Plan, after: Plan) -> bool:
@@ -89,35 +91,52 @@ def _change(before: Plan, after: Plan, fqn: str) -> Change | None:
     return Change(maps, lists)
 
 
-def _changed(plan: Plan, sites: Sequence[str], changes: Mapping[str, Change]) -> Plan:
+def _changed(
+    plan: Plan, sites: tuple[str, ...], groups: list[list[str]], changes: list[Change]
+) -> Plan:
     """The plan with what is changed at each module, in their order."""
     made: dict[str, Any] = {}
     for name in MAPS:
-        items = _items(sites, [changes[site].maps.get(name, _NOTHING) for site in sites])
+        items = _items(sites, groups, [change.maps.get(name, _NOTHING) for change in changes])
         if items:
             made[name] = persistent(getattr(plan, name)).put(items)
     for name in LISTS:
-        more = _parts(sites, [changes[site].lists.get(name, ()) for site in sites])
+        more = _parts(sites, groups, [change.lists.get(name, ()) for change in changes])
         if more:
             made[name] = Spread((*parts(getattr(plan, name)), *more))
     return replace(plan, **made)
 
 
-def _items(sites: Sequence[str], new: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """What is put of each module, by its whole name."""
-    kinds = list({id(one): one for one in new}.values())
-    if list(kinds[0]) == [""] and all(kind == kinds[0] for kind in kinds):
-        return dict.fromkeys(sites, kinds[0][""])
-    return {site + end: value for site, one in zip(sites, new) for end, value in one.items()}
+def _items(
+    sites: Sequence[str], groups: list[list[str]], new: list[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What is put of each module, by its whole name; `new` is said of each group."""
+    if not any(new):
+        return {}
+    if list(new[0]) == [""] and all(one == new[0] for one in new):
+        return dict.fromkeys(sites, new[0][""])
+    pairs = zip(sites, _each(sites, groups, new))
+    return {site + end: value for site, one in pairs for end, value in one.items()}
 
 
-def _parts(sites: Sequence[str], values: list[tuple[Any, ...]]) -> tuple[Part, ...]:
+def _parts(
+    sites: tuple[str, ...], groups: list[list[str]], values: list[tuple[Any, ...]]
+) -> tuple[Part, ...]:
     """What is noted of modules, in their order: one part where the same is noted of all."""
-    kinds = set(values)
-    if len(kinds) == 1 and len(values[0]) <= 1:
-        return tuple(Part(value, tuple(sites)) for value in values[0])
-    each = ((site, value) for site, mine in zip(sites, values) for value in mine)
-    return tuple(Part(value, (site,)) for site, value in each)
+    if len(values[0]) <= 1 and all(one == values[0] for one in values):
+        return tuple(Part(value, sites) for value in values[0])
+    pairs = zip(sites, _each(sites, groups, values))
+    return tuple(Part(value, (site,)) for site, mine in pairs for value in mine)
+
+
+def _each(sites: Sequence[str], groups: list[list[str]], said: list[T]) -> list[T]:
+    """What is said of the group of each module, in the order of the modules."""
+    if len(groups) == 1:
+        return said * len(sites)
+    of: dict[str, T] = {}
+    for group, one in zip(groups, said):
+        of.update(dict.fromkeys(group, one))
+    return list(map(of.__getitem__, sites))
 
 
 def alike(plan: Plan, sites: tuple[str, ...]) -> list[list[str]]:
@@ -129,7 +148,7 @@ def alike(plan: Plan, sites: tuple[str, ...]) -> list[list[str]]:
     looked = {name for verb in registry().values() for name in verb.alike or ()}
     answers = [
         list(map(classes(plan.model, tuple(sorted(looked))).__getitem__, sites)),
-        plan.trail.at.many(sites, ()),
+        plan.trail.standing(sites),
         _around(plan, sites),
         _inside(plan, sites),
         *(_lying(plan, sites) if plan.trail.alone else ()),
@@ -150,7 +169,7 @@ def _parted(sites: tuple[str, ...], answers: list[list[Any]]) -> list[list[str]]
 def _around(plan: Plan, sites: tuple[str, ...]) -> list[object]:
     """The rows at what holds each module, from the inside out."""
     there = tuple(above(sites))
-    marks = dict(zip(there, plan.trail.at.many(there, ())))
+    marks = dict(zip(there, plan.trail.standing(there)))
     if not any(marks.values()):
         return [None]
     parents = [site.rpartition(".")[0] for site in sites]
@@ -160,7 +179,7 @@ def _around(plan: Plan, sites: tuple[str, ...]) -> list[object]:
 
 def _inside(plan: Plan, sites: tuple[str, ...]) -> list[object]:
     """The rows at what each module holds."""
-    below = plan.trail.below.many(sites, ())
+    below = plan.trail.within(sites)
     if not any(below):
         return [None]
     return [_marks(plan, site) if rows else None for site, rows in zip(sites, below)]
