@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+from schedlang.uncollected import uncollected
 
 if TYPE_CHECKING:
     from torch import nn
@@ -160,7 +160,7 @@ class ModelFacts:
     @cached_property
     def parameters(self) -> Mapping[str, ParameterFact]:
         """Every parameter by every name it has; tied names share one fact."""
-        with _uncollected():
+        with uncollected():
             return self._parameters()
 
     def _parameters(self) -> Mapping[str, ParameterFact]:
@@ -212,7 +212,7 @@ class ModelFacts:
     def sites(self) -> Mapping[str, Site]:
         """Every module by its name; the model itself is ""."""
         facts, modules = self.parameters, self._modules
-        with _uncollected():
+        with uncollected():
             return {fqn: self._site(fqn, module, facts) for fqn, module in modules.items()}
 
     def _site(self, fqn: str, module: nn.Module, facts: Mapping[str, ParameterFact]) -> Site:
@@ -278,18 +278,6 @@ class ModelFacts:
     def owner(self, parameter: str) -> Site:
         """The module that holds a parameter of this name."""
         return self.sites[parameter.rpartition(".")[0]]
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without the garbage collector: facts stay, and it would walk a large model for nothing."""
-    running = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if running:
-            gc.enable()
 
 
 def _there(held: Mapping[str, object]) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from schedlang.passes.reading.state import Settings, State, current, start
 from schedlang.passes.reading.steps import allowed, open_step
 from schedlang.primitive import Primitive, find
 from schedlang.source import Span
+from schedlang.uncollected import uncollected
 from schedlang.value import UNKNOWN, Names, shown
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 Roots = Sequence[str] | None  # the modules of a scope; None where there is no model
 
 
+@uncollected()
 def expand(file: n.File, facts: ModelFacts | None, settings: Settings | None = None) -> State:
     """Execute a whole file; every independent mistake is in the refusal.
 
