@@ -22,9 +22,11 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
+        self.norm = nn.LayerNorm(width)  # without it twelve of them diverge within two steps
         self.qkv, self.mlp = nn.Linear(width, 3 * width), MLP(width)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
         q, k, v = self.qkv(x).unsqueeze(1).chunk(3, -1)
         x = x + F.scaled_dot_product_attention(q, k, v).squeeze(1)
         out: Tensor = x + self.mlp(x)
