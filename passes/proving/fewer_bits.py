@@ -22,16 +22,21 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from schedlang.passes.laying.kept_parts import SavedParts
+    from schedlang.runtime.keeping.tipped import Found
 
 
-def with_kept(plan: Plan, module: nn.Module, parts: SavedParts | None) -> nn.Module:
+def with_kept(
+    plan: Plan, module: nn.Module, parts: SavedParts | None, tipped: Found | None = None
+) -> nn.Module:
     """A copy of the original in which modules keep what the plan says of them.
 
-    `parts`: how ranks split it, for each of them rounds its own.
+    `parts`: how ranks split it, for each of them rounds its own.  `tipped`: numbers that lie where
+    two are as near, as ranks took them.
     """
     for row in plan.kept:
         part: Any = module.get_submodule(row.fqn)
-        part.forward = partial(_forward, _Saved(row, part, parts), part.forward)
+        saved = _Saved(row, part, parts, tipped or {})
+        part.forward = partial(_forward, saved, part.forward)
     return module
 
 
@@ -42,6 +47,7 @@ class _Saved:
     row: Kept
     module: nn.Module
     parts: SavedParts | None = None
+    tipped: Found = field(default_factory=dict)
     place: tuple[int, tuple[int, ...]] = (-1, ())
     calls: int = 0
     numbers: int = 0
@@ -101,8 +107,8 @@ class _Saved:
             return part
         if not bool((part.detach().abs() < torch.finfo(part.dtype).max / 4).all()):
             return part
-        words = self.row.fqn, self.calls, *self.place, self.numbers
-        return approximated(part, self.row, stream(*words))
+        drawn = stream(self.row.fqn, self.calls, *self.place, self.numbers)
+        return approximated(part, self.row, drawn, self.tipped)
 
     def counts(self, tensor: Tensor) -> bool:
         """Is it an activation: neither a weight, however cast, nor given without a gradient?"""
@@ -170,7 +176,9 @@ def _forward(saved: _Saved, inner: Callable[..., Any], *args: Any, **kwargs: Any
         return inner(*args, **kwargs)
 
 
-def approximated(tensor: Tensor, row: Kept, stream: int) -> Tensor:
+def approximated(
+    tensor: Tensor, row: Kept, stream: int, tipped: Found | None = None
+) -> Tensor:  # fmt: skip
     """A tensor as its whole numbers say it: in each block the least value and so many steps."""
     import torch
 
@@ -181,22 +189,37 @@ def approximated(tensor: Tensor, row: Kept, stream: int) -> Tensor:
         digits = 53 if work == torch.float64 else 24
         flat = tensor.detach().to(work).reshape(-1)
         draws = mixed(torch.arange(1, flat.numel() + 1), torch.tensor(stream)) >> (53 - digits)
-        numbers = draws.to(work) / 2**digits
+        drawn = draws.to(work) / 2**digits
         end = flat.numel() // row.block * row.block  # the last block may be shorter
-        out = [_approximated(values, drawn, row) for values, drawn in (
-            (flat[:end].view(-1, row.block), numbers[:end].view(-1, row.block)),
-            (flat[None, end:], numbers[None, end:]),
-        ) if values.numel()]  # fmt: skip
-        whole: Tensor = torch.cat([piece.reshape(-1) for piece in out])
-        return whole.to(tensor.dtype).view(tensor.shape)
+        least, step, moved = (torch.cat(parts) for parts in zip(
+            _blocks(flat[:end].view(-1, row.block), drawn[:end], row),
+            _blocks(flat[end:].view(-1, max(1, flat.numel() - end)), drawn[end:], row),
+        ))  # fmt: skip
+        numbers = _taken(moved, row, (tipped or {}).get(stream))
+        found = least + step * numbers.clamp(0, 2**row.bits - 1)
+        return found.to(tensor.dtype).view(tensor.shape)
 
 
-def _approximated(values: Tensor, drawn: Tensor, row: Kept) -> Tensor:
-    """Blocks, each in a row."""
+def _blocks(values: Tensor, drawn: Tensor, row: Kept) -> tuple[Tensor, Tensor, Tensor]:
+    """Of blocks, each in a row, for every element: the least, the step, what is rounded down."""
     import torch
 
     least, most = values.min(1, keepdim=True)[0], values.max(1, keepdim=True)[0]
     step = (most - least) / (2**row.bits - 1)
     steps = torch.where(step > 0, (values - least) / step, 0.0)
-    found: Tensor = least + step * torch.floor(steps + drawn).clamp(0, 2**row.bits - 1)
-    return found
+    moved = steps.flatten() + drawn
+    return least.expand_as(values).flatten(), step.expand_as(values).flatten(), moved
+
+
+def _taken(moved: Tensor, row: Kept, noted: tuple[Tensor, Tensor] | None) -> Tensor:
+    """The whole numbers, where two are as near the one that a rank took."""
+    import torch
+
+    from schedlang.runtime.keeping.tipped import margin
+
+    numbers = torch.floor(moved)
+    if noted is not None:
+        places, theirs = (one[noted[0] < moved.numel()] for one in noted)
+        same = (theirs - moved[places]).abs() <= margin(2**row.bits - 1)
+        numbers[places[same]] = theirs[same].floor().to(numbers.dtype)
+    return numbers

@@ -136,6 +136,8 @@ class Observation:
     unread: frozenset[str] = frozenset()  # types in the output that are no tensors
     left_out: Mapping[str, str] = field(default_factory=dict)  # place in the output -> why
     choices: Mapping[Any, Tensor] = field(default_factory=dict)  # of discrete operators, if noted
+    # numbers of activations in fewer bits that roundings tip, if noted
+    tipped: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 def observe(

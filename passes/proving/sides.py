@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from schedlang.passes.preparing.stale_table import Table
     from schedlang.passes.proving.original import Sequential
     from schedlang.runtime.drawing.random import LogicalDropout
+    from schedlang.runtime.keeping.tipped import Found
     from schedlang.runtime.program import Program
 
 DTYPES = ("float32", "bfloat16", "float16", "none")
@@ -43,6 +44,7 @@ class Case:
     dtype: str | None = None
     prepared: Prepared | None = None
     parted: bool = False  # compare with the original trained by parts: statistics are relaxed
+    tipped: Found | None = None  # numbers that lie where two are as near, as ranks took them
     # the plan that expectations are about and a batch of it, where another one is run
     meant: tuple[Plan, Batch] | None = None
 
@@ -191,7 +193,9 @@ def sequential(
     if cast:
         cast_twin(case.plan, module, options)
     parts = case.prepared.traced.saved if case.prepared is not None else None
-    module = with_kept(case.plan, module, parts)  # around the casts, as a program has it
+    module = with_kept(
+        case.plan, module, parts, case.tipped
+    )  # around the casts, as a program has it
     if row is not None and not case.parted and not case.plan.kept:
         return ScaledSteps(module, condition.optimizer, **options, row=row)
     if not case.parted and table is None and not few and not case.plan.kept:

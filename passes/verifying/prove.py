@@ -19,7 +19,7 @@ from schedlang.passes.proving.changed import changed_rows
 from schedlang.passes.proving.curves import curve_rows
 from schedlang.passes.proving.exact import IN_ORACLE, baseline, exact_rows, given_up
 from schedlang.passes.proving.flips import undecided
-from schedlang.passes.proving.observe import Condition, Observation, observe
+from schedlang.passes.proving.observe import Condition, Observation
 from schedlang.passes.proving.runs import Runs, check_parts, runs
 from schedlang.passes.proving.saved import (
     NO_OUTPUTS,
@@ -36,16 +36,15 @@ from schedlang.passes.proving.sides import (
     observed,
     original,
     prepared,
-    sequential,
     tried,
     widened,
 )
 from schedlang.passes.proving.trials import trials
+from schedlang.passes.proving.worked import TIPPED, working_rows
 from schedlang.plan import Plan
 from schedlang.report import Report, Row
 
 if TYPE_CHECKING:
-    from schedlang.passes.proving.original import Sequential
     from schedlang.runtime.launching.launch import Pool
     from schedlang.runtime.program import Program
     from schedlang.runtime.replacing.left import Left
@@ -90,7 +89,7 @@ def prove(
     extra, more = _in_working_dtype(working, wanted, pool)
     report = Report(
         (*rows, *bits, *extra, *changed_rows(case)),
-        title=title, facts=(*_facts(case, ran), *_kernels(fewer, seen[3])),
+        title=title, facts=(*_facts(case, ran), *_kernels(fewer, seen[3]), *_tipped(rows)),
         command=command,
         equivalence=_class(case), unchecked=(*unsure, *unchecked, *more),
         gaps=_gaps(case, ran, expected, actual, drawn), bounds=held,
@@ -133,30 +132,6 @@ def _in_working_dtype(
         return [], [f"{what}: nothing was run in a working dtype" for what in lost]
     rows, untried = trials(working.plan, working.batches[0])
     return [*rows, *curve_rows(working, wanted.curves, pool)], untried
-
-
-def _working_rows(
-    working: Case, told: Sequence[Condition], exact: Observation, program: Observation
-) -> list[Row]:
-    """The program in the working dtype, as near to float64 as the original's own rounding."""
-    from schedlang.passes.laying.casts import lowest
-    from schedlang.passes.proving.rounding import within_rounding
-    from schedlang.runtime.drawing.random import LogicalDropout
-    from schedlang.runtime.modes import ambient
-
-    def make(condition: Condition) -> Sequential:
-        return sequential(working, condition, cast=True)
-
-    first = [replace(condition, batches=working.batches) for condition in told[:1]]
-    with ambient(LogicalDropout(working.seed)):
-        plain = observe(make, first)
-    names = {condition.name for condition in first}
-    wanted = replace(
-        exact, tensors={k: v for k, v in exact.tensors.items() if k.condition in names}
-    )
-    rtol = asked(working.plan).rtol
-    low = lowest(working.plan)
-    return list(within_rounding(wanted, plain, program, rtol=rtol, low=low))
 
 
 def check_world(plan: Plan, verb: str = "verify") -> None:
@@ -214,7 +189,7 @@ def _compared(
     exact = not given_up(case.plan) and not case.parted
     rows = [*compare(expected, actual, exact=exact)]
     rows += archive_rows(told[saved(told)].name, archive, actual)
-    return rows if working is None else rows + _working_rows(working, told, expected, rounded)
+    return rows if working is None else rows + working_rows(case, working, told, expected, rounded)
 
 
 def _baseline_rows(
@@ -239,6 +214,7 @@ def _rank(
 ) -> tuple[Observation, Observation, tuple[Outputs, Outputs], tuple[Left, ...]]:
     """One rank's part of the proof; only rank 0 keeps what it saw, each what kernels left."""
     from schedlang.runtime.float64 import Float64
+    from schedlang.runtime.keeping.tipped import noting
     from schedlang.runtime.modes import ambient
     from schedlang.runtime.replacing.left import left_in, merged
     from schedlang.runtime.routing.choices import Choices
@@ -256,9 +232,10 @@ def _rank(
         return seen, Observation(), again, left()
     first = [replace(condition, batches=working.batches) for condition in told[:1]]
     chosen = Choices()
-    with ambient(chosen):
+    with ambient(chosen), noting() as tipped:
         rounded = observed(working, first, made)
-    return seen, replace(rounded, choices=chosen.everyone()), again, left()
+    rounded = replace(rounded, choices=chosen.everyone(), tipped=tipped.everyone())
+    return seen, rounded, again, left()
 
 
 # -- what is said about it ---------------------------------------------------------------------
@@ -282,6 +259,13 @@ def _kernels(fewer: Sequence[Gained], left: Sequence[Left]) -> Iterator[tuple[st
     """What fused rows gain, and calls that kernels left to the model."""
     yield from (("fused", str(one)) for one in fewer)
     yield from (("W703", str(one)) for one in left)
+
+
+def _tipped(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    """What is said of numbers that fall to either side."""
+    said = sum(row.note == TIPPED for row in rows)
+    if said:
+        yield ("in fewer bits", f"{TIPPED} ({said} rows in the working dtype)")
 
 
 def _gaps(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from schedlang.runtime.drawing.random import mixed
+from schedlang.runtime.keeping.tipped import drawn
 
 AT_ONCE = 2**20  # elements that are worked on at a time: what that needs is not saved
 _DRAWN = 53  # bits of a draw
@@ -98,8 +99,9 @@ def _fill(flat: Tensor, coding: Coding, stream: int, into: tuple[Tensor, Tensor,
         size = (rows.amax(1) - low) / coding.levels
         least[blocks], step[blocks] = low, size
         exact = (rows - low[:, None]) / torch.where(size > 0, size, 1.0)[:, None]
-        numbers = (exact + _draws(exact, elements.start, stream)).floor_()
-        codes[blocks] = _packed(numbers.clamp_(0, coding.levels), coding)
+        moved = exact + _draws(exact, elements.start, stream)
+        drawn(stream, elements.start, moved, coding.levels)
+        codes[blocks] = _packed(moved.floor_().clamp_(0, coding.levels), coding)
 
 
 def _pieces(coding: Coding, flat: Tensor) -> Iterator[tuple[slice, slice]]:
