@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 from schedlang.diagnostic import Diagnostic, Label, Refusal
@@ -63,13 +64,20 @@ def _completed(
     """The plan with the rows that are added, in the order of the flows."""
     blocks = blocks_of(plan.model)
     trial = Trial(plan.model, blocks, batch, loss)
-    begun = _begun(plan, axis, blocks, row)
-    if not begun.rows:
-        raise Refusal(
-            Diagnostic("S425", f"no row splits anything over `{axis}`", begun.line, helps=(
-                f"begin with one projection of a block: `shard(col, over={axis})`",
-                "or let `schedlang init` write the whole schedule"))
-        )  # fmt: skip
+    known = len(plan.actions)
+    for begun in _begun(plan, axis, blocks, row):
+        done = {fqn for action in plan.actions[known:] for fqn in action.sites}
+        plan = _continued(plan, axis, trial, begun, row, done)
+    more, place = plan.actions[known:], plan.actions.index(row) + 1
+    actions = (*plan.actions[:place], *more, *plan.actions[place:known])
+    return replace(plan, actions=actions)
+
+
+def _continued(
+    plan: Plan, axis: str, trial: Trial, begun: _Begun, row: Action, done: Collection[str]
+) -> Plan:
+    """The plan with the rows that are added to blocks that began alike, but for what is done."""
+    blocks = trial.blocks
     finder = Finder(trial, axis, plan.mesh.size(axis), _shapes(plan, blocks), [])
     for flow in flows(trial.fed.uses, trial.blocks):
         if begun.of(flow):
@@ -78,27 +86,49 @@ def _completed(
     _tied(finder, begun)
     own = (*begun.rows.values(), *_shapes(plan, blocks))
     added = [one for one in finder.rows if one not in own]
-    known = len(plan.actions)
     for action in _actions(plan, axis, blocks, added):
         places = ((fqn, _block(blocks.common(fqn), fqn)) for fqn in action.sites)
         sites = [fqn for fqn, place in places if not place or place in begun.places]
+        sites = [fqn for fqn in sites if fqn not in done]
         plan = _added(plan, action, sites, row) if sites else plan
-    more, place = plan.actions[known:], plan.actions.index(row) + 1
-    actions = (*plan.actions[:place], *more, *plan.actions[place:known])
-    return replace(plan, actions=actions)
+    return plan
 
 
-def _begun(plan: Plan, axis: str, blocks: Blocks, row: Action) -> _Begun:
-    rows: dict[str, Row] = {}
-    places: set[str] = set()
+def _placing(plan: Plan, axis: str, row: Action) -> Iterator[Action]:
+    """The rows that say how something lies along the axis."""
     for action in plan.actions:
-        if "placement" not in action.primitive.writes or _over(action) != axis or action is row:
-            continue
+        if "placement" in action.primitive.writes and _over(action) == axis and action is not row:
+            yield action
+
+
+def _begun(plan: Plan, axis: str, blocks: Blocks, row: Action) -> list[_Begun]:
+    """What is begun, apart for blocks of one list that began unlike; refuses S425: nothing is."""
+    found: dict[str, dict[str, Row]] = {}
+    for action in _placing(plan, axis, row):
         for fqn in action.sites:
             name = blocks.common(fqn)
-            rows.setdefault(name, Row((name,), f"{action.name}({arguments(action.primitive)})"))
-            places.add(_block(name, fqn))
-    return _Begun(rows, frozenset(places), _label(row))
+            one = Row((name,), f"{action.name}({arguments(action.primitive)})")
+            found.setdefault(_block(name, fqn), {}).setdefault(name, one)
+    if not found:
+        raise Refusal(
+            Diagnostic("S425", f"no row splits anything over `{axis}`", _label(row), helps=(
+                f"begin with one projection of a block: `shard(col, over={axis})`",
+                "or let `schedlang init` write the whole schedule"))
+        )  # fmt: skip
+    outside = found.pop("", {})
+    lists: dict[str, dict[tuple[Row, ...], list[str]]] = {}
+    for place, rows in found.items():
+        alike = lists.setdefault(next(iter(rows)).rpartition("*")[0], {})
+        alike.setdefault(tuple(rows.values()), []).append(place)
+    ways = [list(alike.items()) for alike in lists.values()]
+    return [
+        _Begun(
+            outside | {one.names[0]: one for rows, _ in chosen for one in rows},
+            frozenset(place for _, places in chosen for place in places),
+            _label(row),
+        )
+        for chosen in zip_longest(*ways, fillvalue=((), ()))
+    ] or [_Begun(outside, frozenset(), _label(row))]
 
 
 def _shapes(plan: Plan, blocks: Blocks) -> list[Row]:

@@ -57,6 +57,23 @@ def test_two_rows_of_a_block_give_megatrons_plan(first: str, second: str) -> Non
     assert len(added) == 1 + 3 + 2  # itself, two of q, k, v and o, one of gate and up, and down
 
 
+@pytest.mark.parametrize("rows", [
+    "model.layers.*.mlp.up_proj  shard(col, over=tp)\n"
+    "model.layers[0].mlp.down_proj  shard(row, over=tp)",
+    "model.layers[0].mlp.up_proj  shard(col, over=tp)\n"
+    "model.layers[1:].mlp.down_proj  shard(row, over=tp)",
+])  # fmt: skip
+def test_blocks_may_begin_unlike(rows: str) -> None:
+    """What stands for a projection of one block is added to another that began with the other."""
+    written = """
+      model.layers.*.mlp.{gate,up}_proj  shard(col, over=tp)
+      model.layers.*.mlp.down_proj       shard(row, over=tp)
+    """
+    model = models.llama()
+    made = completed(planned(model, f"{rows}\ncomplete(over=tp)", "tp=2"), models.tokens())
+    assert _rows_of(made) == _rows_of(planned(model, written, "tp=2"))
+
+
 def test_completed_rows_are_proven(pool: Pool) -> None:
     """A tied model with packed projections, begun with one row each, equals the original."""
     rows = """

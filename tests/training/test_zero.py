@@ -164,6 +164,8 @@ def test_what_was_gathered_ahead_in_vain_is_forgotten(pool: Pool) -> None:
     ("zero(stage=3, over=dp, prefetch=2, reshard=false)", "dp=2"),
     ('blocks pipeline_split(over=pp)\nzero(stage=2, over=a)\nzero(stage=0, over=b)\n'
      'pipeline(order="1F1B", micro=2)', "pp=2, a=2, b=2"),
+    ('blocks pipeline_split(over=pp)\nzero(stage=3, over=dp, prefetch=2)\n'
+     'pipeline(order="1F1B", micro=3)', "pp=2, dp=2"),
 ])  # fmt: skip
 def test_all_of_it_is_equal(threads: Threads, rows: str, mesh: str) -> None:
     """Hybrids, gathers ahead and kept parameters: equal to the original."""

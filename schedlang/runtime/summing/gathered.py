@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -31,6 +31,19 @@ def settle(unit: FSDPModule) -> None:
         if group._all_gather_result is not None:
             group.wait_for_unshard()
             group._to_sharded()
+
+
+def set_up(units: Sequence[FSDPModule]) -> None:
+    """Do what the first call of each unit would do, so that another can gather for it before.
+
+    A unit that lies in another is set up with that one. To be called when all are there.
+    """
+    inside: set[Any] = set()
+    for unit in units:
+        inside.update(list(unit.modules())[1:])  # type: ignore[attr-defined]
+    for unit in units:
+        if unit not in inside:
+            unit._get_fsdp_state()._lazy_init()
 
 
 def name_in(unit: FSDPModule, held: Any) -> str:

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.casting.cast import DTYPES
 from schedlang.runtime.storage.tiers import CPU, DEVICE
-from schedlang.runtime.summing.gathered import groups_of, name_in, settle
+from schedlang.runtime.summing.gathered import groups_of, name_in, set_up, settle
 from schedlang.timeline import Kind
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class Sliced:
         self.used: set[nn.Parameter] = set()  # what got a gradient of its own in this step
         self.calls: list[int] = []  # of each unit in this step, where values decide on them
         self._said: tuple[bool, bool] | None = None
+        self._ready = False  # units are set up, so that each may be gathered before its first call
         self._coming: list[UnshardHandle] | None = None  # while rows hold the parameters gathered
 
     def add(self, module: nn.Module, mesh: DeviceMesh, unit: Unit) -> None:
@@ -111,6 +112,14 @@ class Sliced:
         for place, unit in enumerate(units):
             unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + ahead])
             unit.set_modules_to_backward_prefetch(units[max(place - ahead, 0) : place][::-1])
+            # before its own hook; a unit around all of them, if there is one, was called by then
+            unit.register_forward_pre_hook(self._set_up, prepend=True)
+
+    def _set_up(self, *unused: object) -> None:
+        """Units of a stage have no root in common that would set them up when it is called."""
+        if not self._ready:
+            self._ready = True
+            set_up(self.units)
 
     def settle(self) -> None:
         """Forget what was gathered ahead for units that did not run."""
