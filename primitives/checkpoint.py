@@ -29,8 +29,8 @@ class checkpoint(Primitive):  # noqa: N801
     after    y = checkpoint(f)(x)      backward finds x and what `save` names, and runs f again
 
     `save` keeps the results of whole classes of operators: `linear` (matrix products), `attention`
-    (fused attention), `collective` (communication, which is then not repeated).  Random numbers are
-    replayed, so dropout gives the same masks.
+    (fused attention of torch, flash_attn and other packages), `collective` (communication, which is
+    then not repeated).  Random numbers are replayed, so dropout gives the same masks.
 
     `group=4` recomputes elements of a list that follow each other four at a time, so that one input
     is kept for four of them; `group=sqrt` takes the square root of their number.  `every=2` leaves

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from schedlang.diagnostic import Refusal, closest
+from schedlang.other_words import ARGUMENTS
 from schedlang.patterns import read as _read
 from schedlang.plan import Plan
 from schedlang.primitive import Gain, Primitive, Trial, refuse
@@ -66,6 +67,10 @@ class fuse(Primitive):  # noqa: N801
             return replace(self, pattern=patterns[self.pattern].text)
         if "{" in self.pattern:
             return replace(self, pattern=_read(self.pattern).text)
+        how = ARGUMENTS["fuse"].get(f"with={self.pattern}")
+        if how is not None:
+            refuse("S885", f"there is no pattern `{self.pattern}`", "that is how, not what",
+                   helps=(f"write `fuse({how.here})`",))  # fmt: skip
         near = closest(self.pattern, patterns)
         help_ = f"did you mean `{near}`?" if near else f"declare it: `pattern {self.pattern}(x) " \
             "{ ... }`, above the step"  # fmt: skip

@@ -12,7 +12,10 @@ from schedlang.plan import Plan
 from schedlang.primitive import Primitive, refuse
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from schedlang.model import Site
+    from schedlang.patterns import Pattern
 
 TABLES = (".csv",)
 
@@ -65,6 +68,17 @@ class pipeline(Primitive):  # noqa: N801
         """Whether `order` names a file."""
         return self.order.lower().endswith(TABLES)
 
+    def resolved(self, patterns: Mapping[str, Pattern]) -> pipeline:
+        """The same call; refuses an order that nobody knows, which needs no model to be seen."""
+        from schedlang.orders import OrderError, find
+
+        try:
+            if not self.is_table:
+                find(self.order)
+        except OrderError as error:
+            refuse("S303", error.reason, helps=(error.legal,))
+        return self
+
     def located(self, folder: Path) -> pipeline:
         """With the text of its table, read from the folder of the schedule."""
         if not self.is_table or self.table:
@@ -101,14 +115,10 @@ class pipeline(Primitive):  # noqa: N801
         self._check_order(plan)
 
     def _check_order(self, plan: Plan) -> None:
-        from schedlang.orders import OrderError, find
+        self.resolved({})
+        from schedlang.orders import OrderError
 
         ranks = plan.mesh.size(plan.cuts[0].axis) if plan.cuts else 1
-        try:
-            if not self.is_table:
-                find(self.order)
-        except OrderError as error:
-            refuse("S303", error.reason, helps=(error.legal,))
         if ranks == 1 and (self.chunks or 1) == 1 and not plan.cuts:
             return  # nothing is cut: a loop over microbatches
         try:

@@ -108,6 +108,18 @@ class Binder:
 
     def bind(self, arguments: Sequence[Argument]) -> Primitive:
         """The bound primitive, or a refusal with every mistake."""
+        if not self.fits(arguments):
+            from schedlang.offering import in_our_words
+
+            raise Refusal(*in_our_words(self, arguments))
+        if self.surface.rest:
+            self.bound[self.surface.rest] = tuple(self.rest)
+        if self.surface.many and self.many:
+            self.bound[self.surface.many] = tuple(self.many)
+        return self.primitive(**self.bound)
+
+    def fits(self, arguments: Sequence[Argument]) -> bool:
+        """Take the arguments in; whether there is no problem with them."""
         free = list(self.surface.positional)
         for argument in arguments:
             if argument.name is not None:
@@ -122,13 +134,7 @@ class Binder:
         lacking = [name for name in self.surface.required if name not in tried]
         if lacking:
             self._missing(lacking)
-        if self.problems:
-            raise Refusal(*self.problems)
-        if self.surface.rest:
-            self.bound[self.surface.rest] = tuple(self.rest)
-        if self.surface.many and self.many:
-            self.bound[self.surface.many] = tuple(self.many)
-        return self.primitive(**self.bound)
+        return not self.problems
 
     def _problem(self, code: str, title: str, label: Label, *helps: str, note: str = "") -> None:
         self.problems.append(Diagnostic(code, title, label, (), (note,) * bool(note), helps))
@@ -181,7 +187,9 @@ class Binder:
         taken = self.surface.positional
         title = f"`{self.name}` takes no further argument without a name"
         order = (f"it takes {quoted(taken)} in this order",) if taken else ()
-        meant = [n for n in self.surface.keywords if argument.word in _words(self.surface.types[n])]
+        meant = [
+            n for n in self.surface.keywords if argument.word in words_of(self.surface.types[n])
+        ]
         near = tuple(f"did you mean `{name}={argument.word}`?" for name in meant)
         self._problem("S302", title, Label(argument.span), *(near or order))
 
@@ -238,8 +246,8 @@ def _choice(word: str, choices: Sequence[str]) -> str:
     return f"did you mean `{near}`? or {listed}" if near and len(choices) > 4 else listed
 
 
-def _words(kind: Any) -> tuple[str, ...]:
+def words_of(kind: Any) -> tuple[str, ...]:
     """The words that an argument of this type may be."""
     inside = typing.get_args(kind)
     own = tuple(one for one in inside if isinstance(one, str))
-    return own + tuple(word for one in inside for word in _words(one))
+    return own + tuple(word for one in inside for word in words_of(one))

@@ -143,7 +143,7 @@ def _split(node: n.Call, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """S(dim), S(dim, blocks=3), S(dim, blocks=[4096, 1024, 1024])"""
     for name in named:
         if name != "blocks":
-            refused(node, "S302", f"`S` takes no argument `{name}`", "", "it takes `blocks`")
+            refused(node, "S302", f"`S` takes no argument `{name}`", "", *_meant(name, named[name]))
     if len(args) != 1:
         refused(node, "S305", "`S` takes one dim", "", "name it: `S(out)`, or count: `S(-1)`")
     dim, blocks = args[0], named.get("blocks", 1)
@@ -157,6 +157,14 @@ def _split(node: n.Call, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         refused(node, "S304", title, f"this is {shown(blocks)}", "`blocks=3`", "`blocks=[8, 4, 4]`")
     plain_dim = int(dim) if isinstance(dim, int) else str(dim)
     return S(plain_dim, tuple(map(int, blocks)) if isinstance(blocks, tuple) else int(blocks))
+
+
+def _meant(name: str, value: object) -> tuple[str, ...]:
+    """What an argument that `S` does not take is called elsewhere."""
+    if name != "layout":
+        return ("it takes `blocks`",)
+    row = f"layers.*.attn  context_parallel(ring, over=cp, layout={value})"
+    return (f"the tokens of a batch are dealt out by the row of the attention: `{row}`",)
 
 
 # ---- operators ----------------------------------------------------------------------------

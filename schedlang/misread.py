@@ -10,6 +10,7 @@ from schedlang import nodes as n
 from schedlang.diagnostic import Diagnostic, Label, closest
 from schedlang.editions import misfit
 from schedlang.lalr import Token, Unread
+from schedlang.other_words import VERBS
 from schedlang.source import Source, Span
 
 DEEPEST = 48  # brackets inside brackets; nothing a person writes comes near
@@ -168,7 +169,17 @@ def _unexpected(source: Source, token: Token, accepts: frozenset[str]) -> Diagno
         helps = ["a schedule begins with its version and its model: `schedule 1 for Class`"]
     elif str(token) in KEYWORDS and "NAME" in accepts:
         helps = [f"`{token}` is a word of the language; in a selector put it in backquotes"]
-    return Diagnostic("S003", f"{shown} where {wanted} should be", Label(place), (), (), (*helps,))
+    said = tuple(helps) or _in_words(source.line(place.line))
+    return Diagnostic("S003", f"{shown} where {wanted} should be", Label(place), helps=said)
+
+
+def _in_words(line: str) -> tuple[str, ...]:
+    """The helps for a row that is said in words, as `zero model stage 2 over dp`."""
+    words = re.match(r"\s*([a-z_]\w*)[ \t]+[^\s(]+(?:\s|$)", line)
+    if not words or words[1] in KEYWORDS:
+        return ()
+    form = "a row is modules and what is done to them: `layers.*  shard(col, over=tp)`"
+    return (*VERBS.get(words[1], ()), form)
 
 
 def _misspelt(line: str) -> str | None:

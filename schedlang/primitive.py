@@ -139,7 +139,7 @@ class Primitive:
         return self
 
     def resolved(self, patterns: Mapping[str, Pattern]) -> Primitive:
-        """The same call with the pattern that it names filled in."""
+        """The same call with what it names looked up, its pattern filled in; needs no model."""
         return self
 
     def taken(self, sites: tuple[str, ...]) -> list[tuple[str, ...]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +23,7 @@ from schedlang.edits import folded, without_last
 from schedlang.passes.reading.expand import Expander, expand
 from schedlang.passes.reading.lint import lint
 from schedlang.passes.reading.same_plan import comes_to
-from schedlang.passes.reading.state import Settings, State, current, start
+from schedlang.passes.reading.state import Settings, State, current, job_size, start
 from schedlang.passes.reading.steps import open_step
 from schedlang.passes.showing.diff import Difference, compare
 from schedlang.passes.showing.why import why
@@ -52,12 +51,6 @@ def create_schedule(model: nn.Module, file: str | Path | None = None) -> Schedul
 def load(path: str | Path, model: nn.Module, **knobs: object) -> Schedule:
     """The schedule of a file for a model, its knobs set as given.  Refuses every mistake in it."""
     return Schedule(model, parse(read(path)), Settings(knobs=knobs, world=job_size()))
-
-
-def job_size() -> int | None:
-    """The number of ranks that torchrun started, or None."""
-    size = os.environ.get("WORLD_SIZE", "")
-    return int(size) if size.isdigit() else None
 
 
 @at_their_callers_lines
@@ -137,6 +130,11 @@ class Schedule(Scope):
         """What will be done, as an immutable value."""
         assert self._state.plan is not None
         return self._state.plan
+
+    @property
+    def grade(self) -> frozenset[str]:
+        """What the result may differ in from the model's: nothing, or `rounding`, `dtype`, .."""
+        return self.plan().gives_up
 
     @property
     def tree(self) -> n.File:

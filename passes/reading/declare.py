@@ -16,6 +16,7 @@ from schedlang.evaluate import evaluate
 from schedlang.knob import alternatives, decided, declare, unknown_settings
 from schedlang.mesh import Mesh
 from schedlang.misread import walk
+from schedlang.other_words import VERBS
 from schedlang.passes.reading.bases import ALONE
 from schedlang.passes.reading.state import Definition, Settings, State, start
 from schedlang.primitive import Primitive, find, load_all, registry
@@ -234,10 +235,9 @@ def no_primitive(name: n.Name, state: State) -> Diagnostic:
     """S301: neither a primitive nor a definition above."""
     load_all()
     known = [*sorted(registry()), *state.defs]
-    near = closest(name.text, known)
-    help_ = f"did you mean `{near}`?" if near else guess(name.text, known, "there are")
+    helps = VERBS.get(name.text) or (guess(name.text, known, "there are"),)
     label = Label(name.span, "not a primitive, nor a `def` above this line")
-    return Diagnostic("S301", f"there is no primitive `{name.text}`", label, helps=(help_,))
+    return Diagnostic("S301", f"there is no primitive `{name.text}`", label, helps=helps)
 
 
 def use(node: n.Use, state: State, above: tuple[Path, ...] = ()) -> State:

@@ -309,12 +309,12 @@ class Expander:
     def _row(
         self, kind: type[Primitive], call: n.Call, sites: Roots, names: Names, chosen: bool
     ) -> None:
+        primitive = bind(kind, arguments(call, names), call.span, names.axes)
         if kind.takes == "model" and chosen:
             title = f"`{kind.__name__}` takes no selector"
             help_ = f"leave the selector out: `{spelling.expr(call)}`"
             label = Label(call.span, "acts on the whole scope")
             raise Refusal(Diagnostic("S306", title, label, helps=(help_,)))
-        primitive = bind(kind, arguments(call, names), call.span, names.axes)
         primitive = declare.resolved(primitive, self.state, call.span)
         self.add(primitive, sites, call.span)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -112,3 +113,9 @@ def start(facts: ModelFacts | None, settings: Settings) -> State:
     from schedlang.plan import Plan  # it needs torch, which checking without a model does not
 
     return State(facts, settings, plan=Plan.empty(facts))
+
+
+def job_size() -> int | None:
+    """The number of ranks that torchrun started, or None."""
+    size = os.environ.get("WORLD_SIZE", "")
+    return int(size) if size.isdigit() else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from schedlang.cost import UNIT_COST, Cost
+from schedlang.diagnostic import closest
 from schedlang.orders import (
     block,
     breadth,
@@ -23,6 +24,7 @@ from schedlang.orders import (
 )
 from schedlang.orders.csv_table import read_table, table_order, write_table
 from schedlang.orders.registry import Order, OrderError, Size
+from schedlang.other_words import ORDERS as OTHER_ORDERS
 from schedlang.timeline import Timeline
 
 KNOWN: tuple[Order, ...] = (
@@ -145,7 +147,15 @@ def find(name: str) -> Order:
     for known in ORDERS:
         if name.lower() in (known.name.lower(), *(a.lower() for a in known.aliases)):
             return known
-    raise OrderError(f"there is no order `{name}`", "orders: " + ", ".join(o.name for o in ORDERS))
+    raise OrderError(f"there is no order `{name}`", _meant(name))
+
+
+def _meant(name: str) -> str:
+    """The order that a name of another system, or a misspelling, stands for; else all of them."""
+    every = {n: o.name for o in ORDERS for n in (o.name, *o.aliases)}
+    near = closest(name, every)
+    found = OTHER_ORDERS.get(name.lower()) or (every[near] if near else None)
+    return f'write `order="{found}"`' if found else "orders: " + ", ".join(o.name for o in ORDERS)
 
 
 def _check_every(found: Order, micro: int, every: int) -> None:

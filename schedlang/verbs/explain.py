@@ -23,6 +23,7 @@ def explain(
     """Explain a primitive or the code of a message; without a name list all of them."""
     from schedlang import codes, conflict_table, manual
     from schedlang.diagnostic import Diagnostic, Refusal, closest
+    from schedlang.other_words import VERBS
     from schedlang.primitive import load_all, registry
 
     load_all()
@@ -39,7 +40,9 @@ def explain(
         _show(codes.to_json(code) if as_json else codes.explain(code), as_json)
     else:
         near = closest(name, [*known, *codes.CODES, *codes.WARNINGS])
-        helps = (f"did you mean `{near}`?",) if near else ("`schedlang explain` lists them all",)
+        helps = VERBS.get(name) or (
+            (f"did you mean `{near}`?",) if near else ("`schedlang explain` lists them all",)
+        )
         title = f"there is no primitive and no code `{name}`"
         raise Refusal(Diagnostic("S301", title, helps=helps))
 

@@ -314,6 +314,76 @@ def test_kernels_that_draw_are_recomputed():
     assert _policy(kept, None, operator, q, q, q).name == "MUST_SAVE"
 
 
+@pytest.fixture
+def packaged():
+    """An attention as a package registers it: forward and backward are operators of its own."""
+    ran = []
+    with torch.library._scoped_library("spelt_attn", "FRAGMENT") as library:
+        library.define("forward(Tensor q, Tensor k, Tensor v, float dropout_p=0.0) -> Tensor")
+        library.define("backward(Tensor g, Tensor q, Tensor k, Tensor v) -> Tensor[]")
+
+        def forward(q, k, v, dropout_p=0.0):
+            ran.append("forward")
+            mixed = torch.softmax(q @ k.mT, -1) @ v
+            return F.dropout(mixed, dropout_p) if dropout_p else mixed
+
+        def backward(g, q, k, v):
+            ran.append("backward")
+            with torch.enable_grad():
+                given = [t.detach().requires_grad_() for t in (q, k, v)]
+                mixed = torch.softmax(given[0] @ given[1].mT, -1) @ given[2]
+            return list(torch.autograd.grad(mixed, given, g))
+
+        library.impl("forward", forward, "CPU")
+        library.impl("backward", backward, "CPU")
+        yield torch.ops.spelt_attn, ran
+
+
+class Packaged(nn.Module):
+    """Calls the package's operators from an autograd function, as flash_attn does."""
+
+    def __init__(self, operators, rate):
+        super().__init__()
+        self.qkv, self.drop = nn.Linear(4, 12), nn.Dropout(0.5)
+
+        class Attend(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, q, k, v):
+                ctx.save_for_backward(q, k, v)
+                return operators.forward(q, k, v, rate)
+
+            @staticmethod
+            def backward(ctx, g):
+                return tuple(operators.backward(g, *ctx.saved_tensors))
+
+        self.attend = Attend.apply
+
+    def forward(self, x):
+        return self.drop(self.attend(*self.qkv(x).chunk(3, -1))).sin()
+
+
+@pytest.mark.parametrize("save, rate, runs", [((), 0.0, 2), (("attention",), 0.0, 1),
+                                              (("attention",), 0.5, 2)])  # fmt: skip
+def test_the_attention_of_a_package_is_kept(packaged, save, rate, runs):
+    """It runs once where it is saved, and again where it draws, though it does not say so; the
+    gradients are those of the untouched module, bit by bit."""
+    operators, ran = packaged
+    torch.manual_seed(0)
+    model, x = Packaged(operators, rate).double(), torch.randn(2, 3, 4, dtype=torch.float64)
+
+    def step():
+        model.zero_grad()
+        torch.manual_seed(1)
+        model(x).square().sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = step()
+    checkpoint(model, save)
+    ran.clear()
+    assert all(torch.equal(a, b) for a, b in zip(step(), expected, strict=True))
+    assert ran.count("forward") == runs and ran.count("backward") == 1
+
+
 def _ranks(rank, save):
     import torch.distributed as dist
 

@@ -131,11 +131,21 @@ def fresh(operator: Any) -> bool:
 
 
 def draws(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call moves the random state on."""
-    if torch.Tag.nondeterministic_seeded not in operator.tags:
-        return False
+    """Whether this call moves the random state on.
+
+    Operators of packages may not say that they draw; of these a rate of dropout tells it.
+    """
+    seeded = torch.Tag.nondeterministic_seeded in operator.tags
+    rates = _rates(operator, args, kwargs)
+    return any(rates) if rates or not seeded else True
+
+
+def _rates(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
+    """The rates of dropout that a call was given; none where it takes none."""
+    own = operator._schema.name.startswith("aten::")
+    found = []
     for place, argument in enumerate(operator._schema.arguments):
-        if argument.name == "dropout_p":
-            given = kwargs.get("dropout_p", args[place] if place < len(args) else 0.0)
-            return float(given) > 0.0
-    return True
+        if argument.name == "dropout_p" or (not own and "drop" in argument.name):
+            given = kwargs.get(argument.name, args[place] if place < len(args) else 0.0)
+            found.append(float(given) if isinstance(given, int | float) else 0.0)
+    return found

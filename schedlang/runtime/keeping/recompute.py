@@ -30,7 +30,7 @@ from torch.utils.checkpoint import (
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.regions.operators import Key
 from schedlang.runtime.forward import wrap
-from schedlang.runtime.keeping.chosen import Chosen, draws
+from schedlang.runtime.keeping.chosen import Chosen, draws, fresh
 from schedlang.runtime.keeping.generators import Replayed, own_generators
 from schedlang.runtime.keeping.kept import KeepCollectives
 from schedlang.runtime.modes import reentry
@@ -46,7 +46,9 @@ _OPERATORS = {
         "aten::_scaled_dot_product_flash_attention_for_cpu "
         "aten::_scaled_dot_product_efficient_attention "
         "aten::_scaled_dot_product_cudnn_attention "
-        "aten::_scaled_dot_product_fused_attention_overrideable"
+        "aten::_scaled_dot_product_fused_attention_overrideable "
+        "aten::_flash_attention_forward aten::_efficient_attention_forward "
+        "aten::_cudnn_attention_forward flex_attention"
     ),
     "collective": (
         "_c10d_functional::all_gather_into_tensor _c10d_functional::all_reduce "
@@ -62,7 +64,8 @@ def checkpoint(module: nn.Module, save: Collection[str] = (), chosen: Collection
     """Recompute `module` in backward, in place; gradients stay the same bit by bit.
 
     `save` names classes of operators (of CLASSES) whose results are kept: `linear` matrix products,
-    `attention` the fused attention kernels, `collective` communication, which then is not repeated.
+    `attention` the fused attention kernels, those of packages among them (see attends),
+    `collective` communication, which then is not repeated.
     `chosen`, without `save`, are single operators instead (see chosen.py).
     A kernel that draws random numbers is recomputed all the same: were it skipped, the draws after
     it would differ.  The random state is restored for the recomputation, and the ambient modes are
@@ -224,13 +227,25 @@ class _Together(AbstractContextManager[None]):
 
 
 def _operators(save: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(name for each in save for name in _OPERATORS[each].split())
+    return frozenset(save) | {name for each in save for name in _OPERATORS[each].split()}
 
 
 def _policy(
     kept: frozenset[str], context: Any, operator: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
     schema = getattr(operator, "_schema", None)
-    if schema is None or schema.name not in kept or draws(operator, args, kwargs):
+    name = schema.name if schema is not None else operator.name()  # of a higher order
+    wanted = name in kept or ("attention" in kept and schema is not None and attends(operator))
+    if not wanted or (schema is not None and draws(operator, args, kwargs)):
         return CheckpointPolicy.PREFER_RECOMPUTE
     return CheckpointPolicy.MUST_SAVE
+
+
+def attends(operator: Any) -> bool:
+    """Whether an operator that is not torch's own says by its name that it is an attention's
+    forward, as `flash_attn::_flash_attn_forward`, and writes into nothing."""
+    space, _, _ = operator._schema.name.partition("::")
+    said = operator._schema.name.lower()
+    back = any(word in said for word in ("backward", "bwd", "grad"))
+    named = "attn" in said or "attention" in said
+    return space not in ("aten", "prims") and named and not back and fresh(operator)
