@@ -124,6 +124,11 @@ class checkpoint(Primitive):  # noqa: N801
         return self.memory if self.plan is not None else None
 
     @property
+    def again(self) -> bool:
+        """Whether nothing is kept but what goes into each module."""
+        return self._alone and not self.save
+
+    @property
     def cuts(self) -> bool:
         """Whether the stages of a pipeline are cut by what the plan repeats on each."""
         return self.plan == "adapipe"

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 BITS = {"int8": 8, "int4": 4, "int2": 2}
+LEAST, MOST = 2.0, 8.0  # of a budget
 SUMS = ("powersgd", "int8", "onebit")
 
 
@@ -43,7 +44,12 @@ class compress(Primitive):  # noqa: N801
                        elements, stochastically rounded: the gradient of a linear layer is right in
                        the mean. Weights, masks, indices and what is tiny are kept as they are.
                        Ranks that split a tensor each round their part. What is cast is rounded
-                       as it is cast, and of offloaded modules the whole numbers move.
+                       as it is cast, and of offloaded modules the whole numbers move. What
+                       `checkpoint()` keeps of them, or in them, are rounded inputs.
+    adaptive           of each tensor in 2, 4 or 8 bits, `bits=4` of an element in the mean: those
+                       to which the gradient is more sensitive get more. Before anything trains each
+                       is rounded by itself in two passes of the model, in this process; `plan`
+                       shows what is chosen.
 
     Results are those of one process that codes the same parts in the same way: `relax(lossy)`; the
     original's own where the rank is full, or where whole numbers can say what is kept.
@@ -53,11 +59,12 @@ class compress(Primitive):  # noqa: N801
     """
 
     what: Literal["gradients", "activations"]
-    how: Literal["powersgd", "int8", "onebit", "int4", "int2"]
+    how: Literal["powersgd", "int8", "onebit", "int4", "int2", "adaptive"]
     over: Axes | None = field(default=None, kw_only=True)
     rank: int = field(default=4, kw_only=True)
     block: int = field(default=256, kw_only=True)
     error_feedback: bool = field(default=True, kw_only=True)
+    bits: float = field(default=4.0, kw_only=True)
 
     example = "compress(gradients, powersgd, over=dp)"
     reads = frozenset({"state"})
@@ -73,17 +80,29 @@ class compress(Primitive):  # noqa: N801
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse what has no meaning, sums of what is not whole, and modules coded otherwise."""
         sums = self.what == "gradients"
-        if self.how not in (SUMS if sums else BITS):
-            words = ", ".join(SUMS if sums else BITS)
+        if self.how not in (SUMS if sums else (*BITS, "adaptive")):
+            words = ", ".join(SUMS if sums else (*BITS, "adaptive"))
             refuse("S856", f"{self.what} have no code `{self.how}`",
                    helps=(f"choose one of {words}",))  # fmt: skip
         if self.rank < 1 or self.block < 8 or self.block % 8:
             refuse("S304", "a rank is 1 or more, a block a multiple of 8 elements",
                    helps=("leave them out: `rank=4`, `block=256`",))  # fmt: skip
+        self._check_budget()
         if sums:
             self._check_sums(site, plan)
         else:
             self._check_modules(site, plan)
+
+    def _check_budget(self) -> None:
+        """A budget is about tensors that share it, and lies between what each may have."""
+        if self.bits != 4.0 and self.how != "adaptive":
+            refuse("S856", f"`{self.how}` has its bits in its name",
+                   helps=("leave `bits` out", f"or `compress(activations, adaptive,"
+                          f" bits={self.bits:g})`"))  # fmt: skip
+        if not LEAST <= self.bits <= MOST:
+            refuse("S304", f"a budget of {self.bits:g} bits for an element",
+                   "tensors are kept in 2, 4 or 8 bits",
+                   helps=("write `compress(activations, adaptive, bits=4)`",))  # fmt: skip
 
     def _check_sums(self, site: Site, plan: Plan) -> None:
         """Sums are the whole model's, over axes whose ranks hold whole gradients."""
@@ -123,7 +142,7 @@ class compress(Primitive):  # noqa: N801
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Note it."""
         if self.what == "activations":
-            return replace(plan, kept=(*plan.kept, Kept(site.fqn, BITS[self.how], self.block)))
+            return replace(plan, kept=(*plan.kept, self._kept(site.fqn)))
         axes = tuple(map(str, self.over or ()))
         made = Compression(axes, self.how, self.rank, self.block, self.error_feedback)
         return replace(plan, compression=made)
@@ -134,4 +153,13 @@ class compress(Primitive):  # noqa: N801
             from schedlang.runtime.keeping.coded import code
             from schedlang.runtime.keeping.rounded import Coding
 
-            code(build.at(site.fqn), site.fqn, Coding(BITS[self.how], self.block))
+            row = self._kept(site.fqn)
+            table = {one.number: one.bits for one in build.bits.get(site.fqn, ())}
+            code(build.at(site.fqn), site.fqn, Coding(row.bits, row.block), bits=table)
+
+    def _kept(self, fqn: str) -> Kept:
+        """How a module keeps what it saves; beside a table, what no table knows fits the budget."""
+        if self.how != "adaptive":
+            return Kept(fqn, BITS[self.how], self.block)
+        fits = max(bits for bits in BITS.values() if bits <= self.bits)
+        return Kept(fqn, fits, self.block, self.bits)

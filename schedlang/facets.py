@@ -122,11 +122,15 @@ class Compression:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a module saves for backward is kept in numbers of `bits` bits, in blocks of `block`."""
+    """What a module saves for backward is kept in numbers of `bits` bits, in blocks of `block`.
+
+    With a `budget` of bits for an element a table says the bits of each tensor; `bits` of others.
+    """
 
     fqn: str
     bits: int
     block: int
+    budget: float | None = None
 
 
 @dataclass(frozen=True)

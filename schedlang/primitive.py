@@ -167,6 +167,11 @@ class Primitive:
         return False
 
     @property
+    def again(self) -> bool:
+        """Whether each module of a row runs again in backward as a whole, from its inputs alone."""
+        return False
+
+    @property
     def moves(self) -> bool:
         """Whether a row says by itself what of its modules is moved to the host, and when."""
         return False

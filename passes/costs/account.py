@@ -91,6 +91,7 @@ def account(
         return _without_batch(plan)
     from schedlang.passes.completing.complete import completed
     from schedlang.passes.cutting.chains import told
+    from schedlang.passes.preparing import allotted
     from schedlang.passes.preparing.prepare import prepare
     from schedlang.runtime import parts
 
@@ -106,7 +107,7 @@ def account(
     held: tuple[RankMemory, ...] | None = None
     gained: tuple[Gained, ...] = ()
     if memory:
-        notes += told(plan, prepared.chains)
+        notes += [*told(plan, prepared.chains), *allotted.told(plan, prepared.bits)]
         gained = gains(plan, sample)
         held, why = _memory(plan, batch, loss, prepared)
         notes += [why] if why else []

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from schedlang.passes.costs.sent import Collective, Context
-from schedlang.passes.cutting.chains import Chains, Skeleton
+from schedlang.passes.cutting.chains import Skeleton
 from schedlang.passes.laying.root import backward_root
 from schedlang.placement import P, Placement, Replicate, S
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     from schedlang.passes.laying.dryrun import Loss
+    from schedlang.passes.preparing.prepare import Prepared
     from schedlang.runtime.sharding.shard import Edge
 
 
@@ -64,7 +65,7 @@ def _heard(context: Context, batch: Mapping[str, Any], loss: Loss | None) -> lis
     plan = context.plan
     model = local_skeleton(plan, context.traced)
     model.train()
-    at_skeleton(plan, model, context.prepared.chains)
+    at_skeleton(plan, model, context.prepared)
     heard: list[Exchange] = []
     backward = False
 
@@ -83,12 +84,12 @@ def _heard(context: Context, batch: Mapping[str, Any], loss: Loss | None) -> lis
     return heard
 
 
-def at_skeleton(plan: Plan, model: Any, chains: Chains) -> None:
+def at_skeleton(plan: Plan, model: Any, prepared: Prepared) -> None:
     """Let modules of a local model on meta keep less where rows ask for it: recomputed, or coded.
 
     What is moved elsewhere and comes back as it was is kept all the same.
     """
-    at = Skeleton(plan, model, chains)
+    at = Skeleton(plan, model, prepared.chains, prepared.bits)
     for action in plan.actions:
         writes, coded = action.primitive.writes, bool(action.primitive.gives_up)
         if "recompute" in writes or ("residence" in writes and coded):

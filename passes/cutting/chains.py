@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +109,7 @@ class Skeleton:
     plan: Plan
     module: Any
     chains: Chains
+    bits: Mapping[str, Any] = field(default_factory=dict)  # of saved tensors, by modules
 
     def at(self, fqn: str) -> Any:
         """The module of this name."""

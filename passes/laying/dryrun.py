@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from schedlang.culprit import told
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.mesh import neighbours
-from schedlang.passes.laying.kept_parts import coded_by
+from schedlang.passes.laying.kept_parts import coded_by, recomputed
 from schedlang.placement import R, S, Uneven
 from schedlang.plan import Plan
 
@@ -59,6 +59,7 @@ def record(
     from schedlang.runtime.following.reach import reached
     from schedlang.runtime.following.saved import watch_saved
     from schedlang.runtime.following.trace import Recorder, Stack
+    from schedlang.runtime.keeping.through import watch_again
     from schedlang.runtime.recording.constants import on_meta
     from schedlang.runtime.recording.meta import hollow_model
     from schedlang.runtime.recording.record import loss_of
@@ -66,6 +67,7 @@ def record(
     model, stack = hollow_model(plan.model.model, {}), Stack()
     model.train()
     hollow_out(model, {fqn: kind for fqn, kind in plan.computes.items() if fqn in leaves})
+    watch_again(model, recomputed(plan))
     stack.watch(model, _opaque(leaves))
     saved = watch_saved(model, coded_by(plan), stack)
     with on_meta(batch, inputs) as values, Recorder(stack, inputs) as recorder:
@@ -223,6 +225,7 @@ class Run:
         from schedlang.runtime.following.narrowed import dry_parts
         from schedlang.runtime.following.notes import Note, Tag
         from schedlang.runtime.following.saved import watch_saved
+        from schedlang.runtime.keeping.through import watch_again
         from schedlang.runtime.recording.meta import hollow_model
         from schedlang.runtime.recording.torch_calls import tensors_in
         from schedlang.runtime.sharding.numbers import set_number
@@ -253,6 +256,7 @@ class Run:
             module = model.get_submodule(fqn)
             forward = dry_forward(leaf, module, self.follower, self._group_at(fqn), self.edges)
             module.forward = forward
+        watch_again(model, recomputed(plan))
         self.stack.watch(model, _opaque(self.leaves))
         self.saved = watch_saved(model, coded_by(plan), self.stack)
         return model

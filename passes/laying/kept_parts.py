@@ -77,6 +77,15 @@ def coded_by(plan: Plan) -> tuple[str, ...]:
     return tuple(row.fqn for row in plan.kept) if splitting(plan) else ()
 
 
+def recomputed(plan: Plan) -> tuple[str, ...]:
+    """The modules that run again from what they are given, in fewer bits: they are coded, or lie in
+    modules that are."""
+    coded = [row.fqn for row in plan.kept]
+    rows = [action for action in plan.actions if action.primitive.again]
+    sites = dict.fromkeys(site for action in rows for site in action.sites)
+    return tuple(s for s in sites if any(s == c or s.startswith(f"{c}.") for c in coded))
+
+
 def saved_parts(
     plan: Plan, whole: Mapping[str, Sequence[Saved]], local: Mapping[str, Sequence[Saved]]
 ) -> SavedParts | None:

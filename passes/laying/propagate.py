@@ -47,6 +47,7 @@ class Traced:
     asked     whether the model asked for values: other ones may reach fewer parameters
     order     modules in the order of their first call; entries: how often each is called
     saved     how ranks split what modules save that keep it in fewer bits; None: they do not
+    choices   modules that choose by values (a top-k) -> the call that does
     statistics  sums over all rows that ranks which share a batch have to share
     """
 
@@ -69,6 +70,7 @@ class Traced:
     order: tuple[str, ...] = ()
     entries: Mapping[str, int] = field(default_factory=dict)
     saved: SavedParts | None = None
+    choices: Mapping[str, str] = field(default_factory=dict)
     statistics: Statistics | None = None
 
 
@@ -147,6 +149,7 @@ def _traced(plan: Plan, recording: Recording, run: Run | None = None) -> Traced:
         "lossless": recording.lossless,
         "order": tuple(recording.order),
         "entries": dict(recording.entries),
+        "choices": recording.choices(),
     }
     if run is None:
         return Traced(**shared)  # type: ignore[arg-type]

@@ -17,10 +17,10 @@ def backward_root(model: Any, inputs: Mapping[str, Any], loss: Loss | None) -> A
 
     with torch.device("meta"):  # a forward that makes tensors of its own makes them there
         output = model(**inputs)
-        return _root(output, loss(output, inputs) if loss is not None else None)
+        return root_of(output, loss(output, inputs) if loss is not None else None)
 
 
-def _root(output: Any, loss: Tensor | None) -> Tensor | None:
+def root_of(output: Any, loss: Tensor | None) -> Tensor | None:
     """Where a backward can start: the loss, the model's own, else the sum of what it gives."""
     import torch
 

@@ -5,22 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from schedlang.diagnostic import Diagnostic, Label, Refusal
-from schedlang.passes.laying.kept_parts import splitting
+from schedlang.passes.laying.kept_parts import recomputed, splitting
 from schedlang.plan import Action, Plan
 from schedlang.source import NOWHERE
 
 if TYPE_CHECKING:
     from schedlang.passes.cutting.staging import Staged
+    from schedlang.passes.laying.propagate import Traced
     from schedlang.runtime.slicing.slices import Slicing
 
 WHY = {
-    "recompute": "recomputation keeps what goes into a module, and would start from it rounded",
+    "recompute": "what runs again inside is not rounded, nor what a recomputation chooses to keep",
     "structure": "what it computes in its place saves other tensors than the module does",
     "residence": "what moves inside is not rounded, nor are notes of parameters that come and go",
 }
 
 
-def check_kept(plan: Plan, staged: Staged, slicing: Slicing | None) -> None:
+def check_kept(plan: Plan, traced: Traced, staged: Staged, slicing: Slicing | None) -> None:
     """Refuse rows about the same modules (S857), split tensors (S858) and orders (S859) for which
     nothing says what one process would keep."""
     if not plan.kept:
@@ -32,6 +33,7 @@ def check_kept(plan: Plan, staged: Staged, slicing: Slicing | None) -> None:
             if facet is None or _keeps(other) or getattr(other.primitive, "what", "") in _STATE:
                 continue
             _check_meeting(row, other, facet)
+    _check_choices(plan, traced)
     _check_split(plan, coded[0])
     _check_order(staged, slicing, coded[0])
 
@@ -46,8 +48,10 @@ def _keeps(row: Action) -> bool:
 def _check_meeting(row: Action, other: Action, facet: str) -> None:
     """Two rows about modules of which one holds the other, or is it."""
     moves = other.name == "offload" and getattr(other.primitive, "what", "") == "activations"
+    again = other.primitive.again
     pairs = ((a, b) for a in row.sites for b in other.sites)
     pairs = ((a, b) for a, b in pairs if not (moves and _holds(b, a)))  # whole numbers may move
+    pairs = ((a, b) for a, b in pairs if not (again and _holds(a, b)))  # inputs may be rounded
     met = next(((a, b) for a, b in pairs if _holds(a, b) or _holds(b, a)), None)
     if met is None:
         return
@@ -60,6 +64,23 @@ def _check_meeting(row: Action, other: Action, facet: str) -> None:
             ("select other modules in one of the two rows, or drop one",),
         )
     )  # fmt: skip
+
+
+def _check_choices(plan: Plan, traced: Traced) -> None:
+    """A second run from rounded inputs would choose otherwise than the first (S857)."""
+    for site in recomputed(plan):
+        found = next((fqn for fqn in traced.choices if _holds(site, fqn)), None)
+        if found is not None:
+            row = next(a for a in plan.actions if a.primitive.again and site in a.sites)
+            label = Label(row.span or NOWHERE, "runs again from inputs in fewer bits")
+            raise Refusal(
+                Diagnostic(
+                    "S857", f"`{site}` would choose otherwise when it runs again", label, (),
+                    (f"`{traced.choices[found]}` in `{found}` chooses by values",
+                     "rounded inputs may tip it, and its backward would be of another function"),
+                    ("keep its activations, or its inputs, as they are: drop one of the two rows",),
+                )
+            )  # fmt: skip
 
 
 def _holds(outer: str, inner: str) -> bool:

@@ -14,6 +14,7 @@ from schedlang.passes.laying.context import tokens_of
 from schedlang.passes.laying.propagate import Traced, propagate
 from schedlang.passes.laying.statistics import with_statistics
 from schedlang.passes.laying.weigh import Weight
+from schedlang.passes.preparing.allotted import Bits, allotted
 from schedlang.passes.preparing.holdings import holdings_of
 from schedlang.passes.preparing.kept_bits import check_kept
 from schedlang.passes.preparing.peers import check_peers
@@ -42,6 +43,7 @@ class Prepared:
     slicing: Slicing | None = None  # of sequences, where the pipeline cuts them
     tokens: Tokens | None = None  # where ranks split them
     chains: Chains = field(default_factory=dict)  # of rows with a limit of memory
+    bits: Bits = field(default_factory=dict)  # of saved tensors, of rows with a budget
 
 
 def prepare(
@@ -49,8 +51,12 @@ def prepare(
     sample: Mapping[str, Any],
     loss: Loss | None = None,
     weight: Weight | None = None,
+    bits: Bits | None = None,
 ) -> Prepared:
-    """Trace a plan with one microbatch and cut it; raises Refusal where it cannot run."""
+    """Trace a plan with one microbatch and cut it; raises Refusal where it cannot run.
+
+    `bits`: a table that is known, of this plan or of another one of the model; else it is measured.
+    """
     assert not plan.completing, "rows are completed before a plan is prepared"
     check_axes(plan)
     check_routing(plan)
@@ -63,11 +69,12 @@ def prepare(
     check_stale(plan, staged)
     check_peers(plan, staged)
     slicing = slicing_of(plan, traced, staged, sample, loss, weight)
-    check_kept(plan, staged, slicing)
+    check_kept(plan, traced, staged, slicing)
     tokens = tokens_of(plan, traced, sample, loss, weight)
     check_repeats(plan, sample, loss)
+    bits = allotted(plan, sample, loss) if bits is None else bits
     chains = chains_of(Counting(plan, traced, staged, sample, loss, tokens))
-    return Prepared(traced, staged, holdings_of(plan, staged), slicing, tokens, chains)
+    return Prepared(traced, staged, holdings_of(plan, staged), slicing, tokens, chains, bits)
 
 
 def _check_weight(weight: Weight, sample: Mapping[str, Any]) -> None:

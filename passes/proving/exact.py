@@ -44,6 +44,15 @@ def exact_row(action: Action) -> bool:
     return bool(writes) and writes <= _REMOVABLE and not action.primitive.gives_up
 
 
+def _exact(plan: Plan, action: Action) -> bool:
+    """Whether a row of this plan is exact: what runs again from rounded inputs gives up what they
+    do."""
+    from schedlang.passes.laying.kept_parts import recomputed
+
+    rounded = action.primitive.again and not set(action.sites).isdisjoint(recomputed(plan))
+    return exact_row(action) and not rounded
+
+
 def baseline(plan: Plan) -> tuple[Plan, str] | None:
     """The plan without its exact rows, its state unsliced; and in words what was taken away.
 
@@ -51,13 +60,14 @@ def baseline(plan: Plan) -> tuple[Plan, str] | None:
     step. With more replicas their order, and with a reduction for each microbatch their grouping,
     is another, so a sliced state is then equal but for rounding.
     """
-    dropped = sorted({action.name for action in plan.actions if exact_row(action)})
+    exact = [action for action in plan.actions if _exact(plan, action)]
+    dropped = sorted({action.name for action in exact})
     micro = plan.micro
     two = plan.mesh.size(plan.data_axes) == 2
     words = [f"without {' and '.join(dropped)}"] if dropped else []
     rows: list[tuple[Primitive, Action]] = []
     for action in plan.actions:
-        if exact_row(action) or not action.primitive.writes:
+        if action in exact or not action.primitive.writes:
             continue
         primitive, stage = action.primitive, getattr(action.primitive, "stage", 0)
         if action.primitive.writes == {"state"} and stage and two and (micro == 1 or stage == 1):

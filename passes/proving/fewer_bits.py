@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from schedlang.facets import Kept
+from schedlang.passes.preparing.allotted import Bits, numbers
+from schedlang.passes.proving.second_runs import with_second_runs
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
@@ -26,16 +28,18 @@ if TYPE_CHECKING:
 
 
 def with_kept(
-    plan: Plan, module: nn.Module, parts: SavedParts | None, tipped: Found | None = None
-) -> nn.Module:
+    plan: Plan, module: nn.Module, parts: SavedParts | None, bits: Bits,
+    tipped: Found | None = None,
+) -> nn.Module:  # fmt: skip
     """A copy of the original in which modules keep what the plan says of them.
 
-    `parts`: how ranks split it, for each of them rounds its own.  `tipped`: numbers that lie where
-    two are as near, as ranks took them.
+    `parts`: how ranks split it, for each of them rounds its own; `bits`: those of single tensors;
+    `tipped`: numbers that lie where two are as near, as ranks took them.
     """
+    with_second_runs(plan, module)  # inside: what they are given is kept in fewer bits, too
     for row in plan.kept:
         part: Any = module.get_submodule(row.fqn)
-        saved = _Saved(row, part, parts, tipped or {})
+        saved = _Saved(row, part, parts, tipped or {}, numbers(bits, row.fqn))
         part.forward = partial(_forward, saved, part.forward)
     return module
 
@@ -48,6 +52,7 @@ class _Saved:
     module: nn.Module
     parts: SavedParts | None = None
     tipped: Found = field(default_factory=dict)
+    bits: dict[int, int] = field(default_factory=dict)  # of tensors by number
     place: tuple[int, tuple[int, ...]] = (-1, ())
     calls: int = 0
     numbers: int = 0
@@ -100,15 +105,16 @@ class _Saved:
 
         from schedlang.runtime.keeping.coded import stream
 
-        if part.numel() < self.row.block or part.shape[-1] == 1:
+        row = replace(self.row, bits=self.bits.get(self.numbers, self.row.bits))
+        if part.numel() < row.block or part.shape[-1] == 1:
             return part
-        each = self.row.block * self.row.bits // 8 + 2 * max(4, part.element_size())
-        if -(-part.numel() // self.row.block) * each >= held:
+        each = row.block * row.bits // 8 + 2 * max(4, part.element_size())
+        if -(-part.numel() // row.block) * each >= held:
             return part
         if not bool((part.detach().abs() < torch.finfo(part.dtype).max / 4).all()):
             return part
-        drawn = stream(self.row.fqn, self.calls, *self.place, self.numbers)
-        return approximated(part, self.row, drawn, self.tipped)
+        words = self.row.fqn, self.calls, *self.place, self.numbers
+        return approximated(part, row, stream(*words), self.tipped)
 
     def counts(self, tensor: Tensor) -> bool:
         """Is it an activation: neither a weight, however cast, nor given without a gradient?"""
@@ -116,7 +122,8 @@ class _Saved:
         mine = tensor.untyped_storage().data_ptr()
         if any(one.untyped_storage().data_ptr() == mine for one in (*held, *self.given)):
             return False
-        return tensor.is_floating_point() and not any(_is_cast(one, tensor) for one in held)
+        floats = tensor.is_floating_point() and tensor.numel() > 0
+        return floats and not any(_is_cast(one, tensor) for one in held)
 
 
 @contextmanager

@@ -67,7 +67,10 @@ class Case:
 
 
 def prepared(case: Case) -> Case:
-    """The case with its plan traced once, here, for all ranks: here it is refused, if it is."""
+    """The case with its plan traced once, here, for all ranks: here it is refused, if it is.
+
+    A case that was prepared keeps its table of bits: what it is compared with has the same.
+    """
     from schedlang.passes.completing.complete import completed
     from schedlang.passes.preparing.prepare import prepare
     from schedlang.runtime.launching.travel import let_travel
@@ -78,7 +81,8 @@ def prepared(case: Case) -> Case:
     let_travel(plan.model.model)
     micro = plan.micro
     sample = split(case.batches[0], plan.shares, micro)[0][0].inputs
-    return replace(case, prepared=prepare(plan, sample, case.loss, case.weight))
+    bits = case.prepared.bits if case.prepared is not None else None
+    return replace(case, prepared=prepare(plan, sample, case.loss, case.weight, bits))
 
 
 def widened(case: Case) -> Case:
@@ -192,10 +196,10 @@ def sequential(
     row = case.plan.scaled if cast else None
     if cast:
         cast_twin(case.plan, module, options)
-    parts = case.prepared.traced.saved if case.prepared is not None else None
-    module = with_kept(
-        case.plan, module, parts, case.tipped
-    )  # around the casts, as a program has it
+    known = case.prepared
+    parts, bits = (known.traced.saved, known.bits) if known is not None else (None, {})
+    # around the casts, as a program has it
+    module = with_kept(case.plan, module, parts, bits, case.tipped)
     if row is not None and not case.parted and not case.plan.kept:
         return ScaledSteps(module, condition.optimizer, **options, row=row)
     if not case.parted and table is None and not few and not case.plan.kept:

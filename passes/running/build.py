@@ -19,6 +19,7 @@ from schedlang.passes.laying.context import exchange
 from schedlang.passes.laying.propagate import Traced
 from schedlang.passes.laying.tried import weight_by_tokens
 from schedlang.passes.laying.weigh import weight_of
+from schedlang.passes.preparing.allotted import Bits
 from schedlang.passes.preparing.prepare import Prepared, check_axes, prepare
 from schedlang.passes.preparing.residence import away
 from schedlang.passes.preparing.staleness import check_build
@@ -50,6 +51,7 @@ class Builder:
     traced: Traced
     ranks: Ranks
     chains: Chains = field(default_factory=dict)  # the sites of a row -> what fits into memory
+    bits: Bits = field(default_factory=dict)  # of saved tensors, by modules
     _shared: dict[object, Any] = field(default_factory=dict)
 
     def shared(self, key: object, make: Callable[[], Any]) -> Any:
@@ -106,11 +108,11 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     prepared = given.prepared
     if prepared is None:
         sample = parts.sample(batch, 1 if given.local else plan.shares, plan.micro)
-        prepared = prepare(plan, sample, loss, given.weight)
+        prepared = _agreed(prepare(plan, sample, loss, given.weight), ranks)
     traced, staged, holdings = prepared.traced, prepared.staged, prepared.holdings
     check_build(staged, given.optimizer, given.clip, given.hollow)
     module = _local_copy(plan, holdings, ranks, given.hollow)
-    builder = Builder(plan, module, traced, ranks, prepared.chains)
+    builder = Builder(plan, module, traced, ranks, prepared.chains, prepared.bits)
     _apply(builder, prepared)
     sliced = slice_state(plan, module, ranks, prepared)
     found = _own(plan, module, ranks, holdings)
@@ -140,6 +142,15 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     return Program(
         assembly, optimizer, given.clip, whole=whole, away=lying, loss_scale=loss_scale(plan)
     )
+
+
+def _agreed(prepared: Prepared, ranks: Ranks) -> Prepared:
+    """With the first rank's table of bits: each has measured its own, on a machine of its own."""
+    from schedlang.runtime.storage.folder import gathered
+
+    if not prepared.bits:
+        return prepared
+    return replace(prepared, bits=gathered(prepared.bits, ranks.mesh.world)[0])
 
 
 def _ends_early(plan: Plan, staged: Staged) -> bool:

@@ -69,12 +69,15 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S856": (
         "half of a compression",
         "Sums of gradients: `compress(gradients, powersgd | int8 | onebit, over=dp)`.\n"
-        "What modules save: `layers.*  compress(activations, int8 | int4 | int2)`.",
+        "What modules save: `layers.*  compress(activations, int8 | int4 | int2)`,\n"
+        "or `compress(activations, adaptive, bits=4)`, whose tensors share a budget.",
     ),
     "S857": (
         "two rows about what a module saves",
-        "It is rounded, or recomputed, or saved by something else: one of them.  What is rounded\n"
-        "may move: select modules to `offload` that are rounded, or hold those that are.",
+        "It is rounded, or saved by something else: one of them.  What is rounded may move:\n"
+        "select modules to `offload` that are rounded, or hold those that are.  `checkpoint()` of\n"
+        "modules that are rounded, or lie in such, keeps their inputs in fewer bits; not where\n"
+        "they choose by values, and nothing is rounded of what `save`, groups or plans keep.",
     ),
     "S858": (
         "parts of activations in fewer bits",

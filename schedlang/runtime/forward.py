@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostic import Diagnostic, Refusal
 
-ORDER = ("kernel", "attend", "context", "fuse", "cast", "stream", "code", "checkpoint", "offload")
+ORDER = ("kernel", "attend", "context", "fuse", "cast", "stream", "checkpoint", "code", "offload")
 
 Layer = Callable[..., Any]  # layer(inner, *args, **kwargs) calls inner, or computes in its place
 _SLOT = "_schedlang_forward"

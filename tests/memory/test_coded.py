@@ -253,8 +253,11 @@ def test_it_is_lossy(threads: Threads) -> None:
     ("compress(gradients, int8)", "", "lossy", "S856", "over=dp"),
     ("compress(gradients, int2)", "", "lossy", "S856", "powersgd, int8, onebit"),
     (ROW.format("int8") * 2, "", "lossy", "S501", "already"),
-    ("transformer.h.0  checkpoint()\n" + ROW.format("int8"), "", "lossy", "S857", "rounded"),
-    ("transformer.h.0.mlp  checkpoint()\n" + ROW.format("int8"), "", "lossy", "S857", "keeps"),
+    ("transformer.h.*  checkpoint(save=[linear])\n" + ROW.format("int8"), "", "lossy", "S857",
+     "chooses to keep"),
+    ("transformer.h.*  checkpoint(group=2)\n" + ROW.format("int8"), "", "lossy", "S857", "inside"),
+    ("transformer.h.0  checkpoint()\ntransformer.h.0.mlp  compress(activations, int8)", "",
+     "lossy", "S857", "runs again inside"),
     ("offload(parameters)\n" + ROW.format("int8"), "", "lossy", "S857", "notes of parameters"),
     (ROW.format("int8") + 'transformer.h pipeline_split(over=pp)\n'
      'pipeline(order="PipeDream", micro=4)', "pp=2", "lossy, staleness", "S859", "1F1B"),

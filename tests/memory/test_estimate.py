@@ -34,6 +34,10 @@ SCHEDULES = {
     "gradients": ("dp=2", 'zero(stage=2, over=dp)\npipeline(order="GPipe", micro=4)'),
     "recomputed": ("tp=2", MLP + "model.layers.*  checkpoint()"),
     "moved": ("dp=1", "zero(stage=0, over=dp)\nmodel.layers.*  offload(activations)"),
+    "recomputed, rounded": ("tp=2", MLP + "model.layers.*  checkpoint()\n" + CODED),
+    "inside, rounded": (
+        "dp=1", "zero(stage=0, over=dp)\nmodel.layers.*.mlp  checkpoint()\n" + CODED,
+    ),
     "cut": ("pp=2", CUT + 'pipeline(order="1F1B", micro=4)'),
     "cut, gathered": (
         "dp=2, pp=2",
@@ -91,7 +95,7 @@ def estimated(plan: Plan, given: Mapping[str, Any]) -> tuple[RankMemory, ...]:
 DEEP = (
     "interleaved", "weights later", "split, sliced state", "cast", "cast, gathered", "rounded",
     "rounded, split",
-    "rounded, moved", "rounded, cast", "lent",
+    "rounded, moved", "rounded, cast", "lent", "recomputed, rounded", "inside, rounded",
 )  # fmt: skip
 
 

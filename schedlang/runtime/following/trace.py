@@ -71,6 +71,14 @@ class Recording:
     reached: frozenset[str] = frozenset()  # parameters that the loss depends on
     saved: dict[str, list[Any]] = field(default_factory=dict)  # by modules that are asked for
 
+    def choices(self) -> dict[str, str]:
+        """The modules that choose by values (a top-k, a sort), and the first such call of each."""
+        found = (
+            (fqn, call.name) for (fqn, _), calls in self.frames.items() for call in reversed(calls)
+            if call.name in CHOOSING
+        )  # fmt: skip
+        return dict(found)
+
 
 def integers_in(tree: Any) -> tuple[int, ...]:
     """The plain integers of a nest, in order; bounds of slices among them."""
@@ -121,6 +129,10 @@ class Stack:
         return forward
 
 
+CHOOSING = {
+    "topk", "sort", "argsort", "argmax", "argmin", "kthvalue", "mode", "multinomial", "nonzero",
+    "searchsorted", "bucketize", "histc",
+}  # fmt: skip
 RANDOM = {
     "dropout",
     "dropout1d",

@@ -12,7 +12,7 @@ Inside of an offloaded module the whole numbers move.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,9 +42,15 @@ class Tally:
         self.after += made.nbytes
 
 
-def code(module: nn.Module, fqn: str, coding: Coding, tally: Tally | None = None) -> None:
-    """Keep what `module`, called `fqn`, saves for backward in whole numbers, in place."""
-    wrap(module, "code", Code(module, fqn, coding, tally or Tally()))
+def code(
+    module: nn.Module, fqn: str, coding: Coding, tally: Tally | None = None,
+    bits: Mapping[int, int] | None = None,
+) -> None:  # fmt: skip
+    """Keep what `module`, called `fqn`, saves for backward in whole numbers, in place.
+
+    `bits` of single tensors, by their number among the floats that a call saves, from 1 on.
+    """
+    wrap(module, "code", Code(module, fqn, coding, tally or Tally(), bits or {}))
 
 
 @dataclass(eq=False)
@@ -54,7 +60,8 @@ class Code:
     module: nn.Module
     fqn: str
     coding: Coding
-    tally: Tally
+    tally: Tally = field(default_factory=Tally)
+    bits: Mapping[int, int] = field(default_factory=dict)
     loose: int = 0  # calls outside of any scope
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -67,6 +74,14 @@ class Code:
                 return inner(*args, **kwargs)
         finally:
             call.known.clear()
+
+    def at(self, number: int) -> Coding | None:
+        """How a tensor is kept, by its number in a call; None: as it is."""
+        return replace(self.coding, bits=self.bits.get(number, self.coding.bits))
+
+    def note(self, number: int, tensor: Tensor, made: Rounded) -> None:
+        """A tensor is kept in whole numbers."""
+        self.tally.note(tensor, made)
 
     def holds(self, tensor: Tensor) -> bool:
         """Is a tensor one of the module's own, as it is stored or cast?"""
@@ -110,32 +125,33 @@ class _Call:
         reference = reference_to(tensor)  # keeps the place, not the memory
         key = (reference.cdata, tensor._version, tensor.dtype, *_view(tensor))
         if key not in self.known:
-            stays = self.stays(tensor)
+            coding = self.layer.at(self.saved)
+            stays = coding is None or self.stays(tensor, coding)
             self.rows.add(tuple(tensor.shape[:-1]))
-            if stays:
+            if stays or coding is None:
                 return self.move(tensor)
-            self.known[key] = reference, self.coded(tensor)
+            self.known[key] = reference, self.coded(tensor, coding)
         made = self.known[key][1]
         if isinstance(made, Rounded):
             return _shaped(made, tensor.shape)
         return replace(made, rest=_shaped(made.rest, tensor.shape))
 
-    def coded(self, tensor: Tensor) -> Rounded | Moved:
+    def coded(self, tensor: Tensor, coding: Coding) -> Rounded | Moved:
         """A tensor in whole numbers, which move where tensors do."""
-        made = rounded(tensor, self.layer.coding, stream(*self.words, self.saved))
-        self.layer.tally.note(tensor, made)
+        made = rounded(tensor, coding, stream(*self.words, self.saved))
+        self.layer.note(self.saved, tensor, made)
         codes = self.move(made.codes)
         return made if codes is made.codes else Moved(replace(made, codes=_NONE), codes)
 
-    def stays(self, tensor: Tensor) -> bool:
+    def stays(self, tensor: Tensor, coding: Coding) -> bool:
         """Is what could be coded kept as it is?"""
-        if tensor.numel() < self.layer.coding.block or tensor.shape[-1] == 1:
+        if tensor.numel() < coding.block or tensor.shape[-1] == 1:
             return True
         if tensor.is_neg() or tensor.is_inference():
             return True
         if tensor.dim() > 2 and tuple(tensor.shape) in self.rows:  # sums of rows, as attention's
             return True
-        takes = self.layer.coding.kept(tensor.numel(), tensor.element_size())
+        takes = coding.kept(tensor.numel(), tensor.element_size())
         return takes >= tensor.untyped_storage().nbytes() or extreme(tensor)  # if it is expanded
 
 

@@ -58,4 +58,4 @@ def given_whole(arguments: Any) -> frozenset[int]:
 def is_candidate(tensor: Tensor, whole: Collection[int]) -> bool:
     """May a saved tensor be coded: a float in memory of its own?"""
     plain = type(tensor) is Tensor and tensor.layout == torch.strided
-    return plain and tensor.dtype in FLOATS and place(tensor) not in whole
+    return plain and tensor.dtype in FLOATS and tensor.numel() > 0 and place(tensor) not in whole

@@ -1,0 +1,241 @@
+"""Tests of bits by tensor: how they are shared out, what is measured, who rounds alike."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from schedlang.diagnostic import Refusal
+from schedlang.passes.costs.account import account
+from schedlang.passes.laying.root import root_of
+from schedlang.passes.preparing.allotted import CHOICES, allot, allotted, variance
+from schedlang.passes.preparing.prepare import prepare
+from schedlang.passes.running.build import build
+from schedlang.passes.verifying.prove import Case, prove
+from schedlang.runtime.forward import layers_of
+from schedlang.runtime.keeping.sensitive import Place, places_of
+from tests import models
+from tests.engine import Threads
+from tests.memory.test_coded import Signs, drawn, tokens
+from tests.proofs import assert_near, planned, proven, sequential, sgd, steps
+from tests.tiers import thinned
+from tests.zoo.scenes import GPT2, LLAMA
+
+ROW = "transformer.h.*  compress(activations, adaptive, bits={}, block=32)\n"
+CODED = "model.layers.*  compress(activations, adaptive, bits={}, block=16)\n"
+AGAIN = "transformer.h.*.mlp  checkpoint()\n"
+PIPE = 'transformer.h pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)\n'
+
+
+# -- shares of a budget ----------------------------------------------------------------------------
+
+SOME = st.lists(st.tuples(st.integers(1, 50), st.integers(-20, 20)), min_size=1, max_size=5)
+
+
+@given(SOME, st.floats(2, 8))
+def test_a_budget_is_kept_and_well_spent(some: list[tuple[int, int]], budget: float) -> None:
+    """No more bits than the budget are given; the variance is at most that of the same bits for
+    all, and that of the best of all choices with one step less."""
+    elements, changes = [size for size, _ in some], [2.0**power for _, power in some]
+    bits = allot(elements, changes, budget)
+    total = budget * sum(elements)
+
+    def room(each: Any) -> float:
+        return float(sum(b * n for b, n in zip(each, elements)))
+
+    assert set(bits) <= set(CHOICES) and room(bits) <= total + 1e-9
+    alike = [max(c for c in CHOICES if c <= budget)] * len(bits)
+    assert variance(changes, bits) <= variance(changes, alike)
+    step = 4 * max(elements)  # what one tensor more takes at most
+    every = [each for each in itertools.product(CHOICES, repeat=len(bits))
+             if room(each) <= total - step]  # fmt: skip
+    if every:
+        best = min(variance(changes, each) for each in every)
+        assert variance(changes, bits) <= best * (1 + 1e-9)
+
+
+def test_alike_tensors_share_alike() -> None:
+    """Equal tensors of a whole budget get its bits; one that matters more gets more, and one that
+    does not matter fewest."""
+    assert allot([10, 10, 10], [1.0, 1.0, 1.0], 4) == [4, 4, 4]
+    assert allot([10, 10, 10], [1e6, 1.0, 0.0], 4) == [8, 2, 2]
+    assert allot([10, 10], [1.0, 1.0], 8) == [8, 8] and allot([10, 10], [1.0, 1.0], 2) == [2, 2]
+
+
+# -- what is measured ------------------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    """Two linear layers beside each other, of whose inputs one is a hundred times as large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.large, self.small = nn.Linear(32, 4).double(), nn.Linear(32, 4).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.large(100 * x).sum() + self.small(x).sum()
+
+
+def test_sensitivity_is_the_variance_of_the_gradient() -> None:
+    """The change that is measured is that of the weight's gradient alone, whose variance goes with
+    the square of what is rounded; what is rounded in another module is not seen."""
+    x, model = drawn(64, 32).requires_grad_(), Two()
+    seen = places_of(model, {"large": 32, "small": 32}, lambda: root_of(model(x), None))
+    (large,), (small,) = (
+        [one for place, one in seen.items() if place.module == name] for name in ("large", "small")
+    )
+    assert set(seen) == {Place("large", 1), Place("small", 1)}
+    assert large.elements == small.elements == 64 * 32 and large.site == "large"
+    assert large.change is not None and small.change is not None
+    assert large.change / small.change == pytest.approx(1e4, rel=0.5)
+    step = float((x.max(1).values - x.min(1).values).square().mean()) / 15**2
+    expected = 4 * 64 * 32 * step / 6  # of each of 4 rows: a rounding's mean square is step^2 / 6
+    assert small.change == pytest.approx(expected, rel=0.3)
+
+
+def test_more_bits_where_the_gradient_is_sensitive() -> None:
+    """The larger input gets eight bits, the smaller two, and five are the mean; a model without
+    values has all alike, within the budget."""
+    rows = "{large,small}  compress(activations, adaptive, bits=5, block=32)"
+    batch = {"x": drawn(64, 32).requires_grad_()}
+    table = allotted(planned(Two(), rows, "", "lossy"), batch, None)
+    assert [one.bits for one in table["large"]] == [8]
+    assert [one.bits for one in table["small"]] == [2]
+    with torch.device("meta"):
+        empty = Two()
+    table = allotted(planned(empty, rows, "", "lossy"), batch, None)
+    assert {one.bits for some in table.values() for one in some} == {4}
+
+
+def test_the_gradient_is_better_than_with_the_same_bits_for_all() -> None:
+    """Of a real model the gradient's error under a table is below that of four bits for all, which
+    take as much memory."""
+    batch, errors = models.tokens(rows=6), []
+    exact = sequential(models.gpt2(2), [batch], sgd)
+    for rows in (ROW.format(4), "transformer.h.*  compress(activations, int4, block=32)\n"):
+        program = build(planned(models.gpt2(2), rows, "", "lossy"), batch, optimizer=sgd)
+        total = 0.0
+        for _ in range(4):  # steps of learning rate 0: other draws
+            for group in program.optimizer.param_groups:
+                group["lr"] = 0.0
+            program.train_step(batch)
+            found = program.gradients()
+            total += sum(
+                float((g - exact[f"grad 0 {n}"]).square().sum())
+                for n, g in found.items() if g is not None and f"grad 0 {n}" in exact
+            )  # fmt: skip
+        errors.append(total)
+    assert errors[0] < 0.8 * errors[1]
+
+
+# -- programs --------------------------------------------------------------------------------------
+
+
+def dropping() -> nn.Module:
+    """GPT-2 with dropout."""
+    return models.gpt2(2, dropout=0.1)
+
+
+@pytest.mark.parametrize("model, rows, mesh", thinned([
+    (dropping, GPT2 + ROW.format(4), "tp=2"),
+    (dropping, ROW.format(3) + "zero(stage=3, over=dp)", "dp=2"),
+    (lambda: models.llama(2), LLAMA + CODED.format(5), "tp=2"),
+    (dropping, ROW.format(2.5) + PIPE, "pp=2"),
+    (dropping, AGAIN + ROW.format(4) + "zero(stage=1, over=dp)", "dp=2"),
+]))  # fmt: skip
+def test_equal_to_one_process_with_the_same_table(
+    threads: Threads, model: Callable[[], nn.Module], rows: str, mesh: str
+) -> None:
+    """Outputs, loss, every gradient and training, where tensors have bits of their own."""
+    plan = planned(model(), rows, mesh, "lossy")
+    found = {one.bits for some in prepare(plan, tokens()[0]).bits.values() for one in some}
+    assert len(found) > 1  # else this would prove no more than one kind of bits does
+    report = proven(threads, plan, tokens())
+    assert report.equivalence == "relaxed (lossy)"
+
+
+def test_another_table_is_found(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that takes the bits of the next tensor has other gradients than the one process."""
+    from schedlang.runtime.keeping import coded
+
+    plain = coded.Code.at
+    monkeypatch.setattr(coded.Code, "at", lambda self, number: plain(self, number + 1))
+    plan = planned(models.gpt2(1), ROW.format(4), "", "lossy")
+    report = prove(Case(plan, tuple(tokens()), None, None, 0, "none"), pool=threads)
+    assert "gradients" in {row.kind for row in report.rows if not row.ok and not row.step}
+
+
+def test_in_the_limit_it_is_the_original(threads: Threads) -> None:
+    """Where whole numbers can say what is kept, training on three ranks is the original's own."""
+    batches = [{"x": drawn(7, 8, seed=seed)} for seed in range(3)]
+    rows = "second  compress(activations, adaptive, bits=2, block=16)\nzero(stage=0, over=dp)"
+    plan = planned(Signs().double(), rows, "dp=3", "lossy")
+    found = threads.run(steps, 3, plan, batches, sgd, None, {})[0]
+    assert_near(found, sequential(Signs().double(), batches, sgd))
+
+
+def _tables(plan: Any, batches: list[Any]) -> Any:
+    """On a rank: the table that its program has."""
+    program = build(plan, batches[torch.distributed.get_rank()], optimizer=sgd, local=True)
+    layers = layers_of(program.assembly.module.get_submodule("transformer.h.0"))
+    assert layers is not None
+    layer: Any = layers.kinds["code"]
+    return dict(layer.bits)
+
+
+def test_all_ranks_have_one_table(threads: Threads) -> None:
+    """Ranks that measure with batches of their own go by the first one's table."""
+    plan = planned(models.gpt2(1), ROW.format(4) + "zero(stage=0, over=dp)", "dp=2", "lossy")
+    batches = [models.tokens(rows=3, seed=seed) for seed in range(2)]
+    found = threads.run(_tables, 2, plan, batches)
+    alone = prepare(plan, batches[0]).bits["transformer.h.0"]
+    assert found[0] == found[1] == {one.number: one.bits for one in alone}
+
+
+# -- bytes, words and refusals ---------------------------------------------------------------------
+
+
+def test_the_plan_knows_the_bytes_and_the_table() -> None:
+    """What is counted for the peak is what the program's modules keep; the notes say which bits."""
+    from schedlang.memory import CLASSES
+    from schedlang.passes.costs.estimate import estimate
+
+    batch, found = models.tokens(rows=4), []
+    for rows in ("", ROW.format(4)):
+        plan = planned(models.gpt2(4), rows, "", "lossy" if rows else "")
+        told = estimate(plan, batch, None, prepare(plan, batch))[0]
+        place = CLASSES.index("activations")
+        found.append(max(moment.end[place] for moment in told.moments))
+    program = build(plan, batch, optimizer=sgd)
+    program.train_step(batch)
+    before = after = 0
+    for block in range(4):
+        layers = layers_of(program.assembly.module.get_submodule(f"transformer.h.{block}"))
+        assert layers is not None
+        layer: Any = layers.kinds["code"]
+        before, after = before + layer.tally.before, after + layer.tally.after
+    assert found[0] - found[1] == pytest.approx(before - after, rel=0.1)
+    notes = account(plan, batch, memory=True).notes
+    assert any("8 bits for" in note and "2 bits for" in note for note in notes)
+    assert any("bits for an element in the mean" in note for note in notes)
+
+
+@pytest.mark.parametrize("row, code, said", [
+    ("transformer.h.*  compress(activations, int8, bits=4.5)", "S856", "adaptive"),
+    ("transformer.h.*  compress(activations, adaptive, bits=1.5)", "S304", "2, 4 or 8"),
+    ("transformer.h.*  compress(activations, adaptive, bits=9)", "S304", "2, 4 or 8"),
+    ("compress(gradients, adaptive, over=dp)", "S856", "onebit"),
+])  # fmt: skip
+def test_refusals(row: str, code: str, said: str) -> None:
+    """Budgets that no tensor can have, of what has none."""
+    with pytest.raises(Refusal) as error:
+        planned(models.gpt2(1), row, "dp=2", "lossy")
+    assert code in error.value.render() and said in error.value.render()
