@@ -7,58 +7,20 @@ for a while is laid along the whole order.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from schedlang.memory import CLASSES, MOMENTS, STATE, Moment, RankMemory
-from schedlang.passes.costs.memory import RankClass, rank_classes
-from schedlang.passes.preparing.holdings import slicing
+from schedlang.memory import CLASSES, STATE, Moment, RankMemory
+from schedlang.passes.costs.memory import RankClass
+from schedlang.passes.costs.rehearse import Played, Rehearsal, Run, in_order, rehearse
 from schedlang.passes.preparing.prepare import Prepared
-from schedlang.passes.preparing.residence import tiers_of
-from schedlang.passes.statics.roles import fewer, places, repeated
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from schedlang.passes.cutting.staging import Staged
     from schedlang.passes.laying.dryrun import Loss
-    from schedlang.runtime.program import Program
-    from schedlang.runtime.storage.footprint import Footprint, Levels
-    from schedlang.timeline import Op
+    from schedlang.runtime.storage.footprint import Levels
 
-PLAYED = 3  # microbatches: the first, one between, the last
-DEVICE = "device"
 BEFORE, AFTER = "before", "sums and update"
-
-
-@dataclass(frozen=True)
-class _Played:
-    """What the operations of a few microbatches did on one rank, in the order in which they ran.
-
-    ops   by what tells them apart but for the microbatch: what was held before, at most, and after
-    rest  what ran after them, likewise
-    """
-
-    of: RankClass
-    start: Levels
-    ops: Mapping[Any, Sequence[_Run]]
-    rest: Sequence[_Run]
-    host: int
-    left: tuple[str, ...]
-
-
-class _Run(NamedTuple):
-    """Bytes by class before something ran, at most while it did, and afterwards; and at most of
-    what is no state."""
-
-    before: Levels
-    most: Levels
-    end: Levels
-    passing: int
 
 
 def estimate(
@@ -69,136 +31,31 @@ def estimate(
     `batch` is that of a whole step, `prepared` what is known of the plan.  Microbatches count as
     if all were as large as the first.  Raises what the model raises where it cannot be played.
     """
-    kinds = places(plan, prepared)
-    classes = rank_classes(plan, prepared.staged, prepared.holdings)
-    played: dict[int | None, _Played] = {}
-    found = []
-    for one in classes:
-        kind = None if one.place is None else kinds[one.place]
-        if kind not in played:
-            of = next(c for c in classes if c.place == kind)
-            played[kind] = _play(plan, batch, loss, prepared, of)
-        found.append(_memory(plan, prepared, one, played[kind]))
-    return tuple(found)
+    return held(plan, prepared, rehearse(plan, batch, loss, prepared))
 
 
-# -- playing -----------------------------------------------------------------------------------
-
-
-def _play(
-    plan: Plan, batch: Mapping[str, Any], loss: Loss | None, prepared: Prepared, of: RankClass
-) -> _Played:
-    """A short step of the first rank of a class, watched."""
-    from schedlang.passes.cutting.staging import timeline_of
-    from schedlang.passes.running.build import build
-    from schedlang.runtime import parts
-    from schedlang.runtime.collectives.tap import playing
-    from schedlang.runtime.keeping.offload import watched
-    from schedlang.runtime.played import play
-    from schedlang.runtime.replacing.left import left_in
-    from schedlang.runtime.storage.footprint import Footprint
-    from schedlang.runtime.summing.gathered import without_values
-
-    order, staged = fewer(plan, prepared.staged, PLAYED)
-    short = replace(plan, order=order)
-    ready = replace(prepared, staged=replace(staged, timeline=timeline_of(short)))
-    sample = parts.sample(batch, plan.shares, plan.micro)
-    few = repeated(sample, plan.shares * short.micro)
-    footprint = Footprint("meta")
-    with playing(of.first, plan.mesh.world) as tap, watched(footprint):
-        state, tap.holds = _state_ranks(plan, of.first), False
-        tap.touch = lambda tensor, lane: footprint.touched(tensor, lane.ranks == state)
-        program = build(short, few, loss=loss, optimizer=_adamw, prepared=ready, hollow=True)
-        away = {name for name, one in tiers_of(plan).items() if one.each[2] != DEVICE}
-        _start(program, footprint, away)
-        units = [unit for one in program.assembly.sliced.values() for unit in one.units]
-        with without_values(units):
-            play(program, staged.cut, few, footprint)
-    left = tuple(map(str, left_in(program.assembly.module)))
-    return _table(footprint, of, ready.staged, left)
-
-
-def _state_ranks(plan: Plan, rank: int) -> tuple[int, ...]:
-    """The ranks between which slices of parameters and gradients are sent."""
-    row, _ = slicing(plan)
-    return () if row is None else tuple(plan.mesh.group(rank, plan.mesh.fold(row.axes)))
-
-
-def _adamw(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    from torch.optim import AdamW
-
-    return AdamW([parameter for _, parameter in named])
-
-
-def _start(program: Program, footprint: Footprint, away: Collection[str]) -> None:
-    """What lies there before a step, but for the first: parameters, buffers, moments.
-
-    `away` are parameters whose moments lie elsewhere.
-    """
-    import torch
-
-    assembly, optimizer = program.assembly, program.optimizer
-    footprint.hold("parameters", assembly.parameters.values())
-    footprint.hold("parameters", assembly.buffers.values())
-    for name, parameter in assembly.parameters.items() if optimizer is not None else ():
-        if parameter.requires_grad:
-            assert optimizer is not None
-            moments = [torch.empty_like(parameter) for _ in range(MOMENTS)]
-            optimizer.state[parameter] = {
-                "step": torch.tensor(0.0), "exp_avg": moments[0], "exp_avg_sq": moments[1],
-            }  # fmt: skip
-            footprint.hold("optimizer", () if name in away else moments)
-
-
-def _table(footprint: Footprint, of: RankClass, staged: Staged, left: tuple[str, ...]) -> _Played:
-    from schedlang.timeline import Kind
-
-    marks = [one.what for one in footprint.stretches]
-    ran = footprint.ran([op for op in marks if op is not None and op.kind is Kind.F])
-    runs = [_Run(a.end, b.most, b.end, b.passing) for a, b in zip(ran, ran[1:])]
-    ops: dict[Any, list[_Run]] = {}
-    rest: list[_Run] = []
-    for one, run in zip(ran[1:], runs):
-        if one.what is None:
-            rest.append(run)
-        else:
-            ops.setdefault(_key(staged, of.place, one.what), []).append(run)
-    return _Played(of, ran[0].end, ops, rest, footprint.host, left)
-
-
-def _key(staged: Staged, place: int | None, op: Op) -> tuple[Any, ...]:
-    """Equal for operations of alike stages that differ in their microbatch alone."""
-    from schedlang.timeline import TRANSFERS
-
-    stages = staged.stages_at(place or 0)
-    to = op.peer - op.stage if op.kind in TRANSFERS else 0
-    return op.kind, stages.index(op.stage), op.slice, to
+def held(plan: Plan, prepared: Prepared, played: Rehearsal) -> tuple[RankMemory, ...]:
+    """The same of steps that were played already."""
+    return tuple(_memory(plan, prepared, one, played.of[one]) for one in played.classes)
 
 
 # -- along the whole order ---------------------------------------------------------------------
 
 
-def _memory(plan: Plan, prepared: Prepared, one: RankClass, played: _Played) -> RankMemory:
+def _memory(plan: Plan, prepared: Prepared, one: RankClass, played: Played) -> RankMemory:
     """The played operations in the order of this rank's place."""
     staged, level = prepared.staged, played.start + _lodging(one)
     moments = [Moment(BEFORE, _plain(level), _plain(level))]
-    rows = _rows(plan, staged, one.place)
-    often = Counter(_key(staged, one.place, op) for op in rows)
-    turns: Counter[Any] = Counter()
 
-    def then(what: str, run: _Run) -> None:
+    def then(what: str, run: Run) -> None:
         nonlocal level
         more = level - run.before
         passing = run.passing + int(more[len(STATE) :].sum())
         moments.append(Moment(what, _plain(run.most + more), _plain(run.end + more), passing))
         level = run.end + more
 
-    for op in rows:
-        key = _key(staged, one.place, op)
-        runs = played.ops.get(key)
-        if runs is not None:
-            then(str(op), runs[_turn(turns[key], often[key], len(runs))])
-        turns[key] += 1
+    for op, run in in_order(plan, staged, one.place, played):
+        then(str(op), run)
     for run in played.rest:
         then(AFTER, run)
     scale = [_ratio(getattr(one, name), getattr(played.of, name)) for name in STATE]
@@ -215,24 +72,6 @@ def _lodging(one: RankClass) -> Levels:
     found: Levels = np.zeros(len(CLASSES), dtype=np.int64)
     found[CLASSES.index("optimizer")] = one.peer
     return found
-
-
-def _rows(plan: Plan, staged: Staged, place: int | None) -> list[Op]:
-    """What a place runs in a whole step, with what it sends and gathers."""
-    from schedlang.passes.preparing.gathers import gathers_by_rows
-    from schedlang.timeline import with_gathers, with_transfers
-
-    made = with_transfers(staged.timeline.with_edges(staged.cut.edges), plan.ahead)
-    if gathers_by_rows(plan, staged):
-        made = with_gathers(made)
-    return list(made.rows(place or 0))
-
-
-def _turn(turn: int, often: int, played: int) -> int:
-    """Which of the played ones stands for one of many: the first, the last, or one between."""
-    if turn == 0 or played == 1:
-        return 0
-    return played - 1 if turn == often - 1 else min(turn, max(1, played - 2))
 
 
 def _ratio(mine: int, other: int) -> float:

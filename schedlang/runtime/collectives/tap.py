@@ -76,6 +76,8 @@ class Tap:
         self.holds = True  # what was summed is kept, for who asks which gradients it was
         # told of every tensor that is sent, and between which ranks
         self.touch: Callable[[Tensor, Lane], None] = lambda tensor, lane: None
+        # told of every collective and message: its name, between which ranks, bytes, its two ends
+        self.heard: Callable[[str, Lane, int, tuple[int, int] | None], None] = lambda *sent: None
 
     def listen(self, kind: str, group: Group, size: int) -> None:
         """The runtime tells of a collective before it asks for it."""
@@ -126,9 +128,10 @@ def _functions(tap: Tap) -> dict[str, Callable[..., Any]]:
             how = root or (str(op if op is not None else dist.ReduceOp.SUM) if reduces else "")
             tensor = args[whole] if len(args) > whole else None
             held = tensor if isinstance(tensor, Tensor) else None
-            for one in (*args, *kwargs.values()):
-                if isinstance(one, Tensor):
-                    tap.touch(one, tap.lane(group))
+            given = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+            for one in given:
+                tap.touch(one, tap.lane(group))
+            tap.heard(name, tap.lane(group), max(map(_bytes, given), default=0), None)
             return tap.note(_sent(name, tap.lane(group), held, how), held)
 
         return run
@@ -137,6 +140,7 @@ def _functions(tap: Tap) -> dict[str, Callable[..., Any]]:
         def run(tensor: Tensor, peer: int, group: Any = None, tag: int = 0) -> Done:
             ends = (tap.rank, peer) if sends else (peer, tap.rank)
             tap.touch(tensor, tap.lane(group))
+            tap.heard(name, tap.lane(group), _bytes(tensor), ends)
             return tap.note(_sent(name, tap.lane(group), tensor, "", ends), tensor)
 
         return run
@@ -173,6 +177,10 @@ def _newer(collective: Callable[[str, int], Callable[..., Done]]) -> dict[str, A
         "reduce_scatter_single": at_once(collective("reduce_scatter", 1)),
     }
     return {name: function for name, function in found.items() if hasattr(dist, name)}
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _is_group(value: object) -> bool:

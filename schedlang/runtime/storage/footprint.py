@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedlang.memory import CLASSES, STATE
+from schedlang.runtime.storage.work import Message, Work
 
 Levels = NDArray[np.int64]  # bytes, by class
 HOST = "host"  # what was moved there, and is not on the device
@@ -39,11 +40,12 @@ class Block:
 
 @dataclass
 class Stretch:
-    """What ran between two marks: its first event, and the blocks alive at its end."""
+    """What ran between two marks: its first event, the blocks alive at its end, what it did."""
 
     what: Any
     start: int
     kept: frozenset[int] = frozenset()
+    work: Work = field(default_factory=Work)
 
 
 @dataclass(frozen=True)
@@ -51,20 +53,23 @@ class Ran:
     """A stretch by class: at most (where their sum is greatest) and at its end.
 
     passing  what is no state of the training, at most
+    work     what was done
     """
 
     what: Any
     most: Levels
     end: Levels
     passing: int
+    work: Work
 
 
 class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes storages on one kind of device as they come and go."""
+    """Notes storages on one kind of device as they come and go; with `works` also what is done."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, works: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
+        self.works = works
         self.blocks: list[Block] = []
         self.events: list[tuple[int, int]] = []  # block, bytes more or fewer
         self.stretches = [Stretch(None, 0)]
@@ -92,6 +97,10 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         block = self._block(tensor)
         if block is not None:
             block.sent, block.state = True, block.state or state
+
+    def sent(self, message: Message) -> None:
+        """A collective, or a message to another rank."""
+        self.stretches[-1].work.sent(message)
 
     def mark(self, what: Any) -> None:
         """Something else begins to run."""
@@ -131,7 +140,7 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for stretch, end in zip(self.stretches, ends):
             top = stretch.start + int(totals[stretch.start : end + 1].argmax())
             most = int(passing[stretch.start : end + 1].max())
-            found.append(Ran(stretch.what, levels[top], levels[end], most))
+            found.append(Ran(stretch.what, levels[top], levels[end], most, stretch.work))
         return found
 
     def _kind(self, number: int, kept: frozenset[int]) -> str:
@@ -168,6 +177,8 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         if not self._looks:
             return out
+        if self.works:
+            self.stretches[-1].work.ran(func, args, kwargs or {}, out)
         if isinstance(out, Tensor):
             self._block(out)
         elif out is not None:

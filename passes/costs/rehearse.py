@@ -1,0 +1,233 @@
+"""A step of each kind of rank, played on the meta device: what its operations hold, and do.
+
+Of a pipeline a few microbatches are played; `at` tells which of them stands for one of a whole
+step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from schedlang.memory import MOMENTS
+from schedlang.passes.costs.memory import RankClass, rank_classes
+from schedlang.passes.preparing.holdings import slicing
+from schedlang.passes.preparing.prepare import Prepared
+from schedlang.passes.preparing.residence import tiers_of
+from schedlang.passes.statics.roles import fewer, places, repeated
+from schedlang.plan import Plan
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from schedlang.passes.cutting.staging import Staged
+    from schedlang.passes.laying.dryrun import Loss
+    from schedlang.runtime.program import Program
+    from schedlang.runtime.storage.footprint import Footprint, Levels
+    from schedlang.runtime.storage.work import Work
+    from schedlang.timeline import Op
+
+PLAYED = 3  # microbatches: the first, one between, the last
+DEVICE = "device"
+
+
+@dataclass(frozen=True)
+class Played:
+    """What the operations of a few microbatches did on one rank, in the order in which they ran.
+
+    ops   by what tells them apart but for the microbatch: what was held before, at most, and after
+    rest  what ran after them, likewise
+    """
+
+    of: RankClass
+    start: Levels
+    ops: Mapping[Any, Sequence[Run]]
+    rest: Sequence[Run]
+    host: int
+    left: tuple[str, ...]
+
+
+class Run(NamedTuple):
+    """Bytes by class before something ran, at most while it did, and afterwards; at most of what
+    is no state; and what it did."""
+
+    before: Levels
+    most: Levels
+    end: Levels
+    passing: int
+    work: Work
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The classes of ranks, and what was played of the one that stands for each."""
+
+    classes: tuple[RankClass, ...]
+    of: Mapping[RankClass, Played]
+
+
+def rehearse(
+    plan: Plan, batch: Mapping[str, Any], loss: Loss | None, prepared: Prepared,
+    works: bool = False,
+) -> Rehearsal:  # fmt: skip
+    """Play a short step of each kind of rank; optimizer: AdamW's moments.
+
+    `batch` is that of a whole step, `prepared` what is known of the plan; with `works` operations
+    and bytes of every operator are counted too.  Raises what the model
+    raises where it cannot be played.
+    """
+    kinds = places(plan, prepared)
+    classes = rank_classes(plan, prepared.staged, prepared.holdings)
+    played: dict[int | None, Played] = {}
+    found = {}
+    for one in classes:
+        kind = None if one.place is None else kinds[one.place]
+        if kind not in played:
+            of = next(c for c in classes if c.place == kind)
+            played[kind] = _play(_Step(plan, batch, loss, prepared, works), of)
+        found[one] = played[kind]
+    return Rehearsal(classes, found)
+
+
+# -- playing -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What is played, and whether its work is counted."""
+
+    plan: Plan
+    batch: Mapping[str, Any]
+    loss: Loss | None
+    prepared: Prepared
+    works: bool
+
+
+def _play(step: _Step, of: RankClass) -> Played:
+    """A short step of the first rank of a class, watched."""
+    from schedlang.passes.cutting.staging import timeline_of
+    from schedlang.passes.running.build import build
+    from schedlang.runtime import parts
+    from schedlang.runtime.collectives.tap import playing
+    from schedlang.runtime.keeping.offload import watched
+    from schedlang.runtime.played import play
+    from schedlang.runtime.replacing.left import left_in
+    from schedlang.runtime.storage.footprint import Footprint
+    from schedlang.runtime.storage.work import Message
+    from schedlang.runtime.summing.gathered import without_values
+
+    plan, prepared = step.plan, step.prepared
+    order, staged = fewer(plan, prepared.staged, PLAYED)
+    short = replace(plan, order=order)
+    ready = replace(prepared, staged=replace(staged, timeline=timeline_of(short)))
+    sample = parts.sample(step.batch, plan.shares, plan.micro)
+    few = repeated(sample, plan.shares * short.micro)
+    footprint = Footprint("meta", step.works)
+    with playing(of.first, plan.mesh.world) as tap, watched(footprint):
+        state, tap.holds = _state_ranks(plan, of.first), False
+        tap.touch = lambda tensor, lane: footprint.touched(tensor, lane.ranks == state)
+        tap.heard = lambda op, lane, size, ends: footprint.sent(Message(op, lane.ranks, size, ends))
+        program = build(short, few, loss=step.loss, optimizer=_adamw, prepared=ready, hollow=True)
+        away = {name for name, one in tiers_of(plan).items() if one.each[2] != DEVICE}
+        _start(program, footprint, away)
+        units = [unit for one in program.assembly.sliced.values() for unit in one.units]
+        with without_values(units):
+            play(program, staged.cut, few, footprint)
+    left = tuple(map(str, left_in(program.assembly.module)))
+    return _table(footprint, of, ready.staged, left)
+
+
+def _state_ranks(plan: Plan, rank: int) -> tuple[int, ...]:
+    """The ranks between which slices of parameters and gradients are sent."""
+    row, _ = slicing(plan)
+    return () if row is None else tuple(plan.mesh.group(rank, plan.mesh.fold(row.axes)))
+
+
+def _adamw(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    from torch.optim import AdamW
+
+    return AdamW([parameter for _, parameter in named])
+
+
+def _start(program: Program, footprint: Footprint, away: Collection[str]) -> None:
+    """What lies there before a step, but for the first: parameters, buffers, moments.
+
+    `away` are parameters whose moments lie elsewhere.
+    """
+    import torch
+
+    assembly, optimizer = program.assembly, program.optimizer
+    footprint.hold("parameters", assembly.parameters.values())
+    footprint.hold("parameters", assembly.buffers.values())
+    for name, parameter in assembly.parameters.items() if optimizer is not None else ():
+        if parameter.requires_grad:
+            assert optimizer is not None
+            moments = [torch.empty_like(parameter) for _ in range(MOMENTS)]
+            optimizer.state[parameter] = {
+                "step": torch.tensor(0.0), "exp_avg": moments[0], "exp_avg_sq": moments[1],
+            }  # fmt: skip
+            footprint.hold("optimizer", () if name in away else moments)
+
+
+def _table(footprint: Footprint, of: RankClass, staged: Staged, left: tuple[str, ...]) -> Played:
+    from schedlang.timeline import Kind
+
+    marks = [one.what for one in footprint.stretches]
+    ran = footprint.ran([op for op in marks if op is not None and op.kind is Kind.F])
+    runs = [Run(a.end, b.most, b.end, b.passing, b.work) for a, b in zip(ran, ran[1:])]
+    ops: dict[Any, list[Run]] = {}
+    rest: list[Run] = []
+    for one, run in zip(ran[1:], runs):
+        if one.what is None:
+            rest.append(run)
+        else:
+            ops.setdefault(_key(staged, of.place, one.what), []).append(run)
+    return Played(of, ran[0].end, ops, rest, footprint.host, left)
+
+
+def _key(staged: Staged, place: int | None, op: Op) -> tuple[Any, ...]:
+    """Equal for operations of alike stages that differ in their microbatch alone."""
+    from schedlang.timeline import TRANSFERS
+
+    stages = staged.stages_at(place or 0)
+    to = op.peer - op.stage if op.kind in TRANSFERS else 0
+    return op.kind, stages.index(op.stage), op.slice, to
+
+
+# -- along the whole order ---------------------------------------------------------------------
+
+
+def in_order(
+    plan: Plan, staged: Staged, place: int | None, played: Played
+) -> Iterator[tuple[Op, Run]]:
+    """Each operation of a place in a whole step, with what was played for it."""
+    rows = _rows(plan, staged, place)
+    often = Counter(_key(staged, place, op) for op in rows)
+    turns: Counter[Any] = Counter()
+    for op in rows:
+        key = _key(staged, place, op)
+        runs = played.ops.get(key)
+        if runs is not None:
+            yield op, runs[_turn(turns[key], often[key], len(runs))]
+        turns[key] += 1
+
+
+def _rows(plan: Plan, staged: Staged, place: int | None) -> list[Op]:
+    """What a place runs in a whole step, with what it sends and gathers."""
+    from schedlang.passes.preparing.gathers import gathers_by_rows
+    from schedlang.timeline import with_gathers, with_transfers
+
+    made = with_transfers(staged.timeline.with_edges(staged.cut.edges), plan.ahead)
+    if gathers_by_rows(plan, staged):
+        made = with_gathers(made)
+    return list(made.rows(place or 0))
+
+
+def _turn(turn: int, often: int, played: int) -> int:
+    """Which of the played ones stands for one of many: the first, the last, or one between."""
+    if turn == 0 or played == 1:
+        return 0
+    return played - 1 if turn == often - 1 else min(turn, max(1, played - 2))

@@ -1,0 +1,226 @@
+"""tune: settings of a schedule, or meshes for a model, ranked by the time of a step."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from schedlang.verbs.ending import FAILS, show_json
+from schedlang.verbs.outcome import AsJson, Knobs, Model, verb
+
+if TYPE_CHECKING:
+    from schedlang.modelfile import ModelFile
+    from schedlang.nodes import File
+    from schedlang.passes.costs.cluster import Cluster
+    from schedlang.passes.tuning.tune import Job, Tried
+
+PYTHON = ".py"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the ranks are; what is left out is that of the cluster that is named."""
+
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", metavar="N", help="Ranks; else of `on NAMExN`.")
+    ] = None
+    on: Annotated[
+        str | None,
+        typer.Option("--on", metavar="NAME", help="v100, a100, h100 or h200; else of `on NAMExN`."),
+    ] = None
+    memory: Annotated[str | None, typer.Option("--memory", metavar="80GiB", help="Of a rank.")] = (
+        None
+    )
+    tflops: Annotated[
+        float | None, typer.Option("--tflops", help="TFLOP/s of a rank, in 16 bits.")
+    ] = None
+    bandwidth: Annotated[
+        float | None, typer.Option("--bandwidth", help="GB/s of a rank to others in its node.")
+    ] = None
+    network: Annotated[
+        float | None, typer.Option("--network", help="GB/s of a rank to other nodes.")
+    ] = None
+    node: Annotated[int | None, typer.Option("--node", help="Ranks of a node.")] = None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is tried, and how much of it is shown."""
+
+    values: Annotated[
+        list[str] | None,
+        typer.Option("--try", metavar="NAME=V,V,..", help="Values of a knob; may be repeated."),
+    ] = None
+    top: Annotated[int, typer.Option("--top", help="Rows of the table.")] = 10
+
+
+@verb
+def tune(
+    file: Annotated[
+        Path, typer.Argument(help="A schedule with knobs, or a model file.", metavar="FILE")
+    ],
+    *,
+    machine: Machine,
+    wanted: Wanted,
+    model: Model = None,
+    knob: Knobs = None,
+    as_json: AsJson = False,
+) -> None:
+    """Rank settings by the time of a step: `schedlang tune my.sched --gpus 64 --on a100`.
+
+    Every setting of a schedule's knobs, or for a model file (`model.py`) every mesh of data,
+    stages and tensors with the schedule that `init` writes for it.  Steps are played on the meta
+    device and timed on a cluster by its data sheet; what needs more than `--memory` is left out.
+    Exit 1 where nothing fits.
+    """
+    from schedlang.passes.tuning.tune import ranked
+    from schedlang.passes.tuning.tune_text import text, to_json
+
+    start = time.perf_counter()
+    asked = _asked(file, machine, wanted, model, knob or ())
+    found = []
+    for place, one in enumerate(asked.tried, 1):
+        found.append(one)
+        if not as_json and sys.stderr.isatty():
+            print(f"\r{place} of {asked.count}", end="", file=sys.stderr, flush=True)
+    best = ranked(found, asked.job.cluster.memory)
+    if as_json:
+        show_json(to_json(asked.job, found))
+    else:
+        print(f"{file.name} · {text(asked.job, found, wanted.top)}")
+        if best:
+            print(f"next: {_next(file, best[0], model, knob or ())}")
+        print(f"tried in {time.perf_counter() - start:.1f} s", file=sys.stderr)
+    if not best:
+        raise typer.Exit(FAILS)
+
+
+# -- what is asked ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Asked:
+    job: Job
+    tried: Iterable[Tried]
+    count: int
+
+
+def _asked(
+    file: Path, machine: Machine, wanted: Wanted, model: str | None, knob: Sequence[str]
+) -> _Asked:
+    from schedlang.model import ModelFacts
+    from schedlang.modelfile import load_model_file
+    from schedlang.passes.tuning.grid import meshes, settings_of
+    from schedlang.passes.tuning.tune import Job, tune, tune_meshes
+    from schedlang.primitive import load_all
+    from schedlang.syntax import parse, read
+    from schedlang.verbs.settings import settings
+
+    load_all()
+    alone = file.suffix == PYTHON
+    given = settings(knob, None).knobs
+    tries = _values(wanted)
+    tree = None if alone else parse(read(file))
+    cluster, ranks = _cluster(machine, None if tree is None else _device(tree))
+    if alone and (given or tries):
+        _bad("a model file has no knobs", "leave out `--knob` and `--try`, or give a schedule")
+    menu = [] if tree is None else settings_of(tree, given, tries)
+    found = load_model_file(str(file) if alone else model, file)
+    module = found.model(meta=True)
+    job = Job(ModelFacts(module), _batch(found), found.loss, found.weight, cluster, ranks)
+    if tree is None:
+        sizes = list(meshes(ranks, cluster.node))
+        return _Asked(job, tune_meshes(job, module, sizes), len(sizes))
+    return _Asked(job, tune(job, tree, [{**given, **one} for one in menu]), len(menu))
+
+
+def _batch(found: ModelFile) -> Mapping[str, Any]:
+    if not found.has_batch:
+        _bad(f"`{found.name}` has no batch to price a step with", "define `batch(seed)` in it")
+    return found.batch(0)
+
+
+def _device(tree: File) -> str | None:
+    """What the mesh of the file stands on."""
+    from schedlang import nodes
+
+    found = [one.on for one in tree.items if isinstance(one, nodes.Mesh)]
+    return found[0] if found else None
+
+
+def _cluster(machine: Machine, device: str | None) -> tuple[Cluster, int]:
+    """The cluster and its ranks, as options and the schedule's `on` have it (S109)."""
+    from schedlang.passes.costs.cluster import CLUSTERS, changed, named
+
+    known, told = named(machine.on or device)
+    ranks = machine.gpus or told or named(device)[1]
+    if known is None:
+        said = machine.on or device
+        title = f"nothing is known of `{said}`" if said else "no cluster is named"
+        _bad(title, f"name one: `--on h100`; known are {', '.join(CLUSTERS)}")
+    if ranks is None:
+        _bad("the number of ranks is not known", "say how many there are: `--gpus 64`")
+    for name in ("gpus", "tflops", "bandwidth", "network", "node"):
+        value = getattr(machine, name)
+        if value is not None and not 0 < value < float("inf"):
+            _bad(f"`--{name} {value:g}` cannot be", "it is above zero")
+    return changed(
+        known, speed=_times(machine.tflops, 1e12), link=_times(machine.bandwidth, 1e9),
+        network=_times(machine.network, 1e9), node=machine.node, memory=_bytes(machine.memory),
+    ), ranks  # fmt: skip
+
+
+def _times(value: float | None, unit: float) -> float | None:
+    return None if value is None else value * unit
+
+
+def _bytes(text: str | None) -> int | None:
+    from schedlang.value import Bytes, literal
+
+    if text is None:
+        return None
+    try:
+        value = literal(text.strip())
+    except (ValueError, KeyError):
+        value = None
+    if not isinstance(value, Bytes) or value <= 0:
+        _bad(f"`--memory {text}` cannot be read", "write `--memory 80GiB`")
+    return int(value)
+
+
+def _values(wanted: Wanted) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for text in wanted.values or ():
+        name, _, values = (part.strip() for part in text.partition("="))
+        listed = [value.strip() for value in values.split(",") if value.strip()]
+        if not name or not listed:
+            _bad(f"`--try {text}` cannot be read", "write `--try micro=4,8,16`")
+        found[name] = listed
+    return found
+
+
+def _bad(title: str, help_: str) -> NoReturn:
+    from schedlang.diagnostic import Diagnostic, Refusal
+
+    raise Refusal(Diagnostic("S109", title, helps=(help_,)))
+
+
+def _next(file: Path, best: Tried, model: str | None, knob: Sequence[str]) -> str:
+    """The command that shows, or writes, the first of the table."""
+    mesh = ",".join(f"{axis}={size}" for axis, size in best.mesh.items())
+    if file.suffix == PYTHON:
+        return f"schedlang init {file} --mesh {mesh} > my.sched"
+    knobs = {**best.given}
+    words = [f"--knob {name}={_word(value)}" for name, value in knobs.items()]
+    words += [f"--mesh {mesh}"] + ([f"--model {model}"] if model else [])
+    return f"schedlang plan {file} {' '.join(words)}"
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
