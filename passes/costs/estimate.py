@@ -19,6 +19,7 @@ from schedlang.passes.preparing.prepare import Prepared
 from schedlang.passes.preparing.residence import tiers_of
 from schedlang.passes.statics.roles import fewer, places, repeated
 from schedlang.plan import Plan
+from schedlang.timeline import Kind
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 PLAYED = 3  # microbatches: the first, one between, the last
 DEVICE = "device"
 BEFORE, AFTER = "before", "sums and update"
+LODGES = {Kind.HOLD: 1, Kind.GIVE: -1}
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class _Played:
 
     ops   by what tells them apart but for the microbatch: what was held before, at most, and after
     rest  what ran after them, likewise
+    parked  by stage the bytes of a microbatch that a partner holds for a while
     """
 
     of: RankClass
@@ -49,6 +52,7 @@ class _Played:
     rest: Sequence[_Run]
     host: int
     left: tuple[str, ...]
+    parked: Mapping[int, int]
 
 
 class _Run(NamedTuple):
@@ -69,29 +73,60 @@ def estimate(
     `batch` is that of a whole step, `prepared` what is known of the plan.  Microbatches count as
     if all were as large as the first.  Raises what the model raises where it cannot be played.
     """
+    from schedlang.runtime import parts
+
+    sample = parts.sample(batch, plan.shares, plan.micro)
+    kinds, classes, played = _kinds(plan, sample, loss, prepared)
+    parked = _parked(prepared, kinds, played)
+    return tuple(
+        _memory(plan, prepared, c, played[None if c.place is None else kinds[c.place]], parked)
+        for c in classes
+    )
+
+
+def parked_bytes(
+    plan: Plan, sample: Mapping[str, Any], loss: Loss | None, prepared: Prepared
+) -> dict[int, int]:
+    """What a microbatch's forward of a stage parks on a partner, by stage; raises as above."""
+    kinds, _, played = _kinds(plan, sample, loss, prepared)
+    return _parked(prepared, kinds, played)
+
+
+def _kinds(
+    plan: Plan, sample: Mapping[str, Any], loss: Loss | None, prepared: Prepared
+) -> tuple[dict[int, int], tuple[RankClass, ...], dict[int | None, _Played]]:
+    """Each place with the one that is played for it, all kinds of ranks, and what was played."""
     kinds = places(plan, prepared)
     classes = rank_classes(plan, prepared.staged, prepared.holdings)
     played: dict[int | None, _Played] = {}
-    found = []
     for one in classes:
         kind = None if one.place is None else kinds[one.place]
         if kind not in played:
             of = next(c for c in classes if c.place == kind)
-            played[kind] = _play(plan, batch, loss, prepared, of)
-        found.append(_memory(plan, prepared, one, played[kind]))
-    return tuple(found)
+            played[kind] = _play(plan, sample, loss, prepared, of)
+    return kinds, classes, played
+
+
+def _parked(
+    prepared: Prepared, kinds: Mapping[int, int], played: Mapping[int | None, _Played]
+) -> dict[int, int]:
+    staged = prepared.staged
+    t, found = staged.timeline, {}
+    for stage in sorted(set(t.stage[t.kind == Kind.EVICT].tolist())):
+        place = staged.ranks[stage]
+        turn, kind = staged.stages_at(place).index(stage), kinds[place]
+        found[stage] = played[kind].parked[staged.stages_at(kind)[turn]]
+    return found
 
 
 # -- playing -----------------------------------------------------------------------------------
 
 
 def _play(
-    plan: Plan, batch: Mapping[str, Any], loss: Loss | None, prepared: Prepared, of: RankClass
+    plan: Plan, sample: Mapping[str, Any], loss: Loss | None, prepared: Prepared, of: RankClass
 ) -> _Played:
     """A short step of the first rank of a class, watched."""
-    from schedlang.passes.cutting.staging import timeline_of
     from schedlang.passes.running.build import build
-    from schedlang.runtime import parts
     from schedlang.runtime.collectives.tap import playing
     from schedlang.runtime.keeping.offload import watched
     from schedlang.runtime.played import play
@@ -99,10 +134,8 @@ def _play(
     from schedlang.runtime.storage.footprint import Footprint
     from schedlang.runtime.summing.gathered import without_values
 
-    order, staged = fewer(plan, prepared.staged, PLAYED)
-    short = replace(plan, order=order)
-    ready = replace(prepared, staged=replace(staged, timeline=timeline_of(short)))
-    sample = parts.sample(batch, plan.shares, plan.micro)
+    short, staged = _short(plan, prepared.staged)
+    ready = replace(prepared, staged=staged)
     few = repeated(sample, plan.shares * short.micro)
     footprint = Footprint("meta")
     with playing(of.first, plan.mesh.world) as tap, watched(footprint):
@@ -115,7 +148,26 @@ def _play(
         with without_values(units):
             play(program, staged.cut, few, footprint)
     left = tuple(map(str, left_in(program.assembly.module)))
-    return _table(footprint, of, ready.staged, left)
+    sent = dict(program.assembly.pipeline.parking.sent)
+    return _table(footprint, of, ready.staged, left, sent)
+
+
+def _short(plan: Plan, staged: Staged) -> tuple[Plan, Staged]:
+    """The plan with a few microbatches: as many as show each stage that parks what it saves."""
+    from schedlang.passes.cutting.parks import lodged
+    from schedlang.passes.cutting.staging import timeline_of
+
+    def parking(one: Staged) -> set[int]:
+        return set(one.timeline.stage[one.timeline.kind == Kind.EVICT].tolist())
+
+    least = PLAYED
+    while True:
+        order, few = fewer(plan, staged, least)
+        short = replace(plan, order=order)
+        few = lodged(short, replace(few, timeline=timeline_of(short)))
+        if order == plan.order or parking(few) >= parking(staged):
+            return short, few
+        least *= 2
 
 
 def _state_ranks(plan: Plan, rank: int) -> tuple[int, ...]:
@@ -150,9 +202,10 @@ def _start(program: Program, footprint: Footprint, away: Collection[str]) -> Non
             footprint.hold("optimizer", () if name in away else moments)
 
 
-def _table(footprint: Footprint, of: RankClass, staged: Staged, left: tuple[str, ...]) -> _Played:
-    from schedlang.timeline import Kind
-
+def _table(
+    footprint: Footprint, of: RankClass, staged: Staged, left: tuple[str, ...],
+    parked: Mapping[int, int],
+) -> _Played:  # fmt: skip
     marks = [one.what for one in footprint.stretches]
     ran = footprint.ran([op for op in marks if op is not None and op.kind is Kind.F])
     runs = [_Run(a.end, b.most, b.end, b.passing) for a, b in zip(ran, ran[1:])]
@@ -161,9 +214,9 @@ def _table(footprint: Footprint, of: RankClass, staged: Staged, left: tuple[str,
     for one, run in zip(ran[1:], runs):
         if one.what is None:
             rest.append(run)
-        else:
+        elif one.what.kind not in LODGES:  # a partner's bytes are not known here
             ops.setdefault(_key(staged, of.place, one.what), []).append(run)
-    return _Played(of, ran[0].end, ops, rest, footprint.host, left)
+    return _Played(of, ran[0].end, ops, rest, footprint.host, left, parked)
 
 
 def _key(staged: Staged, place: int | None, op: Op) -> tuple[Any, ...]:
@@ -178,12 +231,14 @@ def _key(staged: Staged, place: int | None, op: Op) -> tuple[Any, ...]:
 # -- along the whole order ---------------------------------------------------------------------
 
 
-def _memory(plan: Plan, prepared: Prepared, one: RankClass, played: _Played) -> RankMemory:
-    """The played operations in the order of this rank's place."""
+def _memory(
+    plan: Plan, prepared: Prepared, one: RankClass, played: _Played, parked: Mapping[int, int]
+) -> RankMemory:
+    """The played operations in the order of this rank's place; what it holds for others besides."""
     staged, level = prepared.staged, played.start + _lodging(one)
     moments = [Moment(BEFORE, _plain(level), _plain(level))]
     rows = _rows(plan, staged, one.place)
-    often = Counter(_key(staged, one.place, op) for op in rows)
+    often = Counter(_key(staged, one.place, op) for op in rows if op.kind not in LODGES)
     turns: Counter[Any] = Counter()
 
     def then(what: str, run: _Run) -> None:
@@ -194,6 +249,10 @@ def _memory(plan: Plan, prepared: Prepared, one: RankClass, played: _Played) -> 
         level = run.end + more
 
     for op in rows:
+        if op.kind in LODGES:
+            held = parked[op.stage] * LODGES[op.kind]
+            then(str(op), _lodged(held, played.start))
+            continue
         key = _key(staged, one.place, op)
         runs = played.ops.get(key)
         if runs is not None:
@@ -206,6 +265,14 @@ def _memory(plan: Plan, prepared: Prepared, one: RankClass, played: _Played) -> 
         one.ranks, one.first, one.place, tuple(_scaled(m, scale) for m in moments), played.host,
         played.left,
     )  # fmt: skip
+
+
+def _lodged(size: int, before: Levels) -> _Run:
+    """A partner's activations come (or go, below zero)."""
+    end = before.copy()
+    end[CLASSES.index("activations")] += size
+    passing = int(before[len(STATE) :].sum()) + max(size, 0)
+    return _Run(before, end if size > 0 else before, end, passing)
 
 
 def _lodging(one: RankClass) -> Levels:
