@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import field, replace
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
+from schedlang.amounts import size
 from schedlang.facets import Stored
 from schedlang.kinds import Axis
 from schedlang.plan import Plan
@@ -14,10 +16,16 @@ if TYPE_CHECKING:
     from schedlang.model import Site
 
 MOVES = ("activations", "parameters")  # what comes back module by module
-# what no peer holds, and why not
+# what no peer holds: why not, and who does it with ranks at the same place of the pipeline
 STAY = {
-    "parameters": "each microbatch would fetch them twice, at times that their holder computes",
-    "gradients": "each microbatch would send all of them, and the norm and the step need them here",
+    "parameters": (
+        "each microbatch would fetch them twice, {}, from a rank that computes on another one",
+        "zero(stage=3, over=dp)",
+    ),
+    "gradients": (
+        "each microbatch would send them, {}; for their sums, the norm and the step all come home",
+        "zero(stage=2, over=dp)",
+    ),
 }
 
 
@@ -69,7 +77,7 @@ class offload(Primitive):  # noqa: N801
         if self.what not in MOVES and self.prefetch != 1:
             refuse("S306", f"nothing of the {self.what} comes back module by module",
                    helps=("leave out `prefetch`",))  # fmt: skip
-        self._check_peer(plan)
+        self._check_peer(site, plan)
         self._check_plans(site, plan)
 
     def _check_plans(self, site: Site, plan: Plan) -> None:
@@ -91,11 +99,15 @@ class offload(Primitive):  # noqa: N801
                           "or let a plan move nothing: `checkpoint(plan=rotor, ...)`"),
                    )  # fmt: skip
 
-    def _check_peer(self, plan: Plan) -> None:
+    def _check_peer(self, site: Site, plan: Plan) -> None:
         """Refuse a peer that is not named, and what cannot lie there."""
         if self.to == "peer" and self.what in STAY:
-            refuse("S851", f"{self.what} are not sent to a peer", notes=(STAY[self.what],),
+            why, slices = STAY[self.what]
+            found = {fact.name: fact for fact in plan.model.below(site.fqn)}.values()
+            held = size(sum(prod(fact.shape) * fact.itemsize for fact in found))
+            refuse("S851", f"{self.what} are not sent to a peer", notes=(why.format(held),),
                    helps=(f"keep them in host memory: `offload({self.what}, to=cpu)`",
+                          f"or a slice of them on each replica: `{slices}`",
                           "or send what a peer can hold:"
                           " `offload(activations, to=peer, over=pp)`"))  # fmt: skip
         row = f"offload({self.what}, to=peer, over=pp)"

@@ -46,10 +46,11 @@ SPLIT = "layers.*.up shard(col, over=tp)\nlayers.*.down shard(row, over=tp)\n"
         ("", EACH, "offload(parameters)\n" + PIPE, "pp=2"),
         ("", EACH, PIPE.replace("1F1B", "ZB-H1"), "pp=2"),
         ("", EACH, "offload(optimizer, to=peer, over=pp)\n" + PIPE, "pp=2"),
+        ("layers[2] checkpoint()\n", FIRST + "layers[1] offload(activations)\n", PIPE, "pp=2"),
         ("layers[2] compress(activations, int8)\n", EACH, PIPE, "pp=2"),
     ],
     ids=["first", "ring", "inside", "rounds", "checkpoint", "inside of a checkpoint", "tensor",
-         "zero", "streamed", "halves", "state", "rounded"],
+         "zero", "streamed", "halves", "state", "mixed", "rounded"],
 )  # fmt: skip
 def test_same_bits(threads: Threads, before: str, rows: str, after: str, mesh: str) -> None:
     """Losses, gradients, norms, weights and state of three clipped steps are those of no rows."""
@@ -136,7 +137,8 @@ def test_the_plan_counts_what_is_sent(threads: Threads) -> None:
     size = threads.run(held, 2, plans[1])[0][1]
     assert (out.bytes, out.places, out.to) == (size, frozenset({0}), 1)
     assert (home.total, home.places, home.to) == (out.total, frozenset({1}), 0)
-    assert out.count == int((given.timeline.kind == Kind.EVICT).sum()) == 4  # type: ignore[union-attr]
+    assert given.timeline is not None
+    assert out.count == int((given.timeline.kind == Kind.EVICT).sum()) == 4
     assert plain.memory[0].peak - given.memory[0].peak > 0.8 * size
     assert given.memory[1].peak > plain.memory[1].peak
 
@@ -195,8 +197,10 @@ def test_the_ring_gives_to_the_next() -> None:
     "rows, mesh, said",
     [
         ("layers[0] offload(activations, to=peer)", "pp=2", ("S851", "over=pp")),
-        ("layers[0] offload(gradients, to=peer, over=pp)", "pp=2", ("S851", "send all of them")),
-        ("layers[0] offload(parameters, to=peer, over=pp)", "pp=2", ("S851", "fetch them twice")),
+        ("layers[0] offload(gradients, to=peer, over=pp)", "pp=2",
+         ("S851", "would send them, 18.9 KiB", "zero(stage=2")),
+        ("layers[0] offload(parameters, to=peer, over=pp)", "pp=2",
+         ("S851", "fetch them twice, 18.9 KiB", "zero(stage=3")),
     ],
 )  # fmt: skip
 def test_refused(rows: str, mesh: str, said: tuple[str, ...]) -> None:
