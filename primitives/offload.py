@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import field, replace
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
+from schedlang.amounts import size
 from schedlang.facets import Stored
 from schedlang.kinds import Axis
 from schedlang.plan import Plan
@@ -14,6 +16,17 @@ if TYPE_CHECKING:
     from schedlang.model import Site
 
 MOVES = ("activations", "parameters")  # what comes back module by module
+# what no peer holds: why not, and who does it with ranks at the same place of the pipeline
+STAY = {
+    "parameters": (
+        "each microbatch would fetch them twice, {}, from a rank that computes on another one",
+        "zero(stage=3, over=dp)",
+    ),
+    "gradients": (
+        "each microbatch would send them, {}; for their sums, the norm and the step all come home",
+        "zero(stage=2, over=dp)",
+    ),
+}
 
 
 class offload(Primitive):  # noqa: N801
@@ -36,8 +49,13 @@ class offload(Primitive):  # noqa: N801
     so a stage that is full can give to one that is not: select its layers. What is sent each step
     is twice the state that lies there. An axis of size 1 has no peer, and the row does nothing.
 
+    `offload(activations, to=peer, over=pp)` sends what these modules save to that rank after the
+    forward of a microbatch, and has it back `prefetch` operations of the pipeline before its
+    backward. What would be back at once stays. With 1F1B the first stages keep most: theirs is a
+    microbatch instead of as many as there are stages behind them.
+
     Rhu et al., vDNN (2016); Pudipeddi et al., L2L (2020); Ren et al., ZeRO-Offload (2021);
-    Rajbhandari et al., ZeRO-Infinity (2021).
+    Rajbhandari et al., ZeRO-Infinity (2021); Kim et al., BPipe (2023).
     """
 
     what: Literal["activations", "parameters", "gradients", "optimizer"]
@@ -59,7 +77,7 @@ class offload(Primitive):  # noqa: N801
         if self.what not in MOVES and self.prefetch != 1:
             refuse("S306", f"nothing of the {self.what} comes back module by module",
                    helps=("leave out `prefetch`",))  # fmt: skip
-        self._check_peer(plan)
+        self._check_peer(site, plan)
         self._check_plans(site, plan)
 
     def _check_plans(self, site: Site, plan: Plan) -> None:
@@ -81,14 +99,18 @@ class offload(Primitive):  # noqa: N801
                           "or let a plan move nothing: `checkpoint(plan=rotor, ...)`"),
                    )  # fmt: skip
 
-    def _check_peer(self, plan: Plan) -> None:
+    def _check_peer(self, site: Site, plan: Plan) -> None:
         """Refuse a peer that is not named, and what cannot lie there."""
-        row = "offload(optimizer, to=peer, over=pp)"
-        if self.to == "peer" and self.what != "optimizer":
-            refuse("S851", f"{self.what} are not sent to a peer: only optimizer state is",
-                   notes=("ranks need them at times of their own, and step at one time",),
+        if self.to == "peer" and self.what in STAY:
+            why, slices = STAY[self.what]
+            found = {fact.name: fact for fact in plan.model.below(site.fqn)}.values()
+            held = size(sum(prod(fact.shape) * fact.itemsize for fact in found))
+            refuse("S851", f"{self.what} are not sent to a peer", notes=(why.format(held),),
                    helps=(f"keep them in host memory: `offload({self.what}, to=cpu)`",
-                          f"or send the state: `{row}`"))  # fmt: skip
+                          f"or a slice of them on each replica: `{slices}`",
+                          "or send what a peer can hold:"
+                          " `offload(activations, to=peer, over=pp)`"))  # fmt: skip
+        row = f"offload({self.what}, to=peer, over=pp)"
         if (self.to == "peer") != (self.over is not None):
             refuse("S851", "a peer is the next rank of an axis: `to=peer` and `over` go together",
                    helps=(f"name both: `{row}`",
@@ -103,11 +125,14 @@ class offload(Primitive):  # noqa: N801
 
     def apply(self, site: Site, build: Any) -> None:
         """Put the module's saved tensors into a store; `build` moves what is parameters'."""
+        from schedlang.runtime.keeping.lodged import lodge
         from schedlang.runtime.keeping.offload import Store
         from schedlang.runtime.keeping.offload import offload as move
         from schedlang.runtime.storage.scratch import Scratch
 
-        if self.what == "activations":
+        if self.what == "activations" and self.over is not None:
+            lodge(build.at(site.fqn))
+        elif self.what == "activations":
             scratch = build.shared("scratch", Scratch) if self.to == "disk" else None
             key = ("offload", self.prefetch, self.to)
             store = build.shared(key, lambda: Store(self.prefetch, scratch=scratch))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from schedlang.diagnostic import Refusal
 from schedlang.passes.costs.gains import Gained, gains
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from schedlang.passes.preparing.prepare import Prepared
     from schedlang.timeline import Timeline
 
+T = TypeVar("T")
 ACTIVATIONS = "not estimated"
 
 
@@ -102,6 +103,8 @@ def account(
     if not parts.even(batch, plan.shares, plan.micro):
         notes.append("microbatches differ in rows; bytes are those of the largest")
     sent = collectives(plan, prepared, sample, loss)
+    lodged, why = _lodgings(plan, sample, loss, prepared)
+    sent, notes = (*sent, *lodged), [*notes, *([why] if why else [])]
     if any(one.what == "tokens" for one in sent):
         notes.append("tokens are counted as if all experts were chosen equally often")
     held: tuple[RankMemory, ...] | None = None
@@ -120,22 +123,41 @@ def account(
     )  # fmt: skip
 
 
+def _lodgings(
+    plan: Plan, sample: Mapping[str, Any], loss: Loss | None, prepared: Prepared
+) -> tuple[tuple[Collective, ...], str]:
+    """What activations on a peer send; or nothing and why it cannot be told."""
+    from schedlang.passes.costs.lodgings import lodgings
+
+    return _told(
+        lambda: tuple(lodgings(plan, sample, loss, prepared)), (),
+        "what is sent to keep activations on a peer is not counted",
+    )  # fmt: skip
+
+
 def _memory(
     plan: Plan, batch: Mapping[str, Any], loss: Loss | None, prepared: Prepared
 ) -> tuple[tuple[RankMemory, ...] | None, str]:
     """Bytes over a step by class; or None and why they cannot be told."""
     from schedlang.passes.costs.estimate import estimate
+
+    none: tuple[RankMemory, ...] | None = None
+    return _told(lambda: estimate(plan, batch, loss, prepared), none, _UNTOLD)
+
+
+def _told(play: Callable[[], T], otherwise: T, said: str) -> tuple[T, str]:
+    """What a played step shows; or something else, and why it cannot be played."""
     from schedlang.runtime.collectives.tap import free
 
     if not free():
-        return None, f"{_UNTOLD}: this process is a rank of a job, and cannot play others"
+        return otherwise, f"{said}: this process is a rank of a job, and cannot play others"
     try:
-        return estimate(plan, batch, loss, prepared), ""
+        return play(), ""
     except Refusal as refusal:
-        return None, f"{_UNTOLD}: {refusal.diagnostics[0].title}"
+        return otherwise, f"{said}: {refusal.diagnostics[0].title}"
     except Exception as error:  # a model may ask for what only values tell, a kernel for a device
         first = str(error).split("\n")[0]
-        return None, f"{_UNTOLD}: {type(error).__name__}: {first}"
+        return otherwise, f"{said}: {type(error).__name__}: {first}"
 
 
 _UNTOLD = "memory over the step is not estimated"

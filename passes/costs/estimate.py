@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.memory import CLASSES, STATE, Moment, RankMemory
 from schedlang.passes.costs.memory import RankClass
-from schedlang.passes.costs.rehearse import Played, Rehearsal, Run, in_order, rehearse
+from schedlang.passes.costs.rehearse import Rehearsal, Run, in_order, rehearse
 from schedlang.passes.preparing.prepare import Prepared
 from schedlang.plan import Plan
 
@@ -36,15 +36,16 @@ def estimate(
 
 def held(plan: Plan, prepared: Prepared, played: Rehearsal) -> tuple[RankMemory, ...]:
     """The same of steps that were played already."""
-    return tuple(_memory(plan, prepared, one, played.of[one]) for one in played.classes)
+    return tuple(_memory(plan, prepared, one, played) for one in played.classes)
 
 
 # -- along the whole order ---------------------------------------------------------------------
 
 
-def _memory(plan: Plan, prepared: Prepared, one: RankClass, played: Played) -> RankMemory:
-    """The played operations in the order of this rank's place."""
-    staged, level = prepared.staged, played.start + _lodging(one)
+def _memory(plan: Plan, prepared: Prepared, one: RankClass, rehearsal: Rehearsal) -> RankMemory:
+    """The played operations in the order of this rank's place; what it holds for others besides."""
+    staged, played = prepared.staged, rehearsal.of[one]
+    level = played.start + _lodging(one)
     moments = [Moment(BEFORE, _plain(level), _plain(level))]
 
     def then(what: str, run: Run) -> None:
@@ -54,7 +55,7 @@ def _memory(plan: Plan, prepared: Prepared, one: RankClass, played: Played) -> R
         moments.append(Moment(what, _plain(run.most + more), _plain(run.end + more), passing))
         level = run.end + more
 
-    for op, run in in_order(plan, staged, one.place, played):
+    for op, run in in_order(plan, staged, one.place, played, rehearsal.parked):
         then(str(op), run)
     for run in played.rest:
         then(AFTER, run)

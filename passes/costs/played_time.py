@@ -69,7 +69,7 @@ def step_time(plan: Plan, prepared: Prepared, played: Rehearsal, cluster: Cluste
     clock = _Clock(plan, prepared.staged, cluster)
     line = _line(plan, prepared.staged)
     places = {one.place or 0: played.of[one] for one in played.classes}
-    by_op = [_times(clock, place, places[place]) for place in range(line.ranks)]
+    by_op = [_times(clock, place, places[place], played.parked) for place in range(line.ranks)]
     took = [by_op[rank].get(op, _NOTHING) for rank, op in _ops(line)]
     transfer = max((clock.transfer(one) for one in places.values()), default=0.0)
     timed = timing(line, np.array([one.seconds for one in took]), transfer)
@@ -103,12 +103,14 @@ def _ops(line: Timeline) -> Iterable[tuple[int, Op]]:
             yield rank, op
 
 
-def _times(clock: _Clock, place: int, played: Played) -> Mapping[Op, _Took]:
+def _times(
+    clock: _Clock, place: int, played: Played, parked: Mapping[int, int]
+) -> Mapping[Op, _Took]:
     """What each operation of a place takes."""
     at = place if clock.staged.axis is not None else None
     known: dict[int, _Took] = {}
     found = {}
-    for op, run in in_order(clock.plan, clock.staged, at, played):
+    for op, run in in_order(clock.plan, clock.staged, at, played, parked):
         key = id(run)
         if key not in known:
             known[key] = clock.took(run.work)

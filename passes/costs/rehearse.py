@@ -11,13 +11,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from schedlang.memory import MOMENTS
+from schedlang.memory import CLASSES, MOMENTS, STATE
 from schedlang.passes.costs.memory import RankClass, rank_classes
 from schedlang.passes.preparing.holdings import slicing
 from schedlang.passes.preparing.prepare import Prepared
 from schedlang.passes.preparing.residence import tiers_of
 from schedlang.passes.statics.roles import fewer, places, repeated
 from schedlang.plan import Plan
+from schedlang.timeline import Kind
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 PLAYED = 3  # microbatches: the first, one between, the last
 DEVICE = "device"
+LODGES = {Kind.HOLD: 1, Kind.GIVE: -1}  # what a partner does
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Played:
 
     ops   by what tells them apart but for the microbatch: what was held before, at most, and after
     rest  what ran after them, likewise
+    parked  by stage the bytes of a microbatch that a partner holds for a while
     """
 
     of: RankClass
@@ -48,6 +51,7 @@ class Played:
     rest: Sequence[Run]
     host: int
     left: tuple[str, ...]
+    parked: Mapping[int, int]
 
 
 class Run(NamedTuple):
@@ -63,10 +67,14 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The classes of ranks, and what was played of the one that stands for each."""
+    """The classes of ranks, and what was played of the one that stands for each.
+
+    parked  by stage the bytes that a microbatch's forward parks on a partner
+    """
 
     classes: tuple[RankClass, ...]
     of: Mapping[RankClass, Played]
+    parked: Mapping[int, int]
 
 
 def rehearse(
@@ -79,6 +87,21 @@ def rehearse(
     and bytes of every operator are counted too.  Raises what the model
     raises where it cannot be played.
     """
+    from schedlang.runtime import parts
+
+    sample = parts.sample(batch, plan.shares, plan.micro)
+    return _rehearsed(_Step(plan, sample, loss, prepared, works))
+
+
+def parked_bytes(
+    plan: Plan, sample: Mapping[str, Any], loss: Loss | None, prepared: Prepared
+) -> Mapping[int, int]:
+    """What a microbatch's forward of a stage parks on a partner, by stage; raises as above."""
+    return _rehearsed(_Step(plan, sample, loss, prepared, False)).parked
+
+
+def _rehearsed(step: _Step) -> Rehearsal:
+    plan, prepared = step.plan, step.prepared
     kinds = places(plan, prepared)
     classes = rank_classes(plan, prepared.staged, prepared.holdings)
     played: dict[int | None, Played] = {}
@@ -87,9 +110,21 @@ def rehearse(
         kind = None if one.place is None else kinds[one.place]
         if kind not in played:
             of = next(c for c in classes if c.place == kind)
-            played[kind] = _play(_Step(plan, batch, loss, prepared, works), of)
+            played[kind] = _play(step, of)
         found[one] = played[kind]
-    return Rehearsal(classes, found)
+    return Rehearsal(classes, found, _parked(prepared, kinds, played))
+
+
+def _parked(
+    prepared: Prepared, kinds: Mapping[int, int], played: Mapping[int | None, Played]
+) -> dict[int, int]:
+    staged = prepared.staged
+    t, found = staged.timeline, {}
+    for stage in sorted(set(t.stage[t.kind == Kind.EVICT].tolist())):
+        place = staged.ranks[stage]
+        turn, kind = staged.stages_at(place).index(stage), kinds[place]
+        found[stage] = played[kind].parked[staged.stages_at(kind)[turn]]
+    return found
 
 
 # -- playing -----------------------------------------------------------------------------------
@@ -97,10 +132,10 @@ def rehearse(
 
 @dataclass(frozen=True)
 class _Step:
-    """What is played, and whether its work is counted."""
+    """What is played, with one microbatch of it, and whether its work is counted."""
 
     plan: Plan
-    batch: Mapping[str, Any]
+    sample: Mapping[str, Any]
     loss: Loss | None
     prepared: Prepared
     works: bool
@@ -108,9 +143,7 @@ class _Step:
 
 def _play(step: _Step, of: RankClass) -> Played:
     """A short step of the first rank of a class, watched."""
-    from schedlang.passes.cutting.staging import timeline_of
     from schedlang.passes.running.build import build
-    from schedlang.runtime import parts
     from schedlang.runtime.collectives.tap import playing
     from schedlang.runtime.keeping.offload import watched
     from schedlang.runtime.played import play
@@ -120,11 +153,9 @@ def _play(step: _Step, of: RankClass) -> Played:
     from schedlang.runtime.summing.gathered import without_values
 
     plan, prepared = step.plan, step.prepared
-    order, staged = fewer(plan, prepared.staged, PLAYED)
-    short = replace(plan, order=order)
-    ready = replace(prepared, staged=replace(staged, timeline=timeline_of(short)))
-    sample = parts.sample(step.batch, plan.shares, plan.micro)
-    few = repeated(sample, plan.shares * short.micro)
+    short, staged = _short(plan, prepared.staged)
+    ready = replace(prepared, staged=staged)
+    few = repeated(step.sample, plan.shares * short.micro)
     footprint = Footprint("meta", step.works)
     with playing(of.first, plan.mesh.world) as tap, watched(footprint):
         state, tap.holds = _state_ranks(plan, of.first), False
@@ -137,7 +168,26 @@ def _play(step: _Step, of: RankClass) -> Played:
         with without_values(units):
             play(program, staged.cut, few, footprint)
     left = tuple(map(str, left_in(program.assembly.module)))
-    return _table(footprint, of, ready.staged, left)
+    sent = dict(program.assembly.pipeline.parking.sent)
+    return _table(footprint, of, ready.staged, left, sent)
+
+
+def _short(plan: Plan, staged: Staged) -> tuple[Plan, Staged]:
+    """The plan with a few microbatches: as many as show each stage that parks what it saves."""
+    from schedlang.passes.cutting.parks import lodged
+    from schedlang.passes.cutting.staging import timeline_of
+
+    def parking(one: Staged) -> set[int]:
+        return set(one.timeline.stage[one.timeline.kind == Kind.EVICT].tolist())
+
+    least = PLAYED
+    while True:
+        order, few = fewer(plan, staged, least)
+        short = replace(plan, order=order)
+        few = lodged(short, replace(few, timeline=timeline_of(short)))
+        if order == plan.order or parking(few) >= parking(staged):
+            return short, few
+        least *= 2
 
 
 def _state_ranks(plan: Plan, rank: int) -> tuple[int, ...]:
@@ -172,9 +222,10 @@ def _start(program: Program, footprint: Footprint, away: Collection[str]) -> Non
             footprint.hold("optimizer", () if name in away else moments)
 
 
-def _table(footprint: Footprint, of: RankClass, staged: Staged, left: tuple[str, ...]) -> Played:
-    from schedlang.timeline import Kind
-
+def _table(
+    footprint: Footprint, of: RankClass, staged: Staged, left: tuple[str, ...],
+    parked: Mapping[int, int],
+) -> Played:  # fmt: skip
     marks = [one.what for one in footprint.stretches]
     ran = footprint.ran([op for op in marks if op is not None and op.kind is Kind.F])
     runs = [Run(a.end, b.most, b.end, b.passing, b.work) for a, b in zip(ran, ran[1:])]
@@ -183,9 +234,9 @@ def _table(footprint: Footprint, of: RankClass, staged: Staged, left: tuple[str,
     for one, run in zip(ran[1:], runs):
         if one.what is None:
             rest.append(run)
-        else:
+        elif one.what.kind not in LODGES:  # a partner's bytes are not known here
             ops.setdefault(_key(staged, of.place, one.what), []).append(run)
-    return Played(of, ran[0].end, ops, rest, footprint.host, left)
+    return Played(of, ran[0].end, ops, rest, footprint.host, left, parked)
 
 
 def _key(staged: Staged, place: int | None, op: Op) -> tuple[Any, ...]:
@@ -201,18 +252,39 @@ def _key(staged: Staged, place: int | None, op: Op) -> tuple[Any, ...]:
 
 
 def in_order(
-    plan: Plan, staged: Staged, place: int | None, played: Played
+    plan: Plan, staged: Staged, place: int | None, played: Played, parked: Mapping[int, int]
 ) -> Iterator[tuple[Op, Run]]:
-    """Each operation of a place in a whole step, with what was played for it."""
+    """Each operation of a place in a whole step, with what was played for it.
+
+    `parked`: by stage what a partner holds of it for a while.
+    """
     rows = _rows(plan, staged, place)
-    often = Counter(_key(staged, place, op) for op in rows)
+    often = Counter(_key(staged, place, op) for op in rows if op.kind not in LODGES)
     turns: Counter[Any] = Counter()
+    lodgers = {
+        (stage, kind): _lodged(size * sign, played.start)
+        for stage, size in parked.items()
+        for kind, sign in LODGES.items()
+    }
     for op in rows:
+        if op.kind in LODGES:
+            yield op, lodgers[op.stage, op.kind]
+            continue
         key = _key(staged, place, op)
         runs = played.ops.get(key)
         if runs is not None:
             yield op, runs[_turn(turns[key], often[key], len(runs))]
         turns[key] += 1
+
+
+def _lodged(size: int, before: Levels) -> Run:
+    """A partner's activations come (or go, below zero)."""
+    from schedlang.runtime.storage.work import Work
+
+    end = before.copy()
+    end[CLASSES.index("activations")] += size
+    passing = int(before[len(STATE) :].sum()) + max(size, 0)
+    return Run(before, end if size > 0 else before, end, passing, Work())
 
 
 def _rows(plan: Plan, staged: Staged, place: int | None) -> list[Op]:

@@ -12,6 +12,7 @@ from schedlang.passes.costs.activations import activations
 from schedlang.passes.costs.memory import gathered_bytes
 from schedlang.passes.costs.messages import messages
 from schedlang.passes.costs.sent import Collective, Context
+from schedlang.passes.cutting.parks import peer_rows
 from schedlang.passes.preparing.gathers import gathers
 from schedlang.passes.preparing.holdings import slicing
 from schedlang.passes.preparing.peers import state_rounds
@@ -102,7 +103,7 @@ def _bytes(shape: Iterable[int], dtype: str) -> int:
 def _states(context: Context) -> Iterator[Collective]:
     """Optimizer state that lies on the next rank: home before its step, and out again."""
     staged, plan = context.staged, context.plan
-    row = next((a.row for a in plan.actions if getattr(a.primitive, "to", None) == "peer"), None)
+    row = next((a.row for a in peer_rows(plan, "optimizer")), None)
     if staged.axis is None or row is None:
         return
     places = plan.mesh.size(staged.axis)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.cutting.parks import lodged
 from schedlang.passes.cutting.stages import Unit, Weight, at_units, balanced, check_regions, even
 from schedlang.passes.laying.casts import cast_modules
 from schedlang.passes.laying.propagate import Traced
@@ -113,7 +114,7 @@ def stages_of(plan: Plan, traced: Traced, batch: Mapping[str, Any], loss: Loss |
     except Refusal as refusal:
         raise placed(refusal, plan, "stage") from refusal
     homes = tuple(tuple(row) for row in timeline.homes.tolist())
-    return Staged(made, timeline, homes, axis, _trunk(plan))
+    return lodged(plan, Staged(made, timeline, homes, axis, _trunk(plan)))
 
 
 def _graph(

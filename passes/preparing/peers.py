@@ -1,4 +1,4 @@
-"""Optimizer state on the next rank of a pipeline: what is refused, and in which rounds."""
+"""What lies on the next rank of a pipeline: what is refused, and in which rounds state goes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, NoReturn
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.cutting.parks import peer_rows
 from schedlang.plan import Action, Plan
 
 if TYPE_CHECKING:
@@ -21,28 +22,47 @@ if TYPE_CHECKING:
     from schedlang.runtime.saving.holding import Holding
 
 NEAR = "keep it in host memory: `offload(optimizer, to=cpu)`"
+HOST = "keep them in host memory: `offload({}, to=cpu)`"
 
 
 def check_peers(plan: Plan, staged: Staged) -> None:
-    """Refuse rows to a peer that would gain nothing, or whose step could not be made (S851)."""
-    rows = _rows(plan)
-    for row in rows:
-        over = row.primitive.over  # type: ignore[attr-defined]
-        if over != staged.axis:
-            _refuse(
-                row, f"along `{over}` every rank keeps as much state as the next one",
-                "they would hold each other's, and no rank would hold less",
-                (f"name the axis of the pipeline: `over={staged.axis}`" if staged.axis else NEAR,
-                 f"or keep a slice on each rank: `zero(stage=1, over={over})`"),
-            )  # fmt: skip
-    if rows and any(store.tier == "disk" for store in plan.stores):
+    """Refuse rows to a peer that would gain nothing, or that could not be run (S851)."""
+    for row in peer_rows(plan):
+        _check_axis(row, staged)
+    states, lodgings = peer_rows(plan, "optimizer"), peer_rows(plan, "activations")
+    if states and any(store.tier == "disk" for store in plan.stores):
         _refuse(
-            rows[0], "beside rows that put something on disk no state is sent to a peer",
+            states[0], "beside rows that put something on disk no state is sent to a peer",
             "a step that finds the disk full is undone, and state has been sent by then",
             (NEAR, "or keep everything in memory: `to=cpu`"),
         )  # fmt: skip
-    if rows:
-        _check_homes(plan, rows[0])
+    if states:
+        _check_homes(plan, states[0])
+    if lodgings and staged.timeline.slices > 1:
+        _refuse(
+            lodgings[0], "of a sequence in slices nothing is sent to a peer",
+            "slices of one sequence share keys and values, which one of them would take away",
+            (f"cut no slices, or {HOST.format('activations')}",),
+        )  # fmt: skip
+
+
+def _check_axis(row: Action, staged: Staged) -> None:
+    """A peer is the next rank of the pipeline: along other axes ranks hold as much."""
+    over, what = row.primitive.over, row.primitive.what  # type: ignore[attr-defined]
+    if over == staged.axis:
+        return
+    said = "state" if what == "optimizer" else f"of {what}"
+    near = NEAR if what == "optimizer" else HOST.format(what)
+    less = {
+        "optimizer": f"or keep a slice on each rank: `zero(stage=1, over={over})`",
+        "activations": "or save fewer: `layers.*  checkpoint()`",
+    }
+    _refuse(
+        row, f"along `{over}` every rank keeps as much {said} as the next one",
+        "they would hold each other's, and no rank would hold less",
+        (f"name the axis of the pipeline: `over={staged.axis}`" if staged.axis else near,
+         less[what]),
+    )  # fmt: skip
 
 
 def _check_homes(plan: Plan, row: Action) -> None:
@@ -57,12 +77,6 @@ def _check_homes(plan: Plan, row: Action) -> None:
             "its state would go to the host by way of another rank",
             (NEAR, "or leave its parameters on the device"),
         )  # fmt: skip
-
-
-def _rows(plan: Plan) -> list[Action]:
-    """The rows that send state to a peer, and have one."""
-    found = [a for a in plan.actions if getattr(a.primitive, "to", None) == "peer"]
-    return [a for a in found if plan.mesh.size(a.primitive.over) > 1]  # type: ignore[attr-defined]
 
 
 def _refuse(row: Action, said: str, note: str, helps: tuple[str, ...]) -> NoReturn:
@@ -82,7 +96,7 @@ def peer_of(
     from schedlang.runtime.storage.folder import gathered
     from schedlang.runtime.storage.leaving import local
 
-    rows = _rows(builder.plan)
+    rows = peer_rows(builder.plan, "optimizer")
     if not rows or optimizer is None:
         return None
     if not (is_elementwise(optimizer) and is_tensorwise(optimizer)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from schedlang.passes.cutting.parks import meet, peer_rows
 from schedlang.passes.cutting.staging import Staged, local_skeleton
 from schedlang.passes.laying.context import exchange
 from schedlang.passes.preparing.gathers import gathers_by_rows
@@ -63,6 +64,7 @@ def pipeline_of(
     return Pipeline(
         stages, staged.timeline, group.ranks, place, group=group.pg, down=down,
         lookahead=plan.ahead, slices=slices, parks=_parks(staged, ranks),
+        picked=bool(peer_rows(plan, "activations")),
         handlers=gathering(sliced) if gathers_by_rows(plan, staged) else None,
     )  # fmt: skip
 
@@ -90,13 +92,7 @@ def _splits(plan: Plan, staged: Staged, stage: int, sliced: Mapping[int, Any]) -
         return False
     units = [staged.cut.graph.units[k] for k in staged.cut.units(stage)]
     again = {site for a in plan.actions if "recompute" in a.primitive.writes for site in a.sites}
-    return not any(_meet(unit, site) for unit in units for site in again)
-
-
-def _meet(one: str, other: str) -> bool:
-    """Whether a module is, holds or lies in another."""
-    a, b = f"{one}.".lstrip("."), f"{other}.".lstrip(".")
-    return a.startswith(b) or b.startswith(a)
+    return not any(meet(unit, site) for unit in units for site in again)
 
 
 def _parks(staged: Staged, ranks: Ranks) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.facets import Order
+from schedlang.passes.cutting.parks import at_home
 from schedlang.passes.preparing.book import Booked
 from schedlang.passes.preparing.holdings import holdings_of, slicing
 from schedlang.passes.preparing.prepare import Prepared
@@ -119,7 +120,7 @@ def shortened(step: Step) -> Step:
     plan = step.plan
     kept = tuple(a for a in plan.actions if not a.primitive.writes & {"structure", "residence"})
     whole = tuple(replace(one, stage=0) for one in plan.replicas)
-    least, staged = fewer(plan, step.prepared.staged, 2)
+    least, staged = fewer(plan, at_home(plan, step.prepared.staged), 2)
     short = replace(plan, actions=kept, replicas=whole, order=least)
     prepared = replace(step.prepared, staged=staged, holdings=holdings_of(short, staged))
     return replace(step, plan=short, prepared=prepared)

@@ -55,7 +55,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S851": (
         "a peer that cannot hold this",
         "`layers[:2]  offload(optimizer, to=peer, over=pp)` sends optimizer state to the next\n"
-        "rank of the pipeline. All else, and every other axis, uses `to=cpu` or `zero`.",
+        "rank of the pipeline, `offload(activations, to=peer, over=pp)` what forwards save.  All\n"
+        "else, and every other axis, uses `to=cpu` or `zero`.",
     ),
     "S854": (
         "parameters that are gathered together lie apart",

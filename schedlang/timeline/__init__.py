@@ -4,6 +4,7 @@ from schedlang.timeline.gathers import runs, with_gathers
 from schedlang.timeline.halves import halved
 from schedlang.timeline.holds import with_holds
 from schedlang.timeline.memory import peak, peak_live
+from schedlang.timeline.parks import with_parks
 from schedlang.timeline.proof import check
 from schedlang.timeline.table import (
     COLUMNS,
@@ -44,5 +45,6 @@ __all__ = [
     "timing",
     "with_gathers",
     "with_holds",
+    "with_parks",
     "with_transfers",
 ]

@@ -63,6 +63,11 @@ SCHEDULES = {
         f'model.layers[:2]  offload(optimizer, to=peer, over=pp)\n{CUT}'
         'pipeline(order="1F1B", micro=4)',
     ),
+    "parked": (
+        "pp=2",
+        f'model.layers[:2]  offload(activations, to=peer, over=pp, prefetch=0)\n{CUT}'
+        'pipeline(order="1F1B", micro=4)',
+    ),
 }  # fmt: skip
 NEAR = 0.015  # of the bytes counted
 # gloo does not tell what has arrived: a rank keeps the gradients that it has sent until the end
@@ -96,6 +101,7 @@ DEEP = (
     "interleaved", "weights later", "split, sliced state", "cast", "cast, gathered", "rounded",
     "rounded, split",
     "rounded, moved", "rounded, cast", "lent", "recomputed, rounded", "inside, rounded",
+    "parked",
 )  # fmt: skip
 
 

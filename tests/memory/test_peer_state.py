@@ -165,7 +165,7 @@ def test_saved_and_loaded(threads: Threads, tmp_path: Path, first: str, then: st
 @pytest.mark.parametrize(
     "rows, mesh, code, said",
     [
-        ("offload(gradients, to=peer, over=pp)", "pp=2", "S851", "only optimizer state"),
+        ("offload(gradients, to=peer, over=pp)", "pp=2", "S851", "not sent to a peer"),
         ("offload(optimizer, to=peer)", "pp=2", "S851", "over=pp"),
         ("offload(optimizer, to=disk, over=pp)", "pp=2", "S851", "go together"),
         (FIRST + "layers[0] offload(optimizer)", "pp=2", "S501", "moved already"),

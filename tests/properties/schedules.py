@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 from hypothesis import strategies as st
 
-from schedlang.orders import ORDERS, Size, chunks_of
+from schedlang.orders import ORDERS, Size, chunks_of, order
+from schedlang.timeline import Kind
 from tests.properties import splits
 from tests.properties.drawn import GENERATORS, PHASES, RELAX, Axes, Drawn, Step, generator, step
 from tests.properties.drawn import block_path as _at
@@ -103,13 +105,17 @@ def _regions(config: Config, sizes: dict[str, int]) -> list[Step]:
 def offload(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     """At blocks, with and without looking ahead; parameters also all, gradients and state all.
 
-    State that a peer holds is not that of streamed parameters, nor beside files.
+    State that a peer holds is not that of streamed parameters, nor beside files; activations that
+    it holds are of whole sequences, and of orders that park nothing by themselves.
     """
     found, every = [], [f"parameters {_at(place)}" for place in range(len(config.blocks))]
     for place, own in enumerate(every):
         at = _at(place)
         for more in (", to=cpu", ", prefetch=0"):
             found.append(step("offload", [f"{at}  offload(activations{more})"], [f"offload {at}"]))
+        for more in (", to=peer, over=pp", ", to=peer, over=pp, prefetch=0")[: 2 * ("pp" in sizes)]:
+            row = f"{at}  offload(activations{more})"
+            found.append(step("offload", [row], [f"offload {at}", f"lent {at}"], ["pp"]))
         for more in ("", ", to=disk"):
             found.append(step("offload", [f"{at}  offload(parameters{more})"], [own]))
     return [
@@ -264,15 +270,24 @@ def pipeline_split(config: Config, sizes: dict[str, int], length: int) -> list[S
 def pipeline(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     """Every order that gives up rounding alone, where there are blocks enough for its stages."""
     found = []
-    ranks = sizes.get("pp", 1)
+    ranks, lent = sizes.get("pp", 1), [f"lent {_at(place)}" for place in range(len(config.blocks))]
     for known in ORDERS:
         fits = chunks_of(known.name) * ranks <= len(config.blocks)
         if known.relaxed or known.sliced or not fits:
             continue
         for micro in (1, 2, 3, 4):
             if ranks == 1 or known.problem(Size(ranks, micro, chunks_of(known.name))) is None:
-                found.append(f'pipeline(order="{known.name}", micro={micro})')
-    return [step("pipeline", [row], ["order"]) for row in found]
+                row = f'pipeline(order="{known.name}", micro={micro})'
+                claims = lent if _parks(known.name, ranks, micro) else []
+                found.append(step("pipeline", [row], ["order", *claims]))
+    return found
+
+
+@cache
+def _parks(name: str, ranks: int, micro: int) -> bool:
+    """Whether an order says by itself what its forwards keep."""
+    kinds = order(name, ranks, micro).kind.tolist() if ranks > 1 else ()
+    return any(kind in kinds for kind in (Kind.EVICT, Kind.OFFLOAD, Kind.RECOMPUTE))
 
 
 @generator

@@ -11,7 +11,7 @@ from tests.properties.drawn import Drawn
 from tests.properties.models import Block, Config
 from tests.tiers import thinned
 
-RARE = ("grid(summa", "uneven=pad", "uneven=replicate", "embed  grid(")
+RARE = ("grid(summa", "activations, to=peer", "uneven=pad", "uneven=replicate", "embed  grid(")
 
 
 def test_rare_rows_are_drawn() -> None:

@@ -9,6 +9,8 @@ from torch import Tensor
 from schedlang.runtime.keeping.away import Away
 from schedlang.runtime.keeping.peer import Peer
 from schedlang.runtime.keeping.streamed import Held
+from schedlang.runtime.staging.flight import work_of
+from schedlang.runtime.staging.parking import Parking, bag_of
 from schedlang.runtime.storage import leaving
 from tests.zoo.bug import Operator, Patch, Site, bug
 
@@ -69,3 +71,18 @@ def state_of_the_first_step(patch: Patch, site: Site) -> None:
             self.held[turn] = first.setdefault(turn, self.held[turn].clone())
 
     patch.setattr(Peer, "_send", send)
+
+
+@bug("C22", "offload", Operator.FREEZE, "parked", row="offload(activations")
+def first_parcel_again(patch: Patch, site: Site) -> None:
+    """A peer gives back for every microbatch what the first one's forward had saved."""
+    plain = Parking.load
+
+    def load(self: Parking, step: Any, op: Any) -> None:
+        plain(self, step, op)
+        bag = bag_of(step, work_of(op))
+        bring, first = bag._bring, vars(self).setdefault("first", {})
+        assert bring is not None
+        bag.bring(lambda: first.setdefault((op.stage, *bag.sizes()), bring()))
+
+    patch.setattr(Parking, "load", load)

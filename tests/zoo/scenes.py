@@ -254,6 +254,10 @@ SCENES: dict[str, Scene] = {
         networks.made(lambda: networks.Points(*(networks.Residual() for _ in range(2)))),
         f"offload(optimizer, to=peer, over=pp)\nblocks {PIPELINE}", "pp=2", points,
     ),
+    "parked": Scene(
+        networks.made(lambda: networks.Points(*(networks.Residual() for _ in range(2)))),
+        f"offload(activations, to=peer, over=pp, prefetch=0)\nblocks {PIPELINE}", "pp=2", points,
+    ),
     "three by two": replace(_block(networks.Residual, BOTH), mesh="dp=3, tp=2"),
     "two by two": replace(_block(networks.Residual, BOTH), mesh="dp=2, tp=2"),
     "predicting": Scene(

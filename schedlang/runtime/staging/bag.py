@@ -8,8 +8,9 @@ bytes; it comes back to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -59,11 +60,12 @@ class _Saved(NamedTuple):
 class Bag:
     """The storages that one forward saved; `stays()` are tensors whose memory is not taken.
 
-    They are asked for in the course of the forward: fully_shard gathers weights in it.
+    They are asked for in the course of the forward: fully_shard gathers weights in it. What lies
+    on the meta device is counted where `hollow`, and left alone otherwise.
     """
 
-    def __init__(self, stays: Callable[[], Iterable[Tensor]]) -> None:
-        self._stays = stays
+    def __init__(self, stays: Callable[[], Iterable[Tensor]], hollow: bool = False) -> None:
+        self._stays, self._hollow = stays, hollow
         self._slots: list[_Slot] = []
         self._known: dict[int, int] = {}  # while the forward runs: address -> slot
         self._leaves: list[tuple[Tensor, _Saved]] = []
@@ -77,6 +79,15 @@ class Bag:
     def collecting(self) -> AbstractContextManager[Any]:
         """Around a forward: what it saves goes into this bag."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    @contextmanager
+    def at_hand(self) -> Iterator[None]:
+        """Around a forward: modules that ask for it put into this bag what they save."""
+        before, _here.bag = _here.bag, self
+        try:
+            yield
+        finally:
+            _here.bag = before
 
     def close(self, leaves: Iterable[Tensor]) -> None:
         """The forward has ended; the memory of its received `leaves` is the bag's as well."""
@@ -117,8 +128,10 @@ class Bag:
 
     def _pack(self, tensor: Tensor) -> Any:
         key = _address(tensor)
-        taken = (
-            key in self._known or _plain(tensor) and key not in set(map(_address, self._stays()))
+        taken = key in self._known or (
+            _plain(tensor)
+            and (self._hollow or not tensor.is_meta)
+            and key not in set(map(_address, self._stays()))
         )
         return self._put(tensor) if taken else tensor
 
@@ -155,6 +168,18 @@ class Bag:
         return [*large, *([small] if small else [])]
 
 
+class _Here(threading.local):
+    bag: Bag | None = None
+
+
+_here = _Here()
+
+
+def bag_at_hand() -> Bag | None:
+    """The bag of the forward that runs, where only some modules put into it what they save."""
+    return _here.bag
+
+
 def _room(slot: _Slot) -> int:
     return -(-slot.size // ALIGNED) * ALIGNED
 
@@ -172,7 +197,7 @@ def _together(raws: Sequence[Tensor]) -> Tensor:
 
 def _plain(tensor: Tensor) -> bool:
     """Whether a tensor is bytes in memory and nothing else."""
-    if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_meta:
+    if type(tensor) is not Tensor or tensor.layout != torch.strided:
         return False
     return not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
 

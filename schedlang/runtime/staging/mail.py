@@ -11,6 +11,8 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from schedlang.runtime.storage.tiers import DEVICE, made_on
+
 Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 DIMS = 8
 HEADER = DIMS + 2  # per tensor: dtype, number of dims, sizes
@@ -58,7 +60,8 @@ class Mail:
     gloo and NCCL match messages between two ranks in the order in which they were posted, so a
     message is posted only after all earlier ones from the same rank. `down` carries what goes from
     a higher rank to a lower: NCCL runs the messages of a group and a pair of ranks one after the
-    other, and one group for both directions could stop them for each other.
+    other, and one group for both directions could stop them for each other. What arrives is marked
+    as lying on `tier`.
     """
 
     def __init__(
@@ -67,7 +70,9 @@ class Mail:
         down: dist.ProcessGroup | None,
         device: torch.device,
         pairs: Iterable[tuple[int, int]] = (),
+        tier: str = DEVICE,
     ) -> None:
+        self.tier = tier
         self.group, self.down, self.device = group, down or group, device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._queues: dict[int, deque[_Expected]] = {}
@@ -75,6 +80,11 @@ class Mail:
         self._sent: dict[Hashable, list[tuple[Any, torch.Tensor]]] = {}
         if device.type != "cpu":
             self._connect(pairs)
+
+    @property
+    def tells(self) -> bool:
+        """Whether the backend says what has arrived (NCCL does, gloo does not)."""
+        return self.device.type == "cuda"
 
     def _connect(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Meet every partner once, in one order for all ranks.
@@ -101,7 +111,7 @@ class Mail:
         if header:
             parts.insert(0, _header(layout_of(tensors), self.device))
         if self.device.type != "cpu":
-            self._sweep()
+            self.sweep()
         kept = self._sent.setdefault(key, [])
         lane = self._lane(self.rank, to)
         for part in map(_bytes, parts):
@@ -143,8 +153,8 @@ class Mail:
         for work, _ in self._sent.pop(key, []):
             work.wait()
 
-    def _sweep(self) -> None:
-        """Let go of what has arrived, where the backend tells (NCCL does, gloo does not)."""
+    def sweep(self) -> None:
+        """Let go of what has arrived, where the backend tells."""
         for key, works in list(self._sent.items()):
             if all(work.is_completed() for work, _ in works):
                 del self._sent[key]
@@ -166,7 +176,7 @@ class Mail:
                 expected.learn(layout)
             expected.tensors = []
             for dtype, shape in layout:
-                tensor = torch.empty(shape, dtype=dtype, device=self.device)
+                tensor = made_on(self.device, shape, dtype, self.tier)
                 expected.tensors.append(tensor)
                 if tensor.numel():
                     lane = self._lane(source, self.rank)

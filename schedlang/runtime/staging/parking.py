@@ -16,6 +16,7 @@ from schedlang.runtime.staging.bag import Bag
 from schedlang.runtime.staging.flight import Work, work_of
 from schedlang.runtime.staging.mail import Mail
 from schedlang.runtime.staging.step import Step
+from schedlang.runtime.storage.tiers import PEER
 from schedlang.timeline import Op
 
 Pairs = Iterable[tuple[int, int]]
@@ -30,8 +31,9 @@ class Parking:
 
     def __init__(self, groups: Groups, device: torch.device, pairs: Pairs = ()) -> None:
         ways = (*groups, None, None, None, None)
-        self.out = Mail(ways[0], ways[1], device, pairs)
+        self.out = Mail(ways[0], ways[1], device, pairs, PEER)
         self.home = Mail(ways[2], ways[3], device, pairs)
+        self.sent: dict[int, int] = {}  # stage -> bytes of a microbatch's that left, at most
         self._held: dict[Work, int] = {}
         self._last: Work | None = None
 
@@ -45,31 +47,57 @@ class Parking:
     def evict(self, step: Step, op: Op) -> None:
         """Send away what a forward has saved; what was sent before must have left by now."""
         work, to = work_of(op), step.pipe.ranks[op.peer]
-        if self._last is not None:
-            self.out.free((self._last, "sizes"))
-            self.out.free((self._last, "bytes"))
+        self._free()
         bag, self._last = bag_of(step, work), work
-        sizes = torch.tensor(bag.sizes(), dtype=torch.int64, device=self.out.device)
+        told = bag.sizes()
+        self.sent[work.stage] = max(self.sent.get(work.stage, 0), sum(told))
+        sizes = torch.tensor(told, dtype=torch.int64, device=self.out.device)
         self.out.send(to, (work, "sizes"), [sizes], header=True)
         self.out.send(to, (work, "bytes"), bag.pack(), header=False)
+        if self.out.device.type == "meta":
+            self._free()  # there is nothing on its way
+
+    def make_room(self) -> None:
+        """Before memory is needed: activations that left are gone.
+
+        HOLD stands right behind EVICT in the order of all rows, so it does not wait for what this
+        rank does next. A backend that tells what has arrived is asked, not waited for.
+        """
+        if self.out.tells:
+            self.out.sweep()
+        else:
+            self._free()
+
+    def _free(self) -> None:
+        last, self._last = self._last, None
+        for part in ("sizes", "bytes") if last is not None else ():
+            self.out.free((last, part))
 
     def hold(self, step: Step, op: Op) -> None:
         """Take in what a partner sends."""
         work, source = work_of(op), step.pipe.ranks[op.peer]
-        self.out.post(source, (work, "sizes"), 1, lambda: None)
-        sizes = self.out.take((work, "sizes"))[0].tolist()
+        sizes = self.told(source, work)
         layout = tuple((torch.uint8, (int(size),)) for size in sizes)
         self.out.post(source, (work, "bytes"), len(sizes), lambda: layout)
         self._held[work] = len(sizes)
+
+    def told(self, source: int, work: Work) -> Sequence[int]:
+        """The bytes of each part that a partner is about to send."""
+        self.out.post(source, (work, "sizes"), 1, lambda: None)
+        sizes: list[int] = self.out.take((work, "sizes"))[0].tolist()
+        return sizes
 
     def give(self, step: Step, op: Op) -> None:
         """Send back what a partner has parked here."""
         work = work_of(op)
         del self._held[work]
         self.home.send(step.pipe.ranks[op.peer], work, self.out.take((work, "bytes")), header=False)
+        if not self.out.tells:  # LOAD stands before GIVE in the order of all rows
+            self.home.free(work)
 
     def load(self, step: Step, op: Op) -> None:
         """Call back what was parked; the backward waits for it."""
+        self.make_room()
         work = work_of(op)
         bag = bag_of(step, work)
         layout = tuple((torch.uint8, (size,)) for size in bag.sizes())

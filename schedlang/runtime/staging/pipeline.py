@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from schedlang.runtime.recording.graph import refusal
 from schedlang.runtime.slicing.sliced import Slices
+from schedlang.runtime.staging.bag import Bag
 from schedlang.runtime.staging.flight import Work, work_of
 from schedlang.runtime.staging.mail import Mail
 from schedlang.runtime.staging.operations import HANDLERS, Handler
@@ -49,6 +50,8 @@ class Pipeline:
     `handlers` do rows of further kinds, or in another way; with one for UNSHARD, training gathers
     sliced weights once for a run of operations of a stage. Without a cut (one stage) this is a
     plain loop over microbatches. `slices` cut each microbatch along its sequence in training.
+    `parks` are the groups for what is parked on partners; where it is `picked`, that is what some
+    modules save (`keeping.lodged`), and not all that a forward does.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Pipeline:
         handlers: Mapping[Kind, Handler] | None = None,
         slices: Slices | None = None,
         parks: Groups = (),
+        picked: bool = False,
     ) -> None:
         assert timeline.slices == (slices.slicing.count if slices else 1), "slices are not cut so"
         self.slices = slices
@@ -83,7 +87,7 @@ class Pipeline:
         sent = timeline.pick(timeline.kind == Kind.EVICT)
         partners = {(self.ranks[a], self.ranks[b]) for a, b in zip(sent.rank, sent.peer)}
         self.parking: Parking = Parking(parks, self.mail.device, partners)
-        self.away = self._planned(Kind.EVICT, Kind.OFFLOAD)
+        self.away, self.picked = self._planned(Kind.EVICT, Kind.OFFLOAD), picked
         self.again = self._planned(Kind.RECOMPUTE)
         if slices is not None and (self.away or self.again):
             reason = "slices share keys and values, which are neither parked nor made again"
@@ -101,6 +105,10 @@ class Pipeline:
     def rank_of(self, stage: int, replica: int = 0) -> int:
         """The global rank that runs a replica of a stage."""
         return self.ranks[self.home(stage, replica)]
+
+    def fills(self, bag: Bag) -> AbstractContextManager[Any]:
+        """Around a forward whose activations leave: what goes into the bag."""
+        return bag.at_hand() if self.picked else bag.collecting()
 
     def _planned(self, *kinds: Kind) -> frozenset[Work]:
         """What this rank does one of these kinds of operations to."""
@@ -133,6 +141,7 @@ class Pipeline:
                 if op.kind is Kind.STEP:
                     continue  # whoever is told of operations updates the weights
                 if op.kind in COMPUTE:
+                    self.parking.make_room()
                     with around(op):
                         self.handlers[op.kind](step, op)
                 else:

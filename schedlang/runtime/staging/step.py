@@ -117,7 +117,7 @@ class Step:
                 if stage.mutated(token):  # a leaf must not be written into
                     entered[token] = enter(value)
         bag = self.bag(stage, work) if work in self.pipe.away else None
-        with nullcontext() if bag is None else bag.collecting():
+        with nullcontext() if bag is None else self.pipe.fills(bag):
             done, carried = self.run(stage, work, entered)
         if bag is not None:
             bag.close(leaves.values())
@@ -130,7 +130,8 @@ class Step:
         """A bag for what a forward saves, but for weights, buffers and inputs of the model."""
         inputs = pytree.tree_leaves(dict(self.batches[work.microbatch]))
         given = [value for value in inputs if isinstance(value, torch.Tensor)]
-        return Bag(lambda: (*stage.model.parameters(), *stage.model.buffers(), *given))
+        stays = lambda: (*stage.model.parameters(), *stage.model.buffers(), *given)  # noqa: E731
+        return Bag(stays, hollow=self.pipe.mail.device.type == "meta")
 
     # -- backward ----------------------------------------------------------------------------------
 

@@ -8,6 +8,8 @@ as real, and what lies where can be counted without a GPU.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -125,15 +127,31 @@ class Residence(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
+@contextmanager
+def _makes(tier: str) -> Iterator[None]:
+    """What is made in it, while somebody counts, lies on a tier from its first moment on."""
+    before, _making.tier = _making.tier, tier
+    try:
+        yield
+    finally:
+        _making.tier = before
+
+
 def empty(
     shape: torch.Size, dtype: torch.dtype, tier: str = CPU, *, pinned: bool = False
 ) -> Tensor:
     """A new tensor in host memory, marked."""
-    _making.tier = tier
-    try:
+    with _makes(tier):
         return mark(torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned), tier)
-    finally:
-        _making.tier = DEVICE
+
+
+def made_on(
+    device: torch.device, shape: Sequence[int], dtype: torch.dtype, tier: str = DEVICE
+) -> Tensor:
+    """A new tensor on a device, marked where it lies there for somebody else."""
+    with _makes(tier):
+        made = torch.empty(shape, dtype=dtype, device=device)
+    return made if tier == DEVICE else mark(made, tier)
 
 
 def plain_copy(tensor: Tensor, tier: str = CPU) -> Tensor:
