@@ -125,7 +125,7 @@ def _played(counting: Counting, action: Action, names: tuple[str, ...], chosen: 
         given = Skeleton(counting.plan, model, {names: ((names, chosen),)})
         action.primitive.apply(sites, given)
 
-    with _running(counting, apply) as (model, root):
+    with running(counting, apply) as (model, root):
         if root is not None:
             root.backward()
     crossing.forget()
@@ -133,7 +133,7 @@ def _played(counting: Counting, action: Action, names: tuple[str, ...], chosen: 
 
 
 @contextmanager
-def _running(
+def running(
     counting: Counting, change: Callable[[Any], None], watch: Callable[[Any], Any] = nullcontext
 ) -> Iterator[tuple[Any, Any]]:
     """The local model after a forward on the meta device, and where its backward begins."""
@@ -161,7 +161,7 @@ def costs_of(counting: Counting, names: Sequence[str]) -> list[Cost]:
 
     menu = Menu(len(names))
 
-    with _running(counting, lambda model: None, lambda model: counted(menu, model, names)):
+    with running(counting, lambda model: None, lambda model: counted(menu, model, names)):
         pass
     known = sum(menu.flops)  # without a formula for any operator all count the same
     own = zip(menu.flops, menu.saved, menu.given)

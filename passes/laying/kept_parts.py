@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from schedlang.diagnostic import Diagnostic, Label, Refusal
 from schedlang.plan import Plan
@@ -14,6 +14,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from schedlang.runtime.following.saved import Saved
+
+
+class Saving(NamedTuple):
+    """What is saved: by which coded module, in which module of it, as which there, from 1 on."""
+
+    fqn: str
+    site: str
+    turn: int
+    samples: int  # of the part of the batch
+
 
 _Place = tuple[str, str, int]  # coded module, the innermost module that saves, number of dims
 
@@ -28,19 +38,16 @@ class SavedParts:
     ranks: int
     splits: Mapping[_Place, Mapping[int, int | None]]
 
-    def each(
-        self, fqn: str, site: str, tensor: Tensor, samples: int,
-        change: Callable[[Tensor], Tensor],
-    ) -> Tensor:  # fmt: skip
-        """A whole tensor of so many samples with each rank's part of it changed."""
+    def each(self, at: Saving, tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        """A whole tensor with each rank's part of it changed."""
         import torch
 
-        dim = self._dim(fqn, site, tensor)
+        dim = self._dim(at.fqn, at.site, tensor)
         if dim is None:
             return change(tensor)
         if dim:
             return torch.cat([change(part) for part in tensor.chunk(self.ranks, dim)], dim)
-        runs = self._runs(tensor.shape[0], samples)  # samples, with heads in one dim
+        runs = self._runs(tensor.shape[0], at.samples)  # samples, with heads in one dim
         by_sample = tensor.reshape(runs, -1, *tensor.shape[1:])
         parts = [change(part) for part in by_sample.chunk(self.ranks, 1)]
         return torch.cat(parts, 1).flatten(0, 1)
@@ -99,13 +106,13 @@ def saved_parts(
         mine = local[fqn]
         if len(saved) != len(mine):
             what = f"{len(mine)} tensors a rank, {len(saved)} of the model"
-            raise _refusal(plan, fqn, axes[0], what)
+            raise refusal(plan, fqn, axes[0], what)
         for one, part in zip(saved, mine):
             dim = _split(one, part, ranks)
             known = splits.setdefault((fqn, one.site, len(one.shape)), {})
             if isinstance(dim, str) or known.setdefault(one.shape[-1], dim) != dim:
                 what = dim if isinstance(dim, str) else "one size, split and whole"
-                raise _refusal(plan, fqn, axes[0], f"{what}, in `{one.site}`")
+                raise refusal(plan, fqn, axes[0], f"{what}, in `{one.site}`")
     return SavedParts(ranks, splits)
 
 
@@ -122,7 +129,8 @@ def _split(whole: Saved, part: Saved, ranks: int) -> int | None | str:
     return found[0]
 
 
-def _refusal(plan: Plan, fqn: str, axis: str, what: str) -> Refusal:
+def refusal(plan: Plan, fqn: str, axis: str, what: str) -> Refusal:
+    """Ranks along an axis save something else than equal parts of what the model saves."""
     row = next(a for a in plan.actions if a.name == "compress" and fqn in a.sites)
     label = Label(row.span or NOWHERE, "rounds what modules save, block by block")
     return Refusal(

@@ -126,7 +126,7 @@ def _step(k: int, level: int, elements: int, change: float) -> tuple[float, int,
 
 
 def _left(bits: int) -> float:
-    return 1.0 / (2**bits - 1) ** 2
+    return 1.0 / float(2**bits - 1) ** 2
 
 
 def variance(changes: Sequence[float], bits: Sequence[int]) -> float:

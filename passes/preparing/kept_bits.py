@@ -97,8 +97,9 @@ def _check_split(plan: Plan, row: Action) -> None:
     weights = splitting(plan)
     routed = [axis for layout in plan.layouts.values() for axis in layout.axes
               if axis in data and plan.mesh.size(axis) > 1]  # fmt: skip
-    others = [axis for axis in split if axis not in weights or _attends(plan, axis)]
-    bad = [*others, *routed, *weights[1:]]
+    tokens = [axis for axis in plan.context_axes if plan.mesh.size(axis) > 1]
+    others = [axis for axis in split if axis not in (*weights, *tokens)]
+    bad = [*others, *routed, *weights[1:], *(tokens if weights else ())]
     if not bad:
         return
     raise Refusal(
@@ -106,17 +107,11 @@ def _check_split(plan: Plan, row: Action) -> None:
             "S858", f"activations are split over `{bad[0]}`, and kept in fewer bits",
             Label(row.span or NOWHERE, "rounds what modules save, block by block"), (),
             ("blocks of a part of a tensor are other blocks than those of the whole; one process"
-             " can tell them where one axis splits weights, and none tokens or experts",),
+             " can tell them where one axis splits weights, or rows split tokens alone",),
             (f"leave `{bad[0]}` out: split the batch with `zero` instead",
              f"or set it to 1: `--mesh {bad[0]}=1`"),
         )
     )  # fmt: skip
-
-
-def _attends(plan: Plan, axis: str) -> bool:
-    """Do ranks along an axis exchange what attention reads?"""
-    rows = (row for rows in plan.contexts.values() for row in rows)
-    return any(axis in plan.mesh.fold(one) for row in rows for one in row.axes)
 
 
 def _check_order(staged: Staged, slicing: Slicing | None, row: Action) -> None:

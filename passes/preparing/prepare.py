@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.culprit import told
@@ -17,6 +17,7 @@ from schedlang.passes.laying.weigh import Weight
 from schedlang.passes.preparing.allotted import Bits, allotted
 from schedlang.passes.preparing.holdings import holdings_of
 from schedlang.passes.preparing.kept_bits import check_kept
+from schedlang.passes.preparing.kept_tokens import kept_by_tokens
 from schedlang.passes.preparing.peers import check_peers
 from schedlang.passes.preparing.repeats import check_repeats
 from schedlang.passes.preparing.routing import check_routing
@@ -71,6 +72,9 @@ def prepare(
     slicing = slicing_of(plan, traced, staged, sample, loss, weight)
     check_kept(plan, traced, staged, slicing)
     tokens = tokens_of(plan, traced, sample, loss, weight)
+    traced = replace(
+        traced, saved=kept_by_tokens(Counting(plan, traced, staged, sample, loss, tokens))
+    )
     check_repeats(plan, sample, loss)
     bits = allotted(plan, sample, loss) if bits is None else bits
     chains = chains_of(Counting(plan, traced, staged, sample, loss, tokens))

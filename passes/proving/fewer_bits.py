@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from schedlang.facets import Kept
+from schedlang.passes.laying.kept_parts import Saving
 from schedlang.passes.preparing.allotted import Bits, numbers
 from schedlang.passes.proving.second_runs import with_second_runs
 from schedlang.plan import Plan
@@ -24,11 +25,12 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from schedlang.passes.laying.kept_parts import SavedParts
+    from schedlang.passes.laying.token_parts import TokenParts
     from schedlang.runtime.keeping.tipped import Found
 
 
 def with_kept(
-    plan: Plan, module: nn.Module, parts: SavedParts | None, bits: Bits,
+    plan: Plan, module: nn.Module, parts: SavedParts | TokenParts | None, bits: Bits,
     tipped: Found | None = None,
 ) -> nn.Module:  # fmt: skip
     """A copy of the original in which modules keep what the plan says of them.
@@ -50,7 +52,7 @@ class _Saved:
 
     row: Kept
     module: nn.Module
-    parts: SavedParts | None = None
+    parts: SavedParts | TokenParts | None = None
     tipped: Found = field(default_factory=dict)
     bits: dict[int, int] = field(default_factory=dict)  # of tensors by number
     place: tuple[int, tuple[int, ...]] = (-1, ())
@@ -58,6 +60,7 @@ class _Saved:
     numbers: int = 0
     rows: list[tuple[int, ...]] = field(default_factory=list)
     given: list[Tensor] = field(default_factory=list)
+    turns: dict[str, int] = field(default_factory=dict)  # tensors saved so far, by site
     seen: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)  # version, value
 
     def begin(self, arguments: Any) -> None:
@@ -71,9 +74,16 @@ class _Saved:
         assert here is not None, "the original runs in a scope"
         place = here.step, here.samples
         self.calls = self.calls + 1 if place == self.place else 0
-        self.place, self.numbers, self.rows, self.seen = place, 0, [], []
+        self.place, self.numbers, self.rows, self.seen, self.turns = place, 0, [], [], {}
         known = tensors_in(arguments)
         self.given = [t for t in known if not t.requires_grad or isinstance(t, Parameter)]
+
+    def count(self) -> None:
+        """One tensor more: of this call, and of those of the module that saves it."""
+        from schedlang.runtime.scope import site
+
+        self.numbers += 1
+        self.turns[site()] = self.turns.get(site(), 0) + 1
 
     def value(self, tensor: Tensor) -> Tensor:
         """What backward sees of a saved tensor."""
@@ -86,8 +96,8 @@ class _Saved:
         rounded = partial(self.rounded, held=tensor.untyped_storage().nbytes())
         if self.parts is None:
             return rounded(tensor)
-        samples = len(self.place[1])
-        return self.parts.each(self.row.fqn, site(), tensor.detach(), samples, rounded)
+        at = Saving(self.row.fqn, site(), self.turns.get(site(), 0), len(self.place[1]))
+        return self.parts.each(at, tensor.detach(), rounded)
 
     def rounded(self, part: Tensor, held: int) -> Tensor:
         """What a rank makes of its part; of one that it has saved before what it made then."""
@@ -101,8 +111,6 @@ class _Saved:
 
     def coded(self, part: Tensor, held: int) -> Tensor:
         """In whole numbers, if they are fewer bytes than those held now."""
-        import torch
-
         from schedlang.runtime.keeping.coded import stream
 
         row = replace(self.row, bits=self.bits.get(self.numbers, self.row.bits))
@@ -110,8 +118,6 @@ class _Saved:
             return part
         each = row.block * row.bits // 8 + 2 * max(4, part.element_size())
         if -(-part.numel() // row.block) * each >= held:
-            return part
-        if not bool((part.detach().abs() < torch.finfo(part.dtype).max / 4).all()):
             return part
         words = self.row.fqn, self.calls, *self.place, self.numbers
         return approximated(part, row, stream(*words), self.tipped)
@@ -122,7 +128,7 @@ class _Saved:
         mine = tensor.untyped_storage().data_ptr()
         if any(one.untyped_storage().data_ptr() == mine for one in (*held, *self.given)):
             return False
-        floats = tensor.is_floating_point() and tensor.numel() > 0
+        floats = tensor.is_floating_point() and tensor.numel() > 0 and _sized(tensor)
         return floats and not any(_is_cast(one, tensor) for one in held)
 
 
@@ -136,7 +142,7 @@ def _saving(saved: _Saved) -> Iterator[None]:
     def pack(tensor: Tensor) -> Tensor:
         if not saved.counts(tensor):
             return tensor
-        saved.numbers += 1
+        saved.count()
         for other, version, before in seen:
             if version == tensor._version and _alike(other, tensor):
                 return before.reshape(tensor.shape)
@@ -147,6 +153,13 @@ def _saving(saved: _Saved) -> Iterator[None]:
 
     with saved_tensors_hooks(pack, lambda value: value):
         yield
+
+
+def _sized(tensor: Tensor) -> bool:
+    """Is there no value that stands for none, as in a mask of scores?"""
+    import torch
+
+    return bool((tensor.detach().abs() < torch.finfo(tensor.dtype).max / 4).all())
 
 
 def _is_cast(weight: Tensor, tensor: Tensor) -> bool:

@@ -83,7 +83,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S858": (
         "parts of activations in fewer bits",
         "Whole numbers stand for blocks of a tensor; those of a part are others.  Of parts along\n"
-        "one axis that splits weights one process can round the same blocks.",
+        "one axis that splits weights, and of tokens where weights are whole, one process can\n"
+        "round the same blocks.",
     ),
     "S859": (
         "activations in fewer bits, in an order that saves several of them",

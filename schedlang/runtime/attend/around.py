@@ -42,7 +42,8 @@ class Attention(torch.autograd.Function):
                 state.add(*unpacked(packet, tags, call.rounds.layout.runs[place]))
             out = state.out.to(q.dtype)
         ctx.call = call
-        ctx.save_for_backward(q, k, v, slopes, rows, out, state.lse, *given)
+        # in the order of torch's own operator: what is kept of each is told apart by its number
+        ctx.save_for_backward(k, q, v, slopes, rows, state.lse, out, *given)
         ctx.set_materialize_grads(False)
         return out, state.lse
 
@@ -50,7 +51,7 @@ class Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         """Gradients of q, k, v, slopes and rows."""
-        q, k, v, slopes, rows, out, lse, *given = ctx.saved_tensors
+        k, q, v, slopes, rows, lse, out, *given = ctx.saved_tensors
         call, tags = ctx.call, Tags(*given)
         with torch._C.DisableTorchFunction():
             grad = torch.zeros_like(out) if grad is None else grad

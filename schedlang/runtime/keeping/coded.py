@@ -121,9 +121,11 @@ class _Call:
         """What autograd keeps of a tensor; one that is saved twice is kept once."""
         if not is_candidate(tensor, self.given) or self.layer.holds(tensor):
             return self.move(tensor)
-        self.saved += 1
         reference = reference_to(tensor)  # keeps the place, not the memory
         key = (reference.cdata, tensor._version, tensor.dtype, *_view(tensor))
+        if key not in self.known and extreme(tensor):
+            return self.move(tensor)  # uncounted: of masks of scores not every layout keeps one
+        self.saved += 1
         if key not in self.known:
             coding = self.layer.at(self.saved)
             stays = coding is None or self.stays(tensor, coding)
@@ -152,7 +154,7 @@ class _Call:
         if tensor.dim() > 2 and tuple(tensor.shape) in self.rows:  # sums of rows, as attention's
             return True
         takes = coding.kept(tensor.numel(), tensor.element_size())
-        return takes >= tensor.untyped_storage().nbytes() or extreme(tensor)  # if it is expanded
+        return takes >= tensor.untyped_storage().nbytes()  # if it is expanded
 
 
 _NONE = torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,76 @@
+"""What coded modules save where ranks split sequences: a rank's tensors beside the whole ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from schedlang.passes.cutting.chains import Counting, running
+from schedlang.passes.laying.kept_parts import SavedParts, recomputed, refusal
+from schedlang.passes.laying.token_parts import Cut, Split, TokenParts
+
+if TYPE_CHECKING:
+    from schedlang.runtime.following.saved import Saved
+
+
+def kept_by_tokens(counting: Counting) -> SavedParts | TokenParts | None:
+    """How ranks split what coded modules save, once it is known how they split sequences.
+
+    Two forwards on the meta device, with the attention that runs on real devices, are compared.
+    Raises Refusal S935 where a rank saves other tensors than parts of those of the model.
+    """
+    plan, tokens = counting.plan, counting.tokens
+    if tokens is None or not plan.kept:
+        return counting.traced.saved
+    whole, local = _saved(replace(counting, tokens=None)), _saved(counting)
+    layout = tokens.layout(counting.sample)
+    cut = Cut(layout.total, layout.counts[0], tokens.ranks)
+    found: dict[tuple[str, str], tuple[Split, ...]] = {}
+    for fqn, each in whole.items():
+        for site in dict.fromkeys(one.site for one in (*each, *local[fqn])):
+            ours, mine = ([o.shape for o in some if o.site == site] for some in (each, local[fqn]))
+            splits = _aligned(cut, ours, mine)
+            if splits is None:
+                raise refusal(plan, fqn, plan.context_axes[0], _words(site, ours, mine))
+            found[fqn, site] = splits
+    return TokenParts(tokens.ranks, tokens.kind, found)
+
+
+Shapes = Sequence[tuple[int, ...]]
+
+
+def _aligned(cut: Cut, whole: Shapes, local: Shapes) -> tuple[Split, ...] | None:
+    """How each tensor of a rank is split, which keeps nothing of masks of queries and keys."""
+    if not whole:
+        return None if local else ()
+    if len(whole) > len(local) and whole[0][-2:] == (cut.total, cut.total):
+        found = _aligned(cut, whole[1:], local)
+        if found is not None:
+            return found
+    split = cut.of(whole[0], local[0]) if local else None
+    rest = _aligned(cut, whole[1:], local[1:]) if split is not None else None
+    return None if split is None or rest is None else (split, *rest)
+
+
+def _words(site: str, whole: Shapes, local: Shapes) -> str:
+    sizes = [", ".join(str(list(shape)) for shape in some) or "nothing" for some in (local, whole)]
+    return f"{sizes[0]} for {sizes[1]}, in `{site}`"
+
+
+def _saved(counting: Counting) -> Mapping[str, Sequence[Saved]]:
+    """What coded modules of the local model save in a forward without values."""
+    from schedlang.runtime.following.saved import watch_saved
+    from schedlang.runtime.following.trace import Stack
+    from schedlang.runtime.keeping.through import watch_again
+
+    found: dict[str, Any] = {}
+
+    def watch(model: Any) -> None:
+        stack = Stack()
+        watch_again(model, recomputed(counting.plan))
+        stack.watch(model, lambda fqn: False)
+        found.update(watch_saved(model, [row.fqn for row in counting.plan.kept], stack))
+
+    with running(counting, watch):
+        return found
