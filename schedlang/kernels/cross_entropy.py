@@ -21,6 +21,7 @@ from schedlang.kernels.device import runs_kernel, tl, triton, wide
 from schedlang.kernels.rows import launch
 
 _BLOCK = 4096  # logits that a program holds at a time
+_AT_ONCE = 4 * 2**20  # bytes of a copy in plain torch operations, which is as wide as float32
 
 
 def statistics(
@@ -28,7 +29,9 @@ def statistics(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(log-sum-exp, the target's logit, the sum) of each row; no target where it is negative."""
     if not _fits(z):
-        return _statistics(z, target, scale, cap)
+        parts = [_statistics(z[part], target[part], scale, cap) for part in _parts(z)]
+        lse, picked, total = (torch.cat(each) for each in zip(*parts))
+        return lse, picked, total
     found = torch.empty((3, z.shape[0]), dtype=torch.float32, device=z.device)
     lse, picked, total = found.unbind()
     _launch(statistics_kernel, z, (target.contiguous(), lse, picked, total), scale, cap)
@@ -41,7 +44,10 @@ def gradient_(
 ) -> Tensor:  # fmt: skip
     """The gradient of rows, written over `z`; `by` are the gradients of the three statistics."""
     if not _fits(z):
-        return z.copy_(_gradient(z, target, lse, by, scale, cap))
+        for part in _parts(z):
+            mine = tuple(each[part] for each in by)
+            z[part].copy_(_gradient(z[part], target[part], lse[part], mine, scale, cap))
+        return z
     _launch(gradient_kernel, z, [t.contiguous() for t in (target, lse, *by)], scale, cap)
     return z
 
@@ -62,6 +68,12 @@ def _fits(z: Tensor) -> bool:
 def _tile(z: Tensor) -> tuple[int, int]:
     block = min(_BLOCK, 1 << max(z.shape[1] - 1, 0).bit_length())
     return block, max(4, min(8, block // 512))
+
+
+def _parts(z: Tensor) -> list[slice]:
+    """Rows of a part each: a copy of all, wide, would be as large as the logits are."""
+    rows = max(1, _AT_ONCE // max(1, z.shape[1] * wide(z).itemsize))
+    return [slice(start, start + rows) for start in range(0, max(1, z.shape[0]), rows)]
 
 
 def _statistics(

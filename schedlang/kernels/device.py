@@ -21,8 +21,8 @@ try:
 except ImportError:  # triton is published for Linux on x86-64 only
     triton = tl = None
 
-__all__ = ["INTERPRETED", "LONGEST", "count", "matrix", "note", "programs", "runs", "runs_kernel",
-           "tile", "tl", "triton", "wide"]  # fmt: skip
+__all__ = ["INTERPRETED", "LONGEST", "autocast_to", "count", "matrix", "note", "programs", "runs",
+           "runs_kernel", "tile", "tl", "triton", "wide"]  # fmt: skip
 
 LONGEST = 16384  # elements of a row that one program holds in registers; twice as many spill
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
@@ -60,6 +60,17 @@ def runs_kernel(x: Tensor, *others: Tensor | None, longest: int | None = LONGEST
         and all(t.dtype in (torch.float32, torch.bfloat16, torch.float16) for t in given)
         and (x.is_cuda or (INTERPRETED and x.device.type == "cpu"))
     )
+
+
+def autocast_to(x: Tensor) -> torch.dtype | None:
+    """The type that autocast would give a product of `x` here; None where there is none.
+
+    Kinds of device that torch has no autocast for, meta among them, raise if they are asked.
+    """
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 def tile(size: int) -> tuple[int, int, int]:

@@ -20,6 +20,7 @@ from schedlang.kernels.flex_attention import Case as Attending
 from schedlang.kernels.flex_attention import Rule, reference
 
 PACKAGE = "flash_attn"
+_LARGEST = 256  # numbers of a head
 Window = tuple[int, int] | None  # keys seen before and behind one's own, -1: all; None: no window
 
 
@@ -46,7 +47,29 @@ def flash_attention(
 
 def runs_flash(q: Tensor) -> bool:
     """Whether the package has a kernel for tensors like this one."""
-    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= _LARGEST
+
+
+def unfit(
+    q: Tensor, k: Tensor, rule: Rule, mask: Tensor | None = None, bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> str:  # fmt: skip
+    """Why the package would not compute this attention on a GPU; empty where it would.
+
+    A mask without values (of a graph, of the meta device) is taken for a window.
+    """
+    if bias is not None or sinks is not None:
+        return "it adds no bias and no sinks to scores"
+    if q.shape[-1] > _LARGEST:
+        return f"its heads have at most {_LARGEST} numbers"
+    if q.is_cuda and q.dtype == torch.float32:
+        return "it takes bfloat16 and float16"
+    known = mask is None or (type(mask) is Tensor and not mask.is_meta)
+    if known and window_of(q, k, rule, mask) is None:
+        return "its mask is no window (padding is none)" if mask is not None else (
+            "it is causal over as many queries as keys"
+        )  # fmt: skip
+    return ""
 
 
 def window_of(q: Tensor, k: Tensor, rule: Rule, mask: Tensor | None) -> Window:

@@ -22,6 +22,7 @@ from torch import Tensor
 from schedlang.kernels.cross_entropy import gradient_
 from schedlang.kernels.cross_entropy import statistics as row_statistics
 from schedlang.kernels.device import count, runs_kernel, wide
+from schedlang.kernels.once import multiplied
 
 LARGEST = 256 * 2**20  # bytes of a chunk of logits, where nothing else is said
 PARTS = 16  # and of how many chunks the logits are then
@@ -143,6 +144,7 @@ def linear_statistics_forward(
     for part in _chunks(len(x), rows):
         z = _logits(x[part], weight, bias)
         lse[part], picked[part], total[part] = row_statistics(z, target[part], scale, cap)
+        del z  # before the next chunk is made
     return lse, picked, total
 
 
@@ -159,6 +161,7 @@ def linear_statistics_backward(
         z = _logits(x[part], weight, bias)
         by = by_lse[part], by_picked[part], by_total[part]
         sums.add(part, gradient_(z, target[part], lse[part], by, scale, cap))
+        del z  # before the next chunk is made
     return sums.results(bias)
 
 
@@ -182,6 +185,7 @@ def linear_weighed(
         if inputs or own:
             grads = factor, (smoothing - 1) * factor, -smoothing / classes * factor
             sums.add(part, gradient_(z, target[part], lse, grads, scale, cap))
+        del z  # before the next chunk is made
     return loss, *sums.results(bias)
 
 
@@ -240,13 +244,12 @@ def _through_statistics(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 
 def _save_weighed(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.bias = inputs[2] is not None
+    ctx.set_materialize_grads(False)  # zeros for the gradients would be as large as they are
     ctx.save_for_backward(*output[1:])
 
 
 def _through_weighed(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    saved: tuple[Tensor, ...] = ctx.saved_tensors
-    # the factor in its own precision: in that of a gradient it would be rounded once more
-    found = [(one * grad).to(one.dtype) for one in saved]
+    found = multiplied(ctx.saved_tensors, grad)
     return *asked_for(ctx.needs_input_grad, found, ctx.bias or None), *(None,) * 8
 
 

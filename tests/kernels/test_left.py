@@ -140,3 +140,61 @@ def test_sums_that_are_not_of_one_shape_or_too_long() -> None:
     replace(norm, match(norm, "rms_norm"))  # type: ignore[arg-type]
     norm(torch.ones(1, 16400))
     assert left_in(norm)[0].why == "its rows have at most 16384 numbers"
+
+
+class Seen(nn.Module):
+    """Attention of nobody's library, under a mask of its own."""
+
+    def __init__(self, seen: Tensor) -> None:
+        super().__init__()
+        self.qkv, self.out, self.seen = nn.Linear(8, 24), nn.Linear(8, 8), seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Two heads."""
+        q, k, v = (t.view(*x.shape[:2], 2, 4).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        mask = self.seen[: x.shape[1], : x.shape[1]]
+        y = nn.functional.scaled_dot_product_attention(q, k, v, mask)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def attending(module: nn.Module, kernel: str) -> nn.Module:
+    """The module with the kernel."""
+    found: Any = match(module, kernel)
+    replace(module, found)
+    return module
+
+
+NO_WINDOW = "its mask is no window (padding is none)"
+
+
+def test_masks_that_are_no_window_are_told() -> None:
+    """What flash_attention leaves to plain products is noted, on any device; windows are not, and
+    neither is what another kernel, which takes every mask, is given."""
+    x, causal = torch.randn(2, 6, 8), torch.ones(6, 6, dtype=torch.bool).tril()
+    holed = causal.clone()
+    holed[3, 1] = False
+    plain, odd = (attending(Seen(mask), "flash_attention") for mask in (causal, holed))
+    twin = copy.deepcopy(odd)
+    plain(x), odd(x), odd(x)
+    assert left_in(plain) == () and left_in(twin) == ()
+    (found,) = left_in(odd)
+    assert (found.kernel, found.calls, found.why) == ("flash_attention", 2, NO_WINDOW)
+    assert found.given == "q [2, 2, 6, 4], k [2, 2, 6, 4], mask [1, 1, 6, 6]"
+    twin(x)
+    assert left_in(twin)[0].calls == 1 and left_in(odd)[0].calls == 2
+    other = attending(Seen(holed), "flex_attention")
+    other(x)
+    assert left_in(other) == ()
+
+
+def test_masks_of_a_model_that_are_no_window_are_told() -> None:
+    """The same in modules that look their attention up: of padded rows, and of none that are
+    whole."""
+    from tests.kernels.test_kernel import build, gradients
+
+    model = build("Llama", "sdpa")
+    attention = attending(model.model.layers[0].self_attn, "flash_attention")
+    gradients(model)
+    assert left_in(attention) == ()
+    gradients(model, padded=True)
+    assert [(one.why, one.calls) for one in left_in(attention)] == [(NO_WINDOW, 1)]

@@ -237,3 +237,45 @@ def test_what_is_no_head_is_told():
 
     found = probe_head(Scaled(4, 6))
     assert "differs from a linear layer" in found.reason and found.error > 0.1
+
+
+def test_the_last_backward_writes_over_what_was_saved():
+    """A gradient that forward made is not held twice; a graph that is kept gives it twice."""
+    x, weight, _ = given(torch.float32)
+    labels, by = LABELS.clamp_min(-1), torch.arange(10) / 10 * (LABELS >= 0)
+    loss = weighed(x, weight, None, labels, by, 0.0, Form())
+    saved = [one.data_ptr() for one in loss.grad_fn.saved_tensors]
+    leaves = (x, weight)
+    twice = [torch.autograd.grad(3 * loss, leaves, retain_graph=True) for _ in range(2)]
+    last = torch.autograd.grad(3 * loss, leaves)
+    for first, second, third in zip(*twice, last):
+        assert torch.equal(first, second) and torch.equal(first, third)
+        assert not third.requires_grad
+    assert [one.data_ptr() for one in last] == saved[:2]
+    assert not {one.data_ptr() for one in twice[0]} & set(saved)
+    leaves = (x.double().detach().requires_grad_(), weight.double().detach().requires_grad_())
+    exact = torch.autograd.grad(
+        3 * (F.cross_entropy(F.linear(*leaves), LABELS, reduction="none") * by).sum(), leaves
+    )
+    for found, right in zip(last, exact, strict=True):
+        assert (found - right).norm() <= 1e-6 * right.norm()
+
+
+def test_rows_in_parts_are_the_same_bits(monkeypatch):
+    """Plain operations on a few rows at a time give what they give on all of them."""
+    from schedlang.kernels import cross_entropy as rows
+
+    for kind, cap in ((torch.float32, 0.0), (torch.bfloat16, 2.0)):
+        z = torch.randn(11, 40, generator=torch.Generator().manual_seed(0)).to(kind)
+        target = torch.arange(11) - 1
+        whole = [*rows._statistics(z, target, 0.5, cap)]
+        by = whole[0], whole[1], whole[2]
+        graded = z.clone().copy_(rows._gradient(z.clone(), target, whole[0], by, 0.5, cap))
+        with monkeypatch.context() as patched:
+            patched.setattr(rows, "_AT_ONCE", 3 * 40 * 4)
+            assert len(rows._parts(z)) == 4
+            found = rows.statistics(z, target, 0.5, cap)
+            place = z.clone()
+            again = rows.gradient_(place, target, found[0], found, 0.5, cap)
+        assert again is place and torch.equal(again, graded)
+        assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from schedlang.kernels.device import autocast_to
 from schedlang.kernels.held_cross_entropy import Case as HeldCase
 from schedlang.kernels.linear_cross_entropy import Case
 from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy, relative, rows_of
@@ -124,9 +125,8 @@ class Waiting:
         """The logits of `x`, not computed yet; of `classes` that lie over the ranks of a group."""
         weight: Tensor = getattr(self.module, self.head.weight)
         bias: Tensor | None = getattr(self.module, self.head.bias) if self.head.bias else None
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):  # what F.linear would do
-            wanted = torch.get_autocast_dtype(kind)
+        wanted = autocast_to(x)  # as F.linear would
+        if wanted is not None:
             x, weight = x.to(wanted), weight.to(wanted)
             bias = None if bias is None else bias.to(wanted)
         width = weight.shape[0]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -19,11 +20,14 @@ from schedlang.kernels import flash_attention, flex_attention
 from schedlang.kernels.flex_attention import Rule
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.replacing.attention import implementation, switch
+from schedlang.runtime.replacing.left import leave
 
 ATTENTIONS: Mapping[str, Callable[..., Tensor]] = {
     "flex_attention": flex_attention.flex_attention,
     "flash_attention": flash_attention.flash_attention,
 }
+# why a kernel that is put in would not run a call; kernels that take every call are not here
+UNFIT: Mapping[str, Callable[..., str]] = {"flash_attention": flash_attention.unfit}
 # tensors that modules of transformers hand to any attention, and that say nothing of scores;
 # flags and whole numbers (windows among them) do not either: masks are complete
 _IDLE = frozenset(("position_ids", "cache_position", "labels", "shift_labels", "cu_seq_lens_q",
@@ -68,7 +72,7 @@ def put_in(module: nn.Module, kernel: str, names: tuple[str, ...], ear: Ear | No
         if ear is not None:
             vars(part)[_EAR] = ear
     if not names:
-        wrap(module, "attend", Hearing(kernel, ear))
+        wrap(module, "attend", Hearing(module, kernel, ear))
 
 
 def _registered(kernel: str, eager: bool) -> str:
@@ -87,7 +91,7 @@ def _registered(kernel: str, eager: bool) -> str:
             causal = bool(causal) and not eager and attention_mask is None and query.shape[2] > 1
             lines = (query, key, value)
             asked = by_name(kernel, lines, attention_mask, causal, more)
-            return attended(kernel, asked, getattr(module, _EAR, None)), None
+            return attended(module, kernel, asked, getattr(module, _EAR, None)), None
 
         ALL_ATTENTION_FUNCTIONS.register(name, attend)
     return name
@@ -127,33 +131,41 @@ def _foreign(kernel: str, what: str) -> Refusal:
     return Refusal(Diagnostic("S877", title, helps=("leave this module as it is",)))
 
 
-def attended(kernel: str, query: Query, ear: Ear | None = None) -> Tensor:
-    """What the kernel gives; raises Refusal S877 where weights would be dropped."""
+def attended(module: nn.Module, kernel: str, query: Query, ear: Ear | None = None) -> Tensor:
+    """What the kernel gives; raises Refusal S877 where weights would be dropped.
+
+    What it leaves to plain products is noted at `module`.
+    """
     q, k, v = query.lines
     if ear is not None:
         ear.heard(query)
     elif query.dropout > 0:
         raise _foreign(kernel, "dropout")
-    y = ATTENTIONS[kernel](q, k, v, query.rule, query.mask, query.bias, query.sinks)
+    more = (query.rule, query.mask, query.bias, query.sinks)
+    if ear is None and kernel in UNFIT and not torch.compiler.is_compiling():
+        why = UNFIT[kernel](q, k, *more)
+        if why:
+            leave(module, kernel, why, q=q, k=k, mask=query.mask)
+    y = ATTENTIONS[kernel](q, k, v, *more)
     return y.transpose(1, 2).contiguous() if query.turned else y
 
 
 class Hearing:
     """The layer of a module that calls torch's attention: its own forward, under a mode."""
 
-    def __init__(self, kernel: str, ear: Ear | None = None) -> None:
-        self.kernel, self.ear = kernel, ear
+    def __init__(self, module: nn.Module, kernel: str, ear: Ear | None = None) -> None:
+        self.module, self.kernel, self.ear = module, kernel, ear
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the module; calls of torch's attention inside are ours."""
-        with _Calls(self.kernel, self.ear):
+        with _Calls(self.module, self.kernel, self.ear):
             return inner(*args, **kwargs)
 
 
 class _Calls(TorchFunctionMode):
-    def __init__(self, kernel: str, ear: Ear | None) -> None:
+    def __init__(self, module: nn.Module, kernel: str, ear: Ear | None) -> None:
         super().__init__()
-        self.kernel, self.ear = kernel, ear
+        self.module, self.kernel, self.ear = module, kernel, ear
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -173,7 +185,7 @@ class _Calls(TorchFunctionMode):
         while mask is not None and mask.ndim < 4:
             mask = mask[None]
         asked = Query((query, key, value), Rule(scale, 0.0, is_causal), mask, dropout=dropout_p)
-        return attended(self.kernel, asked, self.ear)
+        return attended(self.module, self.kernel, asked, self.ear)
 
 
 def kernel_in(module: nn.Module) -> str | None:

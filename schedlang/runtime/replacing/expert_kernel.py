@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.kernels import gated
+from schedlang.kernels.device import autocast_to
 from schedlang.kernels.grouped import Case, grouped
 from schedlang.kernels.probe import TOLERANCE, Mismatch, relative
 from schedlang.runtime.float64 import Float64
@@ -215,8 +216,8 @@ def _multiplied(
     module: nn.Module, matrix: Matrix, rows: Tensor, experts: Tensor, ends: Tensor
 ) -> Tensor:
     weight: Tensor = getattr(module, matrix.weight)
-    if torch.is_autocast_enabled(rows.device.type):  # what F.linear would do
-        wanted = torch.get_autocast_dtype(rows.device.type)
+    wanted = autocast_to(rows)  # as F.linear would
+    if wanted is not None:
         rows, weight = rows.to(wanted), weight.to(wanted)
     y = grouped(rows, weight, ends, matrix.across)
     return y if matrix.bias is None else y + getattr(module, matrix.bias)[experts].to(y.dtype)
