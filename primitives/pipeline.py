@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from schedlang.facets import Order
+from schedlang.other_words import ORDER_NAMES
 from schedlang.plan import Plan
 from schedlang.primitive import Primitive, refuse
 
@@ -70,11 +71,12 @@ class pipeline(Primitive):  # noqa: N801
 
     def resolved(self, patterns: Mapping[str, Pattern]) -> pipeline:
         """The same call; refuses an order that nobody knows, which needs no model to be seen."""
+        if self.is_table or self.order.lower() in ORDER_NAMES:
+            return self
         from schedlang.orders import OrderError, find
 
         try:
-            if not self.is_table:
-                find(self.order)
+            find(self.order)
         except OrderError as error:
             refuse("S303", error.reason, helps=(error.legal,))
         return self

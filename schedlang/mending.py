@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from schedlang.other_words import ARGUMENTS, ORDERS, Other, Table
+from schedlang.orders import meant
+from schedlang.other_words import ARGUMENTS, Other, Table
 from schedlang.value import UNITS, UNKNOWN, AxisSize, Bytes, Seconds, Symbol, Symbolic
 
 
@@ -98,7 +99,9 @@ class _Words:
 
     def _note(self, other: Other, value: object) -> None:
         word = written(value).strip('"')
-        row = other.row.replace('order="{}"', f'order="{ORDERS.get(word.lower(), word)}"')
+        row = other.row
+        if 'order="{}"' in row:
+            row = row.replace("{}", meant(word) or "1F1B")
         row = row.replace("{}", word)
         self.why += [other.why] if other.why else []
         where = self.into.instead if other.here is None else self.into.beside

@@ -11,6 +11,7 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.evaluate import evaluate
 from schedlang.mending import Given, mended
 from schedlang.nodes import Call, Expr, Keyword
+from schedlang.source import Span
 from schedlang.syntax import parse_expr
 from schedlang.value import Names
 
@@ -30,7 +31,7 @@ def in_our_words(binder: Binder, arguments: Sequence[Argument]) -> list[Diagnost
     found.arguments += _lacking(surface.required, said, example)
     legal = found.instead or _is_legal(binder, found.call(binder.name))
     helps = found.helps(binder.name) if legal else (f"for example `{example}`",)
-    why = {binder.span: ()}  # what lacks is in the whole call, too
+    why: dict[Span, tuple[str, ...]] = {binder.span: ()}  # what lacks is in the whole call, too
     for place, notes in found.why.items():
         why |= dict.fromkeys((arguments[place].span, arguments[place].inner), notes)
     return [

@@ -328,3 +328,15 @@ ORDERS: Mapping[str, str] = {
     "graph": "1F1B", "modality": "1F1B", "adaptive": "1F1B", "swarm": "Varuna", "csp": "1F1B",
     "dualpipe_v": "DualPipeV", "seq_1f1b": "Seq1F1B", "layer_major": "GPipe",
 }  # fmt: skip
+
+# Names of orders that are known, in small letters: reading a file does not import the orders.
+ORDER_NAMES = frozenset((
+    "1f1b", "1f1b-eager", "1f1b-i", "1f1b-v", "2bw", "bfs", "bpipe", "breadth-first", "chimera",
+    "dapple-pb", "dualpipe", "dualpipev", "eager1f1b", "gems", "gis", "gis-h", "gpipe",
+    "hanayo", "interleaved", "interleaved-zb", "interleaved1f1b", "interleavedzerobubble",
+    "loopedbfs", "pb", "pipedream", "pipedream-2bw", "pipedream-flush", "pipelined-backprop",
+    "pipelinedbackprop", "pipemare", "schedule1f1b", "scheduledualpipev", "schedulegpipe",
+    "scheduleinterleaved1f1b", "scheduleinterleavedzerobubble", "scheduleloopedbfs",
+    "schedulezbvzerobubble", "search", "seq1f1b", "terapipe", "v-half", "v-min", "varuna",
+    "wave", "zb-1p", "zb-2p", "zb-h1", "zb-h2", "zb-i", "zb-v", "zbv", "zbvzerobubble",
+))  # fmt: skip

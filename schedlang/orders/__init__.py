@@ -53,6 +53,7 @@ __all__ = [
     "Size",
     "chunks_of",
     "find",
+    "meant",
     "order",
     "read_table",
     "sized",
@@ -147,14 +148,19 @@ def find(name: str) -> Order:
     for known in ORDERS:
         if name.lower() in (known.name.lower(), *(a.lower() for a in known.aliases)):
             return known
-    raise OrderError(f"there is no order `{name}`", _meant(name))
+    raise OrderError(f"there is no order `{name}`", _legal(name))
 
 
-def _meant(name: str) -> str:
-    """The order that a name of another system, or a misspelling, stands for; else all of them."""
-    every = {n: o.name for o in ORDERS for n in (o.name, *o.aliases)}
+def meant(name: str) -> str | None:
+    """The order that an alias, a name of another system, or a misspelling stands for."""
+    every = {known: one.name for one in ORDERS for known in (one.name, *one.aliases)}
     near = closest(name, every)
-    found = OTHER_ORDERS.get(name.lower()) or (every[near] if near else None)
+    return OTHER_ORDERS.get(name.lower()) or (every[near] if near else None)
+
+
+def _legal(name: str) -> str:
+    """What to write for an order that nobody knows."""
+    found = meant(name)
     return f'write `order="{found}"`' if found else "orders: " + ", ".join(o.name for o in ORDERS)
 
 
