@@ -2,8 +2,9 @@
 
 The interpreter keeps a bfloat16 as a uint16 and computes on the bit patterns: sums and products are
 silently wrong, and a cast from float32 truncates.  Triton's own words are that bfloat16 is not
-supported there.  `install` wraps the few methods through which every such value passes.  This is
-the one file that touches `triton.runtime.interpreter`; it is written for triton 3.6 and 3.7.
+supported there.  `install` wraps the few methods through which every such value passes, and lets
+triton 3.6 count loops under NumPy 2.4.  This is the one file that touches
+`triton.runtime.interpreter`; it is written for triton 3.6 and 3.7, and has been run with both.
 """
 
 from __future__ import annotations
@@ -56,6 +57,21 @@ def install() -> None:
         builder.get_bf16 = _constant
     interpreter.ReduceOps.sum = _widened_sum(interpreter.ReduceOps.sum)
     interpreter.ReduceOps.min_max = _widened_min_max(interpreter.ReduceOps.min_max)
+    interpreter._patch_lang_tensor = _indexed(interpreter._patch_lang_tensor)
+
+
+def _indexed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Scalars, which the interpreter holds as arrays of one number, may be the end of a `range`.
+
+    NumPy 2.4 turns arrays into integers only where they have no dim; triton 3.6 knows of none,
+    3.7 squeezes them just so.
+    """
+
+    def patch(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    return patch
 
 
 def _handle(data: Array, dtype: Any) -> Any:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 WIDTH = 512
-CHUNKED = ("torch, chunked",) if hasattr(F, "linear_cross_entropy") else ()  # not in torch 2.11
+CHUNKED = ("torch, chunked",) if hasattr(F, "linear_cross_entropy") else ()  # torch 2.13 has it
 WAYS = ("eager", *CHUNKED, "ours", "ours, 16 MiB", "ours, recomputed")
 
 

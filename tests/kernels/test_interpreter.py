@@ -45,6 +45,14 @@ def reduce(a, out, n: tl.constexpr):
     tl.store(out, tl.sum(x, 0))
     tl.store(out + 1, tl.max(x, 0))
 
+@triton.jit
+def count(out, times):
+    for place in range(times):
+        tl.store(out + place, place)
+
+numbers = torch.full((4,), -1)
+count[(1,)](numbers, 3)
+assert numbers.tolist() == [0, 1, 2, -1], numbers
 torch.manual_seed(0)
 n = 64
 a, b = torch.randn(2, n).bfloat16()
@@ -79,7 +87,8 @@ def run(tmp_path, mode: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_patched_interpreter_computes_bfloat16(tmp_path):
-    """Arithmetic, casts, comparison, products and reductions of bfloat16 are those of torch."""
+    """Arithmetic, casts, comparison, products and reductions of bfloat16 are those of torch, and
+    a loop runs as often as an argument says."""
     done = run(tmp_path, "patched")
     assert done.stdout == "equal\n", done.stderr
 
