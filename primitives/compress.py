@@ -48,8 +48,7 @@ class compress(Primitive):  # noqa: N801
                        `checkpoint()` keeps of them, or in them, are rounded inputs.
     adaptive           of each tensor in 2, 4 or 8 bits, `bits=4` of an element in the mean: those
                        to which the gradient is more sensitive get more. Before anything trains each
-                       is rounded by itself in two passes of the model, in this process; `plan`
-                       shows what is chosen.
+                       is rounded by itself in two passes of the model, in this process.
 
     Results are those of one process that codes the same parts in the same way: `relax(lossy)`; the
     original's own where the rank is full, or where whole numbers can say what is kept.
