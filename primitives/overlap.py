@@ -18,8 +18,9 @@ class overlap(Primitive):  # noqa: N801
 
     transfers   receives between stages are posted `ahead` operations before they are needed
                 (without a row: 1; 0 posts each when it is needed); a message more is held for each
-    gradients   sums over replicas begin when a stage's last backward has ended, and run beside the
-                backwards of other stages; without a row they follow the whole step
+    gradients   sums over replicas begin in a stage's last backward, bucket by bucket as gradients
+                arrive, and run beside it and the backwards of other stages (DDP, Li et al. 2020);
+                without a row they follow the whole step
     """
 
     what: Many[Literal["transfers", "gradients"]] = ()

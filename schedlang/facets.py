@@ -83,12 +83,14 @@ class Replicas:
 
     stage 0: all whole; 1: optimizer state split; 2: gradients too; 3: parameters too (ZeRO).
     Of stage 3: `prefetch` units are gathered ahead; `reshard` frees them between the passes.
+    Of stage 0: gradients are summed in buckets of up to so many bytes (None: the runtime's own).
     """
 
     axes: tuple[str, ...]
     stage: int
     prefetch: int = 0
     reshard: bool = True
+    bucket: int | None = None
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,14 @@ class Reduction:
     kind   "partial": each rank computed with a part of the activations; "tied": several stages use
            the parameter; "replicas": ranks saw different rows of the batch; "compressed": as
            "replicas", in fewer bytes
+    bucket  bytes that are summed at once; None: the runtime's own
     """
 
     kind: str
     axes: tuple[str, ...]
     names: tuple[str, ...]
     stages: frozenset[int] | None = None
+    bucket: int | None = None
 
 
 def reductions(plan: Plan, traced: Traced, holdings: Mapping[str, Holding]) -> list[Reduction]:
@@ -79,9 +81,15 @@ def _replicas(
         if axes and plan.mesh.size(axes) > 1:
             by_axes.setdefault(axes, []).append(name)
     for axes, names in sorted(by_axes.items(), key=lambda item: -len(item[0])):
-        yield Reduction("replicas", axes, tuple(names))
+        yield Reduction("replicas", axes, tuple(names), bucket=_bucket(plan, axes))
     for axes, names in less.items():
         yield Reduction("compressed", axes, tuple(names))
+
+
+def _bucket(plan: Plan, axes: tuple[str, ...]) -> int | None:
+    """The least that a row over some of these axes asks for."""
+    rows = (row for row in plan.replicas if set(plan.mesh.fold(row.axes)) & set(axes))
+    return min((row.bucket for row in rows if row.bucket is not None), default=None)
 
 
 def is_lossy(plan: Plan) -> bool:

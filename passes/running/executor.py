@@ -75,8 +75,10 @@ def early_sums(
     """The sums that begin before the step ends, where a row asks for it."""
     from schedlang.runtime.staging.early import EarlySums
 
-    if "gradients" not in plan.overlaps or staged.axis is None:
+    if "gradients" not in plan.overlaps:
         return None
+    if staged.axis is None:
+        return EarlySums(found, sums, dict.fromkeys(found, frozenset([0])))
     held = [(stage, staged.cut.parameters(stage)) for stage in range(staged.cut.stages)]
     stages = {name: frozenset(s for s, names in held if name in names) for name in found}
     return EarlySums(found, sums, stages)

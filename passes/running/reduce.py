@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from schedlang.passes.laying.casts import gathered_in
@@ -67,7 +68,7 @@ def sums_of(
     found: Mapping[str, nn.Parameter], ranks: Ranks,
 ) -> list[Sum]:  # fmt: skip
     """The reductions after the last backward: over ties, over parts, over whole replicas."""
-    from schedlang.runtime.summing.gradient import Sum
+    from schedlang.runtime.summing.gradient import BUCKET_BYTES, Sum
 
     sums = []
     for axes in (plan.data_axes, plan.row_axes, plan.context_axes):
@@ -80,8 +81,11 @@ def sums_of(
             group = ranks.subset(one.axes[0], groups)
         else:
             group = ranks.group(one.axes)
+            if one.kind == "replicas" and "gradients" in plan.overlaps:
+                # begun in the middle of a backward, beside what that itself sends
+                group = replace(group, pg=ranks.again(one.axes))
         if one.kind != "compressed" and group is not None and names:
-            sums.append(Sum(group, names, one.kind))
+            sums.append(Sum(group, names, one.kind, one.bucket or BUCKET_BYTES))
     return sums
 
 

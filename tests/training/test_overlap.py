@@ -93,9 +93,9 @@ def _begun(plan: Any, batch: Any) -> list[tuple[int, int]]:
     """On this rank: for each early sum the operations done before it, and how many there are."""
     found: list[int] = []
     done = [0]
-    real = early.begin
+    real = early.begin_one
 
-    def begin(*args: Any) -> Any:
+    def begin_one(*args: Any) -> Any:
         found.append(done[0])
         return real(*args)
 
@@ -110,11 +110,11 @@ def _begun(plan: Any, batch: Any) -> list[tuple[int, int]]:
             done[0] += 1
 
         sums.before = counted  # type: ignore[method-assign]
-        early.begin = begin
+        early.begin_one = begin_one
         try:
             program.train_step(batch)
         finally:
-            early.begin = real
+            early.begin_one = real
     return [(k, done[0]) for k in found]
 
 

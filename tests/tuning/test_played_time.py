@@ -66,10 +66,11 @@ def loss(output: Any, batch: Any) -> Any:
 BATCH = {"ids": torch.zeros(ROWS, dtype=torch.long)}
 
 
-def times(plan: Plan, cluster: Cluster) -> StepTime:
+def times(plan: Plan, cluster: Cluster, rows: int = ROWS) -> StepTime:
     """The step of a plan for the net above."""
-    prepared = prepare(plan, parts.sample(BATCH, plan.shares, plan.micro), loss)
-    return step_time(plan, prepared, rehearse(plan, BATCH, loss, prepared, works=True), cluster)
+    batch = {"ids": torch.zeros(rows, dtype=torch.long)}
+    prepared = prepare(plan, parts.sample(batch, plan.shares, plan.micro), loss)
+    return step_time(plan, prepared, rehearse(plan, batch, loss, prepared, works=True), cluster)
 
 
 def test_an_operator_is_counted_once_and_a_view_is_not() -> None:
@@ -164,6 +165,17 @@ def test_transfers_between_stages_take_their_bytes() -> None:
     got = times(planned(Net(), rows, "pp=2"), SENDS)
     both = 2 * ROWS * WIDTH * FLOAT / SENDS.link
     assert got.seconds - got.sending == pytest.approx(both)
+
+
+@pytest.mark.parametrize("rows", [16, 32, 36, 64])
+def test_model_and_data_parallelism_cross_where_they_send_alike(rows: int) -> None:
+    """Data parallelism sends every parameter once, tensor parallelism four activations a row for
+    two blocks: the second is better up to as many rows as parameters are in those."""
+    split = "blocks.*.up  shard(col, over=tp)\nblocks.*.down  shard(row, over=tp)\n"
+    tensors = times(planned(Net(), split, "tp=4"), SENDS, rows).sending
+    data = times(planned(Net(), "zero(stage=0, over=dp)", "dp=4"), SENDS, rows).sending
+    parameters = 7 * WIDTH + LAYERS * WIDTH * WIDTH
+    assert (tensors < data) == (rows < parameters / (2 * LAYERS // 2 * WIDTH))
 
 
 def test_rings_leave_a_node_by_all_its_ways() -> None:

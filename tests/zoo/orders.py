@@ -64,7 +64,7 @@ def summed_too_early(patch: Patch, site: Site) -> None:
 
     def before(self: Any, stage: int, last: bool) -> None:
         if (id(self), stage) not in seen:
-            self._start(stage)
+            plain(self, stage, True)
             seen.add((id(self), stage))
         plain(self, stage, False)
 

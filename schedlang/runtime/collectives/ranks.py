@@ -74,7 +74,7 @@ class Ranks:
         order = tuple(group.ranks.index(rank) for rank in ranks)
         return replace(group, ranks=ranks, rank=ranks.index(self.rank), order=order)
 
-    def again(self, over: str) -> dist.ProcessGroup | None:
+    def again(self, over: str | Sequence[str]) -> dist.ProcessGroup | None:
         """A second process group over the same ranks, for traffic the other way."""
         groups = self.mesh.groups(self.mesh.fold(over))
         found = None

@@ -20,11 +20,15 @@ BUCKET_BYTES = 25 * 2**20  # as torch's DistributedDataParallel
 
 @dataclass(frozen=True)
 class Sum:
-    """One reduction: the gradients of these parameters are parts over this group."""
+    """One reduction: the gradients of these parameters are parts over this group.
+
+    bucket  bytes that are summed at once, at most; a larger gradient is alone
+    """
 
     group: Group
     names: tuple[str, ...]
     kind: str  # "replicas", "partial" or "tied": what made them parts
+    bucket: int = BUCKET_BYTES
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor | None:
@@ -47,35 +51,40 @@ def sum_gradients(parameters: Mapping[str, nn.Parameter], sums: Sequence[Sum]) -
 
 def begin(parameters: Mapping[str, nn.Parameter], sums: Sequence[Sum]) -> list[tuple[Bucket, Any]]:
     """Start sums of gradients: each bucket with the work to wait for before it is unpacked."""
-    started = []
-    for one in sums:
-        for members in _buckets([parameters[name] for name in one.names]):
-            bucket = Bucket(members)
-            count("all-reduce", one.group, bucket.flat)
-            group = one.group.pg
-            work = None if group is None else dist.all_reduce(
-                bucket.flat, group=group, async_op=True
-            )  # fmt: skip
-            started.append((bucket, work))
-    return started
+    return [
+        begin_one(one.group, members)
+        for one in sums
+        for members in in_buckets([parameters[name] for name in one.names], one.bucket)
+    ]
 
 
-def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+def begin_one(group: Group, members: Sequence[nn.Parameter]) -> tuple[Bucket, Any]:
+    """Start the sum of one bucket."""
+    bucket = Bucket(members)
+    count("all-reduce", group, bucket.flat)
+    work = None
+    if group.pg is not None:
+        work = dist.all_reduce(bucket.flat, group=group.pg, async_op=True)
+    return bucket, work
+
+
+def in_buckets(parameters: Sequence[nn.Parameter], most: int) -> list[list[nn.Parameter]]:
+    """Parameters whose gradients are summed together: up to so many bytes of one kind."""
     sizes = [
         (_local(p).numel() * _local(p).element_size(), (_local(p).dtype, gradient_device(p)))
         for p in parameters
     ]
-    return [[parameters[k] for k in bucket] for bucket in buckets(sizes)]
+    return [[parameters[k] for k in bucket] for bucket in buckets(sizes, most)]
 
 
-def buckets(sizes: Sequence[tuple[int, object]]) -> list[list[int]]:
+def buckets(sizes: Sequence[tuple[int, object]], most: int = BUCKET_BYTES) -> list[list[int]]:
     """Which tensors, of these bytes and kinds (dtypes), are summed together: runs of one kind."""
     found: list[list[int]] = []
     room, kind = 0, object()
     for place, (size, dtype) in enumerate(sizes):
         if kind != dtype or size > room:
             found.append([])
-            room, kind = BUCKET_BYTES, dtype
+            room, kind = most, dtype
         found[-1].append(place)
         room -= size
     return found

@@ -1,0 +1,76 @@
+"""Convolutions over volumes in a pipeline that is balanced by time (LAMP, Zhu et al. 2020)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schedlang.memory import heaviest
+from schedlang.passes.costs.account import account
+from tests.engine.threads import Threads
+from tests.proofs import planned, proven
+
+ROWS = 'down, up  pipeline_split(over=pp, balance=time)\npipeline(order="GPipe", micro=2)'
+
+
+class Level(nn.Module):
+    """A convolution with a norm."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv3d(inputs, outputs, 3, padding=1)
+        self.norm = nn.GroupNorm(2, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x[rows, inputs, depth, height, width] -> as many outputs"""
+        return F.silu(self.norm(self.conv(x)))
+
+
+class Volumes(nn.Module):
+    """A U-Net of three dims: what each level down made is joined on the way up."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter = nn.Conv3d(1, width, 1)
+        self.down = nn.ModuleList(Level(width, width) for _ in range(2))
+        self.up = nn.ModuleList(Level(2 * width, width) for _ in range(2))
+        self.leave = nn.Conv3d(width, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x[rows, 1, depth, height, width] -> the mean square of what is made of it"""
+        h, skips = self.enter(x), []
+        for level in self.down:
+            h = level(h)
+            skips.append(h)
+            h = F.avg_pool3d(h, 2)
+        for level in self.up:
+            h = F.interpolate(h, skips[-1].shape[-3:])
+            h = level(torch.cat([h, skips.pop()], 1))
+        return self.leave(h).square().mean()
+
+
+def batch(seed: int = 0, side: int = 8) -> dict[str, Tensor]:
+    """Four volumes."""
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(4, 1, side, side, side, generator=generator)}
+
+
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.deep)])
+def test_a_net_of_volumes_is_proven(stages: int, threads: Threads) -> None:
+    """Outputs, gradients and three steps; skips go straight to where they are joined."""
+    plan = planned(Volumes(), ROWS, f"pp={stages}")
+    proven(threads, plan, [batch(), batch(1)])
+
+
+def test_a_whole_volume_fits_where_one_rank_is_too_small() -> None:
+    """The fullest of four ranks holds less than two thirds of what one rank alone holds."""
+
+    def peak(mesh: str) -> int:
+        made = account(planned(Volumes(), ROWS, mesh), batch(side=32), memory=True)
+        assert made.memory
+        return heaviest(made.memory).peak
+
+    assert peak("pp=4") < peak("pp=1") * 2 / 3
