@@ -101,14 +101,6 @@ def test_every_verb_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     assert min(counts.values()) >= 1, counts
 
 
-@pytest.mark.deep
-def test_every_choice_is_drawn() -> None:
-    """Of 8000 schedules some make each choice, but those that only another property draws."""
-    chosen, _ = _drawn(8000)
-    missing = choices() - set(chosen) - set(ELSEWHERE)
-    assert all(one.startswith("compress ") for one in missing), missing
-
-
 @pytest.mark.parametrize("block, axes, word", [
     (Block("attention", heads=4, groups=1, causal=True), (("dp", 2), ("tp", 2)),
      "uneven=replicate"),
