@@ -1,4 +1,7 @@
-"""Run many drawn legal schedules and print the counts: `python -m tests.properties N [SEED]`."""
+"""Run many drawn legal schedules; print what they choose and how they end.
+
+`python -m tests.properties N [SEED [cheap | whole]]`
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from schedlang.diagnostic import Refusal
 from schedlang.runtime.launching.launch import Pool
 from tests.engine import Threads
 from tests.properties import engine, schedules
+from tests.properties.choices import counted
 from tests.properties.schedules import Drawn
 
 PRELOAD = ("torch", "torch.distributed", "cloudpickle", "schedlang.passes.verifying.prove",
@@ -32,6 +36,7 @@ def main(count: int, seed: int, form: str) -> None:
         return not new
 
     counts: collections.Counter[str] = collections.Counter()
+    drawn_rows: collections.Counter[str] = collections.Counter()
     start = time.perf_counter()
     processes = form.endswith("-gloo")
     form = form.removesuffix("-gloo")
@@ -46,11 +51,13 @@ def main(count: int, seed: int, form: str) -> None:
         def one(drawn: Drawn) -> None:
             outcome = attempt(drawn, pool, form)
             counts[outcome.split(":")[0]] += 1
+            drawn_rows.update(counted(drawn.text))
             if outcome not in ("equal", "refused as it must be") and not seen(outcome):
                 print(f"---- {outcome}\n{drawn!r}\n{drawn.text}", flush=True)
 
         one()
     spent = time.perf_counter() - start
+    print("\n".join(f"{often:6} {what}" for what, often in sorted(drawn_rows.items())))
     print(dict(counts), f"{spent:.0f} s, {1000 * spent / max(1, counts.total()):.0f} ms each")
 
 

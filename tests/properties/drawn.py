@@ -66,6 +66,11 @@ class Drawn(Short):
         return int(said[0].split("micro=")[1].split(",")[0].rstrip(")")) if said else 1
 
     @property
+    def little(self) -> bool:
+        """Whether it runs with sizes that a toy model reaches; every second one does."""
+        return self.config.seed % 2 == 0
+
+    @property
     def parts(self) -> int:
         """Into how many parts a batch is split."""
         verbs = ("zero", "compress")  # the second brings a row of the first with it

@@ -21,6 +21,7 @@ from schedlang.schedule import Schedule
 from schedlang.source import Source
 from schedlang.syntax import parse
 from tests.proofs import Seen, sgd, trained
+from tests.properties.little import little
 from tests.properties.models import Batch
 from tests.properties.schedules import Drawn
 
@@ -91,7 +92,8 @@ def whole(drawn: Drawn, engine: Any) -> Sequence[Row]:
 
 def check(drawn: Drawn, engine: Any, form: Callable[..., Sequence[Row]] = cheap) -> None:
     """Raise Differs if a comparison fails."""
-    bad = tuple(row for row in form(drawn, engine) if not row.ok)
+    with little(drawn.little):
+        bad = tuple(row for row in form(drawn, engine) if not row.ok)
     if bad:
         raise Differs(bad, drawn, engine, form)
 
@@ -123,4 +125,5 @@ def seen(
     """What the program of a drawn schedule leaves after a step for each batch."""
     given = batches_of(drawn) if batches is None else batches
     loss = loss or drawn.config.loss
-    return trained(engine, plan_of(drawn), given, optimizer, loss=loss, seed=SEED, **options)
+    with little(drawn.little):
+        return trained(engine, plan_of(drawn), given, optimizer, loss=loss, seed=SEED, **options)

@@ -206,21 +206,32 @@ KINDS = (
 )
 
 
+# what a context can be split around: attentions that torch computes, and what mixes no tokens
+APART = ("mlp", "chain", "custom", "attention", "attention")
+
+
 @st.composite
-def _block(draw: st.DrawFn, tp: int) -> Block:
-    kind = draw(st.sampled_from(KINDS))
+def _block(draw: st.DrawFn, tp: int, context: bool) -> Block:
+    kind = draw(st.sampled_from(APART if context else KINDS))
     of = lambda *values: draw(st.sampled_from(values))  # noqa: E731
     hidden = of(2 * tp, tp, 3 * tp, 5, 7)
     if kind == "mlp":
         return Block(kind, hidden, norm=of("layer", "rms"), pre=of(True, False))
     if kind == "attention":
         heads, share = of(
-            (tp, 1), (2 * tp, 2), (2 * tp, 1), (3 * tp, 3), (3, 1), (2, 2), (2 * tp, 2 * tp)
-        )
+            (tp, 1),
+            (2 * tp, 2),
+            (2 * tp, 1),
+            (3 * tp, 3),
+            (3, 1),
+            (2, 2),
+            (2 * tp, 2 * tp),
+            (tp, tp),
+        )  # fmt: skip
         return Block(
             kind, heads=heads, groups=heads // share, size=of(2, 1, 3), norm=of("layer", "rms"),
             pre=of(True, False), fused=of(False, True), causal=of(False, True), window=of(0, 2),
-            plain=of(False, True), flag=of(True, False),
+            plain=of(False, True), flag=context or of(True, False),
         )  # fmt: skip
     if kind == "experts":
         return Block(kind, hidden, count=of(2, 3))
@@ -234,10 +245,13 @@ def _block(draw: st.DrawFn, tp: int) -> Block:
 
 
 @st.composite
-def configs(draw: st.DrawFn, tp: int, least: int = 1) -> Config:
-    """Models with sizes that `tp` mostly divides, of at least so many blocks."""
+def configs(draw: st.DrawFn, tp: int, least: int = 1, *, context: bool = False) -> Config:
+    """Models with sizes that `tp` mostly divides, of at least so many blocks, at times all alike;
+    `context`: most have attentions around which the sequence can be split."""
     of = lambda *values: draw(st.sampled_from(values))  # noqa: E731
-    blocks = tuple(draw(st.lists(_block(tp), min_size=least, max_size=least + 2)))
+    blocks = tuple(draw(st.lists(_block(tp, context), min_size=least, max_size=least + 2)))
+    if draw(st.integers(0, 2)) == 0:
+        blocks = blocks[:1] * len(blocks)
     entry = of("floats", "words")
     skip = None
     if len(blocks) > 1 and draw(st.booleans()):

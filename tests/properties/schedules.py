@@ -22,6 +22,9 @@ __all__ = [
 ]  # fmt: skip
 
 
+TIED = {"mlp": '"up.weight", "up.bias"', "chain": '"lin.weight"', "custom": '"up.weight"'}
+
+
 @generator
 def tie(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     """Blocks that are alike, next to each other or not; both then lie as one does."""
@@ -35,7 +38,8 @@ def tie(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
                     *(f"{verb} {one}" for verb in ("shard", "late", "kernel", "parameters")
                       for one in (at, to)),
                 ]  # fmt: skip
-                found.append(step("tie", [f"{at}, {to}  tie()"], [*claims, "freeze"]))
+                for names in ("", TIED.get(block.kind, "")):
+                    found.append(step("tie", [f"{at}, {to}  tie({names})"], [*claims, "freeze"]))
     return found
 
 
@@ -53,7 +57,9 @@ def freeze(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     late = [f"late {_at(place)}" for place in range(len(config.blocks))]
     for place, wait in enumerate(late):  # no gradient of its weights waits
         if config.frozen != _at(place):
-            found += [step("freeze", [f"{_at(place)}  freeze()"], ["freeze", wait])]
+            for names in ("", '"*bias", "norm.*"'):
+                row = f"{_at(place)}  freeze({names if config.blocks[place].kind == 'mlp' else ''})"
+                found += [step("freeze", [row], ["freeze", wait])]
     return [*found, step("freeze", ['freeze(keep="head.*")'], ["freeze", *late])]
 
 
@@ -97,7 +103,7 @@ def _regions(config: Config, sizes: dict[str, int]) -> list[Step]:
     found = [step("checkpoint", [f"blocks.*  checkpoint({way})"], claims) for way in ways]
     alone = [f"{verb} {_at(place)}" for verb in ("offload", "parameters") for place in range(count)]
     rows = ["blocks.*  checkpoint(plan=dtr, memory=1MiB)",
-            "blocks.*  checkpoint(plan=pofo, memory=1MiB, bandwidth=300TiB)"]  # fmt: skip
+            "blocks.*  checkpoint(plan=pofo, memory=1MiB, bandwidth=9TiB, tflops=9)"]  # fmt: skip
     return [*found, *(step("checkpoint", [row], [*claims, *alone]) for row in rows)]
 
 
@@ -111,7 +117,7 @@ def offload(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     found, every = [], [f"parameters {_at(place)}" for place in range(len(config.blocks))]
     for place, own in enumerate(every):
         at = _at(place)
-        for more in (", to=cpu", ", prefetch=0"):
+        for more in (", to=cpu", ", prefetch=0", ", to=disk, prefetch=2"):
             found.append(step("offload", [f"{at}  offload(activations{more})"], [f"offload {at}"]))
         for more in (", to=peer, over=pp", ", to=peer, over=pp, prefetch=0")[: 2 * ("pp" in sizes)]:
             row = f"{at}  offload(activations{more})"
@@ -121,8 +127,8 @@ def offload(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     return [
         *found,
         step("offload", ["offload(parameters)"], every),
-        step("offload", ["offload(gradients)"], ["leaving"]),
-        step("offload", ["offload(optimizer, to=disk)"], ["optimizer"]),
+        *(step("offload", [f"offload(gradients{to})"], ["leaving"]) for to in ("", ", to=disk")),
+        *(step("offload", [f"offload(optimizer{to})"], ["optimizer"]) for to in ("", ", to=disk")),
         *(step("offload", ["offload(optimizer, to=peer, over=pp)"], ["optimizer", *every], ["pp"])
           for _ in range("pp" in sizes)),
     ]  # fmt: skip
@@ -136,7 +142,8 @@ def fuse(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     for place, block in enumerate(config.blocks):
         at, claim = _at(place), [f"kernel {_at(place)}"]
         if block.kind in ("mlp", "chain", "twice"):
-            found.append(step("fuse", [f"{at}  fuse()"], claim))
+            for how in ("", "backend=inductor", "rounding=eager"):
+                found.append(step("fuse", [f"{at}  fuse({how})"], claim))
         if block.kind == "mlp":
             rows = [f"{at}.up  decompose(bias)", f'{at}  fuse("p(x, b) {{ gelu(x + b) }}")']
             found.append(step("fuse", rows, [*claim, f"replace {at}", f"decompose {at}"]))
@@ -186,6 +193,7 @@ def replace_kernel(config: Config, sizes: dict[str, int], length: int) -> list[S
     if config.entry == "words" and config.returns != "tuple":
         for kernel, claim in (
             ("linear_cross_entropy", "head whole"),
+            ("linear_cross_entropy, chunk=64B", "head whole"),
             ("cross_entropy", "shard head"),
         ):
             found.append(step("replace_kernel", [f"head  replace_kernel({kernel})"],
@@ -196,10 +204,10 @@ def replace_kernel(config: Config, sizes: dict[str, int], length: int) -> list[S
 def _kernels(at: str, block: Block, width: int, context: bool) -> list[list[str]]:
     """The rows of each step of one block."""
     found = []
-    if block.kind in ("mlp", "attention") and block.norm == "rms":
-        found.append([f"{at}.norm  replace_kernel(rms_norm)"])
     # of two numbers a layer norm keeps the sign: its gradients are roundings, and no probe tells
     tells = width > 2 or block.norm == "rms"
+    if block.kind in ("mlp", "attention") and tells:
+        found.append([f"{at}.norm  replace_kernel({block.norm}_norm)"])
     sums = block.kind == "mlp" or (block.kind == "attention" and block.flag)
     if not block.pre and sums and tells:
         found.append([f"{at}  replace_kernel(add_norm)"])
@@ -223,7 +231,7 @@ def cast(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     """
     found = [
         step("cast", [row], ["cast", *(["compress"] if "fp16" in row else [])])
-        for row in ("cast(bf16)", "cast(fp16, scale=1024)", "cast(bf16, params=true)")
+        for row in ("cast(bf16)", "cast(fp16, scale=1024, growth=1)", "cast(bf16, params=true)")
     ]
     for place, block in enumerate(config.blocks):
         at, claims = _at(place), [f"replace {_at(place)}", "cast"]
@@ -260,6 +268,7 @@ def pipeline_split(config: Config, sizes: dict[str, int], length: int) -> list[S
         rows.append(f"blocks[{last}]  pipeline_split(over=pp)")
     # a block that is unrolled would be cut by its calls
     once = [f"unroll {_at(place)}" for place in range(count)]
+    rows += ["blocks  pipeline_split(over=pp, tied=refuse)"] * (not config.tied)
     return [
         step("pipeline_split", [row], ["cut", *(once if "[" in row else ())], ["pp"])
         for row in rows
@@ -309,6 +318,9 @@ def overlap(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     return found
 
 
+GATHERS = ("3, prefetch=1", "3, reshard=false", "3, prefetch=2, reshard=false")
+
+
 @generator
 def zero(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     """Every stage over each data axis, and over both folded."""
@@ -317,7 +329,7 @@ def zero(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
         step("zero", [f"zero(stage={stage}, over={axis})"],
              [f"zero {axis}", *(["sliced"] if stage else [])], [axis])
         for axis in data
-        for stage in (0, 1, 2, 3)
+        for stage in (0, 1, 2, 3, *GATHERS)
     ]  # fmt: skip
     if len(data) == 2:
         both, claims = ", ".join(data), ["zero dp", "zero ep", "sliced"]
@@ -345,15 +357,30 @@ def fewer_bits(config: Config) -> list[Step]:
         at = _at(place)
         claims = [f"{verb} {at}" for verb in ("checkpoint", "kernel", "replace")]
         claims += [f"{verb} {at}" for verb in ("decompose", "unroll", "parameters")]
-        rows = [f"{at}  compress(activations, int{bits}, block=8)" for bits in (8, 2)]
+        rows = [f"{at}  compress(activations, int{bits}, block=8)" for bits in (8, 4, 2)]
         found += [step("compress activations", [row], claims) for row in rows]
     return found
+
+
+def coarse_sums(config: Config, sizes: dict[str, int]) -> list[Step]:
+    """Codes of gradients that leave something out, over each data axis."""
+    codes = ("int8, block=8", "onebit, block=8", "powersgd, rank=1", "int8, error_feedback=false",
+             "onebit, block=16, error_feedback=false")  # fmt: skip
+    return [
+        step("compress",
+             [f"zero(stage=0, over={axis})", f"compress(gradients, {code}, over={axis})"],
+             ["compress", f"zero {axis}"], [axis])
+        for axis in ("dp", "ep") if axis in sizes
+        for code in codes
+    ]  # fmt: skip
 
 
 @generator
 def verify(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     """Markers, which change nothing."""
-    rows = ["verify(forward)", "verify(forward, backward)", "verify(train, steps=3)"]
+    rows = ["verify(forward)", "verify(forward, backward)", "verify(train, steps=3)",
+            "verify(forward, mode=eval)", "verify(forward, rtol=1e-3)",
+            "verify(loss, within=0.5, steps=2)", "verify(exact)"]  # fmt: skip
     return [step("verify", [row], ["verify"]) for row in rows]
 
 
@@ -380,7 +407,13 @@ MESHES: tuple[Axes, ...] = (
     (("dp", 1), ("pp", 3), ("tp", 2)),
     (("cp", 2),),
     (("cp", 2), ("tp", 2)),
+    (("cp", 2), ("cq", 2)),
 )
+
+
+# few meshes, sizes or blocks offer such a row
+SELDOM = ("context_parallel", "expert_parallel", "complete", "tie", "grid")
+UNEVEN = ("pad", "replicate")
 
 
 def allowed(chosen: Sequence[Step], config: Config, axes: Axes) -> tuple[Step, ...]:
@@ -392,13 +425,7 @@ def allowed(chosen: Sequence[Step], config: Config, axes: Axes) -> tuple[Step, .
     sizes = dict(axes)
     if sizes.get("pp", 1) > 1 and not any(s.verb == "pipeline_split" for s in kept):
         kept.append(pipeline_split(config, sizes, 0)[0])
-    cut = any(s.verb == "pipeline_split" for s in kept)
-    ranks = sizes.get("pp", 1) if cut else 1
-    return tuple(s for s in kept if s.verb != "pipeline" or _runs(s, ranks, len(config.blocks)))
-
-
-def _runs(one: Step, ranks: int, blocks: int) -> bool:
-    return "Interleaved" not in one.rows[0]
+    return tuple(kept)
 
 
 @st.composite
@@ -406,7 +433,8 @@ def legal(draw: st.DrawFn, meshes: Sequence[Axes] = MESHES, most: int = 8) -> Dr
     """A model, a mesh and rows that are legal for it."""
     axes = draw(st.sampled_from(list(meshes)))
     sizes = dict(axes)
-    config = draw(configs(max(sizes.get("tp", 1), sizes.get("up", 1)), sizes.get("pp", 1)))
+    widest = max(sizes.get("tp", 1), sizes.get("up", 1))
+    config = draw(configs(widest, sizes.get("pp", 1), context="cp" in sizes))
     length = draw(st.sampled_from([3, 4, 5]))
     offers = {verb: make(config, sizes, length) for verb, make in GENERATORS.items()}
     verbs = [verb for verb, steps in offers.items() if steps]
@@ -414,12 +442,13 @@ def legal(draw: st.DrawFn, meshes: Sequence[Axes] = MESHES, most: int = 8) -> Dr
     chosen = draw(st.lists(one, max_size=most))
     for axis in ("tp", "up"):  # mostly used as what they are
         mine = [s for s in offers["shard"] if axis in s.axes]
-        odd = [s for s in mine if "uneven=" in s.rows[0]]
         if sizes.get(axis, 1) > 1 and mine and draw(st.integers(0, 4)) < 4:
-            often = odd and draw(st.booleans())
-            chosen.insert(0, draw(st.sampled_from(odd if often else mine)))
-    if offers["grid"] and draw(st.booleans()):  # few meshes and sizes offer one
-        chosen.insert(0, draw(st.sampled_from(offers["grid"])))
+            chosen.insert(0, draw(st.sampled_from(mine)))
+    wide = [s for s in offers["checkpoint"] if s.rows[0].startswith("blocks.*")]
+    odd = [[s for s in offers["shard"] if f"uneven={how}" in s.rows[0]] for how in UNEVEN]
+    for few in (*(offers[verb] for verb in SELDOM), wide, *odd):
+        if few and draw(st.booleans()):
+            chosen.insert(0, draw(st.sampled_from(few)))
     steps = allowed(chosen, config, axes)
     spare = draw(st.sampled_from([0, 1, 2]))
     return Drawn(config, axes, steps, spare, length)

@@ -53,6 +53,11 @@ def shard(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
                     found += _pair(at, ["lin"], "lin", axis)[1:]
             if length % n == 0 and block.kind == "mlp":
                 found += _sequence(at, block, axis, n)
+            if block.kind in ("mlp", "custom") and block.hidden % n == 0:
+                said = "weight=S(out), bias=S(out), input=R, output=S(-1)"
+                rows = [f"{at}.up  shard({said}, over={axis})",
+                        f"{at}.down  shard(row, over={axis})"]  # fmt: skip
+                found.append(step("shard", rows, claim, [axis]))
             found += _uneven(at, block, axis, n)
         found += _ends(config, axis, n)
     return found
@@ -122,11 +127,15 @@ def context_parallel(config: Config, sizes: dict[str, int], length: int) -> list
         return []
     whole = all(block.heads % sizes["cp"] == 0 for _, block in mixing)
     ways = ["gather, over=cp", "ring, over=cp, layout=zigzag", "ring, over=cp, layout=striped"]
-    ways += ["ulysses, over=cp"] * whole
+    ways += ["gather, over=cp, layout=contiguous"] + ["ulysses, over=cp"] * whole
+    wide = math.prod(sizes[axis] for axis in ("cp", "cq") if axis in sizes)
+    both = ["double_ring", *["usp"] * all(b.heads % wide == 0 for _, b in mixing)]
+    found = [(way, ["cp"]) for way in ways]
+    found += [(f"{way}, over=(cp, cq)", ["cp", "cq"]) for way in both if "cq" in sizes]
     return [
         step("context_parallel", [f"{_at(k)}  context_parallel({way})" for k, _ in mixing],
-             ["zero cp"], ["cp"])
-        for way in ways
+             ["zero cp"], axes)
+        for way, axes in found
     ]  # fmt: skip
 
 
@@ -194,7 +203,15 @@ def _table(config: Config, columns: int) -> list[Step]:
 def expert_parallel(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
     """Stacked experts, where their number divides; an axis of data is left to `zero`."""
     options = ("", ", chunks=2", ", dispatch=fetch", ", shadow=[1, 2]")
-    return [
+    halves = [
+        step("expert_parallel", [f"{_at(place)}.experts  expert_parallel(over={axis}, inner=tp)"],
+             [f"shard {_at(place)}"], ["tp"])
+        for place, block in enumerate(config.blocks)
+        for axis in ("dp", "ep")
+        if block.kind == "routed" and block.count % sizes.get(axis, block.count + 1) == 0
+        and "tp" in sizes and block.hidden % sizes["tp"] == 0
+    ]  # fmt: skip
+    return halves + [
         step("expert_parallel", [f"{_at(place)}.experts  expert_parallel(over={axis}{more})"],
              [f"shard {_at(place)}"], [axis] if axis in ("tp", "up") else [])
         for place, block in enumerate(config.blocks)

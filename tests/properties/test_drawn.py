@@ -2,29 +2,103 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from itertools import product
+
 import pytest
 from hypothesis import given, settings
 
 from tests.engine import Threads
 from tests.properties import engine, schedules, splits
+from tests.properties.choices import choices, counted
 from tests.properties.drawn import Drawn
 from tests.properties.models import Block, Config
 from tests.tiers import thinned
 
-RARE = ("grid(summa", "activations, to=peer", "uneven=pad", "uneven=replicate", "embed  grid(")
+RARE = {  # rows that few sizes allow, and meshes on which they may stand
+    "grid(summa": (("dp", 2), ("tp", 2)), "embed  grid(": (("dp", 2), ("tp", 2)),
+    "uneven=pad": (("tp", 3),), "uneven=replicate": (("tp", 2),),
+    "activations, to=peer": (("pp", 2),),
+}  # fmt: skip
+
+# what no drawn schedule chooses, and where it is compared with the original instead
+ELSEWHERE = {
+    **dict.fromkeys(("replace_kernel kernel=gated", "replace_kernel kernel=sdpa"),
+                    "modules of transformers: tests/kernels"),
+    **dict.fromkeys((f"replace_kernel kernel={one}" for one in
+                     ("liger.rms_norm", "liger.layer_norm", "flash_attention")),
+                    "packages that are not installed: tests/kernels/test_adapters.py"),
+    "grid style=cube": "eight ranks at least: tests/sharding",
+    "expert_parallel capacity": "leaves tokens out, by an oracle of its own: tests/experts",
+    "pipeline every": "stale weights, by an oracle of their own: tests/pipelines/test_stale.py",
+    "pipeline slices": "models of causal attention alone: tests/pipelines/test_slices_program.py",
+    "pipeline memory": "of orders that are searched for: tests/orders",
+    "pipeline chunks": "of orders that leave it open: tests/orders/test_matrix.py",
+}  # fmt: skip
 
 
-def test_rare_rows_are_drawn() -> None:
-    """Of 400 schedules some have grids, padded sizes, and heads that several ranks hold."""
-    seen: list[str] = []
+# blocks of each kind, of sizes that most meshes divide; and those that a context goes around
+KINDS = (
+    Block("chain"), Block("mlp", 12), Block("mlp", 7, norm="rms", pre=False), Block("custom", 12),
+    Block("attention", heads=12, groups=12), Block("attention", heads=12, groups=12, fused=True),
+    Block("attention", heads=6, groups=3), Block("attention", heads=4, groups=1, norm="rms"),
+    Block("experts", 12), Block("routed", 12, count=12), Block("twice"),
+)  # fmt: skip
+APART = (Block("attention", heads=12, groups=12, flag=True), Block("mlp", 12))
+MODELS = tuple(
+    Config(blocks, 12, "words", 12, tied, "loss")
+    for blocks in (KINDS, APART, (Block("mlp", 12),) * 6)
+    for tied in (False, True)
+) + (Config(APART, 12, "words", 11),)
 
-    @settings(max_examples=400, derandomize=True, database=None, deadline=None)
-    @given(schedules.legal())
+
+def _offered() -> Counter[str]:
+    """What the generators offer to some models on every mesh."""
+    texts: set[str] = set()
+    for config, axes in product(MODELS, schedules.MESHES):
+        sizes = dict(axes)
+        made = [make(config, sizes, 4) for make in schedules.GENERATORS.values()]
+        more = [schedules.fewer_bits(config), schedules.coarse_sums(config, sizes)]
+        texts |= {row for steps in (*made, *more) for one in steps for row in one.rows}
+    body = "\n".join(f"  {row}" for row in sorted(texts))
+    return counted(f'schedule 1\n\nstep "all" {{\n{body}\n}}\n')
+
+
+def _drawn(
+    count: int, meshes: Sequence[schedules.Axes] = schedules.MESHES
+) -> tuple[Counter[str], list[str]]:
+    """What so many schedules choose, and the schedules."""
+    chosen: Counter[str] = Counter()
+    texts: list[str] = []
+
+    @settings(max_examples=count, derandomize=True, database=None, deadline=None)
+    @given(schedules.legal(meshes))
     def draw(drawn: Drawn) -> None:
-        seen.append(drawn.text)
+        texts.append(drawn.text)
+        chosen.update(counted(drawn.text))
 
     draw()
-    counts = {word: sum(word in text for text in seen) for word in RARE}
+    return chosen, texts
+
+
+def test_every_choice_is_offered() -> None:
+    """Each verb, and every word of every argument, is offered to some model on some mesh, or stands
+    above with the place where it is compared with the original instead."""
+    missing = choices() - set(_offered())
+    assert missing == set(ELSEWHERE), (missing - set(ELSEWHERE), set(ELSEWHERE) - missing)
+
+
+def test_every_verb_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 400 schedules some have each verb; on their meshes there are grids, padded sizes, and
+    heads that several ranks hold."""
+    chosen, _ = _drawn(400)
+    counts = {verb: chosen[verb] for verb in schedules.GENERATORS}
+    for axes in sorted(set(RARE.values())):
+        texts = _drawn(150, [axes])[1]
+        counts |= {row: sum(row in t for t in texts) for row, on in RARE.items() if on == axes}
+    with capsys.disabled():
+        print("\ndrawn:", ", ".join(f"{n} {what}" for what, n in sorted(counts.items())))
     assert min(counts.values()) >= 1, counts
 
 
@@ -47,11 +121,11 @@ def test_uneven_rows_are_the_original(
 
 
 @pytest.mark.parametrize("block, count", thinned([
-    (Block("mlp", hidden=4, pre=False), 3),
-    (Block("attention", heads=4, groups=2, norm="rms", causal=True), 7),
-    (Block("attention", heads=4, groups=4, pre=False, flag=True, causal=True, fused=True), 4),
-    (Block("attention", heads=2, window=2, pre=False, norm="rms"), 7),
-    (Block("mlp", hidden=7, norm="rms", pre=False), 4),
+    (Block("mlp", hidden=4, pre=False), 5),
+    (Block("attention", heads=4, groups=2, norm="rms", causal=True), 8),
+    (Block("attention", heads=4, groups=4, pre=False, flag=True, causal=True, fused=True), 6),
+    (Block("attention", heads=2, window=2, pre=False, norm="rms"), 8),
+    (Block("mlp", hidden=7, norm="rms", pre=False), 5),
 ], 5))  # fmt: skip
 def test_every_kernel_is_the_original(threads: Threads, block: Block, count: int) -> None:
     """Each step with kernels that is offered holds, beside a split block, a split head and

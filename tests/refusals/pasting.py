@@ -76,7 +76,10 @@ def _put(text: str, place: Mapping[str, Any], help_: str, fragment: str) -> str 
         lines[at] = line[:begin] + fragment + line[end:]
     elif re.match(r'(step "|schedule )', fragment):
         found = [k for k, one in enumerate(lines) if one.startswith(fragment.split()[0])]
-        lines[found[0]] = fragment
+        if found:
+            lines[found[0]] = fragment
+        else:  # a step for the row that is meant, and those after it
+            lines = [*lines[:at], fragment, *lines[at:], "}"]
     else:
         return None
     return "\n".join(lines)

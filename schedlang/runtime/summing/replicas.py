@@ -113,7 +113,7 @@ class Sliced:
             unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + ahead])
             unit.set_modules_to_backward_prefetch(units[max(place - ahead, 0) : place][::-1])
             # before its own hook; a unit around all of them, if there is one, was called by then
-            unit.register_forward_pre_hook(self._set_up, prepend=True)
+            unit.register_forward_pre_hook(self._set_up, prepend=True)  # type: ignore[attr-defined]
 
     def _set_up(self, *unused: object) -> None:
         """Units of a stage have no root in common that would set them up when it is called."""
