@@ -220,3 +220,32 @@ def test_a_trial_here_says_that_it_was_not_run() -> None:
     from schedlang.kernels.check import check_case
 
     assert check_case(Case((1, 4, 9, 16), cap=3.0, sinks=True), "cpu").backend == "reference"
+
+
+def test_calls_that_a_module_does_not_take_are_left_out() -> None:
+    """A module that needs a mask is judged by calls with one; one that takes none, by no call."""
+    from schedlang.runtime.replacing.adapters import _ran
+
+    class Masked(nn.Linear):
+        def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+            return super().forward(x) + attention_mask.sum()  # type: ignore[union-attr]
+
+    module, x = Masked(4, 4), torch.randn(2, 4)
+    calls: Any = [([x], {"attention_mask": torch.ones(2)}), ([x], {"attention_mask": None})]
+    assert [one for one, _ in _ran(module, iter(calls))] == calls[:1]
+    with pytest.raises(AttributeError):
+        list(_ran(module, iter(calls[::-1])))
+
+
+def test_a_config_whose_layers_differ() -> None:
+    """Where a config does not say how large a head is, the module does."""
+    from schedlang.runtime.replacing.attention import _head_size
+
+    class Config:
+        @property
+        def head_dim(self) -> int:
+            raise KeyError("it may vary across layers")
+
+    module = nn.Linear(4, 4)
+    module.head_dim = 12  # type: ignore[assignment]
+    assert _head_size(module, Config()) == 12 and _head_size(nn.Linear(4, 4), Config()) is None

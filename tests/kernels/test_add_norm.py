@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from schedlang.kernels.add_norm import (
     Case,
@@ -158,3 +160,29 @@ def test_what_has_no_sum_is_told():
     """A module where no sum stands before a norm is refused, with what stands there."""
     said = refused(models.llama(1), "model replace_kernel(add_norm)")
     assert "S410" in said
+
+
+def test_outputs_that_are_dicts_with_names_stay_what_they_are() -> None:
+    """A module that gives an output of transformers, which is a dict, gives one with the kernel;
+    of a dict that cannot be made again from its items nothing is replaced."""
+    from collections import OrderedDict
+
+    from transformers.modeling_outputs import BaseModelOutput
+
+    class Named(nn.Module):
+        def __init__(self, kind: type) -> None:
+            super().__init__()
+            self.up, self.norm, self.kind = nn.Linear(6, 6), nn.LayerNorm(6), kind
+
+        def forward(self, x: Tensor) -> Any:
+            return self.kind(last_hidden_state=self.norm(x + self.up(x)))
+
+    torch.manual_seed(0)
+    module, x = Named(BaseModelOutput), torch.randn(3, 6)
+    expected = module(x).last_hidden_state
+    found: Any = match(module, "add_norm")
+    replace(module, found)
+    made = module(x)
+    assert type(made) is BaseModelOutput and made[0] is made.last_hidden_state
+    torch.testing.assert_close(made.last_hidden_state, expected)
+    assert "gives a `OrderedDict`" in match(Named(OrderedDict), "add_norm").reason  # type: ignore[union-attr]

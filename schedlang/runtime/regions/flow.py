@@ -13,7 +13,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -145,6 +145,18 @@ class Tracer(fx.Tracer):
         """The function that is followed, and its arguments."""
         followed = inspect.unwrap(root_fn) if self.looked.bare else root_fn
         return super().create_args_for_root(followed, *given)
+
+    def create_arg(self, a: Any) -> Any:
+        """A value as the flow holds it; fx makes plain dicts of outputs that are dicts with names.
+
+        Raises TypeError for a kind of dict that cannot be made again from its items.
+        """
+        if not isinstance(a, dict) or type(a) is dict:
+            return super().create_arg(a)
+        if not is_dataclass(a):
+            raise TypeError(f"it gives a `{type(a).__name__}`")
+        made = self.create_proxy("call_function", type(a), (), dict(a))
+        return made.node
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Large kernels, and whatever something was done to."""

@@ -250,7 +250,7 @@ def common_call(module: nn.Module, generator: torch.Generator) -> dict[str, Any]
             call[name] = _mask(rows, length, length)
         elif name == "position_embeddings":
             heads = getattr(config, "num_attention_heads", 1)
-            size = getattr(config, "head_dim", None) or hidden // heads
+            size = _head_size(module, config) or hidden // heads
             call[name] = (draw(rows, length, size), draw(rows, length, size))
         elif parameter.default is parameter.empty and parameter.kind not in (
             parameter.VAR_KEYWORD,
@@ -258,6 +258,14 @@ def common_call(module: nn.Module, generator: torch.Generator) -> dict[str, Any]
         ):
             call[name] = None
     return call
+
+
+def _head_size(module: nn.Module, config: Any) -> int | None:
+    """The numbers of a head, if the config or, where they differ by layer, the module says them."""
+    try:
+        return getattr(config, "head_dim", None)
+    except Exception:  # a config may raise where its layers differ
+        return getattr(module, "head_dim", None)
 
 
 def replace_attention(module: nn.Module, found: Attention) -> None:
