@@ -45,7 +45,7 @@ def gradient_(
     """The gradient of rows, written over `z`; `by` are the gradients of the three statistics."""
     if not _fits(z):
         for part in _parts(z):
-            mine = tuple(each[part] for each in by)
+            mine = by[0][part], by[1][part], by[2][part]
             z[part].copy_(_gradient(z[part], target[part], lse[part], mine, scale, cap))
         return z
     _launch(gradient_kernel, z, [t.contiguous() for t in (target, lse, *by)], scale, cap)

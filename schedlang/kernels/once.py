@@ -33,4 +33,4 @@ def _last() -> bool:
     """Whether the backward that runs now frees what it was saved; False outside of one."""
     if torch.compiler.is_compiling():
         return False
-    return not torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+    return not torch._C._autograd._get_current_graph_task_keep_graph()
