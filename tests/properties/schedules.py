@@ -329,7 +329,7 @@ def zero(config: Config, sizes: dict[str, int], length: int) -> list[Step]:
         step("zero", [f"zero(stage={stage}, over={axis})"],
              [f"zero {axis}", *(["sliced"] if stage else [])], [axis])
         for axis in data
-        for stage in (0, 1, 2, 3, *GATHERS)
+        for stage in (0, "0, bucket=1KiB", 1, 2, 3, *GATHERS)
     ]  # fmt: skip
     if len(data) == 2:
         both, claims = ", ".join(data), ["zero dp", "zero ep", "sliced"]
@@ -357,8 +357,11 @@ def fewer_bits(config: Config) -> list[Step]:
         at = _at(place)
         claims = [f"{verb} {at}" for verb in ("checkpoint", "kernel", "replace")]
         claims += [f"{verb} {at}" for verb in ("decompose", "unroll", "parameters")]
-        rows = [f"{at}  compress(activations, int{bits}, block=8)" for bits in (8, 4, 2)]
+        codes = ("int8", "int4", "int2", "adaptive", "adaptive, bits=3")
+        rows = [f"{at}  compress(activations, {code}, block=8)" for code in codes]
+        again = [f"{at}  checkpoint()", f"{at}  compress(activations, int4, block=8)"]
         found += [step("compress activations", [row], claims) for row in rows]
+        found.append(step("compress activations", again, claims))
     return found
 
 
