@@ -243,6 +243,65 @@ def test_a_flow_that_depends_on_values_is_refused() -> None:
     assert "test_regions.py" in refusal.value.render()
 
 
+class Maybe(nn.Module):
+    """A child that gives a second value, or None in its place."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return x, None
+
+
+def _more(x: Tensor, other: Tensor | None) -> Tensor:
+    return x if other is None else x + other
+
+
+def _by_itself(module: Any, x: Tensor) -> Tensor:
+    y, other = module.maybe(x)
+    if other is not None:
+        y = y + 1
+    return y
+
+
+def _in_a_helper(module: Any, x: Tensor) -> Tensor:
+    y, other = module.maybe(x)
+    return _more(y, other)
+
+
+def _of_a_part(module: Any, x: Tensor) -> tuple[Tensor, bool]:
+    both = module.maybe(x)
+    return both[0], both[1] is None
+
+
+def _handed_on(module: Any, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Any]:
+    y, other = module.maybe(x)
+    return (y if mask is None else y * mask), other
+
+
+@pytest.mark.parametrize("asks", [_by_itself, _in_a_helper, _of_a_part])
+def test_what_a_child_may_leave_out_is_not_asked(asks: Any) -> None:
+    """A stand-in is never None: the other branch of such a question would be followed."""
+    module = _Asking(asks)
+    with pytest.raises(Refusal, match="cannot be followed") as refusal:
+        flow(module, imagined(module), Looked(whole=frozenset({"maybe"})))
+    assert "which `maybe` gives, is None" in refusal.value.render()
+
+
+def test_what_a_child_may_leave_out_is_handed_on() -> None:
+    """Arguments are known, and a value that nobody asks about may be None."""
+    module = _Asking(_handed_on)
+    graph = flow(module, imagined(module), Looked(whole=frozenset({"maybe"})))
+    assert sum(node.op == "call_module" for node in graph.nodes) == 1
+
+
+class _Asking(nn.Module):
+    def __init__(self, run: Any) -> None:
+        super().__init__()
+        self.maybe, self.run = Maybe(), run
+
+    def forward(self, x: Tensor) -> Any:
+        """What the function does with the child."""
+        return self.run(self, x)
+
+
 def test_in_python_and_from_a_library(tmp_path: Any) -> None:
     """A pattern is declared by a call, or comes with its library under the library's name."""
     sch = create_schedule(Net())

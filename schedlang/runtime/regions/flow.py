@@ -11,7 +11,7 @@ import inspect
 import operator
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, is_dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.forward import layers_of
 from schedlang.runtime.regions.ops import is_dropout
+from schedlang.runtime.regions.questions import asked
 
 WHOLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # large kernels of their own
 _lock = threading.Lock()  # a trace changes torch's module class while it lasts
@@ -85,9 +86,14 @@ def flow(module: nn.Module, given: Given, looked: Looked) -> fx.Graph:
         try:
             while True:
                 try:
-                    return _plain(tracer.trace(module))
+                    with asked(module) as questions:
+                        graph = tracer.trace(module)
                 except _Draws as inside:
                     tracer = Tracer(module, given, looked, tracer.whole | {inside.path})
+                    continue
+                if questions:
+                    raise _refused(module, questions[:1])
+                return _plain(graph)
         except Refusal:
             raise
         except Exception as error:  # whatever a forward does with what are no tensors
@@ -111,13 +117,14 @@ def _refusal(module: nn.Module, error: Exception) -> Refusal:
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if "/torch/" not in f.filename and "/schedlang/" not in f.filename]
     where = [f"{f.filename.rpartition('/')[2]}:{f.lineno}: {f.line}" for f in own[-1:]]
-    name = type(module).__name__
     said = f"{type(error).__name__}: {error}".split("\n")[0]
+    return _refused(module, [said, *where])
+
+
+def _refused(module: nn.Module, notes: Iterable[str]) -> Refusal:
+    title = f"the data flow of `{type(module).__name__}` cannot be followed"
     helps = ("name a smaller module, one that computes what the pattern says",)
-    return Refusal(
-        Diagnostic("S883", f"the data flow of `{name}` cannot be followed", notes=(said, *where),
-                   helps=helps)
-    )  # fmt: skip
+    return Refusal(Diagnostic("S883", title, notes=tuple(notes), helps=helps))
 
 
 class _Draws(Exception):

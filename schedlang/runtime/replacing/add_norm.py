@@ -61,7 +61,7 @@ def probe_sums(module: nn.Module) -> Sums | Mismatch:
     try:
         graph = _flow(module, imagined(module))
     except Refusal as refusal:
-        return Mismatch(" ".join((refusal.diagnostic.title, *refusal.diagnostic.notes)))
+        return Mismatch(": ".join((refusal.diagnostic.title, *refusal.diagnostic.notes)))
     found = {str(place.norm.target) for place in places(graph, module, norms)}
     if found:
         return Sums({name: norm for name, norm in norms.items() if name in found})
