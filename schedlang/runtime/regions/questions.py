@@ -1,8 +1,8 @@
 """Questions that a trace cannot answer: whether what a child gives is None.
 
-While a forward is followed every value is a stand-in, which is never None; a forward that asks would
-be followed along the branch of a value, whatever the child gives in truth.  Python does not tell
-anyone of `is`, so the instructions of the forward are watched as they run.
+While a forward is followed every value is a stand-in, which is never None; a forward that asks
+would be followed along the branch of a value, whatever the child gives in truth.  Python does not
+tell anyone of `is`, so the instructions of the forward are watched as they run.
 """
 
 from __future__ import annotations

@@ -112,9 +112,8 @@ def _nearest(module: nn.Module, forms: list[Gated]) -> Gated | Mismatch:
         results = [module.train(training)(x) for training in (True, False)]
         if not all(isinstance(y, Tensor) for y in results):
             return Mismatch(f"gives {type(results[0]).__name__}, not a tensor")
-        errors = {
-            form: max(relative(y, _computed(module, form, x)) for y in results) for form in forms
-        }
+        computed = _all_computed(module, forms, x)
+        errors = {form: max(relative(y, computed[form]) for y in results) for form in forms}
     best = min(forms, key=lambda form: errors[form])
     if not errors[best] <= TOLERANCE:
         return Mismatch(f"differs from a gated MLP (nearest: {best.act})", errors[best])
@@ -124,20 +123,38 @@ def _nearest(module: nn.Module, forms: list[Gated]) -> Gated | Mismatch:
     return best
 
 
+def _all_computed(module: nn.Module, forms: list[Gated], x: Tensor) -> dict[Gated, Tensor]:
+    """Each of several forms; a projection reads its weights once, for wide ones take seconds."""
+    made = {}
+    for down in {form.down: None for form in forms}:
+        some = [form for form in forms if form.down == down]
+        known = {name: module.get_submodule(name)(x) for name in _before(some)}
+        middles = [_middle(known[f.gate], known.get(f.up or ""), f) for f in some]
+        made.update(zip(some, module.get_submodule(down)(torch.stack(middles))))
+    return made
+
+
+def _before(forms: list[Gated]) -> set[str]:
+    return {name for form in forms for name in (form.gate, form.up) if name is not None}
+
+
 def _computed(module: nn.Module, form: Gated, x: Tensor, kernel: bool = False) -> Tensor:
     """down(act(gate) * up) by the module's own projections."""
     first = module.get_submodule(form.gate)(x)
-    if form.up is not None:
-        second = module.get_submodule(form.up)(x)
-        middle = (gated if kernel else reference)(first, second, form.act)
-    elif kernel:
-        middle = packed(first, form.act, form.gate_first)
-    else:
-        left, right = first.chunk(2, -1)
-        gate, up = (left, right) if form.gate_first else (right, left)
-        middle = reference(gate, up, form.act)
-    made: Tensor = module.get_submodule(form.down)(middle)
+    second = None if form.up is None else module.get_submodule(form.up)(x)
+    made: Tensor = module.get_submodule(form.down)(_middle(first, second, form, kernel))
     return made
+
+
+def _middle(first: Tensor, second: Tensor | None, form: Gated, kernel: bool = False) -> Tensor:
+    """act(gate) * up, of the two or of what holds both."""
+    if second is not None:
+        return (gated if kernel else reference)(first, second, form.act)
+    if kernel:
+        return packed(first, form.act, form.gate_first)
+    left, right = first.chunk(2, -1)
+    gate, up = (left, right) if form.gate_first else (right, left)
+    return reference(gate, up, form.act)
 
 
 def _gradient_distance(module: nn.Module, form: Gated, x: Tensor) -> float:
