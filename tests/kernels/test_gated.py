@@ -18,6 +18,7 @@ from schedlang.kernels.gated import (
     packed_forward,
     reference,
 )
+from schedlang.runtime.replacing import mlp
 from schedlang.runtime.replacing.kernel import match, replace
 from schedlang.runtime.replacing.mlp import Gated, probe_gated
 from tests import models
@@ -89,8 +90,11 @@ class Mlp(nn.Module):
         (lambda m, x: m.three(m.one(x) * F.relu(m.two(x))), ("two", "one", "relu")),
     ],
 )
-def test_names_every_part(form, expected):
+@pytest.mark.parametrize("size", ["narrow", "wide"])
+def test_names_every_part(form, expected, size, monkeypatch):
     """Gate, up and activation are found by what the module computes, on meta as well."""
+    if size == "wide":
+        monkeypatch.setattr(mlp, "_WIDE", 0)
     with torch.device("meta"):
         module = Mlp(form)
     assert probe_gated(module) == Gated(expected[0], expected[1], "three", expected[2], 8)
@@ -102,14 +106,21 @@ def test_names_every_part(form, expected):
         (lambda m, x: m.three(F.silu(m.one(x)) + m.two(x)), "differs"),
         (lambda m, x: m.three(F.silu(m.one(x) * 1.001) * m.two(x)), "differs"),
         (lambda m, x: m.three(F.silu(m.one(x)) * m.two(x).detach()), "gradients differ"),
+        (lambda m, x: m.three(F.silu(m.one(x)).detach() * m.two(x)), "gradients differ"),
+        (lambda m, x: m.three((F.silu(m.one(x)) * m.two(x)).detach()), "gradients differ"),
+        (lambda m, x: m.three(F.silu(m.one(x)) * m.two(x.detach())), "gradients differ"),
         (lambda m, x: m.three(F.silu(m.one(x)) * m.two(x)).clamp(max=0.3), "differs"),
         (lambda m, x: (m.three(F.silu(m.one(x)) * m.two(x)), None), "gives tuple"),
         (lambda m, x: F.dropout(m.three(F.silu(m.one(x)) * m.two(x)), 0.5, m.training), "differs"),
         (lambda m, x: m.three(F.silu(m.one(x)) * m.nothing), "does not run"),
     ],
 )
-def test_refuses_what_only_resembles(form, said):
-    """A sum, another activation, a cut gradient, dropout, other results: each is a mismatch."""
+@pytest.mark.parametrize("size", ["narrow", "wide"])
+def test_refuses_what_only_resembles(form, said, size, monkeypatch):
+    """A sum, another activation, a cut gradient, dropout, other results: each is a mismatch, also
+    where weights are so wide that their gradients are not computed."""
+    if size == "wide":
+        monkeypatch.setattr(mlp, "_WIDE", 0)
     found = probe_gated(Mlp(form))
     assert said in found.reason
     if "differ" in said:
