@@ -42,12 +42,12 @@ def _buckets(
     plan: Plan, names: list[str], shapes: list[tuple[int, ...]], bytes_: int | None
 ) -> Iterator[tuple[int, str]]:
     """Bytes of each bucket, with the module that holds all of it (one number more a parameter)."""
-    from schedlang.runtime.summing.gradient import BUCKET_BYTES, buckets
+    from schedlang.runtime.summing.gradient import buckets
 
     facts = [plan.model.unique[n] for n in names]
     counts = [math.prod(shape) for shape in shapes]
     sizes = [(count * f.itemsize, f.dtype) for count, f in zip(counts, facts)]
-    for bucket in buckets(sizes, bytes_ or BUCKET_BYTES):
+    for bucket in buckets(sizes, bytes_):
         elements = sum(counts[k] for k in bucket) + len(bucket)
         owners = [plan.model.owner(names[k]).fqn for k in bucket]
         yield elements * facts[bucket[0]].itemsize, _common(owners)

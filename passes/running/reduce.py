@@ -68,7 +68,7 @@ def sums_of(
     found: Mapping[str, nn.Parameter], ranks: Ranks,
 ) -> list[Sum]:  # fmt: skip
     """The reductions after the last backward: over ties, over parts, over whole replicas."""
-    from schedlang.runtime.summing.gradient import BUCKET_BYTES, Sum
+    from schedlang.runtime.summing.gradient import Sum
 
     sums = []
     for axes in (plan.data_axes, plan.row_axes, plan.context_axes):
@@ -85,7 +85,7 @@ def sums_of(
                 # begun in the middle of a backward, beside what that itself sends
                 group = replace(group, pg=ranks.again(one.axes))
         if one.kind != "compressed" and group is not None and names:
-            sums.append(Sum(group, names, one.kind, one.bucket or BUCKET_BYTES))
+            sums.append(Sum(group, names, one.kind, one.bucket))
     return sums
 
 

@@ -247,4 +247,4 @@ def test_a_budget_trains_as_the_original(threads: Threads, rows: str, mesh: str)
 def test_the_plan_by_its_name_alone() -> None:
     """Who writes the plan without its argument is told the argument."""
     told = refused(models.gpt2(1), "transformer.h.*  checkpoint(dtr, budget=1MiB)")
-    assert "did you mean `plan=dtr`?" in told and "`memory`" in told
+    assert "write `checkpoint(plan=dtr, memory=1MiB)`" in told

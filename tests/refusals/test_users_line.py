@@ -60,6 +60,7 @@ CASES = {
 }
 NEVER = {  # why they refuse nothing
     "Schedule.model": "facts are read one by one", "Schedule.plan": "the plan is there already",
+    "Schedule.grade": "a value",
     "Schedule.tree": "a value", "Schedule.to_sched": "text of what is there",
     "Schedule.to_json": "a record of what is there", "Schedule.warnings": "warnings are none",
     "Program.gradients": "tells what is there", "Program.input_gradients": "tells what is there",

@@ -22,13 +22,13 @@ BUCKET_BYTES = 25 * 2**20  # as torch's DistributedDataParallel
 class Sum:
     """One reduction: the gradients of these parameters are parts over this group.
 
-    bucket  bytes that are summed at once, at most; a larger gradient is alone
+    bucket  bytes that are summed at once, at most, if not as usual; a larger gradient is alone
     """
 
     group: Group
     names: tuple[str, ...]
     kind: str  # "replicas", "partial" or "tied": what made them parts
-    bucket: int = BUCKET_BYTES
+    bucket: int | None = None
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor | None:
@@ -68,7 +68,7 @@ def begin_one(group: Group, members: Sequence[nn.Parameter]) -> tuple[Bucket, An
     return bucket, work
 
 
-def in_buckets(parameters: Sequence[nn.Parameter], most: int) -> list[list[nn.Parameter]]:
+def in_buckets(parameters: Sequence[nn.Parameter], most: int | None) -> list[list[nn.Parameter]]:
     """Parameters whose gradients are summed together: up to so many bytes of one kind."""
     sizes = [
         (_local(p).numel() * _local(p).element_size(), (_local(p).dtype, gradient_device(p)))
@@ -77,14 +77,15 @@ def in_buckets(parameters: Sequence[nn.Parameter], most: int) -> list[list[nn.Pa
     return [[parameters[k] for k in bucket] for bucket in buckets(sizes, most)]
 
 
-def buckets(sizes: Sequence[tuple[int, object]], most: int = BUCKET_BYTES) -> list[list[int]]:
+def buckets(sizes: Sequence[tuple[int, object]], most: int | None = None) -> list[list[int]]:
     """Which tensors, of these bytes and kinds (dtypes), are summed together: runs of one kind."""
+    limit = BUCKET_BYTES if most is None else most
     found: list[list[int]] = []
     room, kind = 0, object()
     for place, (size, dtype) in enumerate(sizes):
         if kind != dtype or size > room:
             found.append([])
-            room, kind = most, dtype
+            room, kind = limit, dtype
         found[-1].append(place)
         room -= size
     return found
