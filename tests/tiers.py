@@ -19,6 +19,7 @@ EACH = {
     "test_it_trains_as_alone": 2, "test_same_bits_on_ranks": 3, "test_beside_other_rows": 2,
     "test_key_value_heads_below_the_ranks": 2, "test_on_ranks_it_equals_the_original": 2,
     "test_axes_of_size_one_are_the_identity": 2, "test_any_table_of_versions": 2,
+    "test_same_bits_as_at_home": 2,
 }  # fmt: skip
 
 

@@ -150,7 +150,7 @@ def dropping() -> nn.Module:
     (lambda: models.llama(2), LLAMA + CODED.format(5), "tp=2"),
     (dropping, ROW.format(2.5) + PIPE, "pp=2"),
     (dropping, AGAIN + ROW.format(4) + "zero(stage=1, over=dp)", "dp=2"),
-]))  # fmt: skip
+], 4))  # fmt: skip
 def test_equal_to_one_process_with_the_same_table(
     threads: Threads, model: Callable[[], nn.Module], rows: str, mesh: str
 ) -> None:
@@ -203,6 +203,7 @@ def test_all_ranks_have_one_table(threads: Threads) -> None:
 # -- bytes, words and refusals ---------------------------------------------------------------------
 
 
+@pytest.mark.deep
 def test_the_plan_knows_the_bytes_and_the_table() -> None:
     """What is counted for the peak is what the program's modules keep; the notes say which bits."""
     from schedlang.memory import CLASSES

@@ -103,7 +103,7 @@ def test_shapes_tell_what_is_split(
     (lambda: models.llama(2), LLAMA.format("ulysses, over=cp", "int2"), "cp=2"),
     (lambda: models.llama(2), LLAMA.format("gather, over=cp", "adaptive, bits=4"), "cp=3"),
     (lambda: models.llama(2), LLAMA.format("ring, over=cp, layout=zigzag", "int4"), "cp=2"),
-]))  # fmt: skip
+], 3))  # fmt: skip
 def test_equal_to_one_process_that_rounds_tokens_alike(
     threads: Threads, model: Callable[[], nn.Module], rows: str, mesh: str
 ) -> None:

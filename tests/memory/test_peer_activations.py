@@ -52,7 +52,9 @@ SPLIT = "layers.*.up shard(col, over=tp)\nlayers.*.down shard(row, over=tp)\n"
     ids=["first", "ring", "inside", "rounds", "checkpoint", "inside of a checkpoint", "tensor",
          "zero", "streamed", "halves", "state", "mixed", "rounded"],
 )  # fmt: skip
-def test_same_bits(threads: Threads, before: str, rows: str, after: str, mesh: str) -> None:
+def test_same_bits_as_at_home(
+    threads: Threads, before: str, rows: str, after: str, mesh: str
+) -> None:
     """Losses, gradients, norms, weights and state of three clipped steps are those of no rows."""
     layers, relax = 4 if after == ROUNDS else 3, "lossy" if "compress" in before else ""
     seen, plain = (
@@ -65,6 +67,7 @@ def test_same_bits(threads: Threads, before: str, rows: str, after: str, mesh: s
     assert_same(seen, plain)
 
 
+@pytest.mark.deep
 def test_same_bits_in_processes(pool: Any) -> None:
     """Over gloo between two processes, both of which send and hold, as between threads."""
     seen, plain = (trained(pool, planned(words(), r + PIPE, "pp=2"), BATCHES) for r in (EACH, ""))

@@ -64,7 +64,7 @@ def tight(drawn: Drawn, one: Step, more: int) -> Drawn:
     return within(drawn, one, memory + more)
 
 
-@examples(4)
+@examples(2)
 @given(schedules.legal(), st.data())
 def test_3_tight_plans_change_no_bit(threads: Threads, drawn: Drawn, data: st.DataObject) -> None:
     """Each way to fit blocks into memory, put into any schedule with the least memory that it says
