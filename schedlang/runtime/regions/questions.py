@@ -56,7 +56,8 @@ def _is_foreign(code: CodeType) -> bool:
 @cache
 def _tests(code: CodeType) -> dict[int, tuple[str, ...]]:
     """By the place of each comparison with None the names that it may be about."""
-    found, line = {}, []
+    found: dict[int, tuple[str, ...]] = {}
+    line: list[dis.Instruction] = []
     for one in dis.get_instructions(code):
         if one.starts_line:
             line = []

@@ -129,7 +129,7 @@ def _nearest(module: nn.Module, forms: list[Gated]) -> Gated | Mismatch:
 
 def _all_computed(module: nn.Module, forms: list[Gated], x: Tensor) -> dict[Gated, Tensor]:
     """Each of several forms; a projection reads its weights once, for wide ones take seconds."""
-    made = {}
+    made: dict[Gated, Tensor] = {}
     for down in {form.down: None for form in forms}:
         some = [form for form in forms if form.down == down]
         known = {name: module.get_submodule(name)(x) for name in _before(some)}
@@ -170,7 +170,8 @@ def _gradient_distance(module: nn.Module, form: Gated, x: Tensor) -> float:
     leaf = x.clone().requires_grad_()
     called: list[_Called] = [{}, {}]
     both = []
-    for calls, run in zip(called, (module, partial(_computed, module, form))):
+    runs: list[Callable[[Tensor], Tensor]] = [module, partial(_computed, module, form)]
+    for calls, run in zip(called, runs):
         with _calls(module, calls):
             both.append(run(leaf))
     if not both[0].requires_grad:
