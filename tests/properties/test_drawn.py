@@ -90,9 +90,9 @@ def test_every_choice_is_offered() -> None:
 
 
 def test_every_verb_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 400 schedules some have each verb; on their meshes there are grids, padded sizes, and
+    """Of 250 schedules some have each verb; on their meshes there are grids, padded sizes, and
     heads that several ranks hold."""
-    chosen, _ = _drawn(400)
+    chosen, _ = _drawn(250)
     counts = {verb: chosen[verb] for verb in schedules.GENERATORS}
     for axes in sorted(set(RARE.values())):
         texts = _drawn(150, [axes])[1]
