@@ -84,8 +84,8 @@ def rehearse(
     """Play a short step of each kind of rank; optimizer: AdamW's moments.
 
     `batch` is that of a whole step, `prepared` what is known of the plan; with `works` operations
-    and bytes of every operator are counted too.  Raises what the model
-    raises where it cannot be played.
+    and bytes of every operator are counted too.  Raises what the model raises where it cannot be
+    played.
     """
     from schedlang.runtime import parts
 

@@ -23,8 +23,8 @@ from schedlang.runtime.forward import layers_of
 from schedlang.runtime.keeping.sensitive import Place, places_of
 from tests import models
 from tests.engine import Threads
-from tests.memory.test_coded import Signs, drawn, tokens
-from tests.proofs import assert_near, planned, proven, sequential, sgd, steps
+from tests.memory.test_coded import drawn, tokens
+from tests.proofs import planned, proven, sequential, sgd
 from tests.tiers import thinned
 from tests.zoo.scenes import GPT2, LLAMA
 
@@ -171,15 +171,6 @@ def test_another_table_is_found(threads: Threads, monkeypatch: pytest.MonkeyPatc
     plan = planned(models.gpt2(1), ROW.format(4), "", "lossy")
     report = prove(Case(plan, tuple(tokens()), None, None, 0, "none"), pool=threads)
     assert "gradients" in {row.kind for row in report.rows if not row.ok and not row.step}
-
-
-def test_in_the_limit_it_is_the_original(threads: Threads) -> None:
-    """Where whole numbers can say what is kept, training on three ranks is the original's own."""
-    batches = [{"x": drawn(7, 8, seed=seed)} for seed in range(3)]
-    rows = "second  compress(activations, adaptive, bits=2, block=16)\nzero(stage=0, over=dp)"
-    plan = planned(Signs().double(), rows, "dp=3", "lossy")
-    found = threads.run(steps, 3, plan, batches, sgd, None, {})[0]
-    assert_near(found, sequential(Signs().double(), batches, sgd))
 
 
 def _tables(plan: Any, batches: list[Any]) -> Any:

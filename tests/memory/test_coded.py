@@ -224,10 +224,13 @@ class Signs(nn.Module):
         return (self.second(signs) ** 2).mean()
 
 
-def test_in_the_limit_it_is_the_original(threads: Threads) -> None:
+@pytest.mark.parametrize("before, how", [
+    ("", "int2"), ("", "adaptive, bits=2"), ("second  checkpoint()\n", "int2"),
+])  # fmt: skip
+def test_in_the_limit_it_is_the_original(threads: Threads, before: str, how: str) -> None:
     """Where whole numbers can say what is kept, training on three ranks is the original's own."""
     batches = [{"x": drawn(7, 8, seed=seed)} for seed in range(3)]
-    rows = "second  compress(activations, int2, block=16)\nzero(stage=0, over=dp)"
+    rows = f"{before}second  compress(activations, {how}, block=16)\nzero(stage=0, over=dp)"
     plan = planned(Signs().double(), rows, "dp=3", "lossy")
     found = threads.run(steps, 3, plan, batches, sgd, None, {})[0]
     assert_near(found, sequential(Signs().double(), batches, sgd))

@@ -19,8 +19,8 @@ from schedlang.runtime.keeping.recompute import checkpoint
 from schedlang.runtime.keeping.rounded import Coding
 from tests import models
 from tests.engine import Threads
-from tests.memory.test_coded import ROW, Signs, drawn, tokens
-from tests.proofs import assert_near, planned, proven, sequential, sgd, steps
+from tests.memory.test_coded import ROW, drawn, tokens
+from tests.proofs import planned, proven, sgd
 from tests.tiers import thinned
 from tests.zoo.scenes import GPT2, LLAMA
 
@@ -65,15 +65,6 @@ def test_a_second_run_from_what_was_exact_is_found(
     report = prove(Case(plan, tuple(tokens()), None, None, 0, "none"), pool=threads)
     kinds = {row.kind for row in report.rows if not row.ok and not row.step}
     assert "gradients" in kinds and "loss" not in kinds
-
-
-def test_in_the_limit_it_is_the_original(threads: Threads) -> None:
-    """Where whole numbers can say what goes in, training on three ranks is the original's own."""
-    batches = [{"x": drawn(7, 8, seed=seed)} for seed in range(3)]
-    rows = "second  checkpoint()\nsecond  compress(activations, int2, block=16)\n"
-    plan = planned(Signs().double(), rows + "zero(stage=0, over=dp)", "dp=3", "lossy")
-    found = threads.run(steps, 3, plan, batches, sgd, None, {})[0]
-    assert_near(found, sequential(Signs().double(), batches, sgd))
 
 
 def test_the_gradient_of_a_linear_layer_is_right_in_the_mean() -> None:
