@@ -1,11 +1,11 @@
-"""CPU time spent so far by processes and all that they started."""
+"""CPU time of processes and all that they started: what they had so far, what they waited for."""
 
 from __future__ import annotations
 
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -15,12 +15,35 @@ def cpu_seconds(pids: Iterable[int]) -> float:
     """Seconds of CPU time of processes and their living descendants; those already gone count 0."""
     if not (_PROC / "self" / "stat").exists():
         return _by_ps(set(pids))
-    total, todo = 0.0, list(pids)
+    return sum(map(_spent, _family(pids)))
+
+
+def queued_seconds(pids: Iterable[int]) -> float:
+    """Seconds in which threads of the living among them could have run, and had no processor.
+
+    0 where the system does not count it (`/proc/PID/task/TID/schedstat`, nanoseconds on the run
+    queue).
+    """
+    return sum(map(_queued, _family(pids)))
+
+
+def _family(pids: Iterable[int]) -> Iterator[int]:
+    """These processes and their living descendants."""
+    todo = list(pids)
     while todo:
         pid = todo.pop()
-        total += _spent(pid)
+        yield pid
         todo += _children(pid)
-    return total
+
+
+def _queued(pid: int) -> float:
+    total = 0
+    for stat in (_PROC / str(pid) / "task").glob("*/schedstat"):
+        try:
+            total += int(stat.read_text().split()[1])
+        except (OSError, IndexError):  # the thread has ended, or nothing is counted
+            continue
+    return total / 1e9
 
 
 def _spent(pid: int) -> float:

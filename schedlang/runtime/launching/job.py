@@ -15,7 +15,10 @@ from schedlang.diagnostic import Refusal
 from schedlang.runtime.launching.forkserver import HEADER
 
 _GRACE = 1.0  # seconds to wait for the cause when a consequence arrives first
+_STILL = 2.0  # seconds between two looks; more, and this process or the whole machine was stopped
 _MOMENT = 0.1  # seconds in which several ranks may fail alike; the lowest is named
+
+Times = dict[int, tuple[float, float]]  # seconds on a processor, and in wait of one, by process
 
 
 class RankDied(Exception):
@@ -79,7 +82,15 @@ class Job:
     failures: list[tuple[int, int, str, BaseException | None]] = field(default_factory=list)
     first_failure: float = 0.0
     moved: float = field(default_factory=time.monotonic)
-    spent: dict[int, float] = field(default_factory=dict)  # CPU seconds by process, then
+    spent: Times = field(default_factory=dict)  # by process, then
+    looked: float = field(default_factory=time.monotonic)
+
+    def look(self) -> float:
+        """The time now; what passed while this process itself stood still tells of no rank."""
+        now = time.monotonic()
+        self.moved += max(0.0, now - self.looked - _STILL)
+        self.looked = now
+        return now
 
     def fail(self, weight: int, rank: int, text: str, cause: BaseException | None = None) -> None:
         """Note a failure; the lightest is the cause: 0 died, 1 raised, 2 a consequence."""

@@ -6,13 +6,6 @@
 The ranks are forked by a server that has torch imported (forkserver), functions and arguments
 travel by cloudpickle (closures and `__main__` included), and rendezvous is a file, so that no port
 is needed.
-
-How a hang is told from slow work. A rank gets on when its main thread sends something (`progress`,
-its result), or when CPU time is spent by it or by processes that it started: compiling, importing
-and long single operators count, waiting does not, because gloo sleeps in a collective that nobody
-else joins. It is a hang if during `hang_after` seconds no rank sent anything and none spent 1/30 of
-that time on a CPU. The error says where each rank stands. An endless loop is not recognised so;
-`timeout` is for that.
 """
 
 from __future__ import annotations
@@ -24,7 +17,6 @@ import pickletools
 import select
 import selectors
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -37,14 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from schedlang.runtime.launching import forkserver
-from schedlang.runtime.launching.cpu import cpu_seconds
 from schedlang.runtime.launching.forkserver import progress
+from schedlang.runtime.launching.hang import doubt, spent, stacks
 from schedlang.runtime.launching.job import Hang, Job, Rank, RankDied, account, judge, unpickled
 
 __all__ = ["Hang", "Pool", "RankDied", "progress"]
 
 _TICK = 0.25  # seconds between two looks at the ranks
-_SLEEPING = 1 / 30  # of one core: below this a rank waits (one that polls a store takes 1/100)
 
 
 class Pool:
@@ -193,9 +184,10 @@ class Pool:
     def _watch(self, job: Job, timeout: float | None, hang_after: float) -> None:
         """Until all results are there; raises what went wrong."""
         end = None if timeout is None else time.monotonic() + timeout
+        ranks = self._ranks[: job.world]
         with selectors.DefaultSelector() as selector:
             selector.register(self._control, selectors.EVENT_READ, None)
-            for rank in self._ranks[: job.world]:
+            for rank in ranks:
                 selector.register(rank.sock, selectors.EVENT_READ, rank)
             while len(job.results) < job.world:
                 for key, _ in selector.select(_TICK):
@@ -206,11 +198,13 @@ class Pool:
                         if not key.data.open:
                             selector.unregister(key.data.sock)
                 judge(job)
-                self._doubt(job, end, timeout, hang_after)
+                if end is not None and time.monotonic() > end:
+                    raise Hang(f"not finished after {timeout:g} s", stacks(job, ranks))
+                doubt(job, ranks, hang_after)
 
     def _hear_rank(self, job: Job, rank: Rank) -> None:
         for kind, *what in rank.read():
-            job.moved, job.spent = time.monotonic(), self._spent(job)
+            job.moved, job.spent = time.monotonic(), spent(self._ranks[: job.world])
             if kind == "done":
                 job.results[rank.rank] = pickle.loads(what[0])
             elif kind == "error":
@@ -218,37 +212,6 @@ class Pool:
                 job.fail(2 if what[1] else 1, rank.rank, what[0], cause)
             elif job.on_progress is not None and what[0] is not None:
                 job.on_progress(rank.rank, what[0])
-
-    def _spent(self, job: Job) -> dict[int, float]:
-        return {r.pid: cpu_seconds([r.pid]) for r in self._ranks[: job.world] if r.pid}
-
-    def _doubt(self, job: Job, end: float | None, timeout: float | None, hang_after: float) -> None:
-        """Raise Hang if no rank gets on, see the top of this file."""
-        now = time.monotonic()
-        if end is not None and now > end:
-            raise Hang(f"not finished after {timeout:g} s", self._stacks(job))
-        if now - job.moved < min(1.0, hang_after / 4) or job.failures:
-            return
-        spent = self._spent(job)
-        most = max((spent[p] - job.spent.get(p, 0) for p in spent), default=0)
-        if most >= _SLEEPING * hang_after:
-            job.moved, job.spent = now, spent
-        elif now - job.moved > hang_after:
-            raise Hang(f"no rank got on for {hang_after:g} s", self._stacks(job))
-
-    def _stacks(self, job: Job) -> dict[int, str]:
-        """Where the main thread of each unfinished rank stands, innermost call first."""
-        waiting = [r for r in self._ranks[: job.world] if r.pid and r.rank not in job.results]
-        sizes = {r.rank: r.log.stat().st_size for r in waiting}
-        for rank in waiting:
-            os.kill(rank.pid, signal.SIGUSR1)
-        time.sleep(0.5)
-        found = {}
-        for rank in waiting:
-            text = rank.log.read_bytes()[sizes[rank.rank] :].decode(errors="replace")
-            frames = text.split("hread 0x")[-1].splitlines()[1:]  # the main thread comes last
-            found[rank.rank] = "\n".join(frames[:12])
-        return found
 
     def _kill(self) -> None:
         """End all ranks, by the server, which waits until they are gone."""

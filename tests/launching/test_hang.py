@@ -1,0 +1,81 @@
+"""Tests of hang: what waits is told from what works, also where it hardly gets a processor."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from schedlang.runtime.launching.cpu import cpu_seconds, queued_seconds
+from schedlang.runtime.launching.hang import doubt
+from schedlang.runtime.launching.job import Hang, Job, Rank
+
+DUMPS = "import faulthandler, signal; faulthandler.register(signal.SIGUSR1)"
+STARVED = (
+    "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); os.nice(NICE)\n"
+    "print(flush=True)\nwhile True: pass"
+)
+Start = Callable[[str], Rank]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Processes in place of ranks, each once it has printed a line."""
+    made: list[subprocess.Popen[bytes]] = []
+
+    def _start(code: str) -> Rank:
+        log = tmp_path / f"{len(made)}.log"
+        command = [sys.executable, "-c", f"{DUMPS}\n{code}"]
+        with log.open("wb") as errors:
+            one = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors)
+        made.append(one)
+        assert one.stdout is not None and one.stdout.readline()
+        return Rank(len(made) - 1, socket.socket(), log, one.pid)
+
+    yield _start
+    for one in made:
+        one.kill()
+        one.communicate()
+
+
+def _watched(rank: Rank, seconds: float) -> None:
+    job, end = Job(1, None), time.monotonic() + seconds
+    while time.monotonic() < end:
+        doubt(job, [rank], hang_after=1.0)
+        time.sleep(0.1)
+
+
+def test_what_sleeps_is_a_hang(start: Start) -> None:
+    """The error says where it stands."""
+    rank = start("def stuck():\n  import time; time.sleep(60)\nprint(flush=True)\nstuck()")
+    with pytest.raises(Hang, match="no rank got on for 1 s") as info:
+        _watched(rank, 20)
+    assert "in stuck" in info.value.stacks[0]
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="queues are not counted here")
+def test_what_starves_is_no_hang(start: Start) -> None:
+    """A busy process that gets 1/70 of a processor wants it all the time."""
+    start(STARVED.replace("NICE", "0"))
+    rank = start(STARVED.replace("NICE", "19"))
+    before = cpu_seconds([rank.pid])
+    _watched(rank, 3)
+    assert queued_seconds([rank.pid]) > 1
+    assert cpu_seconds([rank.pid]) - before < 1
+
+
+def test_a_machine_that_stood_still_tells_nothing(start: Start) -> None:
+    """Time in which the watcher itself did not run, as in a suspended machine, does not count."""
+    rank = start("import time; print(flush=True); time.sleep(60)")
+    job = Job(1, None)
+    job.moved, job.looked = job.moved - 100, job.looked - 100
+    doubt(job, [rank], hang_after=5.0)
+    job.moved -= 100  # it ran, and heard nothing
+    job.spent = {rank.pid: (cpu_seconds([rank.pid]), queued_seconds([rank.pid]))}
+    with pytest.raises(Hang):
+        doubt(job, [rank], hang_after=5.0)
