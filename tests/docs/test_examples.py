@@ -71,7 +71,7 @@ def test_every_example_is_formatted(path: Path) -> None:
 # is the README's first command, which CI types
 ELSEWHERE = (
     "gpt2/3d.sched", "llama/3d.sched",
-    "gpt2/memory.sched",
+    "gpt2/memory.sched", "bert/one_device.sched", "custom/2d.sched", "vit/pipeline.sched",
     "gpt2/grid.sched", "llama/complete.sched", "llama/v_half.sched", "llama/long_context.sched",
     "llama/kernels.sched",
     "mixtral/ep.sched", "resnet/channels.sched", "resnet/spatial.sched",

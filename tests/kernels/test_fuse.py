@@ -59,6 +59,7 @@ def assert_close(found, expected):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.deep
 def test_fuses_equal_modules_into_one_graph():
     """Three equal blocks with a kernel inside share graphs; gradients, dropout and names stay."""
     modules, x = blocks(), torch.randn(5, 8)

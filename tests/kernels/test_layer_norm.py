@@ -90,6 +90,7 @@ def test_compiles_and_checkpoints():
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.deep
 def test_norms_of_gpt2_over_ranks(pool):
     """Every norm of an unmodified GPT-2, beside split tensors, recomputation and sliced state."""
     rows = """transformer.**:LayerNorm replace_kernel(layer_norm)

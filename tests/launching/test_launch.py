@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,14 @@ def test_work_is_no_hang(pool: Pool) -> None:
 
     code = "import time\nend = time.time() + 4\nwhile time.time() < end: pass"
     assert pool.run(work, 2, code, hang_after=1.5) == ["done"] * 2
+
+
+def test_an_import_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the server takes to import before it forks is no time in which ranks wait."""
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(2.5)\n")
+    monkeypatch.setitem(sys.modules, "slow_to_import", types.ModuleType("slow_to_import"))
+    with Pool(files={"slow_to_import": tmp_path / "slow.py"}) as pool:
+        assert pool.run(lambda name: time.sleep(0.5) or name, 1, "slow_to_import", hang_after=1)
 
 
 def test_an_endless_loop_ends_by_the_timeout(pool: Pool) -> None:

@@ -195,6 +195,7 @@ def test_all_ranks_have_one_table(threads: Threads) -> None:
 
 
 @pytest.mark.deep
+@pytest.mark.deep
 def test_the_plan_knows_the_bytes_and_the_table() -> None:
     """What is counted for the peak is what the program's modules keep; the notes say which bits."""
     from schedlang.memory import CLASSES

@@ -113,6 +113,7 @@ def test_equal_to_one_process_that_rounds_tokens_alike(
     assert report.equivalence == "relaxed (lossy)"
 
 
+@pytest.mark.deep
 def test_another_layout_is_found(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     """If one process took other tokens for a rank's, gradients would not agree."""
     monkeypatch.setattr(

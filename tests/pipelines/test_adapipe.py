@@ -100,6 +100,7 @@ def test_two_rows_that_say_where_stages_begin(cut: str) -> None:
     assert "checkpoint(plan=adapipe" in told and "help:" in told
 
 
+@pytest.mark.deep
 def test_stages_with_memory_of_their_own_train_as_the_original(threads: Threads) -> None:
     """A pipeline whose stages each repeat something else trains as the original, with dropout."""
     rows = ROW.format("500KiB") + CUT.format(3)

@@ -89,10 +89,11 @@ def test_every_choice_is_offered() -> None:
     assert missing == set(ELSEWHERE), (missing - set(ELSEWHERE), set(ELSEWHERE) - missing)
 
 
+@pytest.mark.deep
 def test_every_verb_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 250 schedules some have each verb; on their meshes there are grids, padded sizes, and
+    """Of 400 schedules some have each verb; on their meshes there are grids, padded sizes, and
     heads that several ranks hold."""
-    chosen, _ = _drawn(250)
+    chosen, _ = _drawn(400)
     counts = {verb: chosen[verb] for verb in schedules.GENERATORS}
     for axes in sorted(set(RARE.values())):
         texts = _drawn(150, [axes])[1]

@@ -59,6 +59,7 @@ LARGE = Drawn(
 )  # fmt: skip
 
 
+@pytest.mark.deep
 def test_two_rows_are_left(threads: Threads) -> None:
     """Of seven steps, three blocks and four ranks: the two rows, one block, one rank, one row of
     the batch; what is told parses, and evaluates to the same."""

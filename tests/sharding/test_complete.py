@@ -74,6 +74,7 @@ def test_blocks_may_begin_unlike(rows: str) -> None:
     assert _rows_of(made) == _rows_of(planned(model, written, "tp=2"))
 
 
+@pytest.mark.deep
 def test_completed_rows_are_proven(pool: Pool) -> None:
     """A tied model with packed projections, begun with one row each, equals the original."""
     rows = """

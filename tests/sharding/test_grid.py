@@ -91,6 +91,7 @@ def words(seed: int, rows: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
+@pytest.mark.deep
 def test_gpt2_on_a_grid_is_proven(threads: Threads) -> None:
     """Everything from the embedding to the tied head in 2 x 2 parts, with dropout: outputs, loss,
     gradients, three steps and saved state equal the original's, and all static proofs hold."""

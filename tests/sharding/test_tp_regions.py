@@ -88,6 +88,7 @@ def test_frozen_parameters_are_never_summed() -> None:
     assert "transformer.h.0.ln_2.weight" in summed and "transformer.h.0.ln_1.weight" not in summed
 
 
+@pytest.mark.deep
 def test_split_sequences_of_gpt2(threads: Threads) -> None:
     """Dropout, layer norms and residuals on a part of the tokens; their gradients are summed."""
     proven(threads, planned(models.gpt2(2, dropout=0.1), GPT2, "tp=2"), BATCHES)

@@ -113,6 +113,7 @@ def test_any_layout_loads_under_any_other(tmp_path: Path) -> None:
     _crossed(tmp_path, False, WORLDS)
 
 
+@pytest.mark.deep
 def test_sizes_that_nothing_divides(tmp_path: Path) -> None:
     """Uneven and empty slices, a scalar, a frozen weight and a buffer survive alike."""
     two = ["dp2", "dp2z1", "dp2z3", "pp2"]

@@ -130,6 +130,7 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config).double()
 
 
+@pytest.mark.deep
 def test_spread_experts(tmp_path: Path, threads: Threads) -> None:
     """Experts spread over data ranks, and within stages."""
     crossed(mixtral, {name: EXPERTS[name] for name in ("ep", "pp, ep")}, tmp_path, threads)

@@ -126,6 +126,7 @@ def test_trained(threads: Threads, name: str, more: str, frozen: tuple[str, ...]
     assert_near(seen, sequential(plan.model.model, BATCHES, adamw, clip=0.5))
 
 
+@pytest.mark.deep
 def test_replicas_of_slices(threads: Threads) -> None:
     """The same where slices lie within replicas, over which gradients are summed once a run."""
     plan = _plan(mesh="r=2, dp=2, pp=2")

@@ -85,6 +85,10 @@ class Job:
     spent: Times = field(default_factory=dict)  # by process, then
     looked: float = field(default_factory=time.monotonic)
 
+    def begin(self) -> None:
+        """All ranks are there; what was imported until then may have taken any time."""
+        self.moved = self.looked = time.monotonic()
+
     def look(self) -> float:
         """The time now; what passed while this process itself stood still tells of no rank."""
         now = time.monotonic()

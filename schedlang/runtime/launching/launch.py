@@ -185,6 +185,7 @@ class Pool:
         """Until all results are there; raises what went wrong."""
         end = None if timeout is None else time.monotonic() + timeout
         ranks = self._ranks[: job.world]
+        job.begin()
         with selectors.DefaultSelector() as selector:
             selector.register(self._control, selectors.EVENT_READ, None)
             for rank in ranks:
