@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -56,6 +56,16 @@ class expert_parallel(Primitive):  # noqa: N801
         """Rounding; and which experts a token meets, where some are dropped."""
         return frozenset({"rounding"} | ({"routing"} if self.capacity is not None else set()))
 
+    def agree(self, axes: Collection[str]) -> None:
+        """Refuse numbers out of range, and arguments that exclude each other."""
+        if self.chunks < 1:
+            refuse("S422", "tokens are sent in at least one part", helps=("`chunks=1`",))
+        if self.capacity is not None and self.capacity <= 0:
+            refuse("S422", "a capacity is more than nothing", helps=("`capacity=1.25`",))
+        if self.dispatch == "fetch" and (self.shadow or self.chunks > 1):
+            refuse("S422", "with `dispatch=fetch` all experts come to the tokens, none is sent",
+                   helps=("leave out `shadow=` and `chunks=`",))  # fmt: skip
+
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse what is no module of experts, and numbers of experts that do not divide."""
         found = self._experts(site, plan)
@@ -81,18 +91,11 @@ class expert_parallel(Primitive):  # noqa: N801
                        )  # fmt: skip
 
     def _check_options(self, site: Site, count: int) -> None:
-        """Refuse numbers out of range, and arguments that exclude each other."""
-        if self.chunks < 1:
-            refuse("S422", "tokens are sent in at least one part", helps=("`chunks=1`",))
-        if self.capacity is not None and self.capacity <= 0:
-            refuse("S422", "a capacity is more than nothing", helps=("`capacity=1.25`",))
+        """Refuse experts that there are not."""
         beyond = [number for number in self.shadow if not 0 <= number < count]
         if beyond:
             refuse("S422", f"`{site}` has no expert {beyond[0]}",
                    helps=(f"its experts are 0 to {count - 1}",))  # fmt: skip
-        if self.dispatch == "fetch" and (self.shadow or self.chunks > 1):
-            refuse("S422", "with `dispatch=fetch` all experts come to the tokens, none is sent",
-                   helps=("leave out `shadow=` and `chunks=`",))  # fmt: skip
 
     def _check_inner(self, site: Site, plan: Plan) -> None:
         """Refuse experts that cannot be cut inside, or not over this axis (S428)."""

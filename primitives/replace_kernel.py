@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Literal
 
 from schedlang.diagnostic import Diagnostic, Label, Refusal
@@ -81,14 +82,17 @@ class replace_kernel(Primitive):  # noqa: N801
         """An attention turns by one kernel and attends by another."""
         return PARTS.get(self.kernel, "")
 
-    def check(self, site: Site, plan: Plan) -> None:
-        """Refuse a module that computes something else, with the measured mismatch."""
+    def agree(self, axes: Collection[str]) -> None:
+        """Refuse a size of what only one kernel has."""
         if self.chunk is not None and self.kernel != "linear_cross_entropy":
             refuse(
                 "S870",
                 f"`{self.kernel}` holds no logits in parts, and takes no `chunk`",
                 helps=(f"leave it out: `replace_kernel({self.kernel})`",),
             )
+
+    def check(self, site: Site, plan: Plan) -> None:
+        """Refuse a module that computes something else, with the measured mismatch."""
         self._check_package()
         found = self._found(site, plan)
         if type(found).__name__ == "Mismatch":
