@@ -158,20 +158,25 @@ class expert_parallel(Primitive):  # noqa: N801
             yield first, layout
 
     def _inner(self, site: Site, plan: Plan) -> Any:
-        """How every expert of the module is cut inside, or None; tried once for each kind."""
-        key = ("inner of experts", site.kind)
+        """How every expert of the module is cut inside, or None; tried once for all equal ones."""
+        from schedlang.runtime.replacing.judged import seen
+
+        module = plan.model.model.get_submodule(site.fqn)
+        key = ("inner of experts", seen(module))
         if key not in plan.model.cache:
             from schedlang.runtime.routing.expert_inner import probe_inner
 
-            module = plan.model.model.get_submodule(site.fqn)
             plan.model.cache[key] = probe_inner(module, self._experts(site, plan))
         return plan.model.cache[key]
 
     def _experts(self, site: Site, plan: Plan) -> Any:
-        """The experts of the module, or why it has none; tried once for each kind of module."""
-        key = ("experts", site.kind)
+        """The experts of the module, or why it has none; tried once for all that are equal."""
+        from schedlang.runtime.replacing.judged import seen
+
+        module = plan.model.model.get_submodule(site.fqn)
+        key = ("experts", seen(module))
         if key not in plan.model.cache:
             from schedlang.runtime.routing.expert_probe import probe_experts
 
-            plan.model.cache[key] = probe_experts(plan.model.model.get_submodule(site.fqn))
+            plan.model.cache[key] = probe_experts(module)
         return plan.model.cache[key]

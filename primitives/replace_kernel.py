@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from schedlang.diagnostic import Diagnostic, Label, Refusal
@@ -167,12 +168,10 @@ class replace_kernel(Primitive):  # noqa: N801
         ]
 
     def _found(self, site: Site, plan: Plan) -> Any:
-        """What probing says of modules with the same numbers, asked once for each."""
+        """What probing says of a module, asked once for all that are equal."""
+        from schedlang.runtime.replacing.judged import judged
         from schedlang.runtime.replacing.kernel import match
 
         module = plan.model.model.get_submodule(site.fqn)
-        plain = [(k, v) for k, v in vars(module).items() if isinstance(v, int | float | str)]
-        key = ("probe", self.kernel, site.kind, tuple(plain))
-        if key not in plan.model.cache:
-            plan.model.cache[key] = match(module, self.kernel)
-        return plan.model.cache[key]
+        probe = partial(match, kernel=self.kernel)
+        return judged(module, probe, plan.model.cache, self.kernel)

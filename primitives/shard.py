@@ -329,14 +329,16 @@ class shard(Primitive):  # noqa: N801
 
 
 def plain(site: Site, kind: str, plan: Plan) -> bool:
-    """Does the module compute what its class says?  Tried once for each kind of module."""
+    """Does the module compute what its class says?  Tried once for all that are equal."""
     if plan.model.computes_as(site.fqn, kind):
         return True
-    key = ("plain", kind, site.kind)
+    from schedlang.runtime.replacing.judged import seen
+
+    module = plan.model.model.get_submodule(site.fqn)
+    key = ("plain", kind, seen(module))
     if key not in plan.model.cache:
         from schedlang.runtime.following.likeness import computes_like
 
-        module = plan.model.model.get_submodule(site.fqn)
         plan.model.cache[key] = computes_like(module, kind)
     return bool(plan.model.cache[key])
 
