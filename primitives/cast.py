@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -51,8 +52,7 @@ class cast(Primitive):  # noqa: N801
     gives_up = frozenset({"rounding", "dtype"})
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse arguments without meaning, casts within casts, and weights stored in few bits."""
-        self._check_arguments()
+        """Refuse casts within casts, and weights stored in few bits."""
         self._check_others(site, plan)
         names = plan.model.names_below(site.fqn)
         short = next((n for n in names if plan.model.parameters[n].dtype in HALVES), None)
@@ -63,7 +63,8 @@ class cast(Primitive):  # noqa: N801
                    helps=("build the model in float32 and let `cast` choose what it computes in",
                           "or leave this row out: the model computes in it already"))  # fmt: skip
 
-    def _check_arguments(self) -> None:
+    def agree(self, axes: Collection[str]) -> None:
+        """Refuse arguments without meaning, for this dtype or for any."""
         if self.dtype == "fp32" and self.params:
             refuse("S890", "an island of float32 has its parameters as they are stored",
                    helps=("`cast(fp32)`",))  # fmt: skip

@@ -11,7 +11,7 @@ from schedlang.regions import Tree, groups, places, regions, root, runs
 from schedlang.value import Bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from schedlang.model import Site
     from schedlang.regions.pofo import Mixed
@@ -74,14 +74,21 @@ class checkpoint(Primitive):  # noqa: N801
         found = ((run, places) for run in runs(sites) for places in regions(self._tree(run)))
         return [tuple(run[place] for place in places) for run, places in found]
 
-    def check(self, sites: tuple[Site, ...], plan: Plan) -> None:
-        """Refuse sizes that mean nothing, and modules that do not follow each other."""
-        names = tuple(site.fqn for site in sites)
-        self._check_plan(names)
+    def agree(self, axes: Collection[str]) -> None:
+        """Refuse half of a plan, what a plan chooses by itself, and sizes that mean nothing."""
+        self._check_plan()
         for word, size in (("group", self.group), ("every", self.every)):
             if size != "sqrt" and size < 1:
                 refuse("S840", f"`{word}={size}` is no number of modules", f"`{word}` counts them",
                        helps=(f"use `{word}=1` or more",))  # fmt: skip
+
+    def check(self, sites: tuple[Site, ...], plan: Plan) -> None:
+        """Refuse modules that do not follow each other."""
+        names = tuple(site.fqn for site in sites)
+        if self.plan in ("rotor", "pofo") and len(runs(names)) > 1:
+            refuse("S842", "a plan is for modules that follow each other in one list",
+                   f"`{runs(names)[0][-1]}` and `{runs(names)[1][0]}` do not",
+                   helps=("give each list a row and memory of its own",))  # fmt: skip
         if self.group != 1 and len(names) > 1 and all(len(run) == 1 for run in runs(names)):
             refuse("S840", f"no two of these {len(names)} modules follow each other in a list",
                    f"`{names[0]}` and `{names[1]}` are not neighbours",
@@ -204,8 +211,8 @@ class checkpoint(Primitive):  # noqa: N801
         assert self.memory is not None
         return self.memory
 
-    def _check_plan(self, names: tuple[str, ...]) -> None:
-        """A plan needs its memory, and one list of modules; it chooses groups by itself."""
+    def _check_plan(self) -> None:
+        """A plan needs its memory, and chooses groups by itself."""
         if (self.plan is None) != (self.memory is None):
             given, missing = ("plan", "memory") if self.plan else ("memory", "plan")
             refuse("S842", f"`{given}` without `{missing}`", "half of a plan",
@@ -219,10 +226,6 @@ class checkpoint(Primitive):  # noqa: N801
                    "`group`, `every` and `save` choose it, too",
                    helps=(MIXED if self.moves else
                           f"drop them: `checkpoint(plan={self.plan}, memory=2GiB)`",))  # fmt: skip
-        if self.plan in ("rotor", "pofo") and len(runs(names)) > 1:
-            refuse("S842", "a plan is for modules that follow each other in one list",
-                   f"`{runs(names)[0][-1]}` and `{runs(names)[1][0]}` do not",
-                   helps=("give each list a row and memory of its own",))  # fmt: skip
 
     def _check_copies(self) -> None:
         """What is copied and computed in a second is said to the plan that weighs them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -9,6 +10,7 @@ from schedlang.facets import Compression, Kept
 from schedlang.kinds import Axes
 from schedlang.plan import Plan
 from schedlang.primitive import Primitive, refuse
+from schedlang.usual import offered
 
 if TYPE_CHECKING:
     from schedlang.model import Site
@@ -76,8 +78,8 @@ class compress(Primitive):  # noqa: N801
             object.__setattr__(self, "reads", frozenset({"structure", "placement", "recompute"}))
             object.__setattr__(self, "writes", frozenset({"residence"}))
 
-    def check(self, site: Site, plan: Plan) -> None:
-        """Refuse what has no meaning, sums of what is not whole, and modules coded otherwise."""
+    def agree(self, axes: Collection[str]) -> None:
+        """Refuse codes that there are not, and what belongs to the other kind of row."""
         sums = self.what == "gradients"
         if self.how not in (SUMS if sums else (*BITS, "adaptive")):
             words = ", ".join(SUMS if sums else (*BITS, "adaptive"))
@@ -87,10 +89,22 @@ class compress(Primitive):  # noqa: N801
             refuse("S304", "a rank is 1 or more, a block a multiple of 8 elements",
                    helps=("leave them out: `rank=4`, `block=256`",))  # fmt: skip
         self._check_budget()
-        if sums:
+        if sums and self.over is None:
+            row = offered(f"compress(gradients, {self.how}, over={{}})", axes, "replicas")
+            refuse("S856", "over which ranks are gradients summed?", "names no axis",
+                   helps=(f"name them: {row}",))  # fmt: skip
+        if not sums and (self.over is not None or self.rank != 4 or not self.error_feedback):
+            refuse("S856", "`over`, `rank` and `error_feedback` are about sums of gradients",
+                   helps=(f"leave them out: `compress(activations, {self.how})`",))  # fmt: skip
+
+    def check(self, site: Site, plan: Plan) -> None:
+        """Refuse sums of what is not whole, and modules that are not named."""
+        if self.what == "gradients":
             self._check_sums(site, plan)
-        else:
-            self._check_modules(site, plan)
+        elif not site.fqn:
+            row = f"layers.*  compress(activations, {self.how})"
+            refuse("S856", "activations are kept by modules, and this row names none",
+                   helps=(f"select them: `{row}`",))  # fmt: skip
 
     def _check_budget(self) -> None:
         """A budget is about tensors that share it, and lies between what each may have."""
@@ -109,10 +123,6 @@ class compress(Primitive):  # noqa: N801
             refuse("S408", "gradients are compressed for the whole model",
                    f"this stands inside `{site}`",
                    helps=("move the row out of its `at`",))  # fmt: skip
-        if self.over is None:
-            row = f"compress(gradients, {self.how}, over=dp)"
-            refuse("S856", "over which ranks are gradients summed?", "names no axis",
-                   helps=(f"name them: `{row}`",))  # fmt: skip
         if plan.compression is not None:
             refuse("S509", "gradients are compressed already", helps=("drop one of the two rows",))
         if plan.scaled is not None:
@@ -122,21 +132,11 @@ class compress(Primitive):  # noqa: N801
                    helps=("compute in `cast(bf16)`, which needs no scale", "or drop this row"),
                    )  # fmt: skip
         whole = {a for r in plan.replicas if r.stage == 0 for a in plan.mesh.fold(r.axes)}
-        for axis in plan.mesh.fold(self.over):
+        for axis in plan.mesh.fold(self.over or ()):
             if axis not in whole:
                 refuse("S417", f"over `{axis}` no whole gradients are summed",
                        notes=("what `zero` slices is reduced slice by slice inside of backward",),
                        helps=(f"copy over it, above: `zero(stage=0, over={axis})`",))  # fmt: skip
-
-    def _check_modules(self, site: Site, plan: Plan) -> None:
-        """Modules are named, and nothing else decides what they keep."""
-        if not site.fqn:
-            row = f"layers.*  compress(activations, {self.how})"
-            refuse("S856", "activations are kept by modules, and this row names none",
-                   helps=(f"select them: `{row}`",))  # fmt: skip
-        if self.over is not None or self.rank != 4 or not self.error_feedback:
-            refuse("S856", "`over`, `rank` and `error_feedback` are about sums of gradients",
-                   helps=(f"leave them out: `compress(activations, {self.how})`",))  # fmt: skip
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Note it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -50,12 +51,15 @@ class context_parallel(Primitive):  # noqa: N801
     writes = frozenset({"placement"})
     gives_up = frozenset({"rounding"})
 
-    def check(self, site: Site, plan: Plan) -> None:
-        """Refuse axes with other work, and sequences that would be split in two ways."""
+    def agree(self, axes: Collection[str]) -> None:
+        """Refuse one axis for two levels."""
         if self.method in TWO and len(self.over) != 2:
             refuse("S303", f"`{self.method}` exchanges on two levels", "over one",
                    helps=(f"name both, the outer one first: `{self.method}, over=(nodes, gpus)`",
                           "or `ring` and `ulysses`, over one"))  # fmt: skip
+
+    def check(self, site: Site, plan: Plan) -> None:
+        """Refuse axes with other work, and sequences that would be split in two ways."""
         order = list(plan.mesh.sizes)
         places = [order.index(plan.mesh.fold(axis)[0]) for axis in self.over]
         if self.method in TWO and places != sorted(places):

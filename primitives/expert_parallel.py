@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -56,6 +56,16 @@ class expert_parallel(Primitive):  # noqa: N801
         """Rounding; and which experts a token meets, where some are dropped."""
         return frozenset({"rounding"} | ({"routing"} if self.capacity is not None else set()))
 
+    def agree(self, axes: Collection[str]) -> None:
+        """Refuse numbers out of range, and arguments that exclude each other."""
+        if self.chunks < 1:
+            refuse("S422", "tokens are sent in at least one part", helps=("`chunks=1`",))
+        if self.capacity is not None and self.capacity <= 0:
+            refuse("S422", "a capacity is more than nothing", helps=("`capacity=1.25`",))
+        if self.dispatch == "fetch" and (self.shadow or self.chunks > 1):
+            refuse("S422", "with `dispatch=fetch` all experts come to the tokens, none is sent",
+                   helps=("leave out `shadow=` and `chunks=`",))  # fmt: skip
+
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse what is no module of experts, and numbers of experts that do not divide."""
         found = self._experts(site, plan)
@@ -81,18 +91,11 @@ class expert_parallel(Primitive):  # noqa: N801
                        )  # fmt: skip
 
     def _check_options(self, site: Site, count: int) -> None:
-        """Refuse numbers out of range, and arguments that exclude each other."""
-        if self.chunks < 1:
-            refuse("S422", "tokens are sent in at least one part", helps=("`chunks=1`",))
-        if self.capacity is not None and self.capacity <= 0:
-            refuse("S422", "a capacity is more than nothing", helps=("`capacity=1.25`",))
+        """Refuse experts that there are not."""
         beyond = [number for number in self.shadow if not 0 <= number < count]
         if beyond:
             refuse("S422", f"`{site}` has no expert {beyond[0]}",
                    helps=(f"its experts are 0 to {count - 1}",))  # fmt: skip
-        if self.dispatch == "fetch" and (self.shadow or self.chunks > 1):
-            refuse("S422", "with `dispatch=fetch` all experts come to the tokens, none is sent",
-                   helps=("leave out `shadow=` and `chunks=`",))  # fmt: skip
 
     def _check_inner(self, site: Site, plan: Plan) -> None:
         """Refuse experts that cannot be cut inside, or not over this axis (S428)."""
@@ -155,20 +158,25 @@ class expert_parallel(Primitive):  # noqa: N801
             yield first, layout
 
     def _inner(self, site: Site, plan: Plan) -> Any:
-        """How every expert of the module is cut inside, or None; tried once for each kind."""
-        key = ("inner of experts", site.kind)
+        """How every expert of the module is cut inside, or None; tried once for all equal ones."""
+        from schedlang.runtime.replacing.judged import seen
+
+        module = plan.model.model.get_submodule(site.fqn)
+        key = ("inner of experts", seen(module))
         if key not in plan.model.cache:
             from schedlang.runtime.routing.expert_inner import probe_inner
 
-            module = plan.model.model.get_submodule(site.fqn)
             plan.model.cache[key] = probe_inner(module, self._experts(site, plan))
         return plan.model.cache[key]
 
     def _experts(self, site: Site, plan: Plan) -> Any:
-        """The experts of the module, or why it has none; tried once for each kind of module."""
-        key = ("experts", site.kind)
+        """The experts of the module, or why it has none; tried once for all that are equal."""
+        from schedlang.runtime.replacing.judged import seen
+
+        module = plan.model.model.get_submodule(site.fqn)
+        key = ("experts", seen(module))
         if key not in plan.model.cache:
             from schedlang.runtime.routing.expert_probe import probe_experts
 
-            plan.model.cache[key] = probe_experts(plan.model.model.get_submodule(site.fqn))
+            plan.model.cache[key] = probe_experts(module)
         return plan.model.cache[key]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from schedlang.diagnostic import Refusal, closest
-from schedlang.other_words import ARGUMENTS
+from schedlang.other_arguments import ARGUMENTS
 from schedlang.patterns import read as _read
 from schedlang.plan import Plan
 from schedlang.primitive import Gain, Primitive, Trial, refuse

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -52,6 +52,14 @@ class grid(Primitive):  # noqa: N801
     reads = frozenset({"structure", "shape", "dtype"})
     writes = frozenset({"placement"})
     gives_up = frozenset({"rounding"})
+
+    def agree(self, axes: Collection[str]) -> None:
+        """Refuse another number of axes than the grid has sides."""
+        wanted = AXES[self.style]
+        if len(self.over) != wanted or len(set(self.over)) != wanted:
+            example = {"summa": "over=(r, c)", "cube": "over=(x, y, z)"}[self.style]
+            refuse("S304", f"`{self.style}` lies over {wanted} axes, not {len(self.over)}",
+                   helps=(f"name them all: `{example}`",))  # fmt: skip
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse other modules, and sizes that the grid does not divide."""
@@ -167,11 +175,6 @@ class grid(Primitive):  # noqa: N801
     # -- refusals ----------------------------------------------------------------------------------
 
     def _check_axes(self, plan: Plan) -> None:
-        wanted = AXES[self.style]
-        if len(self.over) != wanted or len(set(self.over)) != wanted:
-            example = {"summa": "over=(r, c)", "cube": "over=(x, y, z)"}[self.style]
-            refuse("S304", f"`{self.style}` lies over {wanted} axes, not {len(self.over)}",
-                   helps=(f"name them all: `{example}`",))  # fmt: skip
         view = next((a for a in self.over if a not in plan.mesh.sizes), None)
         if view is not None:
             known = ", ".join(f"`{axis}`" for axis in plan.mesh.sizes)

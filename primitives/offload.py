@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,20 +12,22 @@ from schedlang.facets import Stored
 from schedlang.kinds import Axis
 from schedlang.plan import Plan
 from schedlang.primitive import Primitive, refuse
+from schedlang.usual import offered
 
 if TYPE_CHECKING:
     from schedlang.model import Site
 
 MOVES = ("activations", "parameters")  # what comes back module by module
+SENT = "offload(activations, to=peer, over={})"
 # what no peer holds: why not, and who does it with ranks at the same place of the pipeline
 STAY = {
     "parameters": (
         "each microbatch would fetch them twice, {}, from a rank that computes on another one",
-        "zero(stage=3, over=dp)",
+        "zero(stage=3, over={})",
     ),
     "gradients": (
         "each microbatch would send them, {}; for their sums, the norm and the step all come home",
-        "zero(stage=2, over=dp)",
+        "zero(stage=2, over={})",
     ),
 }
 
@@ -69,14 +72,28 @@ class offload(Primitive):  # noqa: N801
     writes = frozenset({"residence"})
     alike = ()
 
-    def check(self, site: Site, plan: Plan) -> None:
-        """Refuse a distance that means nothing."""
+    def agree(self, axes: Collection[str]) -> None:
+        """Refuse a distance that means nothing, and half of a peer."""
         if self.prefetch < 0:
             refuse("S304", f"nothing can be reloaded {self.prefetch} modules ahead",
                    helps=("use 0 to reload on demand, 1 to reload one module ahead",))  # fmt: skip
         if self.what not in MOVES and self.prefetch != 1:
             refuse("S306", f"nothing of the {self.what} comes back module by module",
                    helps=("leave out `prefetch`",))  # fmt: skip
+        if (self.to == "peer") != (self.over is not None):
+            self._refuse_half(axes)
+
+    def _refuse_half(self, axes: Collection[str]) -> None:
+        """A peer is named with its axis; where none can hold this, `check` says why not."""
+        row = offered(f"offload({self.what}, to=peer, over={{}})", axes, "stages")
+        both, none = f"name both: {row}", f"`offload({self.what})`"
+        if self.what not in STAY or self.over is not None:
+            refuse("S851", "a peer is the next rank of an axis: `to=peer` and `over` go together",
+                   helps=(f"leave `over` out: {none}",) if self.what in STAY
+                   else (both, f"or neither: {none}"))  # fmt: skip
+
+    def check(self, site: Site, plan: Plan) -> None:
+        """Refuse what no peer holds, and what another row decides."""
         self._check_peer(site, plan)
         self._check_plans(site, plan)
 
@@ -100,21 +117,18 @@ class offload(Primitive):  # noqa: N801
                    )  # fmt: skip
 
     def _check_peer(self, site: Site, plan: Plan) -> None:
-        """Refuse a peer that is not named, and what cannot lie there."""
+        """Refuse what cannot lie on a peer."""
         if self.to == "peer" and self.what in STAY:
             why, slices = STAY[self.what]
+            over = plan.mesh.names if self.over is None else (self.over,)
             found = {fact.name: fact for fact in plan.model.below(site.fqn)}.values()
             held = size(sum(prod(fact.shape) * fact.itemsize for fact in found))
             refuse("S851", f"{self.what} are not sent to a peer", notes=(why.format(held),),
                    helps=(f"keep them in host memory: `offload({self.what}, to=cpu)`",
-                          f"or a slice of them on each replica: `{slices}`",
-                          "or send what a peer can hold:"
-                          " `offload(activations, to=peer, over=pp)`"))  # fmt: skip
-        row = f"offload({self.what}, to=peer, over=pp)"
-        if (self.to == "peer") != (self.over is not None):
-            refuse("S851", "a peer is the next rank of an axis: `to=peer` and `over` go together",
-                   helps=(f"name both: `{row}`",
-                          f"or neither: `offload({self.what})`"))  # fmt: skip
+                          f"or a slice of them on each replica:"
+                          f" {offered(slices, plan.mesh.names, 'replicas')}",
+                          f"or send what a peer can hold: {offered(SENT, over, 'stages')}"),
+                   )  # fmt: skip
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Note what lies where."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from schedlang.kinds import Many
 from schedlang.plan import Plan
 from schedlang.primitive import Primitive, refuse
+from schedlang.usual import offered
 
 if TYPE_CHECKING:
     from schedlang.model import Site
@@ -31,21 +33,25 @@ class overlap(Primitive):  # noqa: N801
     writes = frozenset({"order"})
     takes = "model"
 
-    def check(self, site: Site, plan: Plan) -> None:
-        """Refuse nothing to overlap, and a second row about the same."""
-        if site.fqn:
-            refuse("S408", "what overlaps is said for the whole model",
-                   f"this stands inside `{site}`",
-                   helps=("move the row out of its `at`",))  # fmt: skip
+    def agree(self, axes: Collection[str]) -> None:
+        """Refuse nothing to overlap, and a distance that means nothing."""
         if not self.what:
             refuse("S304", "nothing is named that could overlap",
                    helps=("name it: `overlap(transfers)`, `overlap(gradients)`",))  # fmt: skip
         if self.ahead < 0:
             refuse("S304", "a receive is posted before it is needed, not after",
                    helps=("`ahead=0` or more",))  # fmt: skip
+
+    def check(self, site: Site, plan: Plan) -> None:
+        """Refuse what has no stages, and a second row about the same."""
+        if site.fqn:
+            refuse("S408", "what overlaps is said for the whole model",
+                   f"this stands inside `{site}`",
+                   helps=("move the row out of its `at`",))  # fmt: skip
         if "transfers" in self.what and not plan.cuts:
+            row = offered("layers  pipeline_split(over={})", plan.mesh.names, "stages")
             refuse("S412", "there are no stages between which anything is sent",
-                   helps=("cut the model above: `layers  pipeline_split(over=pp)`",))  # fmt: skip
+                   helps=(f"cut the model above: {row}",))  # fmt: skip
         twice = set(self.what) & set(plan.overlaps)
         if twice:
             refuse("S509", f"`{min(twice)}` overlap already", helps=("drop one of the two rows",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +31,13 @@ class pad(Primitive):  # noqa: N801
     writes = frozenset({"shape"})
     alike = ()
 
+    def agree(self, axes: Collection[str]) -> None:
+        """Refuse a multiple that there is not."""
+        if self.multiple < 1:
+            refuse(
+                "S304", f"a multiple of {self.multiple} does not exist", helps=("use 1 or more",)
+            )
+
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse modules without such a dim, and padding that would come too late."""
         names = site.dims.get("weight", ())
@@ -39,10 +47,6 @@ class pad(Primitive):  # noqa: N801
                 "S401",
                 f"`{site}` is a `{site.class_name}`, whose weight has no dim `{self.dim}`",
                 helps=(f"its dims are {known}",),
-            )
-        if self.multiple < 1:
-            refuse(
-                "S304", f"a multiple of {self.multiple} does not exist", helps=("use 1 or more",)
             )
         # rows below what they change the shape of were refused by what both read and write
         assert not plan.layout(site.parameters["weight"].name).splits

@@ -13,7 +13,7 @@ from schedlang.plan import Plan
 from schedlang.primitive import Primitive, refuse
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from schedlang.model import Site
     from schedlang.patterns import Pattern
@@ -98,13 +98,8 @@ class pipeline(Primitive):  # noqa: N801
         object.__setattr__(made, "table", text)
         return made
 
-    def check(self, site: Site, plan: Plan) -> None:
-        """Refuse unknown orders and sizes that an order does not run."""
-        if site.fqn:
-            refuse("S408", "a pipeline runs the whole model", f"this stands inside `{site}`",
-                   helps=("move the row out of its `at`",))  # fmt: skip
-        if plan.order is not None:
-            refuse("S509", "the pipeline already has an order", helps=("drop one of the two rows",))
+    def agree(self, axes: Collection[str]) -> None:
+        """Refuse numbers of parts that no step has."""
         if min(self.micro, self.chunks or 1, self.slices) < 1:
             refuse(
                 "S304", "there is at least one microbatch, one chunk and one slice",
@@ -114,6 +109,14 @@ class pipeline(Primitive):  # noqa: N801
         if parts > MOST:
             refuse("S304", f"a step has at most {MOST} parts", f"these are {parts}",
                    helps=("make `micro`, `chunks` or `slices` smaller",))  # fmt: skip
+
+    def check(self, site: Site, plan: Plan) -> None:
+        """Refuse a second order, and sizes that an order does not run."""
+        if site.fqn:
+            refuse("S408", "a pipeline runs the whole model", f"this stands inside `{site}`",
+                   helps=("move the row out of its `at`",))  # fmt: skip
+        if plan.order is not None:
+            refuse("S509", "the pipeline already has an order", helps=("drop one of the two rows",))
         self._check_order(plan)
 
     def _check_order(self, plan: Plan) -> None:

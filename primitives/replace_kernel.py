@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from schedlang.diagnostic import Diagnostic, Label, Refusal
@@ -81,14 +83,17 @@ class replace_kernel(Primitive):  # noqa: N801
         """An attention turns by one kernel and attends by another."""
         return PARTS.get(self.kernel, "")
 
-    def check(self, site: Site, plan: Plan) -> None:
-        """Refuse a module that computes something else, with the measured mismatch."""
+    def agree(self, axes: Collection[str]) -> None:
+        """Refuse a size of what only one kernel has."""
         if self.chunk is not None and self.kernel != "linear_cross_entropy":
             refuse(
                 "S870",
                 f"`{self.kernel}` holds no logits in parts, and takes no `chunk`",
                 helps=(f"leave it out: `replace_kernel({self.kernel})`",),
             )
+
+    def check(self, site: Site, plan: Plan) -> None:
+        """Refuse a module that computes something else, with the measured mismatch."""
         self._check_package()
         found = self._found(site, plan)
         if type(found).__name__ == "Mismatch":
@@ -163,12 +168,10 @@ class replace_kernel(Primitive):  # noqa: N801
         ]
 
     def _found(self, site: Site, plan: Plan) -> Any:
-        """What probing says of modules with the same numbers, asked once for each."""
+        """What probing says of a module, asked once for all that are equal."""
+        from schedlang.runtime.replacing.judged import judged
         from schedlang.runtime.replacing.kernel import match
 
         module = plan.model.model.get_submodule(site.fqn)
-        plain = [(k, v) for k, v in vars(module).items() if isinstance(v, int | float | str)]
-        key = ("probe", self.kernel, site.kind, tuple(plain))
-        if key not in plan.model.cache:
-            plan.model.cache[key] = match(module, self.kernel)
-        return plan.model.cache[key]
+        probe = partial(match, kernel=self.kernel)
+        return judged(module, probe, plan.model.cache, self.kernel)

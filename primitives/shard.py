@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
@@ -64,11 +64,15 @@ class shard(Primitive):  # noqa: N801
     gives_up = frozenset({"rounding"})
     alike = ("max_norm", "groups")
 
-    def check(self, site: Site, plan: Plan) -> None:
-        """Refuse what cannot be split so, with the sizes that can."""
+    def agree(self, axes: Collection[str]) -> None:
+        """Refuse two ways of saying what is split, and what is no count of blocks."""
         if self.style is not None and self.tensors:
             refuse("S306", "a style already says how each parameter is split",
                    helps=("leave out the style, or the parameters",))  # fmt: skip
+        self._check_blocks()
+
+    def check(self, site: Site, plan: Plan) -> None:
+        """Refuse what cannot be split so, with the sizes that can."""
         if self.style is not None and self._dim(site) is None:
             self._refuse_class(site)
         kind = next((k for k in KINDS if site.is_a(k)), None)
@@ -86,7 +90,6 @@ class shard(Primitive):  # noqa: N801
         if getattr(module, "max_norm", None) is not None and self._named(site):
             refuse("S404", f"`{site}` bounds the norm of its rows while they are looked up",
                    helps=("leave it whole", "or make it without `max_norm`"))  # fmt: skip
-        self._check_blocks()
         for name, fact, dim in self._splits(site):
             self._check_split(site, plan, name, fact, dim)
         if kind is not None:
@@ -326,14 +329,16 @@ class shard(Primitive):  # noqa: N801
 
 
 def plain(site: Site, kind: str, plan: Plan) -> bool:
-    """Does the module compute what its class says?  Tried once for each kind of module."""
+    """Does the module compute what its class says?  Tried once for all that are equal."""
     if plan.model.computes_as(site.fqn, kind):
         return True
-    key = ("plain", kind, site.kind)
+    from schedlang.runtime.replacing.judged import seen
+
+    module = plan.model.model.get_submodule(site.fqn)
+    key = ("plain", kind, seen(module))
     if key not in plan.model.cache:
         from schedlang.runtime.following.likeness import computes_like
 
-        module = plan.model.model.get_submodule(site.fqn)
         plan.model.cache[key] = computes_like(module, kind)
     return bool(plan.model.cache[key])
 

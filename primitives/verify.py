@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,6 +41,9 @@ class verify(Primitive):
     takes = "model"
 
     def check(self, site: Site, plan: Plan) -> None:
+        """Any plan may be verified."""
+
+    def agree(self, axes: Collection[str]) -> None:
         """Bounds and counts must be possible ones."""
         for name, value in (("rtol", self.rtol), ("within", self.within), ("steps", self.steps)):
             if value is not None and value <= 0:

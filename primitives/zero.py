@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
@@ -54,8 +55,8 @@ class zero(Primitive):  # noqa: N801
     takes = "model"
     gives_up = frozenset({"rounding"})
 
-    def check(self, site: Site, plan: Plan) -> None:
-        """Refuse unknown stages, and axes that already have other work."""
+    def agree(self, axes: Collection[str]) -> None:
+        """Refuse unknown stages, and what a stage has no use for."""
         if self.stage not in (0, 1, 2, 3):
             refuse(
                 "S303", f"there is no ZeRO stage {self.stage}", helps=("choose one of 0, 1, 2, 3",)
@@ -71,6 +72,9 @@ class zero(Primitive):  # noqa: N801
         if self.prefetch < 0:
             refuse("S304", f"nothing can be gathered {self.prefetch} units ahead",
                    helps=("use 0 for torch's own order, 1 to gather one unit ahead",))  # fmt: skip
+
+    def check(self, site: Site, plan: Plan) -> None:
+        """Refuse axes that already have other work."""
         if site.fqn:
             refuse("S408", "state is sliced for the whole model", f"this stands inside `{site}`",
                    helps=("move the row out of its `at`",))  # fmt: skip

@@ -112,6 +112,10 @@ class Binder:
             from schedlang.offering import in_our_words
 
             raise Refusal(*in_our_words(self, arguments))
+        return self.made()
+
+    def made(self) -> Primitive:
+        """The primitive with the arguments that were taken in, and had no problem."""
         if self.surface.rest:
             self.bound[self.surface.rest] = tuple(self.rest)
         if self.surface.many and self.many:

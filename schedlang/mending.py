@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from schedlang.orders import meant
-from schedlang.other_words import ARGUMENTS, Other, Table
+from schedlang.other_arguments import ARGUMENTS, Other, Table
 from schedlang.value import UNITS, UNKNOWN, AxisSize, Bytes, Seconds, Symbol, Symbolic
 
 
@@ -19,6 +19,13 @@ class Mended:
     beside: list[str] = field(default_factory=list)
     instead: list[str] = field(default_factory=list)
     why: dict[int, tuple[str, ...]] = field(default_factory=dict)  # of arguments in other words
+    beneath: set[str] = field(default_factory=set)  # arguments that any other of the name replaces
+
+    def take(self, parts: Sequence[str], value: str) -> None:
+        """An argument in the place of another, and what goes with it where nothing else is said."""
+        main = next((one for one in parts if "{}" in one), parts[0])
+        self.beneath |= {one for one in parts if one != main}
+        self.arguments += [one.replace("{}", value) for one in parts]
 
     def helps(self, verb: str) -> tuple[str, ...]:
         """What to write, as text to paste."""
@@ -30,7 +37,11 @@ class Mended:
 
     def call(self, verb: str) -> str:
         """The call with its arguments, of which the named ones stand last."""
-        by_name = {one.partition("=")[0]: one for one in self.arguments}
+        by_name: dict[str, str] = {}
+        for one in self.arguments:
+            name = one.partition("=")[0]
+            if name not in by_name or one not in self.beneath:
+                by_name[name] = one
         return f"{verb}({', '.join(sorted(by_name.values(), key=lambda one: '=' in one))})"
 
 
@@ -81,9 +92,9 @@ class _Words:
             return False
         self._note(other, one.value)
         if other.here:
-            made = other.here.replace("{}", written(one.value))
-            bare = "=" in made or not one.named or one.name not in self.keywords
-            self.into.arguments += made.split(", ") if bare else [f"{one.name}={made}"]
+            bare = "=" in other.here or not one.named or one.name not in self.keywords
+            parts = other.here.split(", ") if bare else [f"{one.name}={other.here}"]
+            self.into.take(parts, written(one.value))
         return True
 
     def _other(self, name: str, value: object) -> Other | None:

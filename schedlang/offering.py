@@ -29,13 +29,15 @@ def in_our_words(binder: Binder, arguments: Sequence[Argument]) -> list[Diagnost
         return binder.problems
     said = {text.partition("=")[0] for text in found.arguments} | set(binder.bound)
     found.arguments += _lacking(surface.required, said, example)
-    legal = found.instead or _is_legal(binder, found.call(binder.name))
-    helps = found.helps(binder.name) if legal else (f"for example `{example}`",)
+    wrong = None if found.instead else _refused(binder, found.call(binder.name))
+    helps = found.helps(binder.name) if wrong is None else (f"for example `{example}`",)
     why: dict[Span, tuple[str, ...]] = {binder.span: ()}  # what lacks is in the whole call, too
     for place, notes in found.why.items():
         why |= dict.fromkeys((arguments[place].span, arguments[place].inner), notes)
     return [
-        replace(one, notes=why[one.primary.span], helps=helps) if one.primary.span in why else one
+        replace(one, notes=(*why[one.primary.span], *(wrong or ())), helps=helps)
+        if one.primary.span in why
+        else one
         for one in binder.problems
     ]
 
@@ -57,8 +59,9 @@ def _lacking(required: Sequence[str], said: set[str], example: str) -> list[str]
     return [one[0] for one in found if one]
 
 
-def _is_legal(binder: Binder, call: str) -> bool:
-    """Whether a call binds, on the mesh that there is or on axes of any name."""
+def _refused(binder: Binder, call: str) -> tuple[str, ...] | None:
+    """Why a call would be refused, on the mesh that there is or on axes of any name; None: it is
+    not.  What does not bind has its own messages: nothing is said of it here."""
     axes = {**binder.axes}
     for names in OVER.findall(call):
         axes |= {name: 2 for name in re.findall(r"\w+", names) if name not in axes}
@@ -67,8 +70,16 @@ def _is_legal(binder: Binder, call: str) -> bool:
         assert isinstance(made, Call)
         given = [_argument(one, Names(axes=axes)) for one in made.args]
     except Refusal:
-        return False
-    return Binder(binder.primitive, binder.span, axes).fits(given)
+        return ()
+    other = Binder(binder.primitive, binder.span, axes)
+    if not other.fits(given):
+        return ()
+    try:
+        other.made().agree(axes)
+    except Refusal as refusal:
+        told = refusal.diagnostic
+        return (f"`{call}` would be refused: {told.title}", *told.helps)
+    return None
 
 
 def _argument(node: Expr | Keyword, names: Names) -> Argument:

@@ -122,8 +122,9 @@ class Plan:
     ) -> Plan:
         """The plan with one more row, applied to all its sites or to none.
 
-        Raises Refusal from the primitive's own check; `self` is never changed.
+        Raises Refusal from the primitive's own checks; `self` is never changed.
         """
+        primitive.agree(self.mesh.names)
         row = self.actions[-1].row + 1 if self.actions else 0
         action = Action(primitive, tuple(sites), step, row, span)
         together = shared(self, action)

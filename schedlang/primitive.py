@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -129,6 +129,12 @@ class Primitive:
         _accept(cls)
         dataclass(frozen=True)(cls)
         _registry[cls.__name__] = cls
+
+    def agree(self, axes: Collection[str]) -> None:
+        """Refuse (with `refuse`) arguments that do not go together: no model is there yet.
+
+        `axes` are the names of the mesh.  Default: all do.
+        """
 
     def check(self, site: Any, plan: Plan) -> None:
         """Refuse (with `refuse`) what cannot be done at `site` after what `plan` already does."""

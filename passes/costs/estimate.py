@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.memory import CLASSES, STATE, Moment, RankMemory
 from schedlang.passes.costs.memory import RankClass
-from schedlang.passes.costs.rehearse import Rehearsal, Run, in_order, rehearse
+from schedlang.passes.costs.rehearsal import Rehearsal, Run, in_order
+from schedlang.passes.costs.rehearse import rehearse
 from schedlang.passes.preparing.prepare import Prepared
 from schedlang.plan import Plan
 

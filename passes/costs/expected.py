@@ -17,17 +17,19 @@ from schedlang.passes.laying.weigh import Weight
 from schedlang.passes.reading.expect import TIME
 from schedlang.plan import Plan
 from schedlang.report import Bound
+from schedlang.usual import offered
 
 UNTOLD = "S862"
-STATE = "slice it over replicas: `zero(stage=3, over=dp)`"
+Help = str | tuple[str, str]  # words, and a row over an axis of replicas
+STATE = ("slice it over replicas: ", "zero(stage=3, over={})")
 AGAIN = "compute them again: `layers.*  checkpoint()`"
-LOWER: Mapping[str, tuple[str, ...]] = {
+LOWER: Mapping[str, tuple[Help, ...]] = {
     "parameters": (STATE, "or split weights: `shard`"),
     "gradients": (STATE, "or split weights: `shard`"),
-    "optimizer": ("slice it over replicas: `zero(stage=1, over=dp)`", "or split weights: `shard`"),
+    "optimizer": ((STATE[0], "zero(stage=1, over={})"), "or split weights: `shard`"),
     "activations": (AGAIN, "or move them away: `layers.*  offload(activations)`",
                     "or make smaller microbatches"),
-    "communication": ("free what is gathered between the passes: `zero(stage=3, over=dp)`",),
+    "communication": (("free what is gathered between the passes: ", STATE[1]),),
     "temporary": ("make smaller microbatches", "or split what computes it: `shard`"),
 }  # fmt: skip
 
@@ -135,7 +137,7 @@ def _why(plan: Plan, account: Account, one: Expectation) -> tuple[tuple[str, ...
         parts = sorted(top.classes.items(), key=lambda item: -item[1])
         said = ", ".join(f"{name} {size(count)}" for name, count in parts if count)
         where = f"rank {top.first}" if top.place is None else f"{plan.cuts[0].axis}={top.place}"
-        return (f"on {where}, in {top.top.what}: {said}",), LOWER[parts[0][0]]
+        return (f"on {where}, in {top.top.what}: {said}",), _helps(plan, parts[0][0])
     if one.measure == "bubble":
         return (), ("take more microbatches, or an order with less of it: docs/pipelines.md",)
     wanted = set(plan.mesh.fold(one.axes)) if one.axes else set(plan.mesh.sizes)
@@ -147,6 +149,15 @@ def _why(plan: Plan, account: Account, one: Expectation) -> tuple[tuple[str, ...
     most = sorted(totals.items(), key=lambda item: -item[1])[:3]
     said = ", ".join(f"{word} {size(count)}" for word, count in most)
     return (f"most of it: {said}",), ("take fewer ranks along the axis, or smaller microbatches",)
+
+
+def _helps(plan: Plan, what: str) -> tuple[str, ...]:
+    """What would lower bytes of a class, on the mesh of the plan."""
+    axes = plan.mesh.names
+    return tuple(
+        one if isinstance(one, str) else one[0] + offered(one[1], axes, "replicas")
+        for one in LOWER[what]
+    )
 
 
 def _text(one: Expectation, found: Any) -> str:

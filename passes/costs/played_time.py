@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from schedlang.passes.costs.rehearse import Rehearsal, in_order
+from schedlang.passes.costs.rehearsal import Rehearsal, in_order
 from schedlang.passes.preparing.prepare import Prepared
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     from schedlang.passes.costs.cluster import Cluster
-    from schedlang.passes.costs.rehearse import Played
+    from schedlang.passes.costs.rehearsal import Played
     from schedlang.passes.cutting.staging import Staged
     from schedlang.runtime.storage.work import Message, Work
     from schedlang.timeline import Op, Timeline

@@ -1,18 +1,18 @@
 """A step of each kind of rank, played on the meta device: what its operations hold, and do.
 
-Of a pipeline a few microbatches are played; `at` tells which of them stands for one of a whole
-step.
+Of a pipeline a few microbatches are played; rehearsal.py tells which of them stands for one of a
+whole step.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from schedlang.memory import CLASSES, MOMENTS, STATE
+from schedlang.memory import MOMENTS
 from schedlang.passes.costs.memory import RankClass, rank_classes
+from schedlang.passes.costs.rehearsal import LODGES, Played, Rehearsal, Run, key
 from schedlang.passes.preparing.holdings import slicing
 from schedlang.passes.preparing.prepare import Prepared
 from schedlang.passes.preparing.residence import tiers_of
@@ -27,54 +27,10 @@ if TYPE_CHECKING:
     from schedlang.passes.cutting.staging import Staged
     from schedlang.passes.laying.dryrun import Loss
     from schedlang.runtime.program import Program
-    from schedlang.runtime.storage.footprint import Footprint, Levels
-    from schedlang.runtime.storage.work import Work
-    from schedlang.timeline import Op
+    from schedlang.runtime.storage.footprint import Footprint
 
 PLAYED = 3  # microbatches: the first, one between, the last
 DEVICE = "device"
-LODGES = {Kind.HOLD: 1, Kind.GIVE: -1}  # what a partner does
-
-
-@dataclass(frozen=True)
-class Played:
-    """What the operations of a few microbatches did on one rank, in the order in which they ran.
-
-    ops   by what tells them apart but for the microbatch: what was held before, at most, and after
-    rest  what ran after them, likewise
-    parked  by stage the bytes of a microbatch that a partner holds for a while
-    """
-
-    of: RankClass
-    start: Levels
-    ops: Mapping[Any, Sequence[Run]]
-    rest: Sequence[Run]
-    host: int
-    left: tuple[str, ...]
-    parked: Mapping[int, int]
-
-
-class Run(NamedTuple):
-    """Bytes by class before something ran, at most while it did, and afterwards; at most of what
-    is no state; and what it did."""
-
-    before: Levels
-    most: Levels
-    end: Levels
-    passing: int
-    work: Work
-
-
-@dataclass(frozen=True)
-class Rehearsal:
-    """The classes of ranks, and what was played of the one that stands for each.
-
-    parked  by stage the bytes that a microbatch's forward parks on a partner
-    """
-
-    classes: tuple[RankClass, ...]
-    of: Mapping[RankClass, Played]
-    parked: Mapping[int, int]
 
 
 def rehearse(
@@ -235,71 +191,5 @@ def _table(
         if one.what is None:
             rest.append(run)
         elif one.what.kind not in LODGES:  # a partner's bytes are not known here
-            ops.setdefault(_key(staged, of.place, one.what), []).append(run)
+            ops.setdefault(key(staged, of.place, one.what), []).append(run)
     return Played(of, ran[0].end, ops, rest, footprint.host, left, parked)
-
-
-def _key(staged: Staged, place: int | None, op: Op) -> tuple[Any, ...]:
-    """Equal for operations of alike stages that differ in their microbatch alone."""
-    from schedlang.timeline import TRANSFERS
-
-    stages = staged.stages_at(place or 0)
-    to = op.peer - op.stage if op.kind in TRANSFERS else 0
-    return op.kind, stages.index(op.stage), op.slice, to
-
-
-# -- along the whole order ---------------------------------------------------------------------
-
-
-def in_order(
-    plan: Plan, staged: Staged, place: int | None, played: Played, parked: Mapping[int, int]
-) -> Iterator[tuple[Op, Run]]:
-    """Each operation of a place in a whole step, with what was played for it.
-
-    `parked`: by stage what a partner holds of it for a while.
-    """
-    rows = _rows(plan, staged, place)
-    often = Counter(_key(staged, place, op) for op in rows if op.kind not in LODGES)
-    turns: Counter[Any] = Counter()
-    lodgers = {
-        (stage, kind): _lodged(size * sign, played.start)
-        for stage, size in parked.items()
-        for kind, sign in LODGES.items()
-    }
-    for op in rows:
-        if op.kind in LODGES:
-            yield op, lodgers[op.stage, op.kind]
-            continue
-        key = _key(staged, place, op)
-        runs = played.ops.get(key)
-        if runs is not None:
-            yield op, runs[_turn(turns[key], often[key], len(runs))]
-        turns[key] += 1
-
-
-def _lodged(size: int, before: Levels) -> Run:
-    """A partner's activations come (or go, below zero)."""
-    from schedlang.runtime.storage.work import Work
-
-    end = before.copy()
-    end[CLASSES.index("activations")] += size
-    passing = int(before[len(STATE) :].sum()) + max(size, 0)
-    return Run(before, end if size > 0 else before, end, passing, Work())
-
-
-def _rows(plan: Plan, staged: Staged, place: int | None) -> list[Op]:
-    """What a place runs in a whole step, with what it sends and gathers."""
-    from schedlang.passes.preparing.gathers import gathers_by_rows
-    from schedlang.timeline import with_gathers, with_transfers
-
-    made = with_transfers(staged.timeline.with_edges(staged.cut.edges), plan.ahead)
-    if gathers_by_rows(plan, staged):
-        made = with_gathers(made)
-    return list(made.rows(place or 0))
-
-
-def _turn(turn: int, often: int, played: int) -> int:
-    """Which of the played ones stands for one of many: the first, the last, or one between."""
-    if turn == 0 or played == 1:
-        return 0
-    return played - 1 if turn == often - 1 else min(turn, max(1, played - 2))

@@ -16,10 +16,10 @@ from schedlang.evaluate import evaluate
 from schedlang.knob import alternatives, decided, declare, unknown_settings
 from schedlang.mesh import Mesh
 from schedlang.misread import walk
-from schedlang.other_words import VERBS
 from schedlang.passes.reading.bases import ALONE
+from schedlang.passes.reading.calls import no_primitive
 from schedlang.passes.reading.state import Definition, Settings, State, start
-from schedlang.primitive import Primitive, find, load_all, registry
+from schedlang.primitive import find
 from schedlang.source import Span
 from schedlang.syntax import parse, read
 from schedlang.value import UNKNOWN, AxisSize, Bytes, Names, shown
@@ -231,15 +231,6 @@ def _unknown_calls(node: n.Def, state: State) -> Iterator[Diagnostic]:
                 yield no_primitive(inner.call.name, state)
 
 
-def no_primitive(name: n.Name, state: State) -> Diagnostic:
-    """S301: neither a primitive nor a definition above."""
-    load_all()
-    known = [*sorted(registry()), *state.defs]
-    helps = VERBS.get(name.text) or (guess(name.text, known, "there are"),)
-    label = Label(name.span, "not a primitive, nor a `def` above this line")
-    return Diagnostic("S301", f"there is no primitive `{name.text}`", label, helps=helps)
-
-
 def use(node: n.Use, state: State, above: tuple[Path, ...] = ()) -> State:
     """Bring in the definitions of a library (S112); `above` are the files being read."""
     holder = Path(node.span.source.name).parent if node.span else Path()
@@ -264,16 +255,6 @@ def use(node: n.Use, state: State, above: tuple[Path, ...] = ()) -> State:
     for name in (*made, *drawn):
         _fresh(name, node.span, state)
     return replace(state, defs={**state.defs, **made}, patterns={**state.patterns, **drawn})
-
-
-def resolved(primitive: Primitive, state: State, span: Span) -> Primitive:
-    """A row with the pattern that it names (S885); what only a model can tell stays open."""
-    if any(value is UNKNOWN for value in vars(primitive).values()):
-        return primitive
-    try:
-        return primitive.resolved(state.patterns)
-    except Refusal as refusal:
-        raise refusal.at(span) from None
 
 
 def pattern(node: n.Pattern, state: State) -> State:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from schedlang import nodes as n
 from schedlang import spelling
-from schedlang.binding import Argument, bind
+from schedlang.binding import bind
 from schedlang.diagnostic import Diagnostic, Label, Refusal
 from schedlang.evaluate import evaluate
 from schedlang.knob import unknown_settings
-from schedlang.passes.reading import bases, declare, expect, legality
+from schedlang.passes.reading import bases, calls, declare, expect, legality
 from schedlang.passes.reading.parameters import arguments_of
 from schedlang.passes.reading.state import Settings, State, current, start
 from schedlang.passes.reading.steps import allowed, open_step
@@ -291,7 +291,7 @@ class Expander:
         elif (kind := find(name)) is not None:
             self._row(kind, call, sites, names, chosen)
         else:
-            raise Refusal(declare.no_primitive(call.name, self.state))
+            raise Refusal(calls.no_primitive(call.name, self.state))
 
     def _expand(self, call: n.Call, sites: Roots, names: Names) -> None:
         """Execute the body of a definition with its arguments, in the names of its own file."""
@@ -309,13 +309,13 @@ class Expander:
     def _row(
         self, kind: type[Primitive], call: n.Call, sites: Roots, names: Names, chosen: bool
     ) -> None:
-        primitive = bind(kind, arguments(call, names), call.span, names.axes)
+        primitive = bind(kind, calls.arguments(call, names), call.span, names.axes)
         if kind.takes == "model" and chosen:
             title = f"`{kind.__name__}` takes no selector"
             help_ = f"leave the selector out: `{spelling.expr(call)}`"
             label = Label(call.span, "acts on the whole scope")
             raise Refusal(Diagnostic("S306", title, label, helps=(help_,)))
-        primitive = declare.resolved(primitive, self.state, call.span)
+        primitive = calls.resolved(primitive, self.state, call.span)
         self.add(primitive, sites, call.span)
 
     def add(self, primitive: Primitive, sites: Roots, span: Span) -> None:
@@ -324,6 +324,7 @@ class Expander:
         if plan is not None and sites is not None and not sites:
             self.state = replace(self.state, idle=(*self.state.idle, span))
         if plan is None or not sites:
+            calls.agreed(primitive, self.state, span)
             return
         if primitive.takes == "model" and len(sites) > 1:
             title = f"`{type(primitive).__name__}` acts on one scope"
@@ -366,14 +367,3 @@ def _beside(refusal: Refusal, primitive: Primitive, state: State) -> Refusal:
             for d in refusal.diagnostics
         )
     )
-
-
-def arguments(call: n.Call, names: Names) -> list[Argument]:
-    """The evaluated arguments of a call."""
-    found = []
-    for arg in call.args:
-        inner = arg.value if isinstance(arg, n.Keyword) else arg
-        name = arg.name if isinstance(arg, n.Keyword) else None
-        word = inner.text if isinstance(inner, n.Name) else ""
-        found.append(Argument(name, evaluate(inner, names), arg.span, inner.span, word))
-    return found

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 TOLERANCE = 1e-9
+# a prime: numbers that are used again and again then stand elsewhere in every row and column
+_DRAWN = 1_000_003
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -35,19 +39,22 @@ class Mismatch:
     error: float | None = None
 
 
-def bare_copy(module: nn.Module, dtype: torch.dtype, seed: int = 0) -> nn.Module:
+def bare_copy(
+    module: nn.Module, dtype: torch.dtype, seed: int = 0,
+    spread: Callable[[torch.Size], float] | None = None,
+) -> nn.Module:  # fmt: skip
     """A copy without hooks, with random parameters in [0.5, 1.5) of `dtype` on the CPU.
 
-    Submodules are copied alike, shared parameters stay shared; other attributes are the module's
-    own.  Buffers keep their values, floating ones in `dtype`; none may lie on the meta device.
+    With `spread` they lie around zero, over as much as it says for a shape.  Submodules are copied
+    alike, shared parameters stay shared; other attributes are the module's own.  Buffers keep their
+    values, floating ones in `dtype`; none may lie on the meta device.
     """
     generator = torch.Generator().manual_seed(seed)
     done: dict[int, Any] = {}
 
     def fresh(p: nn.Parameter | None) -> nn.Parameter | None:
         if p is not None and id(p) not in done:
-            drawn = torch.rand(p.shape, generator=generator, device="cpu") + 0.5
-            done[id(p)] = nn.Parameter(drawn.to(dtype))
+            done[id(p)] = nn.Parameter(_drawn(p.shape, dtype, generator, spread))
         return None if p is None else done[id(p)]
 
     def moved(buffer: Tensor | None) -> Tensor | None:
@@ -69,6 +76,31 @@ def bare_copy(module: nn.Module, dtype: torch.dtype, seed: int = 0) -> nn.Module
         return twin_
 
     return copied(module)
+
+
+def _drawn(
+    shape: torch.Size, dtype: torch.dtype, generator: torch.Generator,
+    spread: Callable[[torch.Size], float] | None,
+) -> Tensor:  # fmt: skip
+    """Random numbers; very many are some of them again and again, which no two rows begin alike.
+
+    Drawing each number of wide weights takes longer than computing with them.
+    """
+    long = math.prod(shape) > 4 * _DRAWN and all(size % _DRAWN for size in shape)
+    some = torch.rand((_DRAWN,) if long else shape, generator=generator, device="cpu") + 0.5
+    some = some.to(dtype)
+    if spread is not None:
+        some.sub_(1.0).mul_(spread(shape))
+    return _repeated(some, shape) if long else some
+
+
+def _repeated(some: Tensor, shape: torch.Size) -> Tensor:
+    """So many numbers as fill a shape, in turn."""
+    made = torch.empty(math.prod(shape), dtype=some.dtype, device="cpu")
+    rounds, rest = divmod(len(made), len(some))
+    made[: rounds * len(some)].view(rounds, len(some)).copy_(some)
+    made[len(made) - rest :] = some[:rest]
+    return made.view(shape)
 
 
 def one_input(module: nn.Module) -> Mismatch | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
@@ -17,6 +17,34 @@ if TYPE_CHECKING:
     from schedlang.verbs.answers import Outcome, Wish
 
 
+@dataclass(frozen=True)
+class Terms:
+    """What proofs start from, on how many ranks, and which schedules are not meant to have one."""
+
+    seed: Annotated[int, typer.Option(help="Of weights, batches and dropout.")] = 0
+    dtype: Annotated[
+        str | None, typer.Option(help="Also check in this working dtype: float32 or bfloat16.")
+    ] = None
+    world: Annotated[int, typer.Option(metavar="N", help="The most ranks to start.")] = 8
+    refused: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE:CODE", help="Meant to be refused, with this code; repeatable."),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Asks:
+    """What is asked of each schedule beside its check."""
+
+    static: Annotated[bool, typer.Option("--static", help="Run nothing: no `verify`.")] = False
+    shrink: Annotated[
+        bool, typer.Option("--shrink", help="Reduce model and mesh where the mesh is larger.")
+    ] = False
+    locked: Annotated[
+        bool, typer.Option("--locked", help="Every schedule with rows must have a lock that holds.")
+    ] = False
+
+
 @verb
 def ci(
     paths: Annotated[
@@ -24,22 +52,8 @@ def ci(
     ],
     *,
     common: Common,
-    seed: Annotated[int, typer.Option(help="Of weights, batches and dropout.")] = 0,
-    dtype: Annotated[
-        str | None, typer.Option(help="Also check in this working dtype: float32 or bfloat16.")
-    ] = None,
-    world: Annotated[int, typer.Option(metavar="N", help="The most ranks to start.")] = 8,
-    refused: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FILE:CODE", help="Meant to be refused, with this code; repeatable."),
-    ] = None,
-    static: Annotated[bool, typer.Option("--static", help="Run nothing: no `verify`.")] = False,
-    shrink: Annotated[
-        bool, typer.Option("--shrink", help="Reduce model and mesh where the mesh is larger.")
-    ] = False,
-    locked: Annotated[
-        bool, typer.Option("--locked", help="Every schedule with rows must have a lock that holds.")
-    ] = False,
+    terms: Terms,
+    asks: Asks,
     svg: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Draw each plan into this folder.")
     ] = None,
@@ -54,13 +68,16 @@ def ci(
     from schedlang.verbs.examine import Ranks
 
     files = list(_schedules(paths))
-    meant = _meant(refused or (), files)
-    wish = Wish(common.model, tuple(common.knob or ()), common.mesh, seed, dtype, world, shrink)
+    meant = _meant(terms.refused or (), files)
+    wish = Wish(
+        common.model, tuple(common.knob or ()), common.mesh, terms.seed, terms.dtype, terms.world,
+        asks.shrink,
+    )  # fmt: skip
     found: list[Outcome] = []
     with Ranks() as ranks:
         for file in files:
             mine = replace(wish, refused=meant.get(file.resolve(), ""))
-            for outcome in _asked(file, mine, static, locked, ranks):
+            for outcome in _asked(file, mine, asks, ranks):
                 found.append(outcome)
                 if not as_json:
                     _say(outcome)
@@ -73,7 +90,7 @@ def ci(
     raise typer.Exit(code)
 
 
-def _asked(file: Path, wish: Wish, static: bool, locked: bool, ranks: object) -> Iterator[Outcome]:
+def _asked(file: Path, wish: Wish, asks: Asks, ranks: object) -> Iterator[Outcome]:
     """The answers for one file; what is not sound is asked nothing more."""
     from schedlang.verbs import examine
     from schedlang.verbs.lockfile import lock_path
@@ -83,11 +100,11 @@ def _asked(file: Path, wish: Wish, static: bool, locked: bool, ranks: object) ->
     yield first
     if first.code != HOLDS or examine.is_library(file):
         return
-    if not wish.refused and (locked or lock_path(file).exists()):
+    if not wish.refused and (asks.locked or lock_path(file).exists()):
         yield examine.lock(file, wish)
     second = examine.static(file, wish)
     yield second
-    if second.code == HOLDS and not static:
+    if second.code == HOLDS and not asks.static:
         yield examine.verify(file, wish, ranks)
 
 

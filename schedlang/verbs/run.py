@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,15 +20,22 @@ if TYPE_CHECKING:
     from schedlang.passes.running.train import Course, Trained
 
 
+@dataclass(frozen=True)
+class Training:
+    """How long is trained, how, and from which numbers."""
+
+    steps: Annotated[int, typer.Option(metavar="N", help="How many steps.")] = 20
+    lr: Annotated[float | None, typer.Option(help="Default 0.003; sgd 0.1.")] = None
+    optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw"
+    seed: Annotated[int, typer.Option(help="Of weights, batches and dropout.")] = 0
+
+
 @verb
 def run(
     file: Annotated[Path | None, typer.Argument(help="A schedule.", metavar="FILE")] = None,
     *,
     common: Common,
-    steps: Annotated[int, typer.Option(metavar="N", help="How many steps.")] = 20,
-    lr: Annotated[float | None, typer.Option(help="Default 0.003; sgd 0.1.")] = None,
-    optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw",
-    seed: Annotated[int, typer.Option(help="Of weights, batches and dropout.")] = 0,
+    training: Training,
     plan: Annotated[
         Path | None, typer.Option(metavar="P.json", help="A saved plan, in place of FILE.")
     ] = None,
@@ -46,10 +54,11 @@ def run(
 
     first = os.environ.get("RANK", "0") == "0"
     try:
-        found, planned = _planned(file, plan, common, seed)
+        found, planned = _planned(file, plan, common, training.seed)
         check_timeline(timeline, planned)
         course = Course(
-            planned, found.batch, found.loss, found.weight, steps, optimizer.lower(), lr, seed,
+            planned, found.batch, found.loss, found.weight, training.steps,
+            training.optimizer.lower(), training.lr, training.seed,
             WATCHED if timeline is not None else 0,
         )  # fmt: skip
         check(course)
@@ -68,10 +77,10 @@ def run(
         return
     took = _took(trained)
     if as_json:
-        facts = {"mesh": dict(planned.mesh.sizes), "world": planned.mesh.world, "steps": steps}
+        facts = {"mesh": dict(planned.mesh.sizes), "world": planned.mesh.world}
         code = FAILS if list(late(planned, took)) else 0
-        show_json({"exit": code, **facts, "optimizer": course.optimizer, "lr": course.lr}
-                  | trained.to_json())  # fmt: skip
+        show_json({"exit": code, **facts, "steps": course.steps, "optimizer": course.optimizer,
+                   "lr": course.lr} | trained.to_json())  # fmt: skip
     else:
         print(_report(title.name, course, trained))
         for one in trained.left:

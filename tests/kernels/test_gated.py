@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from schedlang.kernels import probe
 from schedlang.kernels.check import run_kernel_check
 from schedlang.kernels.gated import (
     ACTIVATIONS,
@@ -88,16 +89,27 @@ class Mlp(nn.Module):
         (lambda m, x: m.three(F.silu(m.one(x)) * m.two(x)), ("one", "two", "silu")),
         (lambda m, x: m.three(F.gelu(m.two(x)) * m.one(x)), ("two", "one", "gelu")),
         (lambda m, x: m.three(m.one(x) * F.relu(m.two(x))), ("two", "one", "relu")),
+        (lambda m, x: F.linear(F.silu(m.one(x)) * m.two(x), m.three.weight, m.three.bias),
+         ("one", "two", "silu")),
+        (lambda m, x: m.three((F.silu(m.one(x)) * m.two(x)).flatten(0, 1)).view(x.shape),
+         ("one", "two", "silu")),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("size", ["narrow", "wide"])
 def test_names_every_part(form, expected, size, monkeypatch):
-    """Gate, up and activation are found by what the module computes, on meta as well."""
-    if size == "wide":
-        monkeypatch.setattr(mlp, "_WIDE", 0)
+    """Gate, up and activation are found by what the module computes, on meta as well; also where
+    its projections are not called, or with other shapes."""
+    _sized(size, monkeypatch)
     with torch.device("meta"):
         module = Mlp(form)
     assert probe_gated(module) == Gated(expected[0], expected[1], "three", expected[2], 8)
+
+
+def _sized(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a small module be judged as a wide one is."""
+    if size == "wide":
+        monkeypatch.setattr(mlp, "_WIDE", 0)
+        monkeypatch.setattr(probe, "_DRAWN", 11)
 
 
 @pytest.mark.parametrize(
@@ -113,14 +125,20 @@ def test_names_every_part(form, expected, size, monkeypatch):
         (lambda m, x: (m.three(F.silu(m.one(x)) * m.two(x)), None), "gives tuple"),
         (lambda m, x: F.dropout(m.three(F.silu(m.one(x)) * m.two(x)), 0.5, m.training), "differs"),
         (lambda m, x: m.three(F.silu(m.one(x)) * m.nothing), "does not run"),
+        (lambda m, x: m.three(F.silu(m.one(x)) * m.two(x)) * 1.001, "differs"),
+        (lambda m, x: m.three(F.silu(m.one(x)) * m.two(x)) * (1.0, 1.001)[m.training], "differs"),
+        (lambda m, x: m.three(F.silu(m.one(x)) * m.two(x)) * (1.001, 1.0)[m.training], "differs"),
+        (lambda m, x: m.three(F.silu(m.one(x)) * m.two(x))
+         * (1.0, 1.001)[torch.is_grad_enabled()], "differs"),
+        (lambda m, x: m.three(F.silu(m.one(x)) * m.two(x))
+         * (1.001, 1.0)[torch.is_grad_enabled()], "differs"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("size", ["narrow", "wide"])
 def test_refuses_what_only_resembles(form, said, size, monkeypatch):
     """A sum, another activation, a cut gradient, dropout, other results: each is a mismatch, also
     where weights are so wide that their gradients are not computed."""
-    if size == "wide":
-        monkeypatch.setattr(mlp, "_WIDE", 0)
+    _sized(size, monkeypatch)
     found = probe_gated(Mlp(form))
     assert said in found.reason
     if "differ" in said:

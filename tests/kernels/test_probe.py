@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from schedlang.kernels.norms import Norm, probe_norm
-from schedlang.kernels.probe import Mismatch
+from schedlang.kernels.probe import Mismatch, bare_copy
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.replacing.kernel import match
@@ -125,6 +125,21 @@ class Bare(nn.Module):
 
     def forward(self, x):
         return (x.float() * inverse(x.float(), 1e-6)).to(x.dtype)
+
+
+@pytest.mark.parametrize("shape", [(1200, 4096), (4096, 1200), (3, 1400, 1100)])
+def test_wide_weights_have_no_two_rows_or_columns_alike(shape):
+    """Of numbers that are used again and again no row, column or matrix is another one's, and all
+    are in their range; what is narrow has numbers of its own."""
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.empty(shape, device="meta"))
+    found = bare_copy(module, torch.float64, spread=lambda _: 2.0).weight.detach()
+    assert found.shape == shape and found.dtype == torch.float64
+    assert -1.0 <= float(found.min()) < -0.999 and 0.999 < float(found.max()) <= 1.0
+    rows, columns = found.flatten(0, -2)[:, :3], found.flatten(0, -2)[:3].mT
+    for some in (rows, columns):
+        assert len(some.unique(dim=0)) == len(some)
+    assert len(bare_copy(nn.Linear(40, 50), torch.float64).weight.unique()) > 1990
 
 
 def test_leaves_no_trace():

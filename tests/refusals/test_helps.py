@@ -60,7 +60,8 @@ def test_what_is_offered_helps(tmp_path: Path, code: str, threads: Any) -> None:
         files = {**shown.files, FILE: one.text}
         command = " ".join([shown.command, *one.options])
         after = said(replace(shown, command=command, files=files), folder, threads)
-        assert f"[{code}]" not in after, f"{one.help}\n\n{one.text}\n{after}"
+        wrong = {code, "S204"}  # no help names an axis that the mesh lacks, and does not say so
+        assert not any(f"[{each}]" in after for each in wrong), f"{one.help}\n\n{one.text}\n{after}"
 
 
 def test_helps_name_verbs_that_there_are() -> None:

@@ -70,9 +70,8 @@ def match_adapter(module: nn.Module, kernel: str, call: Call | None = None) -> A
 def _probed(
     module: nn.Module, kernel: str, names: tuple[str, ...], call: Call | None
 ) -> Adapted | Mismatch:
-    copied = bare_copy(module, torch.float64).eval()
-    for parameter in copied.parameters():
-        parameter.data.sub_(1.0).mul_(0.3)  # around zero, and no score wins alone
+    # around zero, and no score wins alone
+    copied = bare_copy(module, torch.float64, spread=lambda shape: 0.3).eval()
     ran = list(_ran(copied, _calls(copied, names, call)))
     calls, plain = [one for one, _ in ran], [seen for _, seen in ran]
     ear = Ear()

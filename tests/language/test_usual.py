@@ -1,0 +1,53 @@
+"""Helps name an axis that the mesh has, or say how it would have to be."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+from torch import nn
+
+import schedlang
+from schedlang import usual
+from schedlang.diagnostic import Refusal
+
+
+@pytest.mark.parametrize("axes, role, said", [
+    (("dp", "pp"), "replicas", "dp"),
+    (("tp", "data"), "replicas", "data"),
+    (("tp", "pp"), "replicas", None),
+    (("x", "tp"), "replicas", "x"),
+    (("dp", "stage"), "stages", "stage"),
+    ((), "stages", None),
+])  # fmt: skip
+def test_the_axis_of_a_role(axes: tuple[str, ...], role: str, said: str | None) -> None:
+    """The usual name first, then one that tells nothing; never an axis of another role."""
+    assert usual.usual(axes, role) == said
+
+
+def test_no_name_is_of_two_roles() -> None:
+    """Each name tells one role."""
+    names = [name for some in usual.NAMES.values() for name in some]
+    assert len(names) == len(set(names))
+    assert not doctest.testmod(usual).failed
+
+
+@pytest.mark.parametrize("mesh, helps", [
+    ({"pp": 2}, (
+        "each replica: `zero(stage=2, over=dp)`, with `dp` among the axes of the mesh, which are"
+        " `pp`",
+        "hold: `offload(activations, to=peer, over=pp)`",
+    )),
+    ({"data": 2, "pipe": 2}, (
+        "each replica: `zero(stage=2, over=data)`",
+        "hold: `offload(activations, to=peer, over=pipe)`",
+    )),
+])  # fmt: skip
+def test_of_a_peer(mesh: dict[str, int], helps: tuple[str, ...]) -> None:
+    """Rows to a peer that are refused name the axes that there are (S851)."""
+    sch = schedlang.create_schedule(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    sch.mesh(**mesh)
+    with pytest.raises(Refusal, match="S851") as error:
+        sch["0"].offload("gradients", to="peer", over=list(mesh)[-1])
+    said = error.value.diagnostic.helps
+    assert all(one.endswith(end) for one, end in zip(said[1:], helps, strict=True)), said
