@@ -20,6 +20,7 @@ from schedlang.kernels.linear_cross_entropy import Case
 from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy, relative, rows_of
 from schedlang.runtime.collectives.collective import Group
 from schedlang.runtime.forward import layers_of, the_input
+from schedlang.runtime.logits.followed import follow_losses
 from schedlang.runtime.logits.lazy_logits import LazyLogits, Part
 
 
@@ -123,6 +124,8 @@ class Waiting:
 
     def lazy(self, x: Tensor, group: Group | None = None, classes: int = 0) -> LazyLogits:
         """The logits of `x`, not computed yet; of `classes` that lie over the ranks of a group."""
+        if torch.compiler.is_compiling():
+            follow_losses()
         weight: Tensor = getattr(self.module, self.head.weight)
         bias: Tensor | None = getattr(self.module, self.head.bias) if self.head.bias else None
         wanted = autocast_to(x)  # as F.linear would

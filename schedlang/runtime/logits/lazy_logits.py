@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,7 @@ from schedlang.runtime.logits.stand_in import StandIn, as_torchs, made_whole, re
 Three = tuple[Tensor, Tensor, Tensor]
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Which classes this rank has: `mine` from `first` on, of `classes` over the ranks of a group.
 
     Rows of its weight beyond `mine` are padding.
@@ -71,8 +70,12 @@ class _Joined(torch.autograd.Function):
 class LazyLogits(StandIn):
     """x @ weight.T + bias [..., classes], and what was done to it since.
 
-    `like` is an empty tensor of the type that the logits have now; `steps` repeat what was done.
-    `budget` bytes of them may exist at a time; `held`: all of them, from the loss to its backward.
+    `like` is an empty tensor of the type that the logits have now; `steps` repeat what was done,
+    and are cap * tanh(scale * z), or scale * z where `cap` is 0, but for casts.  `budget` bytes of
+    them may exist at a time; `held`: all of them, from the loss to its backward.
+
+    torch.compile follows them, and gives them out of a graph: their fields are what it can make
+    there, which a frozen dataclass is not.
     """
 
     x: Tensor
@@ -82,7 +85,8 @@ class LazyLogits(StandIn):
     budget: int = 0
     held: bool = False
     like: Tensor = field(default_factory=lambda: torch.empty(0))
-    form: Form | None = field(default_factory=Form)  # None: no form that a kernel knows
+    scale: float = 1.0
+    cap: float = 0.0
     steps: tuple[Callable[[Tensor], Tensor], ...] = ()
     real: Tensor | None = None  # computed, and perhaps written into
 
@@ -138,26 +142,21 @@ class LazyLogits(StandIn):
 
     # -- what keeps them lazy --------------------------------------------------------------------
 
-    def _then(self, step: Callable[[Tensor], Tensor], form: Form | None = None, **new: Any) -> Any:
+    def _then(self, step: Callable[[Tensor], Tensor], **new: Any) -> Any:
         """After one more step; computed if they are already."""
         if self.real is not None:
             return step(self.real)
-        made = replace(self, steps=(*self.steps, step), like=step(self.like), **new)
-        made.form = form if form is not None else self.form
-        return made
+        return replace(self, steps=(*self.steps, step), like=step(self.like), **new)
 
     def _cast(self, name: str, *args: Any, **kwargs: Any) -> Any:
         return self._then(lambda z: getattr(z, name)(*args, **kwargs))
 
     def _times(self, factor: float, step: Callable[[Tensor], Tensor]) -> Any:
-        form = self.form
-        if form is None:
+        if not factor:
             return step(self.computed())
-        if form.cap:
-            new = replace(form, cap=form.cap * factor)
-        else:
-            new = replace(form, scale=form.scale * factor)
-        return self._then(step, new) if factor else step(self.computed())
+        if self.cap:
+            return self._then(step, cap=self.cap * factor)
+        return self._then(step, scale=self.scale * factor)
 
     def __mul__(self, other: Any) -> Any:
         if _is_number(other):
@@ -176,9 +175,7 @@ class LazyLogits(StandIn):
 
     def tanh(self) -> Any:
         """As Tensor.tanh; a second time there is no kernel for it."""
-        if self.form is None or self.form.cap:
-            return self.computed().tanh()
-        return self._then(torch.tanh, replace(self.form, cap=1.0))
+        return self.computed().tanh() if self.cap else self._then(torch.tanh, cap=1.0)
 
     def detach(self) -> Any:
         """As Tensor.detach."""
@@ -210,16 +207,9 @@ class LazyLogits(StandIn):
 
     # -- the losses ------------------------------------------------------------------------------
 
-    def _known(self) -> Form | None:
-        return (
-            None
-            if self.real is not None or self.form is None
-            else replace(self.form, budget=self.budget, held=self.held)
-        )
-
     def has_loss(self) -> bool:
-        """Unless they are computed already, or in no form that a kernel knows."""
-        return self._known() is not None
+        """Unless they are computed already."""
+        return self.real is None
 
     def statistics(self, target: Tensor, form: Form) -> Three:
         """Those of whole rows; `target` are places among all classes, or negative."""
@@ -240,16 +230,12 @@ class LazyLogits(StandIn):
 
     def logsumexp(self, dim: Any, keepdim: bool = False) -> Any:
         """As Tensor.logsumexp; over the classes chunk by chunk."""
-        form = self._known()
-        if form is None or dim not in (-1, self.ndim - 1, (-1,), [-1]):
+        if not self.has_loss() or dim not in (-1, self.ndim - 1, (-1,), [-1]):
             return self.computed().logsumexp(dim, keepdim)
         nothing = torch.full((self.shape[:-1].numel(),), -1, device=self.device)
         # apart from the loss: held, it would be a second tensor of logits
-        lse = (
-            self.statistics(nothing, replace(form, held=False))[0]
-            .to(self.dtype)
-            .view(self.shape[:-1])
-        )
+        form = Form(self.scale, self.cap, self.budget)
+        lse = self.statistics(nothing, form)[0].to(self.dtype).view(self.shape[:-1])
         return lse.unsqueeze(-1) if keepdim else lse
 
     @classmethod
@@ -263,8 +249,7 @@ def cross_entropy(
     logits: LazyLogits, target: Tensor, counts: Tensor, reduction: str, smoothing: float
 ) -> Tensor:
     """`torch.nn.functional.cross_entropy` of [tokens, classes] and a vector of classes."""
-    form = logits._known()
-    assert form is not None
+    form = Form(logits.scale, logits.cap, logits.budget, logits.held)
     target = target.masked_fill(~counts, -1)
     # a gradient made in forward has not been scaled yet, and float16 has no room below
     if (
@@ -332,6 +317,7 @@ for _name in (
 
 _LAZY: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: cross_entropy,
+    torch.flatten: LazyLogits.flatten,
     torch.tanh: LazyLogits.tanh,
     torch.logsumexp: LazyLogits.logsumexp,
     torch.mul: LazyLogits.__mul__,

@@ -6,6 +6,7 @@ few functions; for anything else it gives the whole, so that any model gets what
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,6 +33,10 @@ class StandIn:
         """The logits, as a plain tensor."""
         raise NotImplementedError
 
+    def view(self, *shape: Any) -> Any:
+        """As Tensor.view."""
+        raise NotImplementedError
+
     def has_loss(self) -> bool:
         """Whether `loss` can be computed without the whole."""
         return True
@@ -44,6 +49,14 @@ class StandIn:
     def size(self, dim: int | None = None) -> Any:
         """As Tensor.size."""
         return self.shape if dim is None else self.shape[dim]
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
+        """As Tensor.flatten; a view where the last dim stays whole."""
+        first, last = start_dim % self.ndim, end_dim % self.ndim
+        if not first <= last < self.ndim - 1:
+            return self.whole().flatten(start_dim, end_dim)
+        sizes = tuple(self.shape)
+        return self.view(*sizes[:first], math.prod(sizes[first : last + 1]), *sizes[last + 1 :])
 
     @classmethod
     def __torch_function__(

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.forward import layers_of
+from schedlang.runtime.regions.arguments import arguments_of
 from schedlang.runtime.regions.ops import is_dropout
 from schedlang.runtime.regions.questions import asked
 
@@ -51,15 +52,20 @@ class Given:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for calls that have one flow."""
-        inside = tuple((n, tuple(v) if isinstance(v, dict) else 0) for n, v in self.tensors.items())
+        inside = tuple((n, inside_of(v)) for n, v in self.tensors.items())
         return inside, tuple((n, repr(v)) for n, v in self.constants.items())
+
+
+def inside_of(value: Any) -> Any:
+    """What a trace may ask of an argument that holds tensors: a dict's keys, a list's length."""
+    if isinstance(value, dict):
+        return tuple(value)
+    return len(value) if isinstance(value, tuple | list) else None
 
 
 def given_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Given:
     """What a call gives to a module's own forward."""
-    bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
-    bound.apply_defaults()
-    named = dict(list(bound.arguments.items())[1:])
+    named = arguments_of(type(module).forward)(module, *args, **kwargs)
     parts = {n: v for n, v in named.items() if _holds(v)}
     return Given(parts, {n: v for n, v in named.items() if n not in parts})
 

@@ -24,7 +24,7 @@ from schedlang.runtime.forward import Layer, layers_of, the_input, wrap
 from schedlang.runtime.logits.head import Head, Waiting, probe_head, probe_held
 from schedlang.runtime.modes import outside
 from schedlang.runtime.replacing.adapters import Adapted, match_adapter
-from schedlang.runtime.replacing.add_norm import Summing, Sums, probe_sums
+from schedlang.runtime.replacing.add_norm import Sums, probe_sums
 from schedlang.runtime.replacing.attended import ATTENTIONS, kernel_in, put_in
 from schedlang.runtime.replacing.attention import (
     Attention,
@@ -38,6 +38,7 @@ from schedlang.runtime.replacing.left import leave
 from schedlang.runtime.replacing.mlp import Gated, GatedMlp, probe_gated
 from schedlang.runtime.replacing.named import NAMED, Named, NamedNorm, probe_named
 from schedlang.runtime.replacing.rope import Rotary, probe_rope
+from schedlang.runtime.replacing.summing import Summing
 from schedlang.runtime.replacing.turned import Turning
 
 Found = Norm | Attention | Adapted | Head | Gated | GroupedForm | Named | Rotary | Sums
