@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,8 @@ _WIDE = 2**22  # numbers of a weight from which on its gradient is not computed 
 class Gated:
     """down(act(gate(x)) * up(x)); one projection for both is `gate`, and `up` then None.
 
-    `size` is the width of the middle; `gate_first` the order in a packed one.
+    `size` is the width of the middle; `gate_first` the order in a packed one.  `between` is a child
+    that the product goes through before down: a dropout, or a norm.
     """
 
     gate: str
@@ -38,6 +39,7 @@ class Gated:
     act: str
     size: int
     gate_first: bool = True
+    between: str | None = None
 
     def cases(self) -> list[Case]:
         """Runs of the kernel in the form that was found."""
@@ -63,7 +65,10 @@ def probe_gated(module: nn.Module) -> Gated | Mismatch:
         parameter.data.sub_(1.0).mul_(3.0 / parameter.shape[-1] ** 0.5)
     with torch.random.fork_rng(devices=[]), ambient(Float64):
         try:
-            return _nearest(copied, list(_forms(copied, list(linear))))
+            plain = list(_forms(copied, list(linear)))
+            return _nearest(copied, [
+                replace(form, between=name) for name in _between(copied, linear) for form in plain
+            ])  # fmt: skip
         except Exception as raised:  # the module's own code: whatever it raises is a mismatch
             said = f"{type(raised).__name__}: {raised}".splitlines()[0]
             return Mismatch(f"does not run on rows alone: {said}")
@@ -82,6 +87,8 @@ def _shape(module: nn.Module) -> tuple[int, int] | None:
 def _structure(module: nn.Module, linear: dict[str, nn.Module]) -> str | None:
     held = {name for name, _ in module.named_parameters()}
     own = {f"{n}.{p}" for n, m in linear.items() for p, _ in m.named_parameters(recurse=False)}
+    for name in _between(module, linear):
+        own |= {n for n in held if name is not None and n.startswith(f"{name}.")}
     if len(linear) not in (2, 3):
         return f"has {len(linear)} projections, and a gated MLP has three, or two with one packed"
     if held - own:
@@ -91,6 +98,15 @@ def _structure(module: nn.Module, linear: dict[str, nn.Module]) -> str | None:
     if "forward" in vars(module):
         return "had its forward replaced already"
     return None
+
+
+def _between(module: nn.Module, linear: dict[str, nn.Module]) -> list[str | None]:
+    """Children that the product may go through before the last projection: a dropout, if any, or
+    the one child that has parameters and is no projection."""
+    others = {n: m for n, m in module.named_children() if n not in linear}
+    whole = [n for n, m in others.items() if next(m.parameters(), None) is not None]
+    drops = [n for n, m in others.items() if isinstance(m, nn.Dropout)]
+    return [*whole] if len(whole) == 1 else [*drops, None]
 
 
 def _forms(module: nn.Module, names: list[str]) -> Iterator[Gated]:
@@ -112,19 +128,34 @@ def _nearest(module: nn.Module, forms: list[Gated]) -> Gated | Mismatch:
     width = _shape(module.get_submodule(forms[0].gate)) or (0, 0)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, 4, width[0], generator=generator, dtype=torch.float64, device="cpu")
-    with torch.no_grad():
-        results = [module.train(training)(x) for training in (True, False)]
-        if not all(isinstance(y, Tensor) for y in results):
-            return Mismatch(f"gives {type(results[0]).__name__}, not a tensor")
-        computed = _all_computed(module, forms, x)
-        errors = {form: max(relative(y, computed[form]) for y in results) for form in forms}
+    errors = dict.fromkeys(forms, 0.0)
+    computed: dict[Gated, Tensor] = {}
+    for training in (True, False):
+        with torch.no_grad():
+            y = _seeded(module.train(training), x)
+            if not isinstance(y, Tensor):
+                return Mismatch(f"gives {type(y).__name__}, not a tensor")
+            if not computed or any(form.between for form in forms):
+                computed = _all_computed(module, forms, x)
+        errors = {form: max(errors[form], _apart(y, computed[form])) for form in forms}
     best = min(forms, key=lambda form: errors[form])
     if not errors[best] <= TOLERANCE:
         return Mismatch(f"differs from a gated MLP (nearest: {best.act})", errors[best])
-    error = _gradient_distance(module, best, x)
+    error = _gradient_distance(module.train(), best, x)
     if not error <= TOLERANCE:
         return Mismatch(f"equals a gated MLP by {best.act}, but its gradients differ", error)
     return best
+
+
+def _seeded(call: Callable[[Tensor], Any], x: Tensor) -> Any:
+    """What is given for x, with the same random numbers each time."""
+    torch.manual_seed(0)
+    return call(x)
+
+
+def _apart(y: Tensor, expected: Tensor) -> float:
+    error = relative(y, expected)
+    return error if error == error else float("inf")
 
 
 def _all_computed(module: nn.Module, forms: list[Gated], x: Tensor) -> dict[Gated, Tensor]:
@@ -133,7 +164,9 @@ def _all_computed(module: nn.Module, forms: list[Gated], x: Tensor) -> dict[Gate
     for down in {form.down: None for form in forms}:
         some = [form for form in forms if form.down == down]
         known = {name: module.get_submodule(name)(x) for name in _before(some)}
-        middles = [_middle(known[f.gate], known.get(f.up or ""), f) for f in some]
+        middles = [
+            _passed(module, _middle(known[f.gate], known.get(f.up or ""), f), f) for f in some
+        ]
         made.update(zip(some, module.get_submodule(down)(torch.stack(middles))))
     return made
 
@@ -146,8 +179,17 @@ def _computed(module: nn.Module, form: Gated, x: Tensor, kernel: bool = False) -
     """down(act(gate) * up) by the module's own projections."""
     first = module.get_submodule(form.gate)(x)
     second = None if form.up is None else module.get_submodule(form.up)(x)
-    made: Tensor = module.get_submodule(form.down)(_middle(first, second, form, kernel))
+    middle = _middle(first, second, form, kernel)
+    if form.between is not None:
+        middle = module.get_submodule(form.between)(middle)
+    made: Tensor = module.get_submodule(form.down)(middle)
     return made
+
+
+def _passed(module: nn.Module, middle: Tensor, form: Gated) -> Tensor:
+    """The product, through what stands between, with the same random numbers each time."""
+    between = form.between
+    return middle if between is None else _seeded(module.get_submodule(between), middle)
 
 
 def _middle(first: Tensor, second: Tensor | None, form: Gated, kernel: bool = False) -> Tensor:
@@ -173,7 +215,7 @@ def _gradient_distance(module: nn.Module, form: Gated, x: Tensor) -> float:
     runs: list[Callable[[Tensor], Tensor]] = [module, partial(_computed, module, form)]
     for calls, run in zip(called, runs):
         with _calls(module, calls):
-            both.append(run(leaf))
+            both.append(_seeded(run, leaf))
     if not both[0].requires_grad:
         return float("inf")
     once = [len(some) == 1 for calls in called for some in calls.values()]
@@ -181,7 +223,8 @@ def _gradient_distance(module: nn.Module, form: Gated, x: Tensor) -> float:
     wide = max(p.numel() for p in module.parameters()) > _WIDE
     if wide and alike and all(once):
         order = sorted(called[0])
-        leaves = [[leaf, *(calls[n][0][1] for n in order)] for calls in called]
+        inner = [] if form.between is None else [*module.get_submodule(form.between).parameters()]
+        leaves = [[leaf, *inner, *(calls[n][0][1] for n in order)] for calls in called]
         given = [[calls[n][0][0].detach() for n in order] for calls in called]
     else:
         leaves, given = [[leaf, *module.parameters()]] * 2, [[], []]
