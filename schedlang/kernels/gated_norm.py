@@ -71,14 +71,19 @@ def forward_of(x: Tensor, gate: Tensor, weight: Tensor, form: Form) -> tuple[Ten
     kind = wide(x, gate, weight)
     lever = ACTIVATIONS[form.act](gate.to(kind))
     value = x.to(kind) * lever if form.first else x.to(kind)
-    rstd = torch.rsqrt(value.unflatten(-1, (form.groups, -1)).square().mean(-1) + form.eps)
+    rstd = torch.rsqrt(parts_of(value, form.groups).square().mean(-1) + form.eps)
     y = _scaled(value, x.dtype, weight, rstd, form)
     return (y if form.first else y * lever).to(result_of(x, weight, form)), rstd
 
 
+def parts_of(value: Tensor, groups: int) -> Tensor:
+    """The last dim as so many parts of one size."""
+    return value.reshape(*value.shape[:-1], groups, value.shape[-1] // groups)
+
+
 def _normal(value: Tensor, rstd: Tensor) -> Tensor:
     """Each group of each row over its root mean square."""
-    return (value.unflatten(-1, (rstd.shape[-1], -1)) * rstd.unsqueeze(-1)).flatten(-2)
+    return (parts_of(value, rstd.shape[-1]) * rstd.unsqueeze(-1)).flatten(-2)
 
 
 def _scaled(value: Tensor, kind: torch.dtype, weight: Tensor, rstd: Tensor, form: Form) -> Tensor:
@@ -112,7 +117,7 @@ def _through(
     factor = normal.to(kind).to(normal.dtype) if form.rounding == "early" else normal
     dweight = (grad * factor).reshape(-1, size).sum(0).to(weight.dtype)
     scaled = grad * (weight.to(grad.dtype) + form.offset)
-    parts = (scaled * normal).unflatten(-1, (form.groups, -1))
+    parts = parts_of(scaled * normal, form.groups)
     along = parts.mean(-1, keepdim=True).expand_as(parts).flatten(-2)
     return _normal(scaled - normal * along, rstd), dweight
 
@@ -120,7 +125,7 @@ def _through(
 if triton is not None:
     HELD = tl.constexpr(4096)  # of longer rows a program loads the weight again for each tile
 
-    @triton.jit
+    @triton.jit  # type: ignore[untyped-decorator]
     def scale_of(weight, column, size, offset, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
         """What a row is multiplied by."""
         scale = load_vector(weight, column, size) + offset

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from schedlang.kernels.check import Case as AnyCase
 from schedlang.kernels.gated import ACTIVATIONS
-from schedlang.kernels.gated_norm import Case, Form, reference
+from schedlang.kernels.gated_norm import Case, Form, parts_of, reference
 from schedlang.kernels.norms import (
     SCALES,
     follows_type,
@@ -151,7 +151,7 @@ def _eps(near: Tensor, small: Tensor, gate: Tensor, scale: Tensor, form: Form) -
     lever = float(ACTIVATIONS[form.act](gate.flatten()[0]))
     inner = small * lever if form.first else small
     scaled = inner * scale * (1.0 if form.first else lever)
-    parts = [t.unflatten(-1, (form.groups, -1)) for t in (near, scaled, inner)]
+    parts = [parts_of(t, form.groups) for t in (near, scaled, inner)]
     inverse = (parts[0] * parts[1]).sum(-1) / parts[1].square().sum(-1).clamp_min(1e-300)
     eps = float((inverse**-2 - parts[2].square().mean(-1)).mean())
     return eps if eps == eps and eps > 0.0 else 0.0
