@@ -39,7 +39,8 @@ class replace_kernel(Primitive):  # noqa: N801
     after    y = rms_norm(x, w)            one kernel forward, one backward
 
       rms_norm, layer_norm   our Triton kernels, forward and backward; offset, epsilon and rounding
-                             order are found by probing
+                             order are found by probing, and of an RMSNorm that is called with a
+                             gate (Mamba-2, Qwen3-Next) which it is and where it stands
       gated                  SwiGLU and its kin between the projections of an MLP, split or packed
       add_norm               residual sums and the norms after them, in a module that has both
       rope                   rotary embeddings of an attention's queries and keys, in one launch

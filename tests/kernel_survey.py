@@ -77,7 +77,7 @@ class Fits:
     def asked(self, module: nn.Module, *kernels: str) -> Any:
         """What the first kernel that fits found, or the last reason why none does."""
         shapes = [tuple(p.shape) for p in module.parameters()]
-        plain = [v for v in vars(module).values() if isinstance(v, int | float)]
+        plain = [v for v in vars(module).values() if isinstance(v, int | float | str)]
         key = f"{kernels} {type(module).__name__} {shapes} {plain}"
         if key not in self.known:
             tried = (match(module, kernel) for kernel in kernels)

@@ -15,7 +15,15 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from schedlang.kernels import add_norm, cross_entropy, gated, layer_norm, rms_norm, rope
+from schedlang.kernels import (
+    add_norm,
+    cross_entropy,
+    gated,
+    gated_norm,
+    layer_norm,
+    rms_norm,
+    rope,
+)
 from schedlang.kernels.device import LONGEST, tile
 from schedlang.runtime.rowwise import launch
 from schedlang.runtime.rowwise.graphs import Sort
@@ -185,6 +193,24 @@ def add_norm_kernels() -> Made:
             yield {"kernel": "backward"} | named, add_norm.backward_kernel.warmup(*back, **options)
 
 
+def gated_norm_kernels() -> Made:
+    """Both kernels, a gate before groups of channels and after whole rows, of all lengths."""
+    for size, dtype in ((min(size, gated_norm.LONGEST), dtype) for size, dtype in SIZES):
+        for first in (False, True):
+            width = 8 * size if first else size
+            x, weight = torch.zeros(16, width, dtype=dtype), torch.zeros(width, dtype=dtype)
+            rstd, partial = torch.zeros(16, 8), torch.zeros(16, width)
+            options = {"ACT": "silu", "FIRST": first, "EARLY": True, "SAME": True}
+            options |= _options(size) | {"grid": (1, width // size)}
+            named = {"size": size, "dtype": str(dtype), "first": first}
+            forward = (x, x, weight, x, rstd, 16, size, width, width, 1e-6, 0.0)
+            made = gated_norm.forward_kernel.warmup(*forward, **options)
+            yield {"kernel": "forward"} | named, made
+            back = (x, x, x, weight, rstd, x, x, partial, 16, size, *[width] * 3, 1, 0.0)
+            made = gated_norm.backward_kernel.warmup(*back, **options)
+            yield {"kernel": "backward"} | named, made
+
+
 def rope_kernels() -> Made:
     """Halves and pairs, whole heads and parts of them, both ways."""
     heads, tokens, size = (32, 8), 4096, 128
@@ -239,7 +265,7 @@ def _warm(made: launch.Kernel) -> Any:
 KERNELS = {
     "rms_norm": rms_norm_kernels, "layer_norm": layer_norm_kernels, "gated": gated_kernels,
     "cross_entropy": cross_entropy_kernels, "add_norm": add_norm_kernels, "rope": rope_kernels,
-    "rowwise": rowwise_kernels,
+    "rowwise": rowwise_kernels, "gated_norm": gated_norm_kernels,
 }  # fmt: skip
 
 

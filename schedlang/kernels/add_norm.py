@@ -198,7 +198,7 @@ def add_norm_backward(
         return (dx + dtotal).contiguous(), dweight.contiguous(), dbias.contiguous()
     given = (weight.contiguous(), mean.contiguous(), rstd.contiguous())
     dx, dweight, *more = backward(
-        backward_kernel, (dtotal, dy, total), given, total.dtype, 1 + centred, offset,
+        backward_kernel, (dtotal, dy, total), given, (total.dtype,), 1 + centred, offset,
         CENTRED=centred, EARLY=rounding == "early",
     )  # fmt: skip
     dbias = more[0].to(weight.dtype) if more else weight.new_empty(0)

@@ -1,10 +1,10 @@
 """The middle of a gated MLP, act(gate) * up: one Triton kernel forward and one backward.
 
 Shazeer, "GLU variants improve Transformer" (2020): SwiGLU with SiLU, GeGLU with GELU, by its error
-function or by tanh.  Only gate and up are kept for backward; the activation is computed again.  The
-two may lie side by side in one tensor, as a packed projection gives them: its gradient is then one
-tensor too.  The activation is rounded to the type of its input, and so is the product, as eager
-does.
+function or by tanh; "relu2" is the square of ReLU (So et al., "Primer", 2021).  Only gate and up
+are kept for backward; the activation is computed again.  The two may lie side by side in one
+tensor, as a packed projection gives them: its gradient is then one tensor too.  The activation is
+rounded to the type of its input, and so is the product, as eager does.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
     "sigmoid": torch.sigmoid,
 }
 _aten = torch.ops.aten
-_BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": _aten.silu_backward.default,
     "gelu": _aten.gelu_backward.default,
     "gelu_tanh": lambda grad, x: _aten.gelu_backward.default(grad, x, approximate="tanh"),
     "relu": lambda grad, x: grad * (x > 0),
+    "relu2": lambda grad, x: grad * (2 * F.relu(x)),
     "sigmoid": lambda grad, x: _aten.sigmoid_backward.default(grad, torch.sigmoid(x)),
 }
 _BLOCK = 1024
@@ -62,13 +64,13 @@ def _reference_backward(dy: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple
     kind = wide(gate, up)
     value, grad = gate.to(kind), dy.to(kind)
     by_up = grad * ACTIVATIONS[act](value).to(gate.dtype).to(kind)
-    return _BACKWARD[act](grad * up.to(kind), value).to(gate.dtype), by_up.to(up.dtype)
+    return BACKWARD[act](grad * up.to(kind), value).to(gate.dtype), by_up.to(up.dtype)
 
 
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _activation(value, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    def activation(value, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
         """The activation and its derivative."""
         if ACT == "silu":
             gate = 1.0 / (1.0 + tl.exp(-value))
@@ -80,6 +82,9 @@ if triton is not None:
         elif ACT == "relu":
             result = tl.maximum(value, 0.0)
             slope = tl.where(value > 0.0, 1.0, 0.0)
+        elif ACT == "relu2":
+            slope = 2.0 * tl.maximum(value, 0.0)
+            result = 0.25 * slope * slope
         elif ACT == "gelu":
             normal = 0.5 * (1.0 + tl.erf(value * 0.7071067811865476))
             result = value * normal
@@ -100,7 +105,7 @@ if triton is not None:
         inside = column < size
         left = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
         right = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
-        value, slope = _activation(left, ACT)
+        value, slope = activation(left, ACT)
         return row, column, inside, right, value.to(gate.dtype.element_ty).to(tl.float32), slope
 
     @triton.jit  # type: ignore[untyped-decorator]

@@ -192,7 +192,7 @@ def layer_norm_backward(
         return found[0].contiguous(), found[1].contiguous(), found[2].contiguous()
     given = (weight.contiguous(), mean.contiguous(), rstd.contiguous())
     dx, dweight, dbias = backward(
-        backward_kernel, (dy, x), given, x.dtype, 2, offset, EARLY=rounding == "early"
+        backward_kernel, (dy, x), given, (x.dtype,), 2, offset, EARLY=rounding == "early"
     )
     return dx, dweight.to(weight.dtype), dbias.to(weight.dtype)
 

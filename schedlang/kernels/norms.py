@@ -14,11 +14,20 @@ from torch import Tensor, nn
 
 from schedlang.kernels import layer_norm, rms_norm
 from schedlang.kernels.check import Case
-from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy, one_input, relative, rows_of
+from schedlang.kernels.probe import (
+    TOLERANCE,
+    Mismatch,
+    bare_copy,
+    gradients_apart,
+    one_input,
+    relative,
+    rows_of,
+    run_rows,
+)
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 
-_SCALES = (1.0, 50.0, 1e-2, 1e-3, 1e-10)
+SCALES = (1.0, 50.0, 1e-2, 1e-3, 1e-10)
 
 
 @dataclass(frozen=True)
@@ -65,12 +74,12 @@ class _Fit:
 
 def probe_norm(module: nn.Module) -> Norm | Mismatch:
     """The norm that `module` computes, or the measured reason why it is none."""
-    refused = _structure(module)
+    refused = structure(module) or one_input(module)
     if refused:
         return refused
     copied = bare_copy(module, torch.float64)
-    size = _size(module)
-    params = _vectors(copied, size)
+    size = size_of(module)
+    params = vectors_of(copied, size)
     with torch.random.fork_rng(devices=[]), ambient(Float64):
         try:
             fits = [_fit(copied, params, size, center) for center in (False, True)]
@@ -93,7 +102,7 @@ def probe_norm(module: nn.Module) -> Norm | Mismatch:
 def _finish(
     module: nn.Module, copied: nn.Module, fit: _Fit, kind: str, size: int
 ) -> Norm | Mismatch:
-    params = _vectors(copied, size)
+    params = vectors_of(copied, size)
     weight = next(name for name in params if name != fit.bias)
     if len(params) - 1 != (fit.bias is not None):
         return Mismatch(f"has parameters that do not matter to its result: {', '.join(params)}")
@@ -106,7 +115,7 @@ def _finish(
     return Norm(kind, size, weight or None, fit.bias, fit.offset, eps, rounding)
 
 
-def _size(module: nn.Module) -> int:
+def size_of(module: nn.Module) -> int:
     """The size of a row; any will do where neither a parameter nor the module says one."""
     for parameter in module.parameters():
         return parameter.numel()
@@ -114,13 +123,14 @@ def _size(module: nn.Module) -> int:
     return shape[-1] if isinstance(shape, tuple) and shape else 24
 
 
-def _vectors(module: nn.Module, size: int) -> dict[str, Tensor]:
+def vectors_of(module: nn.Module, size: int) -> dict[str, Tensor]:
     """The parameters by name; of a norm that has none a weight of ones, named ""."""
     ones = torch.ones(size, dtype=torch.float64)
     return dict(module.named_parameters(recurse=False)) or {"": ones}
 
 
-def _structure(module: nn.Module) -> Mismatch | None:
+def structure(module: nn.Module) -> Mismatch | None:
+    """Why a module cannot be a norm, by what it holds."""
     params = dict(module.named_parameters(recurse=False))
     if next(module.children(), None) is not None:
         return Mismatch("has submodules, and a norm has none")
@@ -133,35 +143,27 @@ def _structure(module: nn.Module) -> Mismatch | None:
         return Mismatch("has two vectors of different sizes")
     if next(module.buffers(), None) is not None:
         return Mismatch("keeps buffers, and a norm keeps none")
-    return one_input(module)
-
-
-def _run(module: nn.Module, x: Tensor) -> Tensor:
-    y = module(x)
-    if not isinstance(y, Tensor) or y.shape != x.shape:
-        shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
-        raise ValueError(f"it gives {shape} for {tuple(x.shape)}")
-    return y
+    return None
 
 
 @torch.no_grad()
 def _fit(module: nn.Module, params: dict[str, Tensor], size: int, center: bool) -> _Fit:
     """The parameters of the formula that fit best; whether they fit is judged afterwards."""
-    shift = _run(module, torch.zeros(1, 1, size, dtype=torch.float64))[0, 0]
+    shift = run_rows(module, torch.zeros(1, 1, size, dtype=torch.float64))[0, 0]
     near = (shift.norm() + 1.0) * TOLERANCE
     bias = next((name for name, p in params.items() if (shift - p).norm() <= near), None)
     weight = next((p for name, p in params.items() if name != bias), shift)
     # far from zero eps does not matter: what is left is the factor of each column
     large = rows_of(size) * 1e3
     normal = _normal(large, center, 0.0)
-    moved = _run(module, large) - shift
+    moved = run_rows(module, large) - shift
     scale = (moved * normal).sum((0, 1)) / normal.square().sum((0, 1)).clamp_min(1e-300)
     offset = float((scale - weight).mean())
     offset = round(offset) + 0.0 if abs(offset - round(offset)) < 1e-5 else offset
     # close to zero eps is all that matters
     small = rows_of(size, seed=2) * 1e-10
     heart = small - small.mean(-1, keepdim=True) if center else small
-    moved = _run(module, small) - shift
+    moved = run_rows(module, small) - shift
     scaled = heart * scale
     inverse = (moved * scaled).sum(-1) / scaled.square().sum(-1).clamp_min(1e-300)
     eps = float((inverse**-2 - heart.square().mean(-1)).mean())
@@ -188,44 +190,47 @@ def _formula(x: Tensor, fit: _Fit, params: dict[str, Tensor], rounding: str = "l
 def _distance(module: nn.Module, fit: _Fit, params: dict[str, Tensor], size: int) -> float:
     """The largest relative difference over scales of the input, in training and evaluation."""
     worst = 0.0
-    for number, scale in enumerate(_SCALES):
+    for number, scale in enumerate(SCALES):
         x = rows_of(size, seed=10 + number) * scale
         expected = _formula(x, fit, params)
         for training in (True, False):
             module.training = training
-            error = relative(_run(module, x), expected)
+            error = relative(run_rows(module, x), expected)
             worst = max(worst, error) if error == error else float("inf")
     return worst
 
 
 def _gradient_distance(module: nn.Module, fit: _Fit, params: dict[str, Tensor], size: int) -> float:
     x = rows_of(size, seed=20).requires_grad_()
-    grad = rows_of(size, seed=21)
     leaves = [x, *(p for p in params.values() if p.requires_grad)]
-    y = _run(module, x)
-    if not y.requires_grad:
-        return float("inf")
-    found = torch.autograd.grad(y, leaves, grad.to(y.dtype), allow_unused=True)
-    exact = torch.autograd.grad(_formula(x, fit, params), leaves, grad)
-    return max(
-        float("inf") if a is None else relative(a, b) for a, b in zip(found, exact, strict=True)
-    )
+    return gradients_apart(run_rows(module, x), _formula(x, fit, params), leaves)
+
+
+def named_eps(module: nn.Module, eps: float) -> float | None:
+    """A measured eps as the module writes it, where an attribute of its own is it."""
+    own = [v for v in vars(module).values() if isinstance(v, float) and v > 0]
+    named = min(own, key=lambda v: abs(v - eps), default=0.0)
+    return named if abs(named - eps) <= 1e-6 * eps else None
+
+
+def follows_type(eps: float) -> bool:
+    """Whether an eps that was measured in float64 is the spacing of that type."""
+    spacing = torch.finfo(torch.float64).eps
+    return abs(eps - spacing) <= 1e-3 * spacing
 
 
 def _named_eps(module: nn.Module, fit: _Fit, size: int) -> float | None:
     """The measured eps as the module writes it: its own attribute, or nine digits."""
-    own = [v for v in vars(module).values() if isinstance(v, float) and v > 0]
-    named = min(own, key=lambda v: abs(v - fit.eps), default=0.0)
-    if abs(named - fit.eps) <= 1e-6 * fit.eps:
+    named = named_eps(module, fit.eps)
+    if named is not None:
         return named
-    spacing = torch.finfo(torch.float64).eps
-    if abs(fit.eps - spacing) <= 1e-3 * spacing:
+    if follows_type(fit.eps):
         single = bare_copy(module, torch.float32)
         x = (rows_of(size, seed=30) * 1e-3).float()
         follows = replace(fit, eps=torch.finfo(torch.float32).eps)
-        exact = {name: p.double() for name, p in _vectors(single, size).items()}
+        exact = {name: p.double() for name, p in vectors_of(single, size).items()}
         with torch.no_grad():
-            same = relative(_run(single, x), _formula(x.double(), follows, exact))
+            same = relative(run_rows(single, x), _formula(x.double(), follows, exact))
         if same <= 1e-6:
             return None
     return float(f"{fit.eps:.9g}")
@@ -237,13 +242,13 @@ def _rounding(module: nn.Module, fit: _Fit, eps: float | None, size: int) -> str
     Bit by bit, for nearly all elements: sums may run in another order.
     """
     copied = bare_copy(module, torch.bfloat16, seed=3)
-    params = {name: p.bfloat16() for name, p in _vectors(copied, size).items()}
+    params = {name: p.bfloat16() for name, p in vectors_of(copied, size).items()}
     x = rows_of(size, seed=4, rows=64).bfloat16()
     small = torch.finfo(torch.float32).eps if eps is None else eps
     same: dict[str, float] = {}
     with torch.no_grad():
         try:
-            y = _run(copied, x)
+            y = run_rows(copied, x)
         except Exception as raised:  # the module's own code
             return f"does not run in bfloat16: {type(raised).__name__}"
         for order in ("early", "late"):

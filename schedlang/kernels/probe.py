@@ -103,12 +103,17 @@ def _repeated(some: Tensor, shape: torch.Size) -> Tensor:
     return made.view(shape)
 
 
+def inputs_of(module: nn.Module) -> tuple[str, ...]:
+    """The names of what the module's forward may be given."""
+    every = inspect.signature(type(module).forward).parameters.values()
+    return tuple(p.name for p in every if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))[1:]
+
+
 def one_input(module: nn.Module) -> Mismatch | None:
     """Why not, if the module's forward may be given more than its input: that could change it."""
-    every = inspect.signature(type(module).forward).parameters.values()
-    named = [p.name for p in every if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)][2:]
-    if named:
-        return Mismatch(f"may be given `{named[0]}` beside its input, which a kernel does not take")
+    more = inputs_of(module)[1:]
+    if more:
+        return Mismatch(f"may be given `{more[0]}` beside its input, which a kernel does not take")
     return None
 
 
@@ -122,3 +127,24 @@ def rows_of(size: int, seed: int = 1, rows: int = 16) -> Tensor:
 def relative(a: Tensor, b: Tensor) -> float:
     """The norm of the difference over that of `b`."""
     return float((a.double() - b).norm() / b.norm().clamp_min(1e-300))
+
+
+def run_rows(module: nn.Module, x: Tensor, *more: Tensor) -> Tensor:
+    """What the module gives for rows; raises ValueError where that is not as many rows."""
+    y = module(x, *more)
+    if not isinstance(y, Tensor) or y.shape != x.shape:
+        shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+        raise ValueError(f"it gives {shape} for {tuple(x.shape)}")
+    return y
+
+
+def gradients_apart(y: Tensor, expected: Tensor, leaves: list[Tensor]) -> float:
+    """The largest relative difference of a gradient of two results of the same leaves."""
+    if not y.requires_grad:
+        return float("inf")
+    grad = rows_of(y.shape[-1], seed=21)
+    found = torch.autograd.grad(y, leaves, grad.to(y.dtype), allow_unused=True)
+    exact = torch.autograd.grad(expected, leaves, grad)
+    return max(
+        float("inf") if a is None else relative(a, b) for a, b in zip(found, exact, strict=True)
+    )

@@ -55,10 +55,17 @@ def forward_of(
     """(y, 1 / root mean square of each row), in plain torch operations."""
     value = x.to(wide(x, weight))
     rstd = torch.rsqrt(value.square().mean(-1) + eps)
-    normal = value * rstd.unsqueeze(-1)
+    y = scaled(value * rstd.unsqueeze(-1), x.dtype, weight, offset, rounding)
+    return y.to(result_of(x, weight, rounding)), rstd
+
+
+def scaled(
+    normal: Tensor, kind: torch.dtype, weight: Tensor, offset: float, rounding: str
+) -> Tensor:
+    """The normalised value of an input of type `kind` times its weight; late: not yet rounded."""
     if rounding == "early":
-        return normal.to(x.dtype) * (weight + offset if offset else weight), rstd
-    return (normal * (weight.to(value.dtype) + offset)).to(x.dtype), rstd
+        return normal.to(kind) * (weight + offset if offset else weight)
+    return normal * (weight.to(normal.dtype) + offset)
 
 
 def backward_of(
@@ -157,7 +164,7 @@ def rms_norm_backward(
         return dx.contiguous(), dweight.contiguous()
     given = (weight.contiguous(), rstd.contiguous())
     dx, dweight = backward(
-        backward_kernel, (dy, x), given, x.dtype, 1, offset, EARLY=rounding == "early"
+        backward_kernel, (dy, x), given, (x.dtype,), 1, offset, EARLY=rounding == "early"
     )
     return dx, dweight.to(weight.dtype)
 

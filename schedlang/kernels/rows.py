@@ -21,52 +21,56 @@ def launch(kernel: Any, grid: tuple[int, ...], *given: Any, warps: int, **consta
 
 def forward(
     kernel: Any, inputs: tuple[Tensor, ...], given: tuple[Tensor, ...],
-    made: tuple[torch.dtype, ...], numbers: int, *scalars: float, **constants: Any,
+    made: tuple[torch.dtype, ...], numbers: int, *scalars: float, groups: int = 1,
+    **constants: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Results of the inputs' shape, of the types `made`, and `numbers` float32 for each row.
 
     The kernel takes inputs, given, results, numbers, how many rows, their size, the inputs' strides
-    and the scalars.
+    and the scalars.  Rows fall into `groups` of one size, which is what the kernel is told for
+    theirs: a program's second number is its group, and `numbers` are those of each group.
     """
     rows = [matrix(x) for x in inputs]
     x, (length, size) = inputs[0], rows[0].shape
+    size //= groups
     height, block, warps = tile(size)
+    lines = x.shape[:-1] if groups == 1 else (*x.shape[:-1], groups)
     results = [torch.empty(x.shape, dtype=kind, device=x.device) for kind in made]
-    results += [
-        torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) for _ in range(numbers)
-    ]
+    results += [torch.empty(lines, dtype=torch.float32, device=x.device) for _ in range(numbers)]
     strides = (each.stride(0) for each in rows)
     launch(
-        kernel, (triton.cdiv(length, height),), *rows, *given, *results, length, size, *strides,
-        *scalars, ROWS=height, BLOCK=block, warps=warps, **constants,
+        kernel, (triton.cdiv(length, height), groups), *rows, *given, *results, length, size,
+        *strides, *scalars, ROWS=height, BLOCK=block, warps=warps, **constants,
     )  # fmt: skip
     count(True)
     return tuple(results)
 
 
 def backward(
-    kernel: Any, inputs: tuple[Tensor, ...], given: tuple[Tensor, ...], kind: torch.dtype,
-    sums: int, *scalars: float, **constants: Any,
+    kernel: Any, inputs: tuple[Tensor, ...], given: tuple[Tensor, ...],
+    made: tuple[torch.dtype, ...], sums: int, *scalars: float, groups: int = 1,
+    **constants: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """A gradient of the inputs' shape in the type `kind`, and so many float32 sums over rows.
+    """Gradients of the inputs' shape in the types `made`, and so many float32 sums over rows.
 
-    The kernel takes inputs, given, the gradient, the sums of each program, how many rows, their
-    size, the inputs' strides, how many tiles a program takes, and the scalars.
+    The kernel takes inputs, given, the gradients, the sums of each program, how many rows, their
+    size, the inputs' strides, how many tiles a program takes, and the scalars; `groups` as above.
     """
     rows = [matrix(x) for x in inputs]
-    x, (length, size) = inputs[0], rows[0].shape
+    x, (length, width) = inputs[0], rows[0].shape
+    size = width // groups
     height, block, warps = tile(size)
     tiles = triton.cdiv(length, height)
-    parts = min(tiles, programs(x))
-    dx = torch.empty(x.shape, dtype=kind, device=x.device)
-    partial = torch.empty((parts, sums, size), dtype=torch.float32, device=x.device)
+    parts = min(tiles, max(1, programs(x) // groups))
+    grads = [torch.empty(x.shape, dtype=kind, device=x.device) for kind in made]
+    partial = torch.empty((parts, sums, width), dtype=torch.float32, device=x.device)
     strides = (each.stride(0) for each in rows)
     launch(
-        kernel, (parts,), *rows, *given, dx, partial, length, size, *strides,
+        kernel, (parts, groups), *rows, *given, *grads, partial, length, size, *strides,
         triton.cdiv(tiles, parts), *scalars, ROWS=height, BLOCK=block, warps=warps, **constants,
     )  # fmt: skip
     count(True)
-    return dx, *(partial[:, i].sum(0) for i in range(sums))  # each its own: no views of one
+    return *grads, *(partial[:, i].sum(0) for i in range(sums))  # each its own: no views of one
 
 
 if triton is not None:

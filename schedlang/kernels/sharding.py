@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from schedlang.kernels import (
     add_norm,
     gated,
+    gated_norm,
     grouped,
     layer_norm,
     linear_cross_entropy,
@@ -30,7 +31,7 @@ from schedlang.kernels import (
 Way = tuple[list[Placement], list[Placement | None]]
 Rule = Callable[..., list[Way]]
 # who define the operators; held_cross_entropy writes into an argument, which DTensor cannot split
-MODULES = (add_norm, gated, grouped, layer_norm, linear_cross_entropy, rms_norm, rope)
+MODULES = (add_norm, gated, gated_norm, grouped, layer_norm, linear_cross_entropy, rms_norm, rope)
 
 
 def _rows(results: Sequence[str], arguments: str, last: bool = False) -> Rule:
@@ -109,6 +110,8 @@ RULES: dict[str, Rule] = {
     "rms_norm_backward": _rows("xp", "xxwx--"),
     "layer_norm_forward": _rows("xxx", "xww---"),
     "layer_norm_backward": _rows("xpp", "xxwxx--"),
+    "gated_norm_forward": _rows("xx", "xxw------"),
+    "gated_norm_backward": _rows("xxp", "xxxwx-----"),
     "gated_forward": _rows("x", "xx-", last=True),
     "gated_backward": _rows("xx", "xxx-", last=True),
     "packed_forward": _rows("x", "x--"),

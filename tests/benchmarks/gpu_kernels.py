@@ -18,6 +18,7 @@ from schedlang.kernels import (
     add_norm,
     flex_attention,
     gated,
+    gated_norm,
     grouped,
     held_cross_entropy,
     layer_norm,
@@ -151,6 +152,8 @@ def checks(sizes: Sizes) -> list[Case]:
             gated.Case((rows, width), dtype, "gelu_tanh", "gate first"),
             add_norm.Case((rows, width), dtype),
             add_norm.Case((rows, odd), dtype, add_norm.Form(True, rounding="early"), bias=True),
+            gated_norm.Case((rows, width), dtype, gated_norm.Form(rounding="early")),
+            gated_norm.Case((rows, odd + 1), dtype, gated_norm.Form(first=True, groups=4)),
             rope.Case((2, rows // 2, *heads, size), dtype),
             rope.Case((2, rows // 2, 5, 3, 96), dtype, 64, rope.Form(True, True), shared=False),
             linear_cross_entropy.Case((rows, 128), dtype, 500, rows=max(1, rows // 3)),
@@ -185,6 +188,7 @@ def _norms(sizes: Sizes) -> Iterator[Contest]:
     rms, centred = liger_of("liger_rms_norm"), liger_of("liger_layer_norm")
     both = liger_of("liger_fused_add_rms_norm")
     form = add_norm.Form(eps=1e-5, rounding="early")
+    lever = gated_norm.Form(eps=1e-5, rounding="early", first=True)
     yield Contest("rms_norm", ways(
         sizes, lambda x, w: rms_norm.rms_norm(x, w, 1e-5, 0.0, "early"),
         lambda x, w: rms_norm.reference(x, w, 1e-5, 0.0, "early"),
@@ -193,6 +197,9 @@ def _norms(sizes: Sizes) -> Iterator[Contest]:
         sizes, lambda x, w, b: layer_norm.layer_norm(x, w, b, 1e-5),
         lambda x, w, b: F.layer_norm(x, w.shape, w, b, 1e-5),
         liger=centred and (lambda x, w, b: centred(x, w, b, 1e-5))), (line, row, row))  # fmt: skip
+    yield Contest("rms_norm with a gate", ways(
+        sizes, lambda x, z, w: gated_norm.gated_norm(x, z, w, lever),
+        lambda x, z, w: gated_norm.reference(x, z, w, lever)), (line, line, row))  # fmt: skip
     yield Contest("add_norm", ways(
         sizes, lambda a, b, w: add_norm.add_norm(a, b, w, None, form),
         lambda a, b, w: add_norm.reference(a, b, w, None, form),

@@ -19,9 +19,10 @@ from schedlang.kernels.gated import (
     packed_forward,
     reference,
 )
-from schedlang.runtime.replacing import mlp
+from schedlang.runtime.replacing import told_mlp
 from schedlang.runtime.replacing.kernel import match, replace
-from schedlang.runtime.replacing.mlp import Gated, probe_gated
+from schedlang.runtime.replacing.mlp import Gated
+from schedlang.runtime.replacing.told_mlp import probe_gated
 from tests import models
 from tests.proofs import planned, proven, refused
 
@@ -108,7 +109,7 @@ def test_names_every_part(form, expected, size, monkeypatch):
 def _sized(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a small module be judged as a wide one is."""
     if size == "wide":
-        monkeypatch.setattr(mlp, "_WIDE", 0)
+        monkeypatch.setattr(told_mlp, "_WIDE", 0)
         monkeypatch.setattr(probe, "_DRAWN", 11)
 
 
@@ -143,6 +144,73 @@ def test_refuses_what_only_resembles(form, said, size, monkeypatch):
     assert said in found.reason
     if "differ" in said:
         assert found.error > 1e-5
+
+
+class Passing(Mlp):
+    """A gated MLP with one child more, which the product goes through, or something else does."""
+
+    def __init__(self, more, form):
+        super().__init__(form)
+        self.more = more
+
+
+def product(m, x):
+    return F.silu(m.one(x)) * m.two(x)
+
+
+@pytest.mark.parametrize("size", ["narrow", "wide"])
+@pytest.mark.parametrize("more", [nn.Dropout(0.3), nn.RMSNorm(8), nn.LayerNorm(8)])
+def test_what_the_product_goes_through_is_found(more, size, monkeypatch):
+    """A dropout, as T5's, or a norm, as BitNet's, before the last projection; it stays a module."""
+    if size == "wide":
+        monkeypatch.setattr(told_mlp, "_WIDE", 0)
+    module = Passing(more, lambda m, x: m.three(m.more(product(m, x)))).double()
+    found = match(module, "gated")
+    assert found == Gated("one", "two", "three", "silu", 8, between="more")
+    x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    leaves, outcomes = [x, *module.parameters()], []
+    for _ in range(2):
+        torch.manual_seed(3)
+        y = module(x)
+        outcomes.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+        replace(module, found)
+    for a, b in zip(*outcomes, strict=True):
+        assert (a - b).norm() <= 1e-14 * b.norm()
+
+
+@pytest.mark.parametrize("size", ["narrow", "wide"])
+@pytest.mark.parametrize(
+    ("more", "form"),
+    [
+        (nn.Dropout(0.3), lambda m, x: m.more(m.three(product(m, x)))),
+        (nn.Dropout(0.3), lambda m, x: m.three(F.silu(m.more(m.one(x))) * m.two(x))),
+        (nn.Dropout(0.3), lambda m, x: m.three(m.more(product(m, x)).detach())),
+        (nn.RMSNorm(8), lambda m, x: m.three(m.more(m.one(x)) * m.two(x))),
+        (nn.RMSNorm(8), lambda m, x: m.three(product(m, x))),
+        (nn.RMSNorm(8), lambda m, x: m.three(F.rms_norm(product(m, x), (8,), m.more.weight.data))),
+        (nn.Linear(8, 8), lambda m, x: m.three(m.more(product(m, x)))),
+    ],
+)
+def test_a_child_in_another_place_is_refused(more, form, size, monkeypatch):
+    """What goes through it elsewhere, or with its gradient cut, is no gated MLP."""
+    if size == "wide":
+        monkeypatch.setattr(told_mlp, "_WIDE", 0)
+    found = match(Passing(more, form), "gated")
+    assert "differ" in found.reason or "projections" in found.reason, found
+
+
+def test_gated_mlps_of_transformers_with_more_inside():
+    """T5's and BitNet's as they are published, on meta: dropout and norm stay where they are."""
+    t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
+    bitnet = pytest.importorskip("transformers.models.bitnet.modeling_bitnet")
+    with torch.device("meta"):
+        config = t5.T5Config(d_model=16, d_ff=24, feed_forward_proj="gated-gelu")
+        first = t5.T5DenseGatedActDense(config)
+        second = bitnet.BitNetMLP(bitnet.BitNetConfig(hidden_size=16, intermediate_size=24))
+    assert config.dropout_rate > 0
+    assert match(first, "gated") == Gated("wi_0", "wi_1", "wo", "gelu_tanh", 24, between="dropout")
+    found = match(second, "gated")
+    assert (found.act, found.between) == (second.config.hidden_act, "ffn_sub_norm")
 
 
 def test_a_second_argument_is_refused():
@@ -215,6 +283,7 @@ def test_reference_is_what_models_write() -> None:
     from transformers.activations import ACT2FN
 
     x: Tensor = torch.linspace(-5, 5, 21, dtype=torch.float64)
-    names = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
+    names = {name: name for name in ("silu", "gelu", "relu", "relu2")}
+    names["gelu_tanh"] = "gelu_pytorch_tanh"
     for ours, theirs in names.items():
         assert (ACTIVATIONS[ours](x) - ACT2FN[theirs](x)).abs().max() <= 1e-15

@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MADE = {
-    "rms_norm": 20, "layer_norm": 10, "gated": 20, "cross_entropy": 8, "add_norm": 24, "rope": 12,
-    "rowwise": 48,
+    "rms_norm": 20, "layer_norm": 10, "gated": 24, "cross_entropy": 8, "add_norm": 24, "rope": 12,
+    "rowwise": 48, "gated_norm": 20,
 }  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def test_compiles_for_hopper(kernel):
 # the angles of a token are loaded by all threads, few at a time
 LONE = {
     "rms_norm": 2, "layer_norm": 4, "gated": 0, "cross_entropy": 6, "add_norm": 4, "rope": 16,
-    "rowwise": 2,
+    "rowwise": 2, "gated_norm": 2,
 }  # fmt: skip
 NAIVE = """
     %row = tt.get_program_id x : i32 loc(#loc1)

@@ -14,6 +14,8 @@ from schedlang.kernels import sharding
 from schedlang.kernels.add_norm import Form as Sum
 from schedlang.kernels.add_norm import add_norm
 from schedlang.kernels.gated import gated, packed
+from schedlang.kernels.gated_norm import Form as Gate
+from schedlang.kernels.gated_norm import gated_norm
 from schedlang.kernels.grouped import grouped
 from schedlang.kernels.layer_norm import layer_norm
 from schedlang.kernels.linear_cross_entropy import Form, statistics, weighed
@@ -69,6 +71,12 @@ CASES: dict[str, Any] = {
             [X, X + 1, *more], [split, split, *[R] * len(more)], split,
             [split, split, *[Partial()] * len(more)])
         for split, form, more in [(S(0), Sum(True), [W, W + 1]), (S(1), Sum(False), [W])]
+    },
+    **{
+        f"a norm with a gate by {split}": (
+            lambda x, gate, w, form=form: gated_norm(x, gate, w, form),
+            [X, X + 1, W], [split, split, R], split, [split, split, Partial()])
+        for split, form in [(S(0), Gate(first=True, groups=2)), (S(1), Gate(rounding="early"))]
     },
     "a sum and its norm": (
         lambda a, b, w: torch.stack(add_norm(a, b, w, None, Sum(rounding="early"))),

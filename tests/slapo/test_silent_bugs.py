@@ -179,7 +179,7 @@ class Gate(nn.Module):
 
 def test_s19_kernels_compute_what_the_module_does() -> None:
     """The gate's function, tanh or erf, is told apart; one that drops in evaluation is neither."""
-    from schedlang.runtime.replacing.mlp import probe_gated
+    from schedlang.runtime.replacing.told_mlp import probe_gated
 
     erf, tanh, drops = (
         probe_gated(Gate(act))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from schedlang.kernels.check import Case
 from schedlang.kernels.device import LONGEST, wide
+from schedlang.kernels.gated_norms import GatedNorm, probe_gated_norm, takes_gate
 from schedlang.kernels.layer_norm import LONGEST as LONGEST_CENTRED
 from schedlang.kernels.layer_norm import layer_norm
 from schedlang.kernels.norms import Norm, probe_norm
@@ -34,20 +35,22 @@ from schedlang.runtime.replacing.attention import (
     replace_attention,
 )
 from schedlang.runtime.replacing.expert_kernel import GroupedExperts, GroupedForm, probe_grouped
+from schedlang.runtime.replacing.gated_norm import GatedNormed
 from schedlang.runtime.replacing.left import leave
-from schedlang.runtime.replacing.mlp import Gated, GatedMlp, probe_gated
+from schedlang.runtime.replacing.mlp import Gated, GatedMlp
 from schedlang.runtime.replacing.named import NAMED, Named, NamedNorm, probe_named
 from schedlang.runtime.replacing.rope import Rotary, probe_rope
 from schedlang.runtime.replacing.summing import Summing
+from schedlang.runtime.replacing.told_mlp import probe_gated
 from schedlang.runtime.replacing.turned import Turning
 
-Found = Norm | Attention | Adapted | Head | Gated | GroupedForm | Named | Rotary | Sums
+Found = Norm | GatedNorm | Attention | Adapted | Head | Gated | GroupedForm | Named | Rotary | Sums
 
 
-def _norm(kind: str) -> Callable[[nn.Module, Call | None], Norm | Mismatch]:
-    def probe(module: nn.Module, call: Call | None) -> Norm | Mismatch:
-        found = probe_norm(module)
-        if isinstance(found, Norm) and found.kind != kind:
+def _norm(kind: str) -> Callable[[nn.Module, Call | None], Norm | GatedNorm | Mismatch]:
+    def probe(module: nn.Module, call: Call | None) -> Norm | GatedNorm | Mismatch:
+        found = probe_gated_norm(module) if takes_gate(module) else probe_norm(module)
+        if not isinstance(found, Mismatch) and found.kind != kind:
             return Mismatch(f"is a {found.kind}: `replace_kernel({found.kind})` fits")
         return found
 
@@ -137,8 +140,8 @@ class Normed:
 
 
 LAYERS: Mapping[type, Callable[[nn.Module, Any], Layer]] = {
-    Norm: Normed, Gated: GatedMlp, GroupedForm: GroupedExperts, Named: NamedNorm,
-    Rotary: Turning, Sums: Summing,
+    Norm: Normed, GatedNorm: GatedNormed, Gated: GatedMlp, GroupedForm: GroupedExperts,
+    Named: NamedNorm, Rotary: Turning, Sums: Summing,
 }  # fmt: skip
 
 

@@ -1,37 +1,23 @@
-"""A gated MLP whose middle is one kernel: its projections stay modules and are called as ever.
-
-Which child is what, and which activation stands between them, is found by running a bare float64
-copy; so it works for modules of any class, and sharded or quantised projections stay theirs.
-"""
+"""A gated MLP whose middle is one kernel: its projections stay modules and are called as ever."""
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from schedlang.kernels.gated import ACTIVATIONS, Case, gated, packed, reference
-from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy, one_input, relative
-from schedlang.runtime.float64 import Float64
+from schedlang.kernels.gated import Case, gated, packed, reference
 from schedlang.runtime.forward import the_input
-from schedlang.runtime.modes import ambient
-
-_Called = dict[str, list[tuple[Tensor, Tensor]]]  # by child what it was given, and what it gave
-_WIDE = 2**22  # numbers of a weight from which on its gradient is not computed to be compared
 
 
 @dataclass(frozen=True)
 class Gated:
     """down(act(gate(x)) * up(x)); one projection for both is `gate`, and `up` then None.
 
-    `size` is the width of the middle; `gate_first` the order in a packed one.
+    `size` is the width of the middle; `gate_first` the order in a packed one.  `between` is a child
+    that the product goes through before down: a dropout, or a norm.
     """
 
     gate: str
@@ -40,6 +26,7 @@ class Gated:
     act: str
     size: int
     gate_first: bool = True
+    between: str | None = None
 
     def cases(self) -> list[Case]:
         """Runs of the kernel in the form that was found."""
@@ -51,137 +38,18 @@ class Gated:
         ]
 
 
-def probe_gated(module: nn.Module) -> Gated | Mismatch:
-    """The gated MLP that a module is, or the measured reason why it is none."""
-    linear = {n: m for n, m in module.named_children() if _shape(m) is not None}
-    refused = _structure(module, linear)
-    if refused:
-        return Mismatch(refused)
-    more = one_input(module)
-    if more:
-        return more
-    # around zero: activations must show
-    copied = bare_copy(module, torch.float64, spread=lambda shape: 3.0 / shape[-1] ** 0.5)
-    with torch.random.fork_rng(devices=[]), ambient(Float64):
-        try:
-            return _nearest(copied, list(_forms(copied, list(linear))))
-        except Exception as raised:  # the module's own code: whatever it raises is a mismatch
-            said = f"{type(raised).__name__}: {raised}".splitlines()[0]
-            return Mismatch(f"does not run on rows alone: {said}")
-
-
-def _shape(module: nn.Module) -> tuple[int, int] | None:
-    """(in, out) of a projection; None for anything else."""
-    if isinstance(module, nn.Linear):
-        return module.in_features, module.out_features
-    weight = module._parameters.get("weight")
-    if type(module).__name__ == "Conv1D" and weight is not None and weight.ndim == 2:
-        return weight.shape[0], weight.shape[1]
-    return None
-
-
-def _structure(module: nn.Module, linear: dict[str, nn.Module]) -> str | None:
-    held = {name for name, _ in module.named_parameters()}
-    own = {f"{n}.{p}" for n, m in linear.items() for p, _ in m.named_parameters(recurse=False)}
-    if len(linear) not in (2, 3):
-        return f"has {len(linear)} projections, and a gated MLP has three, or two with one packed"
-    if held - own:
-        return f"has other parameters than those of its projections: {min(held - own)}"
-    if next(module.buffers(), None) is not None:
-        return "keeps buffers, and a gated MLP keeps none"
-    if "forward" in vars(module):
-        return "had its forward replaced already"
-    return None
-
-
-def _forms(module: nn.Module, names: list[str]) -> Iterator[Gated]:
-    """Every gated MLP that the shapes of these projections allow."""
-    shapes = {name: _shape(module.get_submodule(name)) or (0, 0) for name in names}
-    for gate, *rest, down in itertools.permutations(names):
-        middle = shapes[down][0]
-        for act in ACTIVATIONS:
-            if rest and shapes[gate] == shapes[rest[0]] == (shapes[gate][0], middle):
-                yield Gated(gate, rest[0], down, act, middle)
-            if not rest and shapes[gate][1] == 2 * middle:
-                yield Gated(gate, None, down, act, middle)
-                yield Gated(gate, None, down, act, middle, gate_first=False)
-
-
-def _nearest(module: nn.Module, forms: list[Gated]) -> Gated | Mismatch:
-    if not forms:
-        return Mismatch("has projections whose shapes are not those of a gated MLP")
-    width = _shape(module.get_submodule(forms[0].gate)) or (0, 0)
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(2, 4, width[0], generator=generator, dtype=torch.float64, device="cpu")
-    with torch.no_grad():
-        results = [module.train(training)(x) for training in (True, False)]
-    own = _ran(module, module, x)
-    results.append(own.made)
-    if not all(isinstance(y, Tensor) for y in results):
-        return Mismatch(f"gives {type(results[0]).__name__}, not a tensor")
-    best = _guessed(forms, own.calls)
-    twin = _ran(module, partial(_computed, module, best), x)
-    if not _farthest(results, twin.made) <= TOLERANCE:  # one of the others, or how far is it?
-        with torch.no_grad():
-            computed = _all_computed(module, forms, x)
-        errors = {form: _farthest(results, computed[form]) for form in forms}
-        best = min(forms, key=lambda form: errors[form])
-        if not errors[best] <= TOLERANCE:
-            return Mismatch(f"differs from a gated MLP (nearest: {best.act})", errors[best])
-        twin = _ran(module, partial(_computed, module, best), x)
-    error = _gradient_distance(module, best, own, twin)
-    if not error <= TOLERANCE:
-        return Mismatch(f"equals a gated MLP by {best.act}, but its gradients differ", error)
-    return best
-
-
-def _farthest(results: Iterable[Tensor], exact: Tensor) -> float:
-    return max(relative(y.detach(), exact.detach()) for y in results)
-
-
-def _guessed(forms: list[Gated], calls: _Called) -> Gated:
-    """The form whose middle is nearest to what the last projection was given, if it was called.
-
-    Which spares computing with the last weights for each form; what is guessed is compared whole.
-    """
-
-    def distance(form: Gated) -> float:
-        names = [name for name in (form.gate, form.up, form.down) if name is not None]
-        if any(len(calls.get(name, ())) != 1 for name in names):
-            return math.inf
-        up = None if form.up is None else calls[form.up][0][1]
-        given = calls[form.down][0][0]
-        middle = _middle(calls[form.gate][0][1], up, form)
-        return relative(given, middle) if given.shape == middle.shape else math.inf
-
-    with torch.no_grad():
-        return min(forms, key=distance)
-
-
-def _all_computed(module: nn.Module, forms: list[Gated], x: Tensor) -> dict[Gated, Tensor]:
-    """Each of several forms; a projection reads its weights once, for wide ones take seconds."""
-    made: dict[Gated, Tensor] = {}
-    for down in {form.down: None for form in forms}:
-        some = [form for form in forms if form.down == down]
-        known = {name: module.get_submodule(name)(x) for name in _before(some)}
-        middles = [_middle(known[f.gate], known.get(f.up or ""), f) for f in some]
-        made.update(zip(some, module.get_submodule(down)(torch.stack(middles))))
-    return made
-
-
-def _before(forms: list[Gated]) -> set[str]:
-    return {name for form in forms for name in (form.gate, form.up) if name is not None}
-
-
-def _computed(module: nn.Module, form: Gated, x: Tensor, kernel: bool = False) -> Tensor:
+def computed(module: nn.Module, form: Gated, x: Tensor, kernel: bool = False) -> Tensor:
     """down(act(gate) * up) by the module's own projections."""
     first = module.get_submodule(form.gate)(x)
     second = None if form.up is None else module.get_submodule(form.up)(x)
-    made: Tensor = module.get_submodule(form.down)(_middle(first, second, form, kernel))
+    product = middle(first, second, form, kernel)
+    if form.between is not None:
+        product = module.get_submodule(form.between)(product)
+    made: Tensor = module.get_submodule(form.down)(product)
     return made
 
 
-def _middle(first: Tensor, second: Tensor | None, form: Gated, kernel: bool = False) -> Tensor:
+def middle(first: Tensor, second: Tensor | None, form: Gated, kernel: bool = False) -> Tensor:
     """act(gate) * up, of the two or of what holds both."""
     if second is not None:
         return (gated if kernel else reference)(first, second, form.act)
@@ -190,68 +58,6 @@ def _middle(first: Tensor, second: Tensor | None, form: Gated, kernel: bool = Fa
     left, right = first.chunk(2, -1)
     gate, up = (left, right) if form.gate_first else (right, left)
     return reference(gate, up, form.act)
-
-
-@dataclass(frozen=True)
-class _Ran:
-    """A run with gradients: its input and result, and the calls of the module's projections."""
-
-    leaf: Tensor
-    made: Tensor
-    calls: _Called
-
-
-def _ran(module: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> _Ran:
-    """A run by a module's projections."""
-    leaf, calls = x.clone().requires_grad_(), _Called()
-    with _calls(module, calls):
-        return _Ran(leaf, run(leaf), calls)
-
-
-def _gradient_distance(module: nn.Module, form: Gated, own: _Ran, twin: _Ran) -> float:
-    """How far gradients differ: of the input, and of all parameters, or of what decides of them.
-
-    Where both call each projection once, the gradient of its weight is that of what it gave times
-    what it was given: of wide MLPs, whose weights take seconds, these are compared.
-    """
-    both, called = (own.made, twin.made), (own.calls, twin.calls)
-    if not own.made.requires_grad:
-        return math.inf
-    once = [len(some) == 1 for calls in called for some in calls.values()]
-    alike = called[0].keys() == called[1].keys() == _before([form]) | {form.down}
-    wide = max(p.numel() for p in module.parameters()) > _WIDE
-    if wide and alike and all(once):
-        order = sorted(called[0])
-        leaves = [[run.leaf, *(run.calls[n][0][1] for n in order)] for run in (own, twin)]
-        given = [[calls[n][0][0].detach() for n in order] for calls in called]
-    else:
-        leaves, given = [[run.leaf, *module.parameters()] for run in (own, twin)], [[], []]
-    grad = torch.linspace(-1, 1, own.made.numel(), dtype=own.made.dtype).view(own.made.shape)
-    found, exact = (
-        torch.autograd.grad(y, some, grad, allow_unused=True) for y, some in zip(both, leaves)
-    )
-    return max(
-        math.inf
-        if a is None or b is None or a.numel() != b.numel()
-        else relative(a.reshape(b.shape), b)  # rows may have been put together on the way
-        for a, b in zip((*found, *given[0]), (*exact, *given[1]), strict=True)
-    )
-
-
-@contextmanager
-def _calls(module: nn.Module, into: _Called) -> Iterator[None]:
-    """Note the calls of a module's children."""
-
-    def note(name: str, child: nn.Module, given: tuple[Tensor, ...], made: Tensor) -> None:
-        if _shape(child) is not None:
-            into.setdefault(name, []).append((given[0], made))
-
-    hooks = [c.register_forward_hook(partial(note, n)) for n, c in module.named_children()]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class GatedMlp:
@@ -264,4 +70,4 @@ class GatedMlp:
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
         """Compute for the one input; `inner` is not called."""
-        return _computed(self.module, self.form, the_input(self.module, args, kwargs), kernel=True)
+        return computed(self.module, self.form, the_input(self.module, args, kwargs), kernel=True)
