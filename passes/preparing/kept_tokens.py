@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.passes.cutting.chains import Counting, running
-from schedlang.passes.laying.kept_parts import SavedParts, recomputed, refusal
+from schedlang.passes.cutting.chains import Chains, Counting, run_again, running
+from schedlang.passes.laying.kept_parts import SavedParts, refusal
 from schedlang.passes.laying.token_parts import Cut, Split, TokenParts
 
 if TYPE_CHECKING:
     from schedlang.runtime.following.saved import Saved
 
 
-def kept_by_tokens(counting: Counting) -> SavedParts | TokenParts | None:
+def kept_by_tokens(counting: Counting, chains: Chains) -> SavedParts | TokenParts | None:
     """How ranks split what coded modules save, once it is known how they split sequences.
 
     Two forwards on the meta device, with the attention that runs on real devices, are compared.
@@ -23,7 +23,8 @@ def kept_by_tokens(counting: Counting) -> SavedParts | TokenParts | None:
     plan, tokens = counting.plan, counting.tokens
     if tokens is None or not plan.kept:
         return counting.traced.saved
-    whole, local = _saved(replace(counting, tokens=None)), _saved(counting)
+    whole = _saved(replace(counting, tokens=None), chains)
+    local = _saved(counting, chains)
     layout = tokens.layout(counting.sample)
     cut = Cut(layout.total, layout.counts[0], tokens.ranks)
     found: dict[tuple[str, str], tuple[Split, ...]] = {}
@@ -58,17 +59,16 @@ def _words(site: str, whole: Shapes, local: Shapes) -> str:
     return f"{sizes[0]} for {sizes[1]}, in `{site}`"
 
 
-def _saved(counting: Counting) -> Mapping[str, Sequence[Saved]]:
+def _saved(counting: Counting, chains: Chains) -> Mapping[str, Sequence[Saved]]:
     """What coded modules of the local model save in a forward without values."""
     from schedlang.runtime.following.saved import watch_saved
     from schedlang.runtime.following.trace import Stack
-    from schedlang.runtime.keeping.through import watch_again
 
     found: dict[str, Any] = {}
 
     def watch(model: Any) -> None:
         stack = Stack()
-        watch_again(model, recomputed(counting.plan))
+        run_again(counting.plan, model, chains)
         stack.watch(model, lambda fqn: False)
         found.update(watch_saved(model, [row.fqn for row in counting.plan.kept], stack))
 
