@@ -144,7 +144,7 @@ def _check_split(plan: Plan, row: Action) -> None:
               for axis in layout.axes if axis in data and plan.mesh.size(axis) > 1]  # fmt: skip
     tokens = [axis for axis in plan.context_axes if plan.mesh.size(axis) > 1]
     others = [axis for axis in split if axis not in (*weights, *tokens, *experts)]
-    bad = [*others, *routed, *weights[1:], *(tokens if weights else ())]
+    bad = [*others, *routed, *weights[1:]]
     if not bad:
         return
     raise Refusal(
@@ -152,7 +152,7 @@ def _check_split(plan: Plan, row: Action) -> None:
             "S858", f"activations are split over `{bad[0]}`, and kept in fewer bits",
             Label(row.span or NOWHERE, "rounds what modules save, block by block"), (),
             ("blocks of a part of a tensor are other blocks than those of the whole; one process"
-             " can tell them where one axis splits weights, or rows split tokens alone",),
+             " can tell them where one axis splits weights, and one tokens",),
             (f"leave `{bad[0]}` out: split the batch with `zero` instead",
              f"or set it to 1: `--mesh {bad[0]}=1`"),
         )

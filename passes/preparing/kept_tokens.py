@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.passes.cutting.chains import Chains, Counting, run_again, running
 from schedlang.passes.laying.kept_parts import SavedParts, refusal
-from schedlang.passes.laying.token_parts import Cut, Split, TokenParts
+from schedlang.passes.laying.token_parts import Cut, Parts, Split, TokenParts, WeightsAndTokens
 
 if TYPE_CHECKING:
     from schedlang.runtime.following.saved import Saved
 
 
-def kept_by_tokens(counting: Counting, chains: Chains) -> SavedParts | TokenParts | None:
+def kept_by_tokens(counting: Counting, chains: Chains) -> Parts | None:
     """How ranks split what coded modules save, once it is known how they split sequences.
 
-    Two forwards on the meta device, with the attention that runs on real devices, are compared.
+    Two forwards of a rank's model on the meta device, of all tokens and of its own, with the
+    attention that runs on real devices, are compared.
     Raises Refusal S935 where a rank saves other tensors than parts of those of the model.
     """
     plan, tokens = counting.plan, counting.tokens
@@ -35,7 +36,11 @@ def kept_by_tokens(counting: Counting, chains: Chains) -> SavedParts | TokenPart
             if splits is None:
                 raise refusal(plan, fqn, plan.context_axes[0], _words(site, ours, mine))
             found[fqn, site] = splits
-    return TokenParts(tokens.ranks, tokens.kind, found)
+    by_token, weights = TokenParts(tokens.ranks, tokens.kind, found), counting.traced.saved
+    if weights is None:
+        return by_token
+    assert isinstance(weights, SavedParts), "weights are followed before tokens are"
+    return WeightsAndTokens(weights, by_token)
 
 
 Shapes = Sequence[tuple[int, ...]]

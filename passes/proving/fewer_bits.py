@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from schedlang.passes.laying.kept_parts import SavedParts
-    from schedlang.passes.laying.token_parts import TokenParts
+    from schedlang.passes.laying.token_parts import Parts
     from schedlang.passes.preparing.prepare import Prepared
     from schedlang.runtime.keeping.tipped import Found
 
@@ -60,7 +59,7 @@ class _Saved:
 
     row: Kept
     module: nn.Module
-    parts: SavedParts | TokenParts | None = None
+    parts: Parts | None = None
     tipped: Found = field(default_factory=dict)
     bits: dict[int, int] = field(default_factory=dict)  # of tensors by number
     place: tuple[int, tuple[int, ...]] = (-1, ())

@@ -85,8 +85,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S858": (
         "parts of activations in fewer bits",
         "Whole numbers stand for blocks of a tensor; those of a part are others.  Of parts along\n"
-        "one axis that splits weights, and of tokens where weights are whole, one process can\n"
-        "round the same blocks.  What experts save that ranks share out is kept as it is; with a\n"
+        "one axis that splits weights, and one that splits tokens, one process can round the same\n"
+        "blocks.  What experts save that ranks share out is kept as it is; with a\n"
         "`capacity`, which counts tokens of the whole batch, the batch may not be split.",
     ),
     "S859": (
