@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from schedlang.plan import Plan
 from schedlang.primitive import Primitive, refuse
 from schedlang.regions import Tree, groups, places, regions, root, runs
+from schedlang.regions.again import Again
 from schedlang.value import Bytes
 
 if TYPE_CHECKING:
@@ -130,10 +131,23 @@ class checkpoint(Primitive):  # noqa: N801
         """The memory that a plan fits its modules into."""
         return self.memory if self.plan is not None else None
 
-    @property
-    def again(self) -> bool:
-        """Whether nothing is kept but what goes into each module."""
-        return self._alone and not self.save
+    def reruns(self, sites: tuple[str, ...], found: Sequence[Any]) -> Sequence[Again] | None:
+        """Regions, and what is kept for them; of a plan those that it chose."""
+        if self.plan is None:
+            return [Again(names, self.save, once=not self._alone) for names in self.together(sites)]
+        if self.plan == "dtr":
+            return None
+        return [again for run, chosen in found for again in self._chosen(run, chosen)]
+
+    def _chosen(self, run: tuple[str, ...], found: Any) -> list[Again]:
+        """What a plan lets run again of one chain."""
+        if self.plan == "rotor":
+            chosen = [tuple(run[place] for place in region) for region in regions(found)]
+            return [Again(names, once=True) for names in chosen]
+        if self.plan == "pofo":
+            return [Again((name,)) for name, way in zip(run, found.ways) if way == "recompute"]
+        return [Again((name,), chosen=frozenset(choice.kept))
+                for name, choice in zip(run, found) if choice.kept is not None]  # fmt: skip
 
     @property
     def cuts(self) -> bool:

@@ -47,7 +47,8 @@ class compress(Primitive):  # noqa: N801
                        the mean. Weights, masks, indices and what is tiny are kept as they are.
                        Ranks that split a tensor each round their part. What is cast is rounded
                        as it is cast, and of offloaded modules the whole numbers move. What
-                       `checkpoint()` keeps of them, or in them, are rounded inputs.
+                       `checkpoint` keeps of them, or in them, is rounded: inputs, and results.
+                       What experts save that ranks share out is kept as it is.
     adaptive           of each tensor in 2, 4 or 8 bits, `bits=4` of an element in the mean: those
                        to which the gradient is more sensitive get more. Before anything trains each
                        is rounded by itself in two passes of the model, in this process.

@@ -172,10 +172,10 @@ class Primitive:
         """Whether a row keeps by itself what a backward needs, so that nothing else can move it."""
         return False
 
-    @property
-    def again(self) -> bool:
-        """Whether each module of a row runs again in backward as a whole, from its inputs alone."""
-        return False
+    def reruns(self, sites: tuple[str, ...], found: Sequence[Any]) -> Sequence[Any] | None:
+        """What of a row runs again in backward (regions/again.py), `found` being what `fit` found
+        for its chains; None where nothing does, or where it is told only while it runs."""
+        return None
 
     @property
     def moves(self) -> bool:

@@ -116,6 +116,17 @@ class Skeleton:
         return self.module.get_submodule(fqn)
 
 
+def run_again(plan: Plan, model: Any, chains: Chains) -> None:
+    """Let modules of a throwaway model run again as rows say that start from fewer bits."""
+    from schedlang.passes.laying.kept_parts import experts_of, meeting
+    from schedlang.runtime.storage.fewer import leave_out
+
+    leave_out(model, experts_of(plan))
+    for action in meeting(plan):
+        sites = tuple(plan.model.sites[name] for name in action.sites)
+        action.primitive.apply(sites, Skeleton(plan, model, chains))
+
+
 def _played(counting: Counting, action: Action, names: tuple[str, ...], chosen: Any) -> Any:
     """The local model, in which these modules did as chosen, after a forward and a backward."""
     from schedlang.runtime.sharding import crossing

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from schedlang.culprit import told
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.mesh import neighbours
-from schedlang.passes.laying.kept_parts import coded_by, recomputed
+from schedlang.passes.laying.kept_parts import coded_by, experts_of, recomputed
 from schedlang.placement import R, S, Uneven
 from schedlang.plan import Plan
 
@@ -63,11 +63,13 @@ def record(
     from schedlang.runtime.recording.constants import on_meta
     from schedlang.runtime.recording.meta import hollow_model
     from schedlang.runtime.recording.record import loss_of
+    from schedlang.runtime.storage.fewer import leave_out
 
     model, stack = hollow_model(plan.model.model, {}), Stack()
     model.train()
     hollow_out(model, {fqn: kind for fqn, kind in plan.computes.items() if fqn in leaves})
-    watch_again(model, recomputed(plan))
+    leave_out(model, experts_of(plan))
+    watch_again(model, (name for one in recomputed(plan) for name in one.modules))
     stack.watch(model, _opaque(leaves))
     saved = watch_saved(model, coded_by(plan), stack)
     with on_meta(batch, inputs) as values, Recorder(stack, inputs) as recorder:
@@ -229,6 +231,7 @@ class Run:
         from schedlang.runtime.recording.meta import hollow_model
         from schedlang.runtime.recording.torch_calls import tensors_in
         from schedlang.runtime.sharding.numbers import set_number
+        from schedlang.runtime.storage.fewer import leave_out
 
         plan = self.plan
         shapes = {name: plan.held(name).local_shape(plan.mesh) for name in plan.layouts}
@@ -256,7 +259,8 @@ class Run:
             module = model.get_submodule(fqn)
             forward = dry_forward(leaf, module, self.follower, self._group_at(fqn), self.edges)
             module.forward = forward
-        watch_again(model, recomputed(plan))
+        leave_out(model, experts_of(plan))
+        watch_again(model, (name for one in recomputed(plan) for name in one.modules))
         self.stack.watch(model, _opaque(self.leaves))
         self.saved = watch_saved(model, coded_by(plan), self.stack)
         return model

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from schedlang.diagnostic import Diagnostic, Label, Refusal
-from schedlang.plan import Plan
+from schedlang.plan import Action, Plan
 from schedlang.source import NOWHERE
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from schedlang.passes.cutting.chains import Chains
+    from schedlang.regions.again import Again
     from schedlang.runtime.following.saved import Saved
 
 
@@ -72,10 +74,20 @@ def _upwards(site: str) -> Iterator[str]:
         site = site.rpartition(".")[0]
 
 
+def experts_of(plan: Plan) -> tuple[str, ...]:
+    """The modules whose experts ranks share out: what they save is kept as it is."""
+    from schedlang.runtime.following.hollow import ROUTED
+
+    return tuple(fqn for fqn, kind in plan.computes.items() if kind in ROUTED)
+
+
 def splitting(plan: Plan) -> list[str]:
-    """The axes over which rows split weights, along which ranks see the same samples."""
+    """The axes over which rows split weights, those of experts aside, along which ranks see the
+    same samples."""
     data = {a for row in plan.replicas for over in row.axes for a in plan.mesh.fold(over)}
-    found = {axis for layout in plan.layouts.values() for axis in layout.axes}
+    apart = experts_of(plan)
+    found = {axis for name, layout in plan.layouts.items() if not _inside(name, apart)
+             for axis in layout.axes}  # fmt: skip
     return sorted(axis for axis in found - data if plan.mesh.size(axis) > 1)
 
 
@@ -84,13 +96,26 @@ def coded_by(plan: Plan) -> tuple[str, ...]:
     return tuple(row.fqn for row in plan.kept) if splitting(plan) else ()
 
 
-def recomputed(plan: Plan) -> tuple[str, ...]:
-    """The modules that run again from what they are given, in fewer bits: they are coded, or lie in
-    modules that are."""
+def recomputed(plan: Plan, chains: Chains | None = None) -> tuple[Again, ...]:
+    """What runs again from what is kept in fewer bits: modules that are coded, or lie in modules
+    that are; with what rows with a limit of memory chose, once that is known."""
+    found: dict[Again, None] = {}
+    for action in meeting(plan):
+        chosen = (chains or {}).get(action.sites, ())
+        found |= dict.fromkeys(action.primitive.reruns(action.sites, chosen) or ())
     coded = [row.fqn for row in plan.kept]
-    rows = [action for action in plan.actions if action.primitive.again]
-    sites = dict.fromkeys(site for action in rows for site in action.sites)
-    return tuple(s for s in sites if any(s == c or s.startswith(f"{c}.") for c in coded))
+    return tuple(one for one in found if any(_inside(site, coded) for site in one.modules))
+
+
+def meeting(plan: Plan) -> list[Action]:
+    """The rows by which something runs again from what is kept in fewer bits, or may."""
+    coded = [row.fqn for row in plan.kept]
+    rows = [row for row in plan.actions if coded and "recompute" in row.primitive.writes]
+    return [row for row in rows if any(_inside(site, coded) for site in row.sites)]
+
+
+def _inside(fqn: str, coded: Sequence[str]) -> bool:
+    return any(fqn == one or fqn.startswith(f"{one}.") for one in coded)
 
 
 def saved_parts(

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostic import Diagnostic, Label, Refusal
 from schedlang.fitting import remedies
 from schedlang.passes.laying.dryrun import Choice, Loss, Run, record
-from schedlang.passes.laying.kept_parts import SavedParts, saved_parts
+from schedlang.passes.laying.kept_parts import saved_parts
 from schedlang.passes.laying.leaves import alike, hoisted, leaves_of, touches
-from schedlang.passes.laying.token_parts import TokenParts
+from schedlang.passes.laying.token_parts import Parts
 from schedlang.plan import Action, Plan
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Traced:
     asked: bool = False
     order: tuple[str, ...] = ()
     entries: Mapping[str, int] = field(default_factory=dict)
-    saved: SavedParts | TokenParts | None = None
+    saved: Parts | None = None
     choices: Mapping[str, str] = field(default_factory=dict)
     statistics: Statistics | None = None
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from schedlang.passes.laying.kept_parts import Saving
+from schedlang.passes.laying.kept_parts import SavedParts, Saving
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,6 +63,24 @@ class TokenParts:
         from schedlang.runtime.attend import Layout
 
         return Layout.of(self.kind, total, self.ranks)
+
+
+@dataclass(frozen=True)
+class WeightsAndTokens:
+    """How ranks split what coded modules save where rows split weights, and others sequences.
+
+    Of a rank's part by weights it has its tokens, or in Ulysses some of its heads.
+    """
+
+    weights: SavedParts
+    tokens: TokenParts
+
+    def each(self, at: Saving, tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        """A whole tensor with each rank's part of it changed."""
+        return self.weights.each(at, tensor, lambda part: self.tokens.each(at, part, change))
+
+
+Parts = SavedParts | TokenParts | WeightsAndTokens
 
 
 def _heads(tensor: Tensor, ranks: int, change: Callable[[Tensor], Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.facets import Kept
-from schedlang.passes.laying.kept_parts import recomputed
+from schedlang.passes.cutting.chains import Chains, run_again
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
@@ -48,12 +48,17 @@ def numbers(bits: Bits, fqn: str) -> dict[int, int]:
     return {one.number: one.bits for one in bits.get(fqn, ())}
 
 
-def allotted(plan: Plan, sample: Mapping[str, Any], loss: Loss | None) -> Bits:
-    """The table of a plan; empty where no row asks for one. Each row has a budget of its own."""
+def allotted(
+    plan: Plan, sample: Mapping[str, Any], loss: Loss | None, chains: Chains | None = None
+) -> Bits:
+    """The table of a plan; empty where no row asks for one. Each row has a budget of its own.
+
+    `chains`: what rows with a limit of memory chose to run again.
+    """
     rows = [row for row in plan.kept if row.budget is not None]
     if not rows:
         return {}
-    seen = _seen(plan, rows, sample, loss)
+    seen = _seen(plan, rows, sample, loss, chains or {})
     found: dict[str, tuple[Allotted, ...]] = {}
     for action in plan.actions:
         mine = [row for row in rows if action.name == "compress" and row.fqn in action.sites]
@@ -135,14 +140,13 @@ def variance(changes: Sequence[float], bits: Sequence[int]) -> float:
 
 
 def _seen(
-    plan: Plan, rows: Sequence[Kept], sample: Mapping[str, Any], loss: Loss | None
+    plan: Plan, rows: Sequence[Kept], sample: Mapping[str, Any], loss: Loss | None, chains: Chains
 ) -> dict[Place, Seen]:
     """What the model saves, and how sensitive its gradient is; without values only what."""
     import copy
 
     from schedlang.passes.laying.root import backward_root, root_of
     from schedlang.passes.laying.tried import hollow
-    from schedlang.runtime.keeping.recompute import checkpoint
     from schedlang.runtime.keeping.sensitive import places_of
     from schedlang.runtime.recording.constants import OnMeta
     from schedlang.runtime.recording.meta import hollow_batch, hollow_model
@@ -152,8 +156,7 @@ def _seen(
     module: Any = plan.model.compared
     module = hollow_model(module, {}) if empty else copy.deepcopy(module)
     module.train()
-    for fqn in recomputed(plan):
-        checkpoint(module.get_submodule(fqn))
+    run_again(plan, module, chains)
     if empty:
         inputs = hollow_batch(dict(sample))
         with OnMeta(dict(sample), inputs):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from schedlang.diagnostic import Diagnostic, Label, Refusal
-from schedlang.passes.laying.kept_parts import recomputed, splitting
+from schedlang.passes.laying.kept_parts import experts_of, meeting, splitting
+from schedlang.passes.preparing.routing import routings
 from schedlang.plan import Action, Plan
 from schedlang.source import NOWHERE
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from schedlang.runtime.slicing.slices import Slicing
 
 WHY = {
-    "recompute": "what runs again inside is not rounded, nor what a recomputation chooses to keep",
+    "recompute": "what runs again inside is not rounded, nor what is dropped as memory runs out",
     "structure": "what it computes in its place saves other tensors than the module does",
     "residence": "what moves inside is not rounded, nor are notes of parameters that come and go",
 }
@@ -34,7 +35,9 @@ def check_kept(plan: Plan, traced: Traced, staged: Staged, slicing: Slicing | No
                 continue
             _check_meeting(row, other, facet)
     _check_choices(plan, traced)
+    _check_results(plan)
     _check_split(plan, coded[0])
+    _check_capacity(plan, coded[0])
     _check_order(staged, slicing, coded[0])
 
 
@@ -48,7 +51,7 @@ def _keeps(row: Action) -> bool:
 def _check_meeting(row: Action, other: Action, facet: str) -> None:
     """Two rows about modules of which one holds the other, or is it."""
     moves = other.name == "offload" and getattr(other.primitive, "what", "") == "activations"
-    again = other.primitive.again
+    again = other.primitive.reruns(other.sites, ()) is not None
     pairs = ((a, b) for a in row.sites for b in other.sites)
     pairs = ((a, b) for a, b in pairs if not (moves and _holds(b, a)))  # whole numbers may move
     pairs = ((a, b) for a, b in pairs if not (again and _holds(a, b)))  # inputs may be rounded
@@ -68,10 +71,9 @@ def _check_meeting(row: Action, other: Action, facet: str) -> None:
 
 def _check_choices(plan: Plan, traced: Traced) -> None:
     """A second run from rounded inputs would choose otherwise than the first (S857)."""
-    for site in recomputed(plan):
+    for row, site in ((action, site) for action in meeting(plan) for site in action.sites):
         found = next((fqn for fqn in traced.choices if _holds(site, fqn)), None)
         if found is not None:
-            row = next(a for a in plan.actions if a.primitive.again and site in a.sites)
             label = Label(row.span or NOWHERE, "runs again from inputs in fewer bits")
             raise Refusal(
                 Diagnostic(
@@ -81,6 +83,47 @@ def _check_choices(plan: Plan, traced: Traced) -> None:
                     ("keep its activations, or its inputs, as they are: drop one of the two rows",),
                 )
             )  # fmt: skip
+
+
+def _check_results(plan: Plan) -> None:
+    """What is kept beside inputs is what one process has, too: no message, no part of a sum."""
+    weights = splitting(plan)
+    for row in meeting(plan):
+        kept = [one for one in row.primitive.reruns(row.sites, ()) or () if one.results]
+        if any("collective" in one.save for one in kept):
+            why = "messages between ranks are no results of one process"
+            helps = ["leave `collective` out: what is sent is then sent again"]
+        elif weights and (kept or row.primitive.limit is not None):
+            why = f"along `{weights[0]}` products of ranks may be parts of a sum, which none keeps"
+            helps = ["recompute all of these modules: `checkpoint()`, or `group=`",
+                     f"or set it to 1: `--mesh {weights[0]}=1`"]  # fmt: skip
+        else:
+            continue
+        label = Label(row.span or NOWHERE, "keeps results for a second run")
+        raise Refusal(
+            Diagnostic("S857", "results that are kept in fewer bits are not those of one process",
+                       label, (), (why,), tuple(helps))
+        )  # fmt: skip
+
+
+def _inside(name: str, modules: tuple[str, ...]) -> bool:
+    return any(_holds(module, name) for module in modules)
+
+
+def _check_capacity(plan: Plan, row: Action) -> None:
+    """A limit of experts counts tokens of the whole batch, and one process takes it in parts."""
+    limited = [fqn for fqn, _ in routings(plan)]
+    if not limited or plan.shares * plan.micro == 1:
+        return
+    raise Refusal(
+        Diagnostic(
+            "S858", f"`{limited[0]}` drops tokens of the whole batch, and activations are kept in"
+            " fewer bits", Label(row.span or NOWHERE, "rounds what modules save, by parts"), (),
+            (f"one process takes the batch in the {plan.shares * plan.micro} parts that ranks do,"
+             " and counts the tokens of each by itself",),
+            ("leave out `capacity=`", "or this row"),
+        )
+    )  # fmt: skip
 
 
 def _holds(outer: str, inner: str) -> bool:
@@ -95,11 +138,13 @@ def _check_split(plan: Plan, row: Action) -> None:
     split = [axis for axis in plan.mesh.sizes if plan.mesh.size(axis) > 1]
     split = [a for a in split if a in plan.used_axes and a not in data | stage]
     weights = splitting(plan)
-    routed = [axis for layout in plan.layouts.values() for axis in layout.axes
-              if axis in data and plan.mesh.size(axis) > 1]  # fmt: skip
+    apart = experts_of(plan)
+    experts = {a for n, one in plan.layouts.items() if _inside(n, apart) for a in one.axes}
+    routed = [axis for name, layout in plan.layouts.items() if not _inside(name, apart)
+              for axis in layout.axes if axis in data and plan.mesh.size(axis) > 1]  # fmt: skip
     tokens = [axis for axis in plan.context_axes if plan.mesh.size(axis) > 1]
-    others = [axis for axis in split if axis not in (*weights, *tokens)]
-    bad = [*others, *routed, *weights[1:], *(tokens if weights else ())]
+    others = [axis for axis in split if axis not in (*weights, *tokens, *experts)]
+    bad = [*others, *routed, *weights[1:]]
     if not bad:
         return
     raise Refusal(
@@ -107,7 +152,7 @@ def _check_split(plan: Plan, row: Action) -> None:
             "S858", f"activations are split over `{bad[0]}`, and kept in fewer bits",
             Label(row.span or NOWHERE, "rounds what modules save, block by block"), (),
             ("blocks of a part of a tensor are other blocks than those of the whole; one process"
-             " can tell them where one axis splits weights, or rows split tokens alone",),
+             " can tell them where one axis splits weights, and one tokens",),
             (f"leave `{bad[0]}` out: split the batch with `zero` instead",
              f"or set it to 1: `--mesh {bad[0]}=1`"),
         )

@@ -6,24 +6,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.passes.cutting.chains import Counting, running
-from schedlang.passes.laying.kept_parts import SavedParts, recomputed, refusal
-from schedlang.passes.laying.token_parts import Cut, Split, TokenParts
+from schedlang.passes.cutting.chains import Chains, Counting, run_again, running
+from schedlang.passes.laying.kept_parts import SavedParts, refusal
+from schedlang.passes.laying.token_parts import Cut, Parts, Split, TokenParts, WeightsAndTokens
 
 if TYPE_CHECKING:
     from schedlang.runtime.following.saved import Saved
 
 
-def kept_by_tokens(counting: Counting) -> SavedParts | TokenParts | None:
+def kept_by_tokens(counting: Counting, chains: Chains) -> Parts | None:
     """How ranks split what coded modules save, once it is known how they split sequences.
 
-    Two forwards on the meta device, with the attention that runs on real devices, are compared.
+    Two forwards of a rank's model on the meta device, of all tokens and of its own, with the
+    attention that runs on real devices, are compared.
     Raises Refusal S935 where a rank saves other tensors than parts of those of the model.
     """
     plan, tokens = counting.plan, counting.tokens
     if tokens is None or not plan.kept:
         return counting.traced.saved
-    whole, local = _saved(replace(counting, tokens=None)), _saved(counting)
+    whole = _saved(replace(counting, tokens=None), chains)
+    local = _saved(counting, chains)
     layout = tokens.layout(counting.sample)
     cut = Cut(layout.total, layout.counts[0], tokens.ranks)
     found: dict[tuple[str, str], tuple[Split, ...]] = {}
@@ -34,7 +36,11 @@ def kept_by_tokens(counting: Counting) -> SavedParts | TokenParts | None:
             if splits is None:
                 raise refusal(plan, fqn, plan.context_axes[0], _words(site, ours, mine))
             found[fqn, site] = splits
-    return TokenParts(tokens.ranks, tokens.kind, found)
+    by_token, weights = TokenParts(tokens.ranks, tokens.kind, found), counting.traced.saved
+    if weights is None:
+        return by_token
+    assert isinstance(weights, SavedParts), "weights are followed before tokens are"
+    return WeightsAndTokens(weights, by_token)
 
 
 Shapes = Sequence[tuple[int, ...]]
@@ -58,17 +64,16 @@ def _words(site: str, whole: Shapes, local: Shapes) -> str:
     return f"{sizes[0]} for {sizes[1]}, in `{site}`"
 
 
-def _saved(counting: Counting) -> Mapping[str, Sequence[Saved]]:
+def _saved(counting: Counting, chains: Chains) -> Mapping[str, Sequence[Saved]]:
     """What coded modules of the local model save in a forward without values."""
     from schedlang.runtime.following.saved import watch_saved
     from schedlang.runtime.following.trace import Stack
-    from schedlang.runtime.keeping.through import watch_again
 
     found: dict[str, Any] = {}
 
     def watch(model: Any) -> None:
         stack = Stack()
-        watch_again(model, recomputed(counting.plan))
+        run_again(counting.plan, model, chains)
         stack.watch(model, lambda fqn: False)
         found.update(watch_saved(model, [row.fqn for row in counting.plan.kept], stack))
 

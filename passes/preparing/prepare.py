@@ -72,12 +72,11 @@ def prepare(
     slicing = slicing_of(plan, traced, staged, sample, loss, weight)
     check_kept(plan, traced, staged, slicing)
     tokens = tokens_of(plan, traced, sample, loss, weight)
-    traced = replace(
-        traced, saved=kept_by_tokens(Counting(plan, traced, staged, sample, loss, tokens))
-    )
+    counting = Counting(plan, traced, staged, sample, loss, tokens)
+    chains = chains_of(counting)
+    traced = replace(traced, saved=kept_by_tokens(counting, chains))
     check_repeats(plan, sample, loss)
-    bits = allotted(plan, sample, loss) if bits is None else bits
-    chains = chains_of(Counting(plan, traced, staged, sample, loss, tokens))
+    bits = allotted(plan, sample, loss, chains) if bits is None else bits
     return Prepared(traced, staged, holdings_of(plan, staged), slicing, tokens, chains, bits)
 
 

@@ -47,10 +47,9 @@ def exact_row(action: Action) -> bool:
 def _exact(plan: Plan, action: Action) -> bool:
     """Whether a row of this plan is exact: what runs again from rounded inputs gives up what they
     do."""
-    from schedlang.passes.laying.kept_parts import recomputed
+    from schedlang.passes.laying.kept_parts import meeting
 
-    rounded = action.primitive.again and not set(action.sites).isdisjoint(recomputed(plan))
-    return exact_row(action) and not rounded
+    return exact_row(action) and action not in meeting(plan)
 
 
 def baseline(plan: Plan) -> tuple[Plan, str] | None:

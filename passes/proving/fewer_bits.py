@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from schedlang.facets import Kept
-from schedlang.passes.laying.kept_parts import Saving
-from schedlang.passes.preparing.allotted import Bits, numbers
+from schedlang.passes.laying.kept_parts import Saving, experts_of
+from schedlang.passes.preparing.allotted import numbers
 from schedlang.passes.proving.second_runs import with_second_runs
 from schedlang.plan import Plan
 
@@ -24,24 +25,30 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from schedlang.passes.laying.kept_parts import SavedParts
-    from schedlang.passes.laying.token_parts import TokenParts
+    from schedlang.passes.laying.token_parts import Parts
+    from schedlang.passes.preparing.prepare import Prepared
     from schedlang.runtime.keeping.tipped import Found
 
 
 def with_kept(
-    plan: Plan, module: nn.Module, parts: SavedParts | TokenParts | None, bits: Bits,
-    tipped: Found | None = None,
-) -> nn.Module:  # fmt: skip
+    plan: Plan, module: nn.Module, known: Prepared | None, tipped: Found | None = None
+) -> nn.Module:
     """A copy of the original in which modules keep what the plan says of them.
 
-    `parts`: how ranks split it, for each of them rounds its own; `bits`: those of single tensors;
-    `tipped`: numbers that lie where two are as near, as ranks took them.
+    `known` of the plan: how ranks split it, for each of them rounds its own, the bits of single
+    tensors, and what runs again; `tipped`: numbers that lie where two are as near, as ranks took
+    them.
     """
-    with_second_runs(plan, module)  # inside: what they are given is kept in fewer bits, too
+    for fqn in experts_of(plan):
+        experts: Any = module.get_submodule(fqn)
+        experts.forward = partial(_apart, experts.forward)
+    # inside: what they are given is kept in fewer bits, too
+    with_second_runs(plan, module, known.chains if known is not None else {})
     for row in plan.kept:
+        assert known is not None, "a plan is prepared before it is compared"
         part: Any = module.get_submodule(row.fqn)
-        saved = _Saved(row, part, parts, tipped or {}, numbers(bits, row.fqn))
+        bits = numbers(known.bits, row.fqn)
+        saved = _Saved(row, part, known.traced.saved, tipped or {}, bits)
         part.forward = partial(_forward, saved, part.forward)
     return module
 
@@ -52,7 +59,7 @@ class _Saved:
 
     row: Kept
     module: nn.Module
-    parts: SavedParts | TokenParts | None = None
+    parts: Parts | None = None
     tipped: Found = field(default_factory=dict)
     bits: dict[int, int] = field(default_factory=dict)  # of tensors by number
     place: tuple[int, tuple[int, ...]] = (-1, ())
@@ -123,13 +130,27 @@ class _Saved:
         return approximated(part, row, stream(*words), self.tipped)
 
     def counts(self, tensor: Tensor) -> bool:
-        """Is it an activation: neither a weight, however cast, nor given without a gradient?"""
+        """Is it an activation: neither a weight, however cast, nor given without a gradient, nor of
+        experts that ranks share out?"""
+        if _experts.get():
+            return False
         held = [*self.module.parameters(), *self.module.buffers()]
         mine = tensor.untyped_storage().data_ptr()
         if any(one.untyped_storage().data_ptr() == mine for one in (*held, *self.given)):
             return False
         floats = tensor.is_floating_point() and tensor.numel() > 0 and _sized(tensor)
         return floats and not any(_is_cast(one, tensor) for one in held)
+
+
+_experts: ContextVar[bool] = ContextVar("experts", default=False)  # whether such run
+
+
+def _apart(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    token = _experts.set(True)
+    try:
+        return inner(*args, **kwargs)
+    finally:
+        _experts.reset(token)
 
 
 @contextmanager

@@ -197,9 +197,8 @@ def sequential(
     if cast:
         cast_twin(case.plan, module, options)
     known = case.prepared
-    parts, bits = (known.traced.saved, known.bits) if known is not None else (None, {})
     # around the casts, as a program has it
-    module = with_kept(case.plan, module, parts, bits, case.tipped)
+    module = with_kept(case.plan, module, known, case.tipped)
     if row is not None and not case.parted and not case.plan.kept:
         return ScaledSteps(module, condition.optimizer, **options, row=row)
     if not case.parted and table is None and not few and not case.plan.kept:

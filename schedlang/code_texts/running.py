@@ -76,15 +76,18 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S857": (
         "two rows about what a module saves",
         "It is rounded, or saved by something else: one of them.  What is rounded may move:\n"
-        "select modules to `offload` that are rounded, or hold those that are.  `checkpoint()` of\n"
-        "modules that are rounded, or lie in such, keeps their inputs in fewer bits; not where\n"
-        "they choose by values, and nothing is rounded of what `save`, groups or plans keep.",
+        "select modules to `offload` that are rounded, or hold those that are.  `checkpoint` of\n"
+        "modules that are rounded, or lie in such, keeps what it keeps in fewer bits: inputs of\n"
+        "modules, groups and regions of plans, and results that are spared (`save=`, `pareto`).\n"
+        "Not where modules choose by values, where `plan=dtr` drops tensors as it runs, where\n"
+        "messages are kept, nor results of ranks that split weights.",
     ),
     "S858": (
         "parts of activations in fewer bits",
         "Whole numbers stand for blocks of a tensor; those of a part are others.  Of parts along\n"
-        "one axis that splits weights, and of tokens where weights are whole, one process can\n"
-        "round the same blocks.",
+        "one axis that splits weights, and one that splits tokens, one process can round the same\n"
+        "blocks.  What experts save that ranks share out is kept as it is; with a\n"
+        "`capacity`, which counts tokens of the whole batch, the batch may not be split.",
     ),
     "S859": (
         "activations in fewer bits, in an order that saves several of them",

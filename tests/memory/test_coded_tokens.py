@@ -25,6 +25,12 @@ LLAMA = (
     "model.layers.*.self_attn  context_parallel({})\n"
     "model.layers.*  compress(activations, {}, block=16)\n"
 )
+BOTH = """
+  model.layers.*.self_attn.{q,k,v}_proj  shard(col, over=tp)
+  model.layers.*.self_attn.o_proj        shard(row, over=tp)
+  model.layers.*.mlp.{gate,up}_proj      shard(col, over=tp)
+  model.layers.*.mlp.down_proj           shard(row, over=tp)
+"""
 AGAIN = LLAMA.replace("model.layers.*  ", "model.layers.*  checkpoint()\nmodel.layers.*  ", 1)
 
 
@@ -103,12 +109,18 @@ def test_shapes_tell_what_is_split(
     (lambda: models.llama(2), LLAMA.format("ulysses, over=cp", "int2"), "cp=2"),
     (lambda: models.llama(2), LLAMA.format("gather, over=cp", "adaptive, bits=4"), "cp=3"),
     (lambda: models.llama(2), LLAMA.format("ring, over=cp, layout=zigzag", "int4"), "cp=2"),
+    (lambda: models.llama(1), BOTH + LLAMA.format("ring, over=cp, layout=zigzag", "int2"),
+     "cp=2, tp=2"),
+    (lambda: models.llama(2), BOTH + LLAMA.format("ulysses, over=cp", "adaptive, bits=4")
+     + "zero(stage=3, over=cp)", "cp=2, tp=2"),
+    (lambda: models.llama(2), BOTH + AGAIN.format("gather, over=cp", "int4"), "cp=2, tp=2"),
 ], 3))  # fmt: skip
 def test_equal_to_one_process_that_rounds_tokens_alike(
     threads: Threads, model: Callable[[], nn.Module], rows: str, mesh: str
 ) -> None:
     """Each rank rounds blocks of its tokens, or of its heads inside Ulysses; one process that
-    rounds the same blocks agrees in every gradient, with padding and without."""
+    rounds the same blocks agrees in every gradient, with padding and without; and where other ranks
+    split weights."""
     report = proven(threads, planned(model(), rows, mesh, "lossy"), tokens())
     assert report.equivalence == "relaxed (lossy)"
 
@@ -128,15 +140,16 @@ def test_another_layout_is_found(threads: Threads, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("model, rows, mesh, code, said", [
     (lambda: models.llama(1, attend="eager"), LLAMA.format("ring, over=cp", "int8"), "cp=2",
      "S935", "one process could not"),
-    (lambda: models.llama(1), "model.layers.*.mlp.gate_proj  shard(col, over=tp)\n"
-     "model.layers.*.mlp.up_proj  shard(col, over=tp)\n"
+    (lambda: models.llama(1), "model.layers.*.mlp.{gate,up}_proj  shard(col, over=tp)\n"
      "model.layers.*.mlp.down_proj  shard(row, over=tp)\n"
-     + LLAMA.format("ring, over=cp", "int8"), "cp=2, tp=2", "S858", "tokens alone"),
+     "model.layers.*.self_attn.{q,k,v}_proj  shard(col, over=tq)\n"
+     "model.layers.*.self_attn.o_proj  shard(row, over=tq)\n"
+     + LLAMA.format("ring, over=cp", "int8"), "cp=2, tp=2, tq=2", "S858", "one axis splits"),
 ])  # fmt: skip
 def test_refused(
     model: Callable[[], nn.Module], rows: str, mesh: str, code: str, said: str
 ) -> None:
-    """Attention that keeps its scores, and tokens beside weights."""
+    """Attention that keeps its scores, and tokens beside weights on two axes."""
     with pytest.raises(Refusal) as error:
         prepare(planned(model(), rows, mesh, "lossy"), models.tokens(rows=4))
     assert code in error.value.render() and said in error.value.render(), error.value.render()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.runtime.following.trace import Stack
+from schedlang.runtime.storage.fewer import is_uncoded, keeping
 from schedlang.runtime.storage.own import given_whole, is_candidate, places
 
 
@@ -47,11 +48,11 @@ def _watched(module: nn.Module, stack: Stack, found: list[Saved]) -> Callable[..
 
         def pack(tensor: Tensor) -> Tensor:
             with torch._C.DisableTorchFunction():
-                if is_candidate(tensor, whole):
+                if not is_uncoded() and is_candidate(tensor, whole):
                     found.append(Saved(stack.frames[-1][0], tuple(tensor.shape)))
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with keeping(pack), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             return inner(*args, **kwargs)
 
     return forward

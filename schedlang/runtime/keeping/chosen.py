@@ -10,6 +10,7 @@ operators there is an error, never another call's result.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from schedlang.regions.operators import Key
+from schedlang.runtime.keeping.coded import unpack
+from schedlang.runtime.storage.fewer import Keep
 
 ATTENTION = "attention"  # whichever kernel computes it
 
@@ -43,17 +46,26 @@ class Turns:
         return name, self.counts[name] - 1
 
 
+Wanted = Callable[[Key, Any, Any, Any], bool]  # of a call's name, operator and arguments
+
+
 class Chosen:
     """Two dispatch modes over one store: `forward` keeps what was chosen, `again` finds it there.
 
-    Both count; a second backward through a retained graph finds the same again.
+    Both count; a second backward through a retained graph finds the same again. Inside of a coded
+    module results are kept in fewer bits (`keep`, see fewer.keeper).
     """
 
-    def __init__(self, kept: frozenset[Key]) -> None:
-        self.kept = kept
+    def __init__(self, wanted: Wanted, keep: Keep | None = None) -> None:
+        self.wanted, self.keep = wanted, keep
         self.order: list[str] = []
         self.store: dict[Key, Any] = {}
         self.forward, self.again = _First(self), _Second(self)
+
+    def held(self, tensor: Tensor) -> _Held | _Few:
+        """A result, to be found again."""
+        packed = self.keep(tensor) if self.keep is not None else tensor
+        return _Held(tensor) if packed is tensor else _Few(packed)
 
 
 class _First(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -67,8 +79,8 @@ class _First(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         key = self.turns.of(func, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
-        if key is not None and key in self.chosen.kept:
-            self.chosen.store[key] = tree_map_only(Tensor, _Held, out)
+        if key is not None and self.chosen.wanted(key, func, args, kwargs or {}):
+            self.chosen.store[key] = tree_map_only(Tensor, self.chosen.held, out)
         return out
 
 
@@ -90,7 +102,7 @@ class _Second(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._check(len(self.turns.order) - 1)
         if key not in self.chosen.store:
             return func(*args, **(kwargs or {}))
-        return tree_map_only(_Held, _Held.get, self.chosen.store[key])
+        return tree_map_only((_Held, _Few), lambda held: held.get(), self.chosen.store[key])
 
     def _check(self, place: int) -> None:
         first, second = self.chosen.order, self.turns.order
@@ -113,6 +125,17 @@ class _Held:
         if self.tensor._version != self.version:
             raise RuntimeError("the result of an operator that was kept has been overwritten")
         return alias(self.tensor)
+
+
+class _Few:
+    """A result in fewer bits, which nobody else has."""
+
+    def __init__(self, packed: Any) -> None:
+        self.packed = packed
+
+    def get(self) -> Tensor:
+        """What the whole numbers say."""
+        return unpack(self.packed)
 
 
 def alias(tensor: Tensor) -> Tensor:

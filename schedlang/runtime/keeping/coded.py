@@ -6,7 +6,9 @@ as it is: parameters and buffers, in another dtype too, what the module is given
 follow from step, samples, module, call and the place among the other floats that the call saves, so
 that a tensor is rounded alike in every layout that cuts the batch in the same parts.  Ranks that
 split a tensor draw alike for their parts of it: so copies of what they do not split stay alike.
-Inside of an offloaded module the whole numbers move.
+Inside of an offloaded module the whole numbers move.  Results that a recomputation keeps beside
+what autograd saves come here by `fewer.keeper`.  Experts that ranks share out compute rows of other
+ranks, in an order that no single process has: what they save is kept as it is.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from schedlang.runtime import scope
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.keeping.offload import Move, back, mover
 from schedlang.runtime.keeping.rounded import Coding, Rounded, rounded
+from schedlang.runtime.storage.fewer import is_uncoded, keeping
 from schedlang.runtime.storage.own import given_whole, is_candidate, is_copy, own, place
 from schedlang.runtime.storage.tiers import reference_to
 
@@ -70,7 +73,7 @@ class Code:
             return inner(*args, **kwargs)
         call = _Call(self, _words(self), given_whole((args, kwargs)), mover())
         try:
-            with torch.autograd.graph.saved_tensors_hooks(call.pack, unpack):
+            with keeping(call.pack), torch.autograd.graph.saved_tensors_hooks(call.pack, unpack):
                 return inner(*args, **kwargs)
         finally:
             call.known.clear()
@@ -119,7 +122,7 @@ class _Call:
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd keeps of a tensor; one that is saved twice is kept once."""
-        if not is_candidate(tensor, self.given) or self.layer.holds(tensor):
+        if is_uncoded() or not is_candidate(tensor, self.given) or self.layer.holds(tensor):
             return self.move(tensor)
         reference = reference_to(tensor)  # keeps the place, not the memory
         key = (reference.cdata, tensor._version, tensor.dtype, *_view(tensor))

@@ -30,11 +30,12 @@ from torch.utils.checkpoint import (
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.regions.operators import Key
 from schedlang.runtime.forward import wrap
-from schedlang.runtime.keeping.chosen import Chosen, draws, fresh
+from schedlang.runtime.keeping.chosen import Chosen, Wanted, draws, fresh
 from schedlang.runtime.keeping.generators import Replayed, own_generators
 from schedlang.runtime.keeping.kept import KeepCollectives
 from schedlang.runtime.modes import reentry
 from schedlang.runtime.staging.arguments import put, take
+from schedlang.runtime.storage.fewer import keeper
 
 _OPERATORS = {
     "linear": (
@@ -67,6 +68,7 @@ def checkpoint(module: nn.Module, save: Collection[str] = (), chosen: Collection
     `attention` the fused attention kernels, those of packages among them (see attends),
     `collective` communication, which then is not repeated.
     `chosen`, without `save`, are single operators instead (see chosen.py).
+    Inside of a coded module the results that are kept are coded, too (see coded.py).
     A kernel that draws random numbers is recomputed all the same: were it skipped, the draws after
     it would differ.  The random state is restored for the recomputation, and the ambient modes are
     entered again.  Raises Refusal when a forward changes a buffer, which would change it twice.
@@ -197,16 +199,28 @@ def contexts(
         keep = KeepCollectives()
         forward.append(keep.forward)
         again.append(keep.again)
-    if chosen:
-        some = Chosen(chosen)
+    few = keeper()
+    if chosen or (save and few is not None):
+        some = Chosen(wanted(save, chosen), few)
         forward.append(some.forward)
         again.append(some.again)
-    if save:
+    elif save:
         policy = partial(_policy, _operators(save))
         pair = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
         forward.append(pair[0])
         again.append(pair[1])
     return _Together(forward), _Together(again)
+
+
+def wanted(save: Collection[str], chosen: Collection[Key]) -> Wanted:
+    """Whether the result of a call is kept: of some classes of operators, or of single calls."""
+    names = _operators(tuple(save)) if save else frozenset()
+
+    def keeps(key: Key, operator: Any, args: Any, kwargs: Any) -> bool:
+        policy = _policy(names, None, operator, *args, **kwargs) if names else None
+        return key in chosen or policy == CheckpointPolicy.MUST_SAVE
+
+    return keeps
 
 
 class _Together(AbstractContextManager[None]):

@@ -1,0 +1,111 @@
+"""Results of operators that are kept for a second run, as one process that is compared has them.
+
+Programs do it in `chosen.py`: here the first run is over before anything is put away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from schedlang.runtime.keeping.chosen import Turns
+from schedlang.runtime.keeping.recompute import wanted
+from schedlang.runtime.keeping.through import through
+from schedlang.runtime.scope import capture
+
+if TYPE_CHECKING:
+    from schedlang.regions.again import Again
+
+
+@dataclass
+class _Result:
+    """What one operator gave: where it ran, its tensors with their versions, and their values."""
+
+    place: Callable[[], Any]
+    leaves: list[Any]
+    spec: Any
+    copies: list[tuple[int, Tensor]]
+
+    def keep(self) -> None:
+        """Let the hooks around keep it, as what the operator's module saves."""
+        kept = iter(self.copies)
+        for k, leaf in enumerate(self.leaves):
+            if isinstance(leaf, Tensor):
+                version, copy = next(kept)
+                with self.place():
+                    (value,) = through([leaf if leaf._version == version else copy])
+                self.leaves[k] = value.detach()
+
+    def given(self) -> Any:
+        """It again, for somebody who may write into it."""
+        leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        return tree_unflatten(leaves, self.spec)
+
+
+class Results:
+    """The results that are kept of one call of a module."""
+
+    def __init__(self, again: Again) -> None:
+        self.some = again.results
+        self.wanted = wanted(again.save, again.chosen)
+        self.found: list[_Result] = []
+
+    def noting(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The first run."""
+        if not self.some:
+            return inner(*args, **kwargs)
+        with _Noting(self):
+            return inner(*args, **kwargs)
+
+    def keep(self) -> None:
+        """In their order."""
+        for result in self.found:
+            result.keep()
+
+    def given(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The second run, in which they take the place of what their operators would give."""
+        if not self.some:
+            return inner(*args, **kwargs)
+        with _Giving(self):
+            return inner(*args, **kwargs)
+
+
+class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, results: Results) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.results, self.turns = results, Turns()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        key = self.turns.of(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if key is not None and self.results.wanted(key, func, args, kwargs):
+            leaves, spec = tree_flatten(out)
+            # a later operator may write into them
+            copies = [(t._version, t.clone()) for t in leaves if isinstance(t, torch.Tensor)]
+            self.results.found.append(_Result(capture(), leaves, spec, copies))
+        return out
+
+
+class _Giving(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, results: Results) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.results, self.turns = results, Turns()
+        self.left = iter(results.found)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        key = self.turns.of(func, args, kwargs)
+        if key is not None and self.results.wanted(key, func, args, kwargs):
+            return next(self.left).given()
+        return func(*args, **kwargs)

@@ -1,0 +1,173 @@
+"""Tests of recomputed modules that keep results, groups and plans, in fewer bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from schedlang.diagnostic import Refusal
+from schedlang.passes.preparing.prepare import prepare
+from schedlang.passes.running.build import build
+from schedlang.passes.verifying.prove import Case, prove
+from schedlang.runtime.forward import layers_of
+from schedlang.runtime.keeping.coded import code
+from schedlang.runtime.keeping.recompute import checkpoint
+from schedlang.runtime.keeping.rounded import Coding
+from tests import models
+from tests.engine import Threads
+from tests.memory.test_coded import ROW, drawn, tokens
+from tests.proofs import planned, proven, sgd
+from tests.zoo.scenes import GPT2
+
+KEEP = "transformer.h.*  checkpoint(save=[{}])\n"
+INNER = "transformer.h.*.mlp  checkpoint(save=[linear])\n"
+GROUP = "transformer.h.*  checkpoint(group={})\n"
+PLAN = "transformer.h.*  checkpoint(plan={}, memory={})\n"
+PIPE = 'transformer.h pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)\n'
+RING = "transformer.h.*.attn  context_parallel(ring, over=cp)\n"
+
+
+def dropping(layers: int = 2) -> nn.Module:
+    """GPT-2 with dropout."""
+    return models.gpt2(layers, dropout=0.1)
+
+
+def four() -> nn.Module:
+    """Four blocks."""
+    return dropping(4)
+
+
+@pytest.mark.parametrize("model, rows, mesh", [
+    (dropping, KEEP.format("linear") + ROW.format("int2") + "zero(stage=3, over=dp)", "dp=2"),
+    (four, GROUP.format(2) + ROW.format("int2") + "zero(stage=1, over=dp)", "dp=2"),
+    *(pytest.param(*case, marks=pytest.mark.deep) for case in [
+        (dropping, KEEP.format("linear, attention") + ROW.format("int4") + PIPE, "pp=2"),
+        (dropping, INNER + ROW.format("int8"), ""),
+        (four, "transformer.h.*  checkpoint(group=2, every=2, save=[linear])\n"
+         + ROW.format("adaptive, bits=4") + "zero(stage=3, over=dp)", "dp=2"),
+        (four, GPT2 + GROUP.format(2) + ROW.format("int4"), "tp=2"),
+        (lambda: models.gpt2(2), RING + KEEP.format("linear") + ROW.format("int2"), "cp=2"),
+        (lambda: models.gpt2(4), RING + GROUP.format(2) + ROW.format("int4"), "cp=2"),
+        (four, PLAN.format("rotor", "400KiB") + ROW.format("int2"), ""),
+        (four, PLAN.format("pareto", "250KiB") + ROW.format("int4") + "zero(stage=1, over=dp)",
+         "dp=2"),
+        (four, PLAN.format("adapipe", "250KiB") + ROW.format("int4") + PIPE, "pp=2"),
+        (four, PLAN.format("pofo", "400KiB, bandwidth=25GiB") + ROW.format("int2"), ""),
+    ]),
+])  # fmt: skip
+def test_equal_to_one_process_that_keeps_alike(
+    threads: Threads, model: Callable[[], nn.Module], rows: str, mesh: str
+) -> None:
+    """Outputs, loss, every gradient and training are those of one process whose second runs start
+    from the same whole numbers, and take kept results from them."""
+    report = proven(threads, planned(model(), rows, mesh, "lossy"), tokens())
+    assert report.equivalence == "relaxed (lossy)"
+
+
+def kinds_that_differ(threads: Threads, patch: pytest.MonkeyPatch, rows: str) -> set[str]:
+    """What of the first step is not that of the one process; nobody asks for the row to blame."""
+    patch.setattr("schedlang.passes.verifying.prove.suspected", lambda report, *given: report)
+    plan = planned(models.gpt2(2), rows, "", "lossy")
+    report = prove(Case(plan, tuple(tokens()), None, None, 0, "none"), pool=threads)
+    return {row.kind for row in report.rows if not row.ok and not row.step}
+
+
+def test_results_that_were_kept_as_they_are_are_found(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If kept results were not rounded, gradients would not be those of the one process."""
+    from schedlang.runtime.keeping import recompute
+
+    monkeypatch.setattr(recompute, "keeper", lambda: None)
+    found = kinds_that_differ(threads, monkeypatch, KEEP.format("linear") + ROW.format("int2"))
+    assert "gradients" in found and "loss" not in found
+
+
+def test_a_group_that_begins_anew_within_is_found(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If each module of a group started from its own rounded input, gradients would not be those
+    of a second run of the group."""
+    from schedlang.runtime.keeping import region
+
+    monkeypatch.setattr(region.Region, "made", lambda self, output: None)
+    found = kinds_that_differ(threads, monkeypatch, GROUP.format(2) + ROW.format("int2"))
+    assert "gradients" in found and "loss" not in found
+
+
+@pytest.mark.parametrize("again", [
+    KEEP.format("linear"),
+    pytest.param(GROUP.format(2), marks=pytest.mark.deep),
+    pytest.param(PLAN.format("pareto", "500KiB"), marks=pytest.mark.deep),
+])  # fmt: skip
+def test_the_plan_knows_the_bytes(again: str) -> None:
+    """What is kept between forward and backward takes less, as the plan has it, by what the
+    program's modules have counted."""
+    from schedlang.memory import CLASSES
+    from schedlang.passes.costs.estimate import estimate
+
+    batch, found = models.tokens(rows=4), []
+    for rows in (again, again + ROW.format("int4")):
+        plan = planned(models.gpt2(4), rows, "", "lossy" if rows != again else "")
+        told = estimate(plan, batch, None, prepare(plan, batch))[0]
+        place = CLASSES.index("activations")
+        found.append(max(moment.end[place] for moment in told.moments))
+    program = build(plan, batch, optimizer=sgd)
+    program.train_step(batch)
+    saved = tensors = 0
+    for block in range(4):
+        layers = layers_of(program.assembly.module.get_submodule(f"transformer.h.{block}"))
+        assert layers is not None
+        layer: Any = layers.kinds["code"]
+        saved += layer.tally.before - layer.tally.after
+        tensors += layer.tally.tensors
+    assert found[0] - found[1] == pytest.approx(saved, rel=0.05)
+    assert tensors > 4 or "group" in again  # inputs, and results
+
+
+class Curved(nn.Module):
+    """A product, what bends it, in its place or not, and another product."""
+
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(16, 32).double(), nn.Linear(32, 16).double()
+        self.inplace = inplace
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows to rows."""
+        return self.down(torch.relu_(self.up(x)) if self.inplace else torch.relu(self.up(x)))
+
+
+def test_a_kept_result_may_be_written_into() -> None:
+    """What is kept is the result as it was, though the module writes into it; and a second backward
+    finds the same again."""
+    x = drawn(8, 16).requires_grad_()
+    gradients = []
+    for inplace in (False, True):
+        model = Curved(inplace)
+        checkpoint(model, ["linear"])
+        code(model, "it", Coding(4, 16))
+        out = model(x)
+        for _ in range(2):
+            x.grad = None
+            model.zero_grad()
+            out.square().sum().backward(retain_graph=True)
+            gradients.append([x.grad, *(p.grad.clone() for p in model.parameters())])
+    for some in gradients[1:]:
+        assert all(map(torch.equal, gradients[0], some))
+
+
+@pytest.mark.parametrize("rows, mesh, said", [
+    (GPT2 + KEEP.format("linear") + ROW.format("int8"), "tp=2", "parts of a sum"),
+    (GPT2 + PLAN.format("rotor", "1MiB") + ROW.format("int8"), "tp=2", "parts of a sum"),
+])  # fmt: skip
+def test_refused(rows: str, mesh: str, said: str) -> None:
+    """Products of ranks that split weights."""
+    with pytest.raises(Refusal) as error:
+        prepare(planned(models.gpt2(2), rows, mesh, "lossy"), models.tokens(rows=4))
+    assert "S857" in error.value.render() and said in error.value.render()
