@@ -210,3 +210,63 @@ def test_logits_come_out_of_a_graph(head: str) -> None:
     made = call(x)
     assert isinstance(made, LazyLogits) and made.real is None and made.shape == (4, WORDS)
     close(run(call), expected)
+
+
+@pytest.mark.deep
+def test_masks_that_hide_all_are_seen_when_a_graph_runs() -> None:
+    """Torch's attention with a mask is one graph, which computes rows that see no key (padding on
+    the left) as the module does: two masks of one shape, and neither compiles anew."""
+    pytest.importorskip("transformers")
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=16, num_attention_heads=2, attn_implementation="eager")
+    attention = LlamaAttention(config, 0)
+    x = torch.randn(2, 5, 16, requires_grad=True)
+    angles = torch.randn(2, 1, 5, 8)
+    lowest = torch.finfo(torch.float32).min
+    seen = torch.full((2, 1, 5, 5), lowest).triu(1)
+    blind = seen.clone()
+    blind[1, :, :2] = lowest
+    blind[1, :, :, :2] = lowest
+
+    def run(call: Callable[..., Any], mask: Tensor) -> list[Tensor]:
+        given = {"position_embeddings": (angles[0].cos(), angles[1].sin()), "attention_mask": mask}
+        made = call(x, **given)[0]
+        total = (made * torch.linspace(-1, 1, made.numel()).view(made.shape)).sum()
+        return [made.detach(), *torch.autograd.grad(total, [x, *attention.parameters()])]
+
+    expected = [run(attention, mask) for mask in (seen, blind)]
+    put(attention, "sdpa", "")
+    call = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    for mask, plain in zip((seen, blind), expected):
+        close(run(call, mask), plain, 1e-5)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("kernel", [*HEADS, ""])
+def test_a_loss_that_is_a_module(kernel: str) -> None:
+    """`nn.CrossEntropyLoss()`, made inside of a graph with whatever it takes, asks the logits."""
+    torch.manual_seed(0)
+    layer = nn.Linear(6, WORDS).double()
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([3, 5, 16, 0])
+
+    def lost(z: Any) -> Tensor:
+        once: Tensor = nn.CrossEntropyLoss(None, ignore_index=5, label_smoothing=0.1)(z, labels)
+        return once + nn.CrossEntropyLoss(reduction="sum")(input=z.view(-1, WORDS), target=labels)
+
+    def run(call: Callable[..., Any]) -> list[Tensor]:
+        loss = call(x)
+        return [loss.detach(), *torch.autograd.grad(loss, [x, *layer.parameters()])]
+
+    def whole(x: Tensor) -> Tensor:
+        return lost(layer(x))
+
+    expected = run(whole)
+    if kernel:
+        put(layer, kernel, "")
+    before = sum(runs().values())
+    close(run(torch.compile(whole, fullgraph=True, backend="aot_eager")), expected)
+    assert (sum(runs().values()) > before) == bool(kernel)

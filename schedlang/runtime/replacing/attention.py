@@ -58,12 +58,25 @@ def _register() -> Callable[..., Any]:
         def attend(
             module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any
         ) -> Any:
-            if mask is not None and "softcap" not in more and _has_blind_rows(mask):
+            def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+                # masks come in eager's form, complete: without one nothing is masked, also where
+                # the module calls itself causal
+                told = more | {"is_causal": False}
+                made: Tensor = sdpa_attention_forward(module, q, k, v, mask, **told)[0]
+                return made
+
+            def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+                return _plain_attention(q, k, v, mask, **more)
+
+            if mask is None or "softcap" in more or not _may_blind(mask):
+                return fused(q, k, v, mask), None
+            if torch.compiler.is_compiling():  # the graph holds both, and chooses when it runs
+                ways = _laid_alike(plain), _laid_alike(fused)
+                return torch.cond(_blind_rows(mask), *ways, (q, k, v, mask)), None
+            if _has_blind_rows(mask):
                 leave(module, "sdpa", _BLIND, mask=mask)
-                return _plain_attention(q, k, v, mask, **more), None
-            # masks come in eager's form, complete: without one nothing is masked, also where
-            # the module calls itself causal
-            return sdpa_attention_forward(module, q, k, v, mask, **(more | {"is_causal": False}))
+                return plain(q, k, v, mask), None
+            return fused(q, k, v, mask), None
 
         ALL_ATTENTION_FUNCTIONS.register(_SDPA, attend)
     registered: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[_SDPA]
@@ -73,14 +86,30 @@ def _register() -> Callable[..., Any]:
 _last_mask: list[tuple[weakref.ref[Tensor], bool]] = []
 
 
+def _laid_alike(way: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A branch of `torch.cond`, whose gradients must lie as those of the other: contiguous."""
+
+    def branch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (x.flatten().view(x.shape) for x in (q, k, v))
+        return way(q, k, v, mask)
+
+    return branch
+
+
+def _may_blind(mask: Tensor) -> bool:
+    """Not where it has no values; and fused kernels are right with masks of booleans."""
+    return type(mask) is Tensor and not mask.is_meta and mask.is_floating_point()
+
+
+def _blind_rows(mask: Tensor) -> Tensor:
+    """Whether some query sees no key: transformers masks with the lowest number of the type."""
+    return (mask <= torch.finfo(mask.dtype).min / 2).all(-1).any()
+
+
 def _has_blind_rows(mask: Tensor) -> bool:
-    """Whether some query sees no key; looked up once for a mask that all layers share."""
-    if type(mask) is not Tensor or mask.is_meta or not mask.is_floating_point():
-        return False  # without values; and fused kernels are right with masks of booleans
+    """The same as a flag; looked up once for a mask that all layers share."""
     if not (_last_mask and _last_mask[0][0]() is mask):
-        # transformers masks with the lowest number of the type
-        blind = bool((mask <= torch.finfo(mask.dtype).min / 2).all(-1).any())
-        _last_mask[:] = [(weakref.ref(mask), blind)]
+        _last_mask[:] = [(weakref.ref(mask), bool(_blind_rows(mask)))]
     return _last_mask[0][1]
 
 
