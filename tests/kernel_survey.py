@@ -285,5 +285,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--sum"]:
         print("\n".join(told(Path(sys.argv[2]).read_text().splitlines())))
         raise SystemExit
-    for asked in sys.argv[1:] or [*causal.kinds(), *OTHERS]:
+    for asked in sys.argv[1:] or dict.fromkeys([*causal.kinds(), *OTHERS]):
         print(json.dumps(answer(asked)), flush=True)

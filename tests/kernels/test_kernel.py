@@ -96,7 +96,7 @@ def test_norm_refuses_what_it_cannot_take():
     assert isinstance(match(nn.Linear(4, 4), "rms_norm"), Mismatch)
 
 
-ATTENTIONS = ["Llama", "Gemma", "GPT2", "Phi3", "OPT", "GPTNeoX"]
+ATTENTIONS = ["Llama", "Gemma", "GPT2", "Phi3", "OPT", "GPTNeoX", "Phi"]  # Phi turns half a head
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
@@ -172,6 +172,27 @@ class Ignoring(nn.Module):
 
     def forward(self, hidden_states):
         return self.proj(hidden_states), None
+
+
+class Naming(Ignoring):
+    """Attends as eager does, and gives the mask by its name."""
+
+    def forward(self, hidden_states, attention_mask=None):
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        def eager(module, q, k, v, attention_mask, **_):
+            return ((q @ k.mT + attention_mask).softmax(-1) @ v).transpose(1, 2), None
+
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        x = self.proj(hidden_states).unsqueeze(1)
+        out, _ = interface(self, x, x, x, attention_mask=attention_mask, scaling=1.0)
+        return out[:, :, 0], None
+
+
+def test_a_mask_that_is_given_by_name():
+    """As AFMoE and Doge give it: found, and the call is the kernel's."""
+    found = match(Naming(), "sdpa")
+    assert isinstance(found, Attention) and found.error < 1e-12, found
 
 
 class Sinking(Ignoring):

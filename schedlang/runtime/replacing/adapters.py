@@ -7,12 +7,10 @@ where the same attention by our rule gives the same result and gradients in floa
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +22,7 @@ from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.replacing.attended import Asked, Ear, put_in
 from schedlang.runtime.replacing.attention import Call, implementation, random_call, results
+from schedlang.runtime.replacing.tables import with_tables
 
 
 @dataclass(frozen=True)
@@ -114,39 +113,13 @@ def _calls(module: nn.Module, names: tuple[str, ...], call: Call | None) -> Iter
         yield from _own_calls(module)
         return
     args, kwargs = random_call(module, call)
-    kwargs = kwargs if call is not None else _with_tables(module, kwargs)
+    kwargs = kwargs if call is not None else with_tables(module, kwargs)
     yield args, kwargs
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Tensor) and call is None:
         yield args, {**kwargs, "attention_mask": None}
         if all(implementation(module.get_submodule(name)) == "sdpa" for name in names):
             yield args, {**kwargs, "attention_mask": mask == 0}
-
-
-def _with_tables(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The call with places of tokens in the form that the module takes.
-
-    Tables of cosines and sines are as wide as a head, or half of it (gpt-oss) or a quarter, or one
-    of complex numbers (Llama 4); some modules look places up by themselves.
-    """
-    tables = kwargs.get("position_embeddings")
-    forms: list[Any] = [None]
-    if tables is not None:
-        half = [t.chunk(2, -1)[0] for t in tables]
-        quarter = [t.chunk(4, -1)[0] for t in tables]
-        forms = [tables, tuple(half), tuple(quarter), torch.complex(*half)]
-    hidden = kwargs.get("hidden_states")
-    places = None if hidden is None else torch.arange(hidden.shape[1]).expand(hidden.shape[:2])
-    takes = inspect.signature(module.forward).parameters
-    for form, told in itertools.product(forms, (False, True)):
-        tried = kwargs if form is None else {**kwargs, "position_embeddings": form}
-        if told and "position_ids" not in takes:
-            continue
-        tried = {**tried, "position_ids": places} if told else tried
-        with torch.no_grad(), suppress(Exception):  # of the module's own code: the next form
-            module(**tried)
-            return tried
-    return kwargs
 
 
 def _own_calls(module: nn.Module) -> Iterator[Call]:

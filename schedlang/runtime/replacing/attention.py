@@ -25,6 +25,7 @@ from schedlang.kernels.probe import Mismatch, bare_copy
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.replacing.left import leave
+from schedlang.runtime.replacing.tables import with_tables
 
 TOLERANCE = 1e-9
 _SDPA = "schedlang_sdpa"
@@ -56,8 +57,11 @@ def _register() -> Callable[..., Any]:
     if _SDPA not in ALL_ATTENTION_FUNCTIONS.valid_keys():
 
         def attend(
-            module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any
-        ) -> Any:
+            module: nn.Module, q: Tensor, k: Tensor, v: Tensor,
+            attention_mask: Tensor | None = None, **more: Any,
+        ) -> Any:  # fmt: skip
+            mask = attention_mask  # some models give it by this name
+
             def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
                 # masks come in eager's form, complete: without one nothing is masked, also where
                 # the module calls itself causal
@@ -178,6 +182,7 @@ def _probe_attention(
     # around zero, and no score wins alone
     copied = bare_copy(module, torch.float64, spread=lambda shape: 0.3).eval()
     args, kwargs = random_call(module, call)
+    kwargs = kwargs if call is not None else with_tables(copied, kwargs)
     plain = results(copied, args, kwargs)
     with _counted() as calls:
         for name in names:
