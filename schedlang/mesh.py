@@ -48,8 +48,18 @@ class Mesh:
         In whatever order they are named: the members of a process group go by rising rank, and
         only mesh order numbers them so.  `b.a` stands for axes of which the first is the slowest.
         """
+        named = (over,) if isinstance(over, str) else tuple(over)
+        if named not in self._folded:  # asked for by every part of every tensor
+            self._folded[named] = self._fold(named)
+        return self._folded[named]
+
+    @cached_property
+    def _folded(self) -> dict[tuple[str, ...], tuple[str, ...]]:
+        """What was folded before: a mesh never changes, so neither does what it gives."""
+        return {}
+
+    def _fold(self, named: Sequence[str]) -> tuple[str, ...]:
         views = dict(self.views)
-        named = (over,) if isinstance(over, str) else over
         names = [one for name in named for one in name.split(".")]
         plain = {axis for name in names for axis in views.get(name, (name,))}
         order = list(self.sizes)

@@ -92,9 +92,12 @@ class Float64(Ambient):
         return self.run(func, types, args, kwargs)
 
 
+_AS_IT_IS = frozenset((Tensor, nn.Parameter, int, float, bool, type(None)))
+
+
 def _wide(value: Any) -> Any:
     """`value` with every lower float type in it replaced."""
-    if isinstance(value, (Tensor, int, float)) or value is None:
+    if type(value) in _AS_IT_IS or isinstance(value, (Tensor, int, float)):
         return value
     if isinstance(value, torch.dtype):
         return WIDE.get(value, value)

@@ -75,6 +75,43 @@ def test_numbers_of_other_types_are_other_arguments() -> None:
     assert found == [torch.int64, torch.float32, torch.int64]
 
 
+def test_the_default_dtype_is_an_argument() -> None:
+    """Integers are promoted to it: one memo serves a run in float32 and one in float64."""
+    memo, ints, found = Memo(), meta(4, dtype=torch.int64), []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            found.append(ran(memo, ATEN.div.Tensor, ints, ints)[0].dtype)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert found == [torch.float32, torch.float64]
+
+
+def test_a_memo_holds_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is emptied when it is full, and gives what it gave."""
+    monkeypatch.setattr("schedlang.runtime.recording.memo.MOST", 3)
+    memo = Memo()
+    for size in (1, 2, 3, 4, 1):
+        found, times = ran(memo, ATEN.neg.default, meta(size))
+        assert (tuple(found.shape), times) == ((size,), 1) and len(memo._known) <= 3
+    assert ran(memo, ATEN.neg.default, meta(4))[1] == 0
+
+
+def test_an_operator_of_a_user_is_remembered_within_a_run() -> None:
+    """Told another shape, it has that shape in the next run."""
+
+    @torch.library.custom_op("schedlang_memo::grown", mutates_args=())
+    def grown(x: Tensor) -> Tensor:
+        return x.clone()
+
+    found = []
+    for extra in (0, 1):
+        grown.register_fake(lambda x, extra=extra: x.new_empty(x.shape[0] + extra))
+        with on_meta((), ()):
+            found.append(tuple(grown(meta(4)).shape))
+    assert found == [(4,), (5,)]
+
+
 def _plan() -> Plan:
     model: nn.Module = models.gpt2(4)
     return planned(model, ROWS, "pp=2")

@@ -27,6 +27,8 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from schedlang.runtime.launching.preload import wanted
+
 __runs_ranks__ = True  # no line of a user's stands above a rank's own function
 HEADER = struct.Struct("<Q")
 _PR_SET_PDEATHSIG = 1
@@ -91,7 +93,7 @@ def main(control_fd: int, preload: Sequence[str], files: Mapping[str, str], scra
 def _import(names: Sequence[str], files: Mapping[str, str]) -> None:
     with contextlib.suppress(Exception):  # a rank that needs it will say why it fails
         load_files(files)
-    for name in names:
+    for name in wanted(names):
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     gc.freeze()  # keep the collector from touching, and so copying, what the ranks share

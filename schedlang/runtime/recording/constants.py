@@ -15,6 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedlang.runtime.recording.memo import Memo
 
+# of torch's own operators, for all runs of this process: what these give never changes; one that a
+# library or a user registers may be registered anew, and is remembered within a run
+_ATEN = Memo()
 LIMIT = 1 << 22  # bytes; padding masks and positions are small, anything larger is not followed
 
 
@@ -49,7 +52,8 @@ class Constants:
             value = self.real(args[0])
             return unknown(func) if value is None else value.item()
         try:
-            output = self.memo.run(func, SHAPES.get(func, func), args, kwargs)
+            memo = _ATEN if func.namespace == "aten" else self.memo
+            output = memo.run(func, SHAPES.get(func, func), args, kwargs)
         except NotImplementedError:  # the shape depends on values
             return self._sized(func, args, kwargs, unknown)
         made = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.is_meta]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 Made = tuple[tuple[Any, ...], tuple[Any, ...], torch.dtype]  # size, stride, dtype of a result
 PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+MOST = 1 << 14  # results that are kept; a model asks for some hundreds
 LEAVES = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout,
           torch.memory_format)  # fmt: skip
 
@@ -24,6 +25,9 @@ class Memo:
     Only what neither writes nor views, draws nothing and is given nothing but meta tensors and
     plain numbers is remembered; a result that shares memory with an argument never is. Where
     another mode watches below, every operator runs: it must see the operator, not bare memory.
+
+    One may serve many runs: the key holds all that the shape of a result hangs on, the default
+    dtype too, to which integers are promoted.
     """
 
     def __init__(self) -> None:
@@ -39,7 +43,8 @@ class Memo:
             fresh = self._fresh[func] = _makes(func)
         inputs: list[Tensor] = []
         alone = torch._C._len_torch_dispatch_stack() == 0
-        key = _key((func, args, *kwargs.items()), inputs) if fresh and alone else None
+        default = torch.get_default_dtype()
+        key = _key((default, func, args, *kwargs.items()), inputs) if fresh and alone else None
         if key is None or not inputs:
             return plain(*args, **kwargs)
         found = self._known.get(key)
@@ -49,6 +54,8 @@ class Memo:
                 return _again(found)
             out = plain(*args, **kwargs)
         if key not in self._known:
+            if len(self._known) >= MOST:
+                self._known.clear()
             self._known[key] = _described(out, inputs)
         return out
 

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -40,14 +41,7 @@ class Holding:
 
     def segments(self, mesh: Mesh, rank: int) -> tuple[tuple[Segment, ...], ...]:
         """For each dim the runs of the (padded) whole that this rank holds, in its own order."""
-        runs = self.layout.segments(mesh, mesh.coordinates(rank))
-        if not self.sliced:
-            return runs
-        count, place = mesh.size(self.sliced), mesh.index(rank, self.sliced)
-        length = sum(run.length for run in runs[0])
-        chunk = -(-length // count)  # as torch.chunk, which fully_shard follows
-        first, last = min(place * chunk, length), min((place + 1) * chunk, length)
-        return (tuple(_window(runs[0], first, last)), *runs[1:])
+        return _segments(self.layout, self.sliced, mesh, rank)
 
     def primary(self, mesh: Mesh, rank: int) -> bool:
         """Is this the rank that speaks for its part, among those that hold the same?"""
@@ -67,6 +61,22 @@ class Holding:
         """The shape of this rank's part."""
         runs = self.segments(mesh, rank)
         return tuple(sum(run.length for run in dim) for dim in runs)
+
+
+# all that the runs hang on are its arguments, values that never change; each step of a proof asks
+# for those of every rank again.  Bounded: a mesh of thousands of ranks has as many parts
+@lru_cache(maxsize=1 << 13)
+def _segments(
+    layout: Layout, sliced: tuple[str, ...], mesh: Mesh, rank: int
+) -> tuple[tuple[Segment, ...], ...]:
+    runs = layout.segments(mesh, mesh.coordinates(rank))
+    if not sliced:
+        return runs
+    count, place = mesh.size(sliced), mesh.index(rank, sliced)
+    length = sum(run.length for run in runs[0])
+    chunk = -(-length // count)  # as torch.chunk, which fully_shard follows
+    first, last = min(place * chunk, length), min((place + 1) * chunk, length)
+    return (tuple(_window(runs[0], first, last)), *runs[1:])
 
 
 def _window(runs: tuple[Segment, ...], first: int, last: int) -> Iterator[Segment]:
