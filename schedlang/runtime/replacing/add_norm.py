@@ -8,7 +8,7 @@ something else is done (a hook, a layout, a kernel of its own) is called as ever
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from schedlang.kernels.norms import Norm, probe_norm
 from schedlang.kernels.probe import Mismatch
 from schedlang.runtime.regions.flow import Given, Looked, flow, imagined, touched
 from schedlang.runtime.regions.ops import name_of, shown, writes
+from schedlang.runtime.replacing.judged import seen
 from schedlang.runtime.replacing.left import leave
 from schedlang.runtime.replacing.rebound import decorated
 
@@ -49,8 +50,10 @@ def probe_sums(module: nn.Module) -> Sums | Mismatch:
         return Mismatch("had its forward replaced already")
     norms: dict[str, Norm] = {}
     reasons: dict[str, str] = {}
+    told: dict[Hashable, Norm | Mismatch] = {}
     for name, child in module.named_children():
-        judged = probe_norm(child)
+        alike = seen(child)
+        judged = told[alike] = told.get(alike) or probe_norm(child)
         if isinstance(judged, Norm):
             norms[name] = judged
         elif "norm" in type(child).__name__.lower():
