@@ -7,7 +7,7 @@ its own) is none of those that are found.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from schedlang.kernels.norms import Norm, probe_norm
 from schedlang.kernels.probe import Mismatch
 from schedlang.runtime.regions.flow import Given, Looked, flow, imagined, touched
 from schedlang.runtime.regions.ops import name_of, shown, writes
+from schedlang.runtime.replacing.judged import seen
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,10 @@ def probe_sums(module: nn.Module) -> Sums | Mismatch:
         return Mismatch("had its forward replaced already")
     norms: dict[str, Norm] = {}
     reasons: dict[str, str] = {}
+    told: dict[Hashable, Norm | Mismatch] = {}
     for name, child in module.named_children():
-        judged = probe_norm(child)
+        alike = seen(child)
+        judged = told[alike] = told.get(alike) or probe_norm(child)
         if isinstance(judged, Norm):
             norms[name] = judged
         elif "norm" in type(child).__name__.lower():
