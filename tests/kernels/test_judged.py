@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import schedlang
 from schedlang.diagnostic import Refusal
 from schedlang.kernels.probe import Mismatch
-from schedlang.runtime.replacing.judged import judged, watched
+from schedlang.runtime.replacing.judged import judged, seen, watched
 from tests.kernels.test_gated import Mlp
 
 
@@ -143,3 +143,13 @@ def test_children_count() -> None:
     row: Any = plan.actions[0].primitive
     found = [row._found(plan.model.sites[name], plan).norms["norm"].eps for name in "01"]
     assert found == [1e-6, 1e-3]
+
+
+def test_ties_and_hooks_count() -> None:
+    """What is tied, or watched by a hook, may be told where the same of its own is not."""
+    plain, tied, shared, hooked = (Chosen(nn.SiLU()) for _ in range(4))
+    tied.up.weight = tied.gate.weight
+    shared.up = shared.gate
+    hooked.act.register_forward_hook(lambda module, args, out: 2 * out)
+    keys = [seen(one) for one in (plain, tied, shared, hooked)]
+    assert len(set(keys)) == 4 and seen(Chosen(nn.SiLU())) == keys[0]

@@ -1,14 +1,15 @@
 """What a probe found of a module holds for all that are equal in whatever it could see of them.
 
 Equal are modules of one class, with equal numbers, flags and texts, parameters of equal sizes,
-buffers of equal values, and the same other objects (a config, a function), and so are their
-children.  Their place in the model (`layer_idx`) may differ where nothing that ran asked for it.
+buffers of equal values, and the same other objects (a config, a function, a hook), which are tied
+alike, and so are their children.  Their place in the model (`layer_idx`) may differ where nothing
+that ran asked for it.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterable, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from schedlang.kernels.probe import Mismatch
 Found = TypeVar("Found")
 PLACES = frozenset(("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx"))
 _WITHIN = frozenset(("_parameters", "_buffers", "_modules", *vars(nn.Module())))
+_HOOKS = frozenset(name for name in _WITHIN if name.endswith("_hooks"))
 _MOST = 2**20  # elements of a buffer that are compared; of larger ones only the same are equal
 
 
@@ -47,6 +49,26 @@ def judged(
 
 def seen(module: nn.Module, but: frozenset[str] = frozenset()) -> Hashable:
     """Equal for modules that are, whatever their numbers of these names."""
+    return _seen(module, but), *_shared(module)
+
+
+def _shared(module: nn.Module) -> tuple[tuple[int, ...], ...]:
+    """Which of its parameters, buffers and parts are one, by the first place of each.
+
+    What is tied may be told in several ways, of which one holds for what is not.
+    """
+    parts = [part for _, part in module.named_modules(remove_duplicate=False)]
+    parameters = [p for _, p in module.named_parameters(remove_duplicate=False)]
+    buffers = [b for _, b in module.named_buffers(remove_duplicate=False)]
+    return tuple(_first(each) for each in (parts, parameters, buffers))
+
+
+def _first(objects: Sequence[object]) -> tuple[int, ...]:
+    places: dict[int, int] = {}
+    return tuple(places.setdefault(id(one), place) for place, one in enumerate(objects))
+
+
+def _seen(module: nn.Module, but: frozenset[str]) -> Hashable:
     own = vars(module)
     rest = [(n, _value(v)) for n, v in own.items() if n not in _WITHIN and n not in but]
     tensors = [
@@ -55,9 +77,10 @@ def seen(module: nn.Module, but: frozenset[str] = frozenset()) -> Hashable:
     ]
     buffers = [(n, None if b is None else _content(b)) for n, b in module._buffers.items()]
     children = [
-        (n, None if child is None else seen(child, but)) for n, child in module._modules.items()
+        (n, None if child is None else _seen(child, but)) for n, child in module._modules.items()
     ]
-    return type(module), *rest, module.training, *tensors, *buffers, *children
+    hooks = [(n, *map(id, own[n].values())) for n in sorted(_HOOKS & own.keys()) if own[n]]
+    return type(module), *rest, module.training, *hooks, *tensors, *buffers, *children
 
 
 def _value(value: object) -> Hashable:
