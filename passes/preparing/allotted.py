@@ -69,6 +69,8 @@ def allotted(
 
 def _of_row(names: Sequence[str], seen: Mapping[Place, Seen], budget: float) -> dict[str, Any]:
     places = [(place, one) for place, one in seen.items() if place.module in names]
+    if any(one.change is None for _, one in places):  # alike: no module has its fill before others
+        places.sort(key=lambda each: each[0].number)
     known = [_described(place, one) for place, one in places]
     given = allot([one.elements for one in known], _sizes(known), budget)
     out: dict[str, tuple[Allotted, ...]] = {}
@@ -183,5 +185,6 @@ def told(plan: Plan, bits: Bits) -> Iterator[str]:
     if bits:
         held = [one for some in bits.values() for one in some]
         mean = sum(one.bits * one.elements for one in held) / sum(one.elements for one in held)
-        why = " (as if all were alike: there are no values)" if held[0].exponent is None else ""
+        why = " (as if all were alike, in each module: there are no values)"
+        why = why if held[0].exponent is None else ""
         yield f"`compress` in {mean:.3g} bits for an element in the mean{why}"

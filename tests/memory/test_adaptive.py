@@ -115,6 +115,23 @@ def test_more_bits_where_the_gradient_is_sensitive() -> None:
     assert {one.bits for some in table.values() for one in some} == {4}
 
 
+@pytest.mark.parametrize("budget", [3, 5])
+def test_without_values_each_module_has_the_budget(budget: float) -> None:
+    """The bytes of a row are those of a run within 5 %, and no stage has what another one would."""
+    tables = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = models.gpt2(2)
+        plan = planned(model, ROW.format(budget), "", "lossy")
+        tables.append(allotted(plan, models.tokens(rows=2), None))
+    sizes = [sum(one.bits * one.elements for some in table.values() for one in some)
+             for table in tables]  # fmt: skip
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.05)
+    for some in tables[1].values():
+        mean = sum(one.bits * one.elements for one in some) / sum(one.elements for one in some)
+        assert mean == pytest.approx(budget, rel=0.1)
+
+
 def test_the_gradient_is_better_than_with_the_same_bits_for_all() -> None:
     """Of a real model the gradient's error under a table is below that of four bits for all, which
     take as much memory."""
