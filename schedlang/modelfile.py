@@ -7,12 +7,14 @@ and `small_batch(seed)`, for rows that `replace` modules `replacements`, what th
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -164,7 +166,8 @@ def load_model_file(named: str | None, beside: Path | None = None) -> ModelFile:
 
 def _run(load: Callable[[], Any], what: str) -> Any:
     try:
-        return load()
+        with _uncollected():
+            return load()
     except Refusal:
         raise
     except Exception as error:
@@ -180,6 +183,21 @@ def _run(load: Callable[[], Any], what: str) -> Any:
                 ),
             )
         ) from error
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the garbage collector: imports leave next to none, and it would look at all of them.
+
+    Of transformers and torch that is a second.
+    """
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 def _checked(module: ModuleType, name: str, path: Path | None) -> ModelFile:

@@ -91,12 +91,14 @@ def main(control_fd: int, preload: Sequence[str], files: Mapping[str, str], scra
 
 
 def _import(names: Sequence[str], files: Mapping[str, str]) -> None:
+    gc.disable()  # imports leave next to no garbage, and it would look at all of them
     with contextlib.suppress(Exception):  # a rank that needs it will say why it fails
         load_files(files)
     for name in wanted(names):
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     gc.freeze()  # keep the collector from touching, and so copying, what the ranks share
+    gc.enable()
 
 
 def _serve(control: socket.socket, alive: dict[int, int]) -> None:
