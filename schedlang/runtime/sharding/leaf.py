@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
 
+from schedlang.placement import P
 from schedlang.runtime.sharding import cube, grid, split_norm
 from schedlang.runtime.sharding.convolution import CONVOLUTIONS, POOLS, convolution, pool
 from schedlang.runtime.sharding.shard import Edge, Forward, embedding, projection, region
 from schedlang.runtime.sharding.shared_norm import batch_norm, group_norm
+from schedlang.runtime.storage.fewer import summing
 
 
 class Sharded:
@@ -39,7 +42,8 @@ class Sharded:
         """The sharded computation."""
         if self.run is None:
             self.run = forward_of(self)
-        return self.run(*args, **kwargs)
+        with summing() if any(isinstance(e.computes, P) for e in self.edges) else nullcontext():
+            return self.run(*args, **kwargs)
 
 
 FORWARDS: Mapping[str, Callable[[nn.Module, str, tuple[Edge, ...]], Forward]] = {
