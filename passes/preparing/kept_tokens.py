@@ -115,12 +115,14 @@ def _saved(
     """
     from schedlang.runtime.following.saved import watch_saved
     from schedlang.runtime.following.trace import Stack
+    from schedlang.runtime.sharding.leaf import know_coded
     from schedlang.runtime.storage.fewer import put_inside, summing
 
     found: dict[str, Any] = {}
 
     def watch(model: Any) -> None:
         stack = Stack()
+        know_coded(model)
         put_inside(summing, model, parts)
         run_again(counting.plan, model, chains)
         stack.watch(model, lambda fqn: False)

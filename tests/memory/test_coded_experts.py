@@ -53,9 +53,9 @@ def test_experts_that_are_rounded_are_found(
 ) -> None:
     """If a rank rounded rows as they come to its experts, gradients would not be those of the one
     process."""
-    from schedlang.runtime.routing import experts
+    from schedlang.runtime.sharding import leaf
 
-    monkeypatch.setattr(experts, "uncoded", nullcontext)
+    monkeypatch.setattr(leaf, "uncoded", nullcontext)
     monkeypatch.setattr("schedlang.passes.verifying.prove.suspected", lambda report, *_: report)
     plan = planned(models.tiny(layers=1), ROW.format("tp") + CODED.format("int2"), "tp=2", "lossy")
     report = prove(Case(plan, tuple(BATCHES), None, None, 0, "none"), pool=threads)
