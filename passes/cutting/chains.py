@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -116,12 +116,20 @@ class Skeleton:
         return self.module.get_submodule(fqn)
 
 
+def alone(counting: Counting) -> Counting:
+    """With what the untouched model of one process is counted."""
+    from schedlang.passes.laying.propagate import Traced
+
+    plan = replace(counting.plan, layouts={})
+    return replace(counting, plan=plan, traced=Traced(), tokens=None)
+
+
 def run_again(plan: Plan, model: Any, chains: Chains) -> None:
     """Let modules of a throwaway model run again as rows say that start from fewer bits."""
     from schedlang.passes.laying.kept_parts import experts_of, meeting
-    from schedlang.runtime.storage.fewer import leave_out
+    from schedlang.runtime.storage.fewer import put_inside, uncoded
 
-    leave_out(model, experts_of(plan))
+    put_inside(uncoded, model, experts_of(plan))
     for action in meeting(plan):
         sites = tuple(plan.model.sites[name] for name in action.sites)
         action.primitive.apply(sites, Skeleton(plan, model, chains))

@@ -130,7 +130,7 @@ def seated(
 ) -> tuple[Mapping[str, Any], AbstractContextManager[None]]:
     """The first rank's part of a microbatch for a model without ranks, and where it runs."""
     from schedlang.runtime.collectives.collective import Group
-    from schedlang.runtime.context.install import At, Exchanging, install
+    from schedlang.runtime.context.install import At, Unseen, install
     from schedlang.runtime.parts import Part
 
     if tokens is None:
@@ -142,7 +142,7 @@ def seated(
 
     hows = {site: _how(site, rows, group) for site, rows in plan.contexts.items()}
     install(model, tokens, hows)
-    part = tokens.part(Part(dict(batch), ()), 0, Exchanging())
+    part = tokens.part(Part(dict(batch), ()), 0, Unseen())
     return part.inputs, At(tokens).sitting(part.seat, nullcontext())
 
 

@@ -63,12 +63,12 @@ def record(
     from schedlang.runtime.recording.constants import on_meta
     from schedlang.runtime.recording.meta import hollow_model
     from schedlang.runtime.recording.record import loss_of
-    from schedlang.runtime.storage.fewer import leave_out
+    from schedlang.runtime.storage.fewer import put_inside, uncoded
 
     model, stack = hollow_model(plan.model.model, {}), Stack()
     model.train()
     hollow_out(model, {fqn: kind for fqn, kind in plan.computes.items() if fqn in leaves})
-    leave_out(model, experts_of(plan))
+    put_inside(uncoded, model, experts_of(plan))
     watch_again(model, (name for one in recomputed(plan) for name in one.modules))
     stack.watch(model, _opaque(leaves))
     saved = watch_saved(model, coded_by(plan), stack)
@@ -231,7 +231,7 @@ class Run:
         from schedlang.runtime.recording.meta import hollow_model
         from schedlang.runtime.recording.torch_calls import tensors_in
         from schedlang.runtime.sharding.numbers import set_number
-        from schedlang.runtime.storage.fewer import leave_out
+        from schedlang.runtime.storage.fewer import put_inside, uncoded
 
         plan = self.plan
         shapes = {name: plan.held(name).local_shape(plan.mesh) for name in plan.layouts}
@@ -259,7 +259,7 @@ class Run:
             module = model.get_submodule(fqn)
             forward = dry_forward(leaf, module, self.follower, self._group_at(fqn), self.edges)
             module.forward = forward
-        leave_out(model, experts_of(plan))
+        put_inside(uncoded, model, experts_of(plan))
         watch_again(model, (name for one in recomputed(plan) for name in one.modules))
         self.stack.watch(model, _opaque(self.leaves))
         self.saved = watch_saved(model, coded_by(plan), self.stack)

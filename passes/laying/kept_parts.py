@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from schedlang.diagnostic import Diagnostic, Label, Refusal
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from schedlang.passes.cutting.chains import Chains
+    from schedlang.passes.laying.propagate import Traced
     from schedlang.regions.again import Again
     from schedlang.runtime.following.saved import Saved
 
@@ -35,10 +36,13 @@ class SavedParts:
     """How the ranks along the axis that splits weights split what coded modules save.
 
     splits  place -> for each size of the last dim of the whole, the dim that is split, or None
+    blocks  module -> sizes of what it computes side by side (queries, keys, values), of which a
+            rank has a part each
     """
 
     ranks: int
     splits: Mapping[_Place, Mapping[int, int | None]]
+    blocks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def each(self, at: Saving, tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
         """A whole tensor with each rank's part of it changed."""
@@ -47,12 +51,27 @@ class SavedParts:
         dim = self._dim(at.fqn, at.site, tensor)
         if dim is None:
             return change(tensor)
+        sizes = self.blocks.get(at.site, ())
+        if sizes and sum(sizes) == tensor.shape[dim]:
+            return self._in_blocks(tensor, dim, sizes, change)
         if dim:
             return torch.cat([change(part) for part in tensor.chunk(self.ranks, dim)], dim)
         runs = self._runs(tensor.shape[0], at.samples)  # samples, with heads in one dim
         by_sample = tensor.reshape(runs, -1, *tensor.shape[1:])
         parts = [change(part) for part in by_sample.chunk(self.ranks, 1)]
         return torch.cat(parts, 1).flatten(0, 1)
+
+    def _in_blocks(
+        self, tensor: Tensor, dim: int, sizes: tuple[int, ...], change: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Each rank's part of all blocks changed as one."""
+        import torch
+
+        mine = [size // self.ranks for size in sizes]
+        pieces = [block.chunk(self.ranks, dim) for block in torch.split(tensor, list(sizes), dim)]
+        made = [torch.split(change(torch.cat([piece[rank] for piece in pieces], dim)), mine, dim)
+                for rank in range(self.ranks)]  # fmt: skip
+        return torch.cat([torch.cat(parts, dim) for parts in zip(*made)], dim)
 
     def _dim(self, fqn: str, site: str, tensor: Tensor) -> int | None:
         for name in _upwards(site):  # a module whose inside is not followed stands for it
@@ -107,6 +126,15 @@ def recomputed(plan: Plan, chains: Chains | None = None) -> tuple[Again, ...]:
     return tuple(one for one in found if any(_inside(site, coded) for site in one.modules))
 
 
+def summed(traced: Traced) -> tuple[str, ...]:
+    """The modules whose results are parts of sums over ranks: a second run that is spared them is
+    given them as they are."""
+    from schedlang.placement import P
+
+    pairs = traced.edges.items()
+    return tuple(fqn for fqn, edges in pairs if any(isinstance(e.computes, P) for e in edges))
+
+
 def meeting(plan: Plan) -> list[Action]:
     """The rows by which something runs again from what is kept in fewer bits, or may."""
     coded = [row.fqn for row in plan.kept]
@@ -138,7 +166,17 @@ def saved_parts(
             if isinstance(dim, str) or known.setdefault(one.shape[-1], dim) != dim:
                 what = dim if isinstance(dim, str) else "one size, split and whole"
                 raise refusal(plan, fqn, axes[0], f"{what}, in `{one.site}`")
-    return SavedParts(ranks, splits)
+    return SavedParts(ranks, splits, _blocks(plan, axes[0]))
+
+
+def _blocks(plan: Plan, axis: str) -> dict[str, tuple[int, ...]]:
+    """Modules whose weights rows split in several blocks, and the sizes of these."""
+    return {
+        name.rpartition(".")[0]: split.blocks
+        for name, layout in plan.layouts.items()
+        for split in layout.splits
+        if split.axis == axis and len(split.blocks) > 1
+    }
 
 
 def _split(whole: Saved, part: Saved, ranks: int) -> int | None | str:

@@ -86,23 +86,15 @@ def _check_choices(plan: Plan, traced: Traced) -> None:
 
 
 def _check_results(plan: Plan) -> None:
-    """What is kept beside inputs is what one process has, too: no message, no part of a sum."""
-    weights = splitting(plan)
+    """What is kept beside inputs is what one process has, too: no message (S857)."""
     for row in meeting(plan):
-        kept = [one for one in row.primitive.reruns(row.sites, ()) or () if one.results]
-        if any("collective" in one.save for one in kept):
-            why = "messages between ranks are no results of one process"
-            helps = ["leave `collective` out: what is sent is then sent again"]
-        elif weights and (kept or row.primitive.limit is not None):
-            why = f"along `{weights[0]}` products of ranks may be parts of a sum, which none keeps"
-            helps = ["recompute all of these modules: `checkpoint()`, or `group=`",
-                     f"or set it to 1: `--mesh {weights[0]}=1`"]  # fmt: skip
-        else:
+        if not any("collective" in one.save for one in row.primitive.reruns(row.sites, ()) or ()):
             continue
         label = Label(row.span or NOWHERE, "keeps results for a second run")
         raise Refusal(
             Diagnostic("S857", "results that are kept in fewer bits are not those of one process",
-                       label, (), (why,), tuple(helps))
+                       label, (), ("messages between ranks are no results of one process",),
+                       ("leave `collective` out: what is sent is then sent again",))
         )  # fmt: skip
 
 

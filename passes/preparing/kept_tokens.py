@@ -1,4 +1,4 @@
-"""What coded modules save where ranks split sequences: a rank's tensors beside the whole ones."""
+"""What coded modules save where ranks split it: a rank's tensors beside the whole ones."""
 
 from __future__ import annotations
 
@@ -6,16 +6,58 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from schedlang.passes.cutting.chains import Chains, Counting, run_again, running
-from schedlang.passes.laying.kept_parts import SavedParts, refusal
+from schedlang.diagnostic import Diagnostic, Label, Refusal
+from schedlang.passes.cutting.chains import Chains, Counting, alone, run_again, running
+from schedlang.passes.laying.kept_parts import (
+    SavedParts,
+    meeting,
+    recomputed,
+    refusal,
+    saved_parts,
+    splitting,
+    summed,
+)
 from schedlang.passes.laying.token_parts import Cut, Parts, Split, TokenParts, WeightsAndTokens
+from schedlang.plan import Plan
+from schedlang.source import NOWHERE
 
 if TYPE_CHECKING:
     from schedlang.runtime.following.saved import Saved
 
 
-def kept_by_tokens(counting: Counting, chains: Chains) -> Parts | None:
-    """How ranks split what coded modules save, once it is known how they split sequences.
+def kept_by_ranks(counting: Counting, chains: Chains) -> Parts | None:
+    """How ranks split what coded modules save, once it is known what runs again, and from what.
+
+    Raises Refusal S857 for single operators that are kept on ranks which split weights: these may
+    call others than one process does.
+    """
+    plan, traced = counting.plan, counting.traced
+    again = recomputed(plan, chains)
+    if not splitting(plan) or not again:
+        return _by_tokens(counting, chains)
+    if any(one.chosen for one in again):
+        raise _of_ranks(plan, splitting(plan)[0])
+    local = _saved(replace(counting, tokens=None), chains)
+    whole = _saved(alone(counting), chains, summed(traced))
+    traced = replace(traced, saved=saved_parts(plan, whole, local))
+    return _by_tokens(replace(counting, traced=traced), chains)
+
+
+def _of_ranks(plan: Plan, axis: str) -> Refusal:
+    row = next(one for one in meeting(plan) if one.primitive.limit is not None)
+    return Refusal(
+        Diagnostic(
+            "S857", "results that are kept in fewer bits are not those of one process",
+            Label(row.span or NOWHERE, "chooses single operators"), (),
+            (f"ranks that split weights over `{axis}` call other operators than one process does",),
+            ("keep classes of operators instead: `checkpoint(save=[linear])`",
+             "or whole regions: `checkpoint(plan=rotor, memory=2GiB)`"),
+        )
+    )  # fmt: skip
+
+
+def _by_tokens(counting: Counting, chains: Chains) -> Parts | None:
+    """How ranks split it where they split sequences.
 
     Two forwards of a rank's model on the meta device, of all tokens and of its own, with the
     attention that runs on real devices, are compared.
@@ -64,15 +106,24 @@ def _words(site: str, whole: Shapes, local: Shapes) -> str:
     return f"{sizes[0]} for {sizes[1]}, in `{site}`"
 
 
-def _saved(counting: Counting, chains: Chains) -> Mapping[str, Sequence[Saved]]:
-    """What coded modules of the local model save in a forward without values."""
+def _saved(
+    counting: Counting, chains: Chains, parts: Sequence[str] = ()
+) -> Mapping[str, Sequence[Saved]]:
+    """What coded modules of the local model save in a forward without values.
+
+    `parts`: modules whose results ranks have as parts of sums, and keep as they are.
+    """
     from schedlang.runtime.following.saved import watch_saved
     from schedlang.runtime.following.trace import Stack
+    from schedlang.runtime.sharding.leaf import know_coded
+    from schedlang.runtime.storage.fewer import put_inside, summing
 
     found: dict[str, Any] = {}
 
     def watch(model: Any) -> None:
         stack = Stack()
+        know_coded(model)
+        put_inside(summing, model, parts)
         run_again(counting.plan, model, chains)
         stack.watch(model, lambda fqn: False)
         found.update(watch_saved(model, [row.fqn for row in counting.plan.kept], stack))

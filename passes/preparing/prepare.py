@@ -17,7 +17,7 @@ from schedlang.passes.laying.weigh import Weight
 from schedlang.passes.preparing.allotted import Bits, allotted
 from schedlang.passes.preparing.holdings import holdings_of
 from schedlang.passes.preparing.kept_bits import check_kept
-from schedlang.passes.preparing.kept_tokens import kept_by_tokens
+from schedlang.passes.preparing.kept_tokens import kept_by_ranks
 from schedlang.passes.preparing.peers import check_peers
 from schedlang.passes.preparing.repeats import check_repeats
 from schedlang.passes.preparing.routing import check_routing
@@ -74,7 +74,7 @@ def prepare(
     tokens = tokens_of(plan, traced, sample, loss, weight)
     counting = Counting(plan, traced, staged, sample, loss, tokens)
     chains = chains_of(counting)
-    traced = replace(traced, saved=kept_by_tokens(counting, chains))
+    traced = replace(traced, saved=kept_by_ranks(counting, chains))
     check_repeats(plan, sample, loss)
     bits = allotted(plan, sample, loss, chains) if bits is None else bits
     return Prepared(traced, staged, holdings_of(plan, staged), slicing, tokens, chains, bits)

@@ -43,7 +43,7 @@ def with_kept(
         experts: Any = module.get_submodule(fqn)
         experts.forward = partial(_apart, experts.forward)
     # inside: what they are given is kept in fewer bits, too
-    with_second_runs(plan, module, known.chains if known is not None else {})
+    with_second_runs(plan, module, known)
     for row in plan.kept:
         assert known is not None, "a plan is prepared before it is compared"
         part: Any = module.get_submodule(row.fqn)

@@ -13,20 +13,21 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from schedlang.passes.laying.kept_parts import recomputed
+from schedlang.passes.laying.kept_parts import recomputed, summed
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from schedlang.passes.cutting.chains import Chains
+    from schedlang.passes.preparing.prepare import Prepared
     from schedlang.regions.again import Again
 
 
-def with_second_runs(plan: Plan, module: nn.Module, chains: Chains) -> None:
+def with_second_runs(plan: Plan, module: nn.Module, known: Prepared | None) -> None:
     """Let those modules of a copy of the original run again that are kept in fewer bits."""
-    for again in recomputed(plan, chains):
-        region = _Region(again)
+    parts = summed(known.traced) if known is not None else ()
+    for again in recomputed(plan, known.chains if known is not None else {}):
+        region = _Region(again, parts)
         for place, fqn in enumerate(again.modules):
             part: Any = module.get_submodule(fqn)
             part.forward = partial(_forward, region, place, part, part.forward)
@@ -37,6 +38,7 @@ class _Region:
     """Modules that run again as one, and what tensors of this pass are in their second run."""
 
     again: Again
+    summed: tuple[str, ...]  # modules of which ranks have parts of sums, kept as they are
     next: int = 0
     known: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)  # its version, the other
 
@@ -102,7 +104,8 @@ def _forward(
     region.enter(place)
     tensors: list[Tensor] = []
     template = take((args, kwargs), tensors)
-    given, results, apart = region.given(tensors), Results(region.again), _Apart(module)
+    given, apart = region.given(tensors), _Apart(module)
+    results = Results(region.again, region.summed)
     again: list[Tensor] = []
     places = count()
     with saved_tensors_hooks(lambda tensor: next(places), lambda place: again[place]):

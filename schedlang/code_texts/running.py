@@ -80,7 +80,7 @@ CODES: Mapping[str, tuple[str, str]] = {
         "modules that are rounded, or lie in such, keeps what it keeps in fewer bits: inputs of\n"
         "modules, groups and regions of plans, and results that are spared (`save=`, `pareto`).\n"
         "Not where modules choose by values, where `plan=dtr` drops tensors as it runs, where\n"
-        "messages are kept, nor results of ranks that split weights.",
+        "messages are kept, nor single operators (`pareto`) of ranks that split weights.",
     ),
     "S858": (
         "parts of activations in fewer bits",
@@ -195,6 +195,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S935": (
         "unequal parts of activations in fewer bits",
         "What a rank saves of a module is compared with what the whole module saves: each tensor\n"
-        "the same, or an equal part along one dim.  Else one process has other blocks to round.",
+        "the same, or an equal part along one dim.  Else one process has other blocks to round.\n"
+        "Attention that drops weights saves scores in one process, and none where ranks split\n"
+        "tokens.",
     ),
 }

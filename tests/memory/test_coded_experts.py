@@ -12,7 +12,7 @@ from schedlang.passes.preparing.prepare import prepare
 from schedlang.passes.verifying.prove import Case, prove
 from schedlang.runtime.keeping.coded import Tally, code
 from schedlang.runtime.keeping.rounded import Coding
-from schedlang.runtime.storage.fewer import leave_out
+from schedlang.runtime.storage.fewer import put_inside, uncoded
 from tests import expert_models as models
 from tests.engine import Threads
 from tests.memory.test_coded import drawn
@@ -53,9 +53,9 @@ def test_experts_that_are_rounded_are_found(
 ) -> None:
     """If a rank rounded rows as they come to its experts, gradients would not be those of the one
     process."""
-    from schedlang.runtime.routing import experts
+    from schedlang.runtime.sharding import leaf
 
-    monkeypatch.setattr(experts, "uncoded", nullcontext)
+    monkeypatch.setattr(leaf, "uncoded", nullcontext)
     monkeypatch.setattr("schedlang.passes.verifying.prove.suspected", lambda report, *_: report)
     plan = planned(models.tiny(layers=1), ROW.format("tp") + CODED.format("int2"), "tp=2", "lossy")
     report = prove(Case(plan, tuple(BATCHES), None, None, 0, "none"), pool=threads)
@@ -69,7 +69,7 @@ def test_all_around_the_experts_is_rounded(apart: bool) -> None:
     layer, tally, seen = models.Mixture(models.EXPERTS).double(), Tally(), []
     code(layer, "it", Coding(4, 8), tally)
     if apart:
-        leave_out(layer, ["experts"])
+        put_inside(uncoded, layer, ["experts"])
     spread = layer.experts.forward
 
     def noted(*given: Tensor) -> Tensor:

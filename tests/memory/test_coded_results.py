@@ -21,7 +21,7 @@ from tests import models
 from tests.engine import Threads
 from tests.memory.test_coded import ROW, drawn, tokens
 from tests.proofs import planned, proven, sgd
-from tests.zoo.scenes import GPT2
+from tests.zoo.scenes import GPT2, LLAMA
 
 KEEP = "transformer.h.*  checkpoint(save=[{}])\n"
 INNER = "transformer.h.*.mlp  checkpoint(save=[linear])\n"
@@ -44,12 +44,18 @@ def four() -> nn.Module:
 @pytest.mark.parametrize("model, rows, mesh", [
     (dropping, KEEP.format("linear") + ROW.format("int2") + "zero(stage=3, over=dp)", "dp=2"),
     (four, GROUP.format(2) + ROW.format("int2") + "zero(stage=1, over=dp)", "dp=2"),
+    (lambda: dropping(1), GPT2 + KEEP.format("linear") + ROW.format("int2"), "tp=2"),
     *(pytest.param(*case, marks=pytest.mark.deep) for case in [
         (dropping, KEEP.format("linear, attention") + ROW.format("int4") + PIPE, "pp=2"),
         (dropping, INNER + ROW.format("int8"), ""),
         (four, "transformer.h.*  checkpoint(group=2, every=2, save=[linear])\n"
          + ROW.format("adaptive, bits=4") + "zero(stage=3, over=dp)", "dp=2"),
         (four, GPT2 + GROUP.format(2) + ROW.format("int4"), "tp=2"),
+        (four, GPT2 + PLAN.format("rotor", "300KiB") + ROW.format("int2"), "tp=2"),
+        (lambda: models.llama(1), LLAMA + "model.layers.*  checkpoint(save=[linear, attention])\n"
+         "model.layers.*  compress(activations, int4, block=16)", "tp=2"),
+        (lambda: models.gpt2(1), GPT2 + RING + KEEP.format("linear") + ROW.format("int2"),
+         "tp=2, cp=2"),
         (lambda: models.gpt2(2), RING + KEEP.format("linear") + ROW.format("int2"), "cp=2"),
         (lambda: models.gpt2(4), RING + GROUP.format(2) + ROW.format("int4"), "cp=2"),
         (four, PLAN.format("rotor", "400KiB") + ROW.format("int2"), ""),
@@ -68,10 +74,12 @@ def test_equal_to_one_process_that_keeps_alike(
     assert report.equivalence == "relaxed (lossy)"
 
 
-def kinds_that_differ(threads: Threads, patch: pytest.MonkeyPatch, rows: str) -> set[str]:
+def kinds_that_differ(
+    threads: Threads, patch: pytest.MonkeyPatch, rows: str, mesh: str = ""
+) -> set[str]:
     """What of the first step is not that of the one process; nobody asks for the row to blame."""
     patch.setattr("schedlang.passes.verifying.prove.suspected", lambda report, *given: report)
-    plan = planned(models.gpt2(2), rows, "", "lossy")
+    plan = planned(models.gpt2(2 if "group" in rows else 1), rows, mesh, "lossy")
     report = prove(Case(plan, tuple(tokens()), None, None, 0, "none"), pool=threads)
     return {row.kind for row in report.rows if not row.ok and not row.step}
 
@@ -162,12 +170,21 @@ def test_a_kept_result_may_be_written_into() -> None:
         assert all(map(torch.equal, gradients[0], some))
 
 
-@pytest.mark.parametrize("rows, mesh, said", [
-    (GPT2 + KEEP.format("linear") + ROW.format("int8"), "tp=2", "parts of a sum"),
-    (GPT2 + PLAN.format("rotor", "1MiB") + ROW.format("int8"), "tp=2", "parts of a sum"),
-])  # fmt: skip
-def test_refused(rows: str, mesh: str, said: str) -> None:
-    """Products of ranks that split weights."""
+def test_parts_of_sums_that_are_rounded_are_found(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a rank rounded its part of a sum that it is spared, gradients would not be those of one
+    process, which has no such part."""
+    from schedlang.runtime.keeping import chosen
+
+    monkeypatch.setattr(chosen, "is_summed", lambda: False)
+    rows = GPT2 + KEEP.format("linear") + ROW.format("int2")
+    assert "gradients" in kinds_that_differ(threads, monkeypatch, rows, "tp=2")
+
+
+def test_single_operators_of_ranks_are_refused() -> None:
+    """Ranks that split weights call other operators than one process does."""
+    rows = GPT2 + PLAN.format("pareto", "150KiB") + ROW.format("int8")
     with pytest.raises(Refusal) as error:
-        prepare(planned(models.gpt2(2), rows, mesh, "lossy"), models.tokens(rows=4))
-    assert "S857" in error.value.render() and said in error.value.render()
+        prepare(planned(models.gpt2(4), rows, "tp=2", "lossy"), models.tokens(rows=4))
+    assert "S857" in error.value.render() and "other operators" in error.value.render()

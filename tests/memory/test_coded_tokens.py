@@ -140,6 +140,8 @@ def test_another_layout_is_found(threads: Threads, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("model, rows, mesh, code, said", [
     (lambda: models.llama(1, attend="eager"), LLAMA.format("ring, over=cp", "int8"), "cp=2",
      "S935", "one process could not"),
+    (lambda: models.gpt2(1, dropout=0.1), GPT2.format("ring, over=cp", "int8"), "cp=2", "S935",
+     "drops weights"),
     (lambda: models.llama(1), "model.layers.*.mlp.{gate,up}_proj  shard(col, over=tp)\n"
      "model.layers.*.mlp.down_proj  shard(row, over=tp)\n"
      "model.layers.*.self_attn.{q,k,v}_proj  shard(col, over=tq)\n"
@@ -149,7 +151,7 @@ def test_another_layout_is_found(threads: Threads, monkeypatch: pytest.MonkeyPat
 def test_refused(
     model: Callable[[], nn.Module], rows: str, mesh: str, code: str, said: str
 ) -> None:
-    """Attention that keeps its scores, and tokens beside weights on two axes."""
+    """Attention that keeps its scores, or drops some, and tokens beside weights on two axes."""
     with pytest.raises(Refusal) as error:
         prepare(planned(model(), rows, mesh, "lossy"), models.tokens(rows=4))
     assert code in error.value.render() and said in error.value.render(), error.value.render()

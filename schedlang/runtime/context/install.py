@@ -19,6 +19,7 @@ from schedlang.runtime.context.seat import Call, How, Seat, seated
 from schedlang.runtime.context.tokens import Tokens
 from schedlang.runtime.drawing.random import LogicalDropout, Slices, Window, within
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.storage.fewer import keeper
 
 
 def install(model: nn.Module, tokens: Tokens, hows: Mapping[str, How]) -> list[Any]:
@@ -64,6 +65,25 @@ class Exchanging:
         """See Exchange."""
         assert self.draw is not None, "several ranks draw logically"
         return Dropout.logical(p, self.draw, rows, heads, seat.layout.total)
+
+
+class Unseen(Exchanging):
+    """Attention of one rank in a model without values, where all masks of dropout are alike."""
+
+    def drawn(self, seat: Seat, p: float, rows: int, heads: int) -> Dropout:
+        """A mask of the right shape; raises Refusal S935 inside of what is kept in fewer bits, for
+        attention that drops weights saves scores in one process, and none of them here."""
+        if keeper() is not None:
+            raise Refusal(
+                Diagnostic(
+                    "S935", "attention drops weights where ranks split tokens, and what it saves is"
+                    " kept in fewer bits",
+                    notes=("one process keeps the scores for it, which no rank has",),
+                    helps=("train without dropout of attention weights",
+                           "or select modules beside it, as in `layers.*.mlp  compress(...)`"),
+                )
+            )  # fmt: skip
+        return Dropout.fresh(p, rows, heads, seat.layout.total)
 
 
 def _mean(value: torch.Tensor, heads: int, how: How, total: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from schedlang.regions.operators import Key
 from schedlang.runtime.keeping.coded import unpack
-from schedlang.runtime.storage.fewer import Keep
+from schedlang.runtime.storage.fewer import Keep, is_summed
 
 ATTENTION = "attention"  # whichever kernel computes it
 
@@ -53,7 +53,7 @@ class Chosen:
     """Two dispatch modes over one store: `forward` keeps what was chosen, `again` finds it there.
 
     Both count; a second backward through a retained graph finds the same again. Inside of a coded
-    module results are kept in fewer bits (`keep`, see fewer.keeper).
+    module results are kept in fewer bits (`keep`, see fewer.keeper), but for parts of sums.
     """
 
     def __init__(self, wanted: Wanted, keep: Keep | None = None) -> None:
@@ -64,7 +64,8 @@ class Chosen:
 
     def held(self, tensor: Tensor) -> _Held | _Few:
         """A result, to be found again."""
-        packed = self.keep(tensor) if self.keep is not None else tensor
+        coded = self.keep is not None and not is_summed()
+        packed = self.keep(tensor) if coded and self.keep is not None else tensor
         return _Held(tensor) if packed is tensor else _Few(packed)
 
 

@@ -25,6 +25,7 @@ from schedlang.runtime import scope
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.keeping.offload import Move, back, mover
 from schedlang.runtime.keeping.rounded import Coding, Rounded, rounded
+from schedlang.runtime.sharding.leaf import know_coded
 from schedlang.runtime.storage.fewer import is_uncoded, keeping
 from schedlang.runtime.storage.own import given_whole, is_candidate, is_copy, own, place
 from schedlang.runtime.storage.tiers import reference_to
@@ -53,6 +54,7 @@ def code(
 
     `bits` of single tensors, by their number among the floats that a call saves, from 1 on.
     """
+    know_coded(module)
     wrap(module, "code", Code(module, fqn, coding, tally or Tally(), bits or {}))
 
 

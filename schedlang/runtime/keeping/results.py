@@ -5,7 +5,7 @@ Programs do it in `chosen.py`: here the first run is over before anything is put
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from schedlang.runtime.keeping.chosen import Turns
 from schedlang.runtime.keeping.recompute import wanted
 from schedlang.runtime.keeping.through import through
-from schedlang.runtime.scope import capture
+from schedlang.runtime.scope import capture, site
 
 if TYPE_CHECKING:
     from schedlang.regions.again import Again
@@ -25,11 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Result:
-    """What one operator gave: where it ran, its tensors with their versions, and their values."""
+    """What one operator gave: where it ran, its tensors with their versions, and their values.
+
+    `whole`: it is kept as it is.
+    """
 
     place: Callable[[], Any]
     leaves: list[Any]
     spec: Any
+    whole: bool
     copies: list[tuple[int, Tensor]]
 
     def keep(self) -> None:
@@ -38,8 +42,9 @@ class _Result:
         for k, leaf in enumerate(self.leaves):
             if isinstance(leaf, Tensor):
                 version, copy = next(kept)
+                now = leaf if leaf._version == version else copy
                 with self.place():
-                    (value,) = through([leaf if leaf._version == version else copy])
+                    (value,) = [now] if self.whole else through([now])
                 self.leaves[k] = value.detach()
 
     def given(self) -> Any:
@@ -49,10 +54,10 @@ class _Result:
 
 
 class Results:
-    """The results that are kept of one call of a module."""
+    """The results that are kept of one call of a module; in some `parts` of it as they are."""
 
-    def __init__(self, again: Again) -> None:
-        self.some = again.results
+    def __init__(self, again: Again, parts: Collection[str] = ()) -> None:
+        self.some, self.parts = again.results, parts
         self.wanted = wanted(again.save, again.chosen)
         self.found: list[_Result] = []
 
@@ -91,8 +96,13 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             leaves, spec = tree_flatten(out)
             # a later operator may write into them
             copies = [(t._version, t.clone()) for t in leaves if isinstance(t, torch.Tensor)]
-            self.results.found.append(_Result(capture(), leaves, spec, copies))
+            whole = any(_inside(site(), part) for part in self.results.parts)
+            self.results.found.append(_Result(capture(), leaves, spec, whole, copies))
         return out
+
+
+def _inside(fqn: str, part: str) -> bool:
+    return fqn == part or fqn.startswith(f"{part}.")
 
 
 class _Giving(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -28,7 +28,6 @@ from schedlang.runtime.routing.expert_probe import Experts
 from schedlang.runtime.sharding.crossing import shared
 from schedlang.runtime.sharding.numbers import number_at, set_number
 from schedlang.runtime.sharding.shard import Edge, Forward
-from schedlang.runtime.storage.fewer import uncoded
 
 if TYPE_CHECKING:
     from schedlang.runtime.sharding.leaf import Sharded
@@ -98,10 +97,6 @@ class Spread:
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """What the experts of all ranks give for these tokens."""
-        with uncoded():
-            return self._given(hidden, index, weights)
-
-    def _given(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         x, w = hidden, weights
         for edge in self.alike:
             x, w = shared(edge.entry(), x), shared(edge.entry(), w)

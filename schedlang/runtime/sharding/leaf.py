@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
 
+from schedlang.placement import P
+from schedlang.runtime.forward import layers_of
 from schedlang.runtime.sharding import cube, grid, split_norm
 from schedlang.runtime.sharding.convolution import CONVOLUTIONS, POOLS, convolution, pool
 from schedlang.runtime.sharding.shard import Edge, Forward, embedding, projection, region
 from schedlang.runtime.sharding.shared_norm import batch_norm, group_norm
+from schedlang.runtime.storage.fewer import summing, uncoded
 
 
 class Sharded:
@@ -26,20 +30,40 @@ class Sharded:
         self.module, self.kind, self.edges = module, kind, edges
         self.inner: Forward = module.forward if inner is None else inner
         self.run: Forward | None = None
+        self.coded = False  # whether a module around it is
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
         made = Sharded.__new__(Sharded)
         memo[id(self)] = made
         made.module, made.kind = copy.deepcopy(self.module, memo), self.kind
         made.inner, made.edges = copy.deepcopy(self.inner, memo), self.edges
-        made.run = None
+        made.run, made.coded = None, self.coded
         return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The sharded computation."""
         if self.run is None:
             self.run = forward_of(self)
-        return self.run(*args, **kwargs)
+        if not self.coded:  # what is compiled sees no more than this
+            return self.run(*args, **kwargs)
+        with self._around():
+            return self.run(*args, **kwargs)
+
+    def _around(self) -> AbstractContextManager[None]:
+        """What of this computation no single process has, to a coded module around it."""
+        if self.kind == "experts":
+            return uncoded()
+        sums = any(isinstance(edge.computes, P) for edge in self.edges)
+        return summing() if sums else nullcontext()
+
+
+def know_coded(model: nn.Module) -> None:
+    """Let sharded modules say what of them a coded module around them keeps as it is."""
+    for module in model.modules():
+        layers = layers_of(module)
+        forward = layers.original if layers is not None else vars(module).get("forward")
+        if isinstance(forward, Sharded):
+            forward.coded = True
 
 
 FORWARDS: Mapping[str, Callable[[nn.Module, str, tuple[Edge, ...]], Forward]] = {

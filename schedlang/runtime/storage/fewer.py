@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ Keep = Callable[[Tensor], Any]  # a tensor to what is kept in its place
 class _Here(threading.local):
     keep: Keep | None = None
     uncoded = False
+    summed = False
 
 
 _here = _Here()
@@ -54,13 +55,34 @@ def is_uncoded() -> bool:
     return _here.uncoded
 
 
-def leave_out(model: nn.Module, modules: Iterable[str]) -> None:
-    """Keep as it is what some modules of a throwaway copy save in their forwards."""
+@contextmanager
+def summing() -> Iterator[None]:
+    """Inside, results are parts of sums over ranks, and not those of one process: a recomputation
+    that spares them keeps them as they are."""
+    before, _here.summed = _here.summed, True
+    try:
+        yield
+    finally:
+        _here.summed = before
+
+
+def is_summed() -> bool:
+    """Whether what is computed now is a part of a sum."""
+    return _here.summed
+
+
+def put_inside(
+    around: Callable[[], AbstractContextManager[None]], model: nn.Module, modules: Iterable[str]
+) -> None:
+    """Let some modules of a throwaway copy run inside of `uncoded`, or of `summing`."""
     for fqn in modules:
         module = model.get_submodule(fqn)
-        module.forward = partial(_left_out, module.forward)
+        module.forward = partial(_inside, around, module.forward)
 
 
-def _left_out(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with uncoded():
+def _inside(
+    around: Callable[[], AbstractContextManager[None]], inner: Callable[..., Any],
+    *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
+    with around():
         return inner(*args, **kwargs)
