@@ -68,9 +68,17 @@ def autocast_to(x: Tensor) -> torch.dtype | None:
     Kinds of device that torch has no autocast for, meta among them, raise if they are asked.
     """
     kind = x.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if not _has_autocast(kind) or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
+
+
+def _has_autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)
+
+
+# torch.compiler.assume_constant_result, for torch 2.11, whose compiler cannot follow the question
+_has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def tile(size: int) -> tuple[int, int, int]:
