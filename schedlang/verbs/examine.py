@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from schedlang.modelfile import ModelFile
     from schedlang.report import Report
     from schedlang.runtime.launching.launch import Pool
+    from schedlang.runtime.launching.preload import BASE, PROGRAMS
     from schedlang.verbs.lockfile import Compared
 
 _PLACE = re.compile(r"(.+?):(\d+): ")
@@ -51,7 +52,7 @@ class Ranks:
 
         assert self._found is not None, "the ranks are those of a model file"
         if self._pool is None:
-            self._pool = Pool(files=self._found.files)
+            self._pool = Pool(preload=(*BASE, *PROGRAMS), files=self._found.files)
         return self._pool
 
     def rest(self) -> None:

@@ -48,6 +48,7 @@ def verify(
     from schedlang.passes.shrinking.shrink import remarked
     from schedlang.passes.verifying.prove import prove
     from schedlang.runtime.launching.launch import Hang, Pool, RankDied
+    from schedlang.runtime.launching.preload import BASE, PROGRAMS
     from schedlang.verbs.lockfile import demand_lock
     from schedlang.verbs.posed import posed
     from schedlang.verbs.settings import settings
@@ -61,7 +62,7 @@ def verify(
         seed=seed, only=only, dtype=dtype, shrink=shrink,
     )  # fmt: skip
     said = _Said(quiet=as_json or not sys.stderr.isatty())
-    with Pool(files=found.files) as pool:
+    with Pool(preload=(*BASE, *PROGRAMS), files=found.files) as pool:
         try:
             report = prove(one.case, pool=pool, title=file.name, command=one.command, progress=said)
         except (RankDied, Hang) as failure:

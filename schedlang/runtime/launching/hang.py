@@ -28,16 +28,17 @@ _POLL = 0.25  # seconds between two looks at what it has written
 def doubt(job: Job, ranks: Sequence[Rank], hang_after: float) -> None:
     """Raise Hang if no rank got on for `hang_after` seconds."""
     now = job.look()
-    if now - job.moved < min(1.0, hang_after / 4) or job.failures:
-        return
-    times = spent(ranks)
-    if any(_works(times[pid], job.spent.get(pid, (0.0, 0.0)), hang_after) for pid in times):
+    if now - max(job.moved, job.asked) < min(1.0, hang_after / 4) or job.failures:
+        return  # asking reads a file for each thread of each rank
+    job.asked, times = now, _spent(ranks)
+    before = job.spent = job.spent or times
+    if any(_works(times[pid], before.get(pid, (0.0, 0.0)), hang_after) for pid in times):
         job.moved, job.spent = now, times
     elif now - job.moved > hang_after:
         raise Hang(f"no rank got on for {hang_after:g} s", stacks(job, ranks))
 
 
-def spent(ranks: Sequence[Rank]) -> Times:
+def _spent(ranks: Sequence[Rank]) -> Times:
     """Seconds that each process of these ranks had, and waited for, so far."""
     pids = [[rank.pid] for rank in ranks if rank.pid]
     return {one[0]: (cpu_seconds(one), queued_seconds(one)) for one in pids}

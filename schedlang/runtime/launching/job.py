@@ -82,7 +82,8 @@ class Job:
     failures: list[tuple[int, int, str, BaseException | None]] = field(default_factory=list)
     first_failure: float = 0.0
     moved: float = field(default_factory=time.monotonic)
-    spent: Times = field(default_factory=dict)  # by process, then
+    asked: float = 0.0
+    spent: Times | None = None  # by process, when first asked since then
     looked: float = field(default_factory=time.monotonic)
 
     def begin(self) -> None:

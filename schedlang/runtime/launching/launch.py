@@ -30,8 +30,9 @@ from typing import Any
 
 from schedlang.runtime.launching import forkserver
 from schedlang.runtime.launching.forkserver import progress
-from schedlang.runtime.launching.hang import doubt, spent, stacks
+from schedlang.runtime.launching.hang import doubt, stacks
 from schedlang.runtime.launching.job import Hang, Job, Rank, RankDied, account, judge, unpickled
+from schedlang.runtime.launching.preload import BASE
 
 __all__ = ["Hang", "Pool", "RankDied", "progress"]
 
@@ -47,7 +48,7 @@ class Pool:
 
     def __init__(
         self,
-        preload: Sequence[str] = ("torch", "torch.distributed", "cloudpickle"),
+        preload: Sequence[str] = BASE,
         files: Mapping[str, str | Path] | None = None,
     ) -> None:
         self.files = {name: str(path) for name, path in (files or {}).items()}
@@ -205,7 +206,7 @@ class Pool:
 
     def _hear_rank(self, job: Job, rank: Rank) -> None:
         for kind, *what in rank.read():
-            job.moved, job.spent = time.monotonic(), spent(self._ranks[: job.world])
+            job.moved, job.spent = time.monotonic(), None
             if kind == "done":
                 job.results[rank.rank] = pickle.loads(what[0])
             elif kind == "error":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+BASE = ("torch", "torch.distributed", "cloudpickle")
 PROGRAMS = (
     "schedlang.passes.running.build",
     "schedlang.runtime.program",
