@@ -15,7 +15,7 @@ from schedlang.passes.running.build import build
 from schedlang.patterns import read
 from schedlang.plan import Plan
 from schedlang.runtime.regions.checked import check_fused
-from schedlang.runtime.regions.flow import Looked, flow, imagined
+from schedlang.runtime.regions.flow import Looked, flow, given_of, imagined
 from schedlang.runtime.regions.fuse import unavailable
 from schedlang.runtime.regions.layer import Told, fuse_pattern, regions_of
 from schedlang.runtime.regions.match import matches
@@ -283,6 +283,60 @@ def test_what_a_child_may_leave_out_is_not_asked(asks: Any) -> None:
     with pytest.raises(Refusal, match="cannot be followed") as refusal:
         flow(module, imagined(module), Looked(whole=frozenset({"maybe"})))
     assert "which `maybe` gives, is None" in refusal.value.render()
+
+
+def _of_one_place(pair: Any) -> Tensor:
+    made: Tensor = pair[0] * 3 if pair[1] is None else pair[0]
+    return made
+
+
+def _of_a_name(pair: Any) -> Tensor:
+    x, other = pair
+    if other is not None:
+        return x  # type: ignore[no-any-return]
+    return x * 3  # type: ignore[no-any-return]
+
+
+def _of_a_key(pair: Any) -> Tensor:
+    made: Tensor = pair["x"] * 3 if pair["other"] is None else pair["x"]
+    return made
+
+
+def _of_the_whole(pair: Any) -> Tensor:
+    made: Tensor = pair[0] * 3 if pair is None else pair[0]
+    return made
+
+
+class _Pair(nn.Module):
+    def __init__(self, run: Any) -> None:
+        super().__init__()
+        self.run = run
+
+    def forward(self, pair: Any) -> Any:
+        """What the function does with the argument."""
+        return self.run(pair)
+
+
+X = torch.ones(2)
+
+
+@pytest.mark.parametrize("asks, none, some", [
+    (_of_one_place, (X, None), (X, X)), (_of_a_name, [X, None], [X, X]),
+    (_of_a_key, {"x": X, "other": None}, {"x": X, "other": X}),
+])  # fmt: skip
+def test_what_an_argument_holds_may_be_asked_unless_it_is_none(
+    asks: Any, none: Any, some: Any
+) -> None:
+    """A pair with a None in it has another flow than one without, and none if that is asked."""
+    module = _Pair(asks)
+    without, whole = (given_of(module, (one,), {}) for one in (none, some))
+    assert without.key != whole.key
+    with pytest.raises(Refusal, match="cannot be followed") as refusal:
+        flow(module, without, Looked())
+    assert "is None, as it is here" in refusal.value.render()
+    assert not [n for n in flow(module, whole, Looked()).nodes if "mul" in str(n.target)]
+    asked = _Pair(_of_the_whole)
+    assert flow(asked, given_of(asked, ((X, None),), {}), Looked()) is not None
 
 
 def test_what_a_child_may_leave_out_is_handed_on() -> None:

@@ -57,10 +57,22 @@ class Given:
 
 
 def inside_of(value: Any) -> Any:
-    """What a trace may ask of an argument that holds tensors: a dict's keys, a list's length."""
+    """What a trace may ask of an argument that holds tensors: a dict's keys, a list's length, and
+    what in it is None."""
     if isinstance(value, dict):
-        return tuple(value)
-    return len(value) if isinstance(value, tuple | list) else None
+        return "dict", *((key, inside_of(one)) for key, one in value.items())
+    if isinstance(value, tuple | list):
+        return "list", *(inside_of(one) for one in value)
+    return "none" if value is None else "value"
+
+
+def like(inside: Any) -> Any:
+    """A value of which `inside_of` says the same."""
+    if isinstance(inside, str):
+        return None if inside == "none" else inside
+    kind, *parts = inside
+    made = [like(part[1] if kind == "dict" else part) for part in parts]
+    return dict(zip((part[0] for part in parts), made)) if kind == "dict" else made
 
 
 def given_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Given:
@@ -92,7 +104,7 @@ def flow(module: nn.Module, given: Given, looked: Looked) -> fx.Graph:
         try:
             while True:
                 try:
-                    with asked(module) as questions:
+                    with asked(module, given.tensors) as questions:
                         graph = tracer.trace(module)
                 except _Draws as inside:
                     tracer = Tracer(module, given, looked, tracer.whole | {inside.path})

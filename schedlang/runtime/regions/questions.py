@@ -1,8 +1,9 @@
-"""Questions that a trace cannot answer: whether what a child gives is None.
+"""Questions that a trace cannot answer: whether what a child gives, or an argument holds, is None.
 
 While a forward is followed every value is a stand-in, which is never None; a forward that asks
 would be followed along the branch of a value, whatever the child gives in truth.  Python does not
-tell anyone of `is`, so the instructions of the forward are watched as they run.
+tell anyone of `is`, so the instructions of the forward are watched as they run.  Of an argument it
+is known what it holds: only what is None there is answered wrongly.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import dis
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import CodeType, FrameType
@@ -22,8 +23,9 @@ _Trace = Callable[[FrameType, str, Any], Any]
 
 
 @contextmanager
-def asked(module: nn.Module) -> Iterator[list[str]]:
-    """Notes, in words, what is asked of values from children while `module` is traced."""
+def asked(module: nn.Module, given: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Notes, in words, what is asked of values from children, and of the Nones that the arguments
+    `given` hold, while `module` is traced."""
     found: list[str] = []
 
     def enter(frame: FrameType, event: str, arg: Any) -> _Trace | None:
@@ -34,11 +36,15 @@ def asked(module: nn.Module) -> Iterator[list[str]]:
 
     def step(frame: FrameType, event: str, arg: Any) -> _Trace:
         names = _tests(frame.f_code).get(frame.f_lasti, ()) if event == "opcode" else ()
-        for name in names:
+        for name, itself in names:
             value = frame.f_locals.get(name)
-            child = _child(value.node, module) if isinstance(value, fx.Proxy) else None
+            if not isinstance(value, fx.Proxy):
+                continue
+            child = _child(value.node, module)
             if child is not None:
                 found.append(f"it asks whether `{name}`, which `{child}` gives, is None")
+            elif _is_none(_within(value.node, given), itself):
+                found.append(f"it asks whether `{name}`, or what it holds, is None, as it is here")
         return step
 
     before = sys.gettrace()
@@ -54,9 +60,10 @@ def _is_foreign(code: CodeType) -> bool:
 
 
 @cache
-def _tests(code: CodeType) -> dict[int, tuple[str, ...]]:
-    """By the place of each comparison with None the names that it may be about."""
-    found: dict[int, tuple[str, ...]] = {}
+def _tests(code: CodeType) -> dict[int, tuple[tuple[str, bool], ...]]:
+    """By the place of each comparison with None the names that it may be about, and whether it is
+    about what the name stands for, or about what is made of that."""
+    found: dict[int, tuple[tuple[str, bool], ...]] = {}
     line: list[dis.Instruction] = []
     for one in dis.get_instructions(code):
         if one.starts_line:
@@ -68,9 +75,31 @@ def _tests(code: CodeType) -> dict[int, tuple[str, ...]]:
             before = line[:-1] if is_op else line
             loads = [i for i in before if i.opname.startswith(("LOAD_FAST", "LOAD_DEREF"))]
             near = [i for i in loads if i is before[-1]] or loads  # else what it is made of
-            found[one.offset] = tuple(str(i.argval) for i in near)
+            found[one.offset] = tuple((str(i.argval), i is before[-1]) for i in near)
         line.append(one)
     return found
+
+
+def _within(node: fx.Node, given: Mapping[str, Any]) -> Any:
+    """What an argument, or a part of one, is in this call; None where that is not known."""
+    if node.op == "placeholder":
+        return given.get(str(node.target), 0)
+    if node.op != "call_function" or node.target is not operator.getitem:
+        return 0  # computed: a tensor, or what a child gives
+    first, place = node.args
+    whole = _within(first, given) if isinstance(first, fx.Node) else 0
+    try:
+        return whole[place] if isinstance(whole, Mapping | Sequence) else whole
+    except (LookupError, TypeError):
+        return None
+
+
+def _is_none(value: Any, itself: bool) -> bool:
+    """Is it None, or does it, where something that it holds may be meant, hold one?"""
+    if itself or value is None or not isinstance(value, Mapping | tuple | list):
+        return value is None
+    inside = value.values() if isinstance(value, Mapping) else value
+    return any(_is_none(one, itself) for one in inside)
 
 
 def _child(node: fx.Node, module: nn.Module) -> str | None:

@@ -24,12 +24,12 @@ from schedlang.diagnostic import Refusal
 from schedlang.kernels.add_norm import LONGEST, add_norm, fits
 from schedlang.kernels.device import wide
 from schedlang.runtime.regions.arguments import arguments_of
-from schedlang.runtime.regions.flow import Given, inside_of, touched
+from schedlang.runtime.regions.flow import Given, inside_of, like, touched
 from schedlang.runtime.replacing.add_norm import Place, Sums, flow_of, form_of, places
 from schedlang.runtime.replacing.left import leave
 from schedlang.runtime.replacing.rebound import decorated
 
-Inside = tuple[tuple[str, Any], ...]  # each argument of the flow: keys if a dict, length if a list
+Inside = tuple[tuple[str, Any], ...]  # of each argument of the flow what a trace may ask of it
 Constants = tuple[tuple[str, Any], ...]
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -91,7 +91,7 @@ class Summing:
         """Rewrite the forward for calls like this one, if that was not done; S883 if it cannot."""
         key = inside, tuple((n, repr(v)) for n, v in constants), self.training()
         if key not in self.made:
-            made = self._made(Given({n: _like(v) for n, v in inside}, dict(constants)))
+            made = self._made(Given({n: like(v) for n, v in inside}, dict(constants)))
             self.made = {**self.made, key: made}
 
     def _made(self, given: Given) -> Made:
@@ -150,13 +150,6 @@ def _is_constant(value: Any) -> bool:
 def _constant(value: Any) -> Any:
     """A number that torch.compile took for a size that may change is this number from now on."""
     return operator.index(value) if type(value) is int else value
-
-
-def _like(inside: Any) -> Any:
-    """A value of which a trace may ask no more than that."""
-    if isinstance(inside, tuple):
-        return dict.fromkeys(inside)
-    return None if inside is None else [None] * inside
 
 
 # -- the rewritten forward -------------------------------------------------------------------------
