@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from schedlang.regions.operators import Key
+if TYPE_CHECKING:  # `check` needs no numbers of planners
+    from schedlang.regions.operators import Key
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from schedlang.modelfile import ModelFile
     from schedlang.report import Report
     from schedlang.runtime.launching.launch import Pool
-    from schedlang.runtime.launching.preload import BASE, PROGRAMS
     from schedlang.verbs.lockfile import Compared
 
 _PLACE = re.compile(r"(.+?):(\d+): ")
@@ -49,6 +48,7 @@ class Ranks:
     def pool(self) -> Pool:
         """Ranks that know the model file."""
         from schedlang.runtime.launching.launch import Pool
+        from schedlang.runtime.launching.preload import BASE, PROGRAMS
 
         assert self._found is not None, "the ranks are those of a model file"
         if self._pool is None:

@@ -97,6 +97,7 @@ def test_eager_under_ambient_modes():
     assert graphs(module) == 0
 
 
+@pytest.mark.deep
 def test_inside_a_checkpoint():
     """A fused module may be recomputed: gradients stay the same."""
     modules, x = blocks(1), torch.randn(4, 8)

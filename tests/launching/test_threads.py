@@ -201,7 +201,8 @@ def test_globals_of_the_process_are_each_ranks_own(threads: Threads) -> None:
 SHARED = {
     ("draws", "found"), ("fuse", "_codes"), ("launch", "_shared"), ("modes", "_open_bodies"),
     ("copies", "_streams"), ("rewrite", "_regions"), ("operator", "_regions"),
-    ("operator", "_keys"), ("launch", "_jitted"),
+    ("operator", "_keys"), ("launch", "_jitted"), ("summing", "_functions"), ("summing", "_alive"),
+    ("followed", "_done"),
 }  # fmt: skip
 
 

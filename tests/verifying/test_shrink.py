@@ -236,6 +236,7 @@ def test_a_changed_model() -> None:
     assert "S751" in refusal(model, step(norms, ""))
 
 
+@pytest.mark.deep
 def test_absolute_sizes() -> None:
     """Cut points fix the number of stages: where no small mesh has as many, that is said."""
     names = ", ".join(str(k) for k in range(8, 80, 8))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, cast
 
 from torch import fx, nn
 
@@ -86,7 +86,7 @@ def _within(node: fx.Node, given: Mapping[str, Any]) -> Any:
         return given.get(str(node.target), 0)
     if node.op != "call_function" or node.target is not operator.getitem:
         return 0  # computed: a tensor, or what a child gives
-    first, place = node.args
+    first, place = node.args[0], cast(Any, node.args[1])
     whole = _within(first, given) if isinstance(first, fx.Node) else 0
     try:
         return whole[place] if isinstance(whole, Mapping | Sequence) else whole
