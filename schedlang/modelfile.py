@@ -7,21 +7,19 @@ and `small_batch(seed)`, for rows that `replace` modules `replacements`, what th
 
 from __future__ import annotations
 
-import gc
 import importlib
-import importlib.util
 import inspect
-import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from schedlang.culprit import told
+from schedlang.current import module_of
 from schedlang.diagnostic import Diagnostic, Refusal, guess
+from schedlang.uncollected import uncollected
 
 if TYPE_CHECKING:
     from torch import nn
@@ -155,18 +153,14 @@ def load_model_file(named: str | None, beside: Path | None = None) -> ModelFile:
                        "or name one: `--model path/to/file.py`, `--model package.module`"),
             )
         )  # fmt: skip
-    spec = importlib.util.spec_from_file_location(IMPORT_NAME, path.resolve())
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[IMPORT_NAME] = module
-    loader = spec.loader
-    _run(lambda: loader.exec_module(module), str(path))
+    module, load = module_of(IMPORT_NAME, path.resolve())
+    _run(load, str(path))
     return _checked(module, IMPORT_NAME, path.resolve())
 
 
 def _run(load: Callable[[], Any], what: str) -> Any:
     try:
-        with _uncollected():
+        with uncollected():  # of torch and transformers it would take a second
             return load()
     except Refusal:
         raise
@@ -183,21 +177,6 @@ def _run(load: Callable[[], Any], what: str) -> Any:
                 ),
             )
         ) from error
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without the garbage collector: imports leave next to none, and it would look at all of them.
-
-    Of transformers and torch that is a second.
-    """
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()
 
 
 def _checked(module: ModuleType, name: str, path: Path | None) -> ModelFile:

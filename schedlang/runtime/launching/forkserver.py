@@ -13,7 +13,6 @@ import ctypes
 import faulthandler
 import gc
 import importlib
-import importlib.util
 import os
 import pickle
 import re
@@ -27,6 +26,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from schedlang.current import module_of
 from schedlang.runtime.launching.preload import wanted
 
 __runs_ranks__ = True  # no line of a user's stands above a rank's own function
@@ -171,12 +171,9 @@ def load_files(files: Mapping[str, str]) -> None:
     """Import files under the module names that they have in the parent, once."""
     for name, path in files.items():
         if name not in sys.modules:
-            spec = importlib.util.spec_from_file_location(name, path)
-            assert spec is not None and spec.loader is not None, path
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[name] = module
+            _, load = module_of(name, path)
             try:
-                spec.loader.exec_module(module)
+                load()
             except BaseException:
                 del sys.modules[name]
                 raise

@@ -1,0 +1,38 @@
+"""A model file is read as it is, however soon after a change."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from schedlang.modelfile import load_model_file
+from schedlang.runtime.launching.launch import Pool
+
+BEFORE = "from torch import nn\n\n\ndef model():\n    return nn.Linear(2, 3)\n"
+
+
+def test_a_change_within_a_second_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here and on ranks; nothing is left beside the file."""
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    monkeypatch.setattr("sys.dont_write_bytecode", False)
+    path = tmp_path / "model.py"
+
+    def written(text: str) -> int:
+        path.write_text(text)
+        os.utime(path, (1, 1))
+        found = load_model_file(str(path))
+        with Pool(("torch",), files={"a_model_file": path}) as pool:
+            (there,) = pool.run(_width, 1)
+        assert there == found.model().out_features
+        return int(there)
+
+    assert [written(BEFORE), written(BEFORE.replace("3", "5"))] == [3, 5]
+    assert [one.name for one in tmp_path.iterdir()] == ["model.py"]
+
+
+def _width() -> int:
+    import sys
+
+    return int(sys.modules["a_model_file"].model().out_features)
