@@ -31,23 +31,24 @@ def keeper() -> Keep | None:
 
 
 @contextmanager
-def keeping(keep: Keep) -> Iterator[None]:
+def _with(name: str, value: Any) -> Iterator[None]:
+    """Inside, what is known of this thread is this."""
+    before = getattr(_here, name)
+    setattr(_here, name, value)
+    try:
+        yield
+    finally:
+        setattr(_here, name, before)
+
+
+def keeping(keep: Keep) -> AbstractContextManager[None]:
     """Let what is kept beside what autograd saves be kept in this way, too."""
-    before, _here.keep = _here.keep, keep
-    try:
-        yield
-    finally:
-        _here.keep = before
+    return _with("keep", keep)
 
 
-@contextmanager
-def uncoded() -> Iterator[None]:
+def uncoded() -> AbstractContextManager[None]:
     """Inside, what coded modules save is kept as it is, and not counted."""
-    before, _here.uncoded = _here.uncoded, True
-    try:
-        yield
-    finally:
-        _here.uncoded = before
+    return _with("uncoded", True)
 
 
 def is_uncoded() -> bool:
@@ -55,15 +56,10 @@ def is_uncoded() -> bool:
     return _here.uncoded
 
 
-@contextmanager
-def summing() -> Iterator[None]:
+def summing() -> AbstractContextManager[None]:
     """Inside, results are parts of sums over ranks, and not those of one process: a recomputation
     that spares them keeps them as they are."""
-    before, _here.summed = _here.summed, True
-    try:
-        yield
-    finally:
-        _here.summed = before
+    return _with("summed", True)
 
 
 def is_summed() -> bool:
