@@ -14,7 +14,7 @@ from schedlang.primitive import Primitive, refuse
 if TYPE_CHECKING:
     from schedlang.model import Site
 
-TWO = ("double_ring", "usp")
+TWO = ("double_ring", "usp", "nbody")
 
 
 class context_parallel(Primitive):  # noqa: N801
@@ -28,6 +28,7 @@ class context_parallel(Primitive):  # noqa: N801
       double_ring  rings of `over`'s last axis inside of a ring of its first
       ulysses      all-to-all: whole sequences of some of the heads, and back
       usp          ulysses over `over`'s last axis inside of a ring over its first
+      nbody        teams of `over`'s last axis share their queries, and the steps of a ring of teams
 
     Two rows at one module, one `ulysses`, say `usp` as well.  `layout` says which tokens a rank
     has: one run, two of 2n chunks from both ends (`zigzag`), or every n-th token (`striped`).
@@ -39,10 +40,11 @@ class context_parallel(Primitive):  # noqa: N801
 
     Llama 3 (2024) for gather; Liu et al., Ring Attention (2023), Brandon et al., Striped Attention
     (2023); Jacobs et al., DeepSpeed-Ulysses (2023); Fang and Zhao, USP (2024); Gu et al.,
-    LoongTrain (2024); Sun et al., BurstAttention (2024).
+    LoongTrain (2024); Sun et al., BurstAttention (2024); WallFacer (2024), after Driscoll et al.,
+    A communication-optimal n-body algorithm (2013).
     """
 
-    method: Literal["gather", "ring", "double_ring", "ulysses", "usp"]
+    method: Literal["gather", "ring", "double_ring", "ulysses", "usp", "nbody"]
     over: Axes = field(kw_only=True)
     layout: Literal["contiguous", "zigzag", "striped"] | None = None
 

@@ -11,7 +11,7 @@ from schedlang.runtime.launching.launch import Pool
 from schedlang.runtime.regions.fuse import unavailable
 from tests.engine import Threads
 from tests.properties.profiles import register
-from tests.tiers import spread
+from tests.tiers import in_part, part, spread
 
 register()
 
@@ -22,6 +22,11 @@ PRELOAD = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`-m deep --part 3/8`: a long tier in pieces that end within half an hour each."""
+    parser.addoption("--part", metavar="K/N", type=part, help="run the K-th of N parts")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """`-m deep` takes the profile of that name, unless another was asked for."""
     asked = config.getoption("--hypothesis-profile", None)
@@ -30,9 +35,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before deep ones are left out
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of long lists of cases some are ordinary and the others deep."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of long lists of cases some are ordinary and the others deep; `--part` takes some of all."""
     spread(items)
+    if asked := config.getoption("--part"):
+        ours = [one for one in items if in_part(one.nodeid, *asked)]
+        config.hook.pytest_deselected(items=[one for one in items if one not in ours])
+        items[:] = ours
 
 
 @pytest.fixture(scope="session")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import tomllib
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-DOCS = Path(__file__).parent.parent / "docs"
+TESTS = Path(__file__).parent
+DOCS = TESTS.parent / "docs"
 FAMILIES = {
     "DP": "Data parallelism", "TP": "Tensor parallelism", "PP": "Pipelines", "SP": "Long sequences",
     "EP": "Experts", "ME": "Memory and precision", "AU": "Planners", "CO": "Communication",
@@ -16,20 +19,29 @@ FAMILIES = {
 HEAD = """# Coverage
 
 What schedlang means to do: every system and technique of the field, as rows of one file. Each line
-has the rows that say it and a test that shows it; what is left is said, and `not yet` where nothing
-is there. `python -m tests.coverage_page` makes the page from `docs/coverage.toml`; the tests read
-every row and look for every test.
+has the rows that say it, on a mesh and a model (of `examples/`, Llama where none is named), and a
+test that shows it; what is left is said, and `not yet` where nothing is there. `python -m
+tests.coverage_page` makes the page from `docs/coverage.toml`. The tests plan every schedule on its
+model as it is printed, and look for every test; CI runs them all, but those marked *deep* by name
+only (`pytest -m deep`).
 
 """
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One system: its rows, what its step relaxes, the test that shows it, what is left."""
+    """One system: its schedule, the model to plan it on, the test that shows it, what is left.
+
+    on        a folder of `examples`, or a file with `model()`
+    patterns  lines above the mesh
+    """
 
     key: str
     name: str
     does: str
+    mesh: str = ""
+    on: str = "llama"
+    patterns: str = ""
     rows: tuple[str, ...] = ()
     relax: str = ""
     test: str = ""
@@ -40,11 +52,41 @@ class Entry:
         """shown, in part or not yet."""
         return "not yet" if not self.test else "in part" if self.left else "shown"
 
+    @property
+    def model(self) -> Path:
+        """The file that defines the model."""
+        named = TESTS.parent / self.on
+        return named if named.suffix else TESTS.parent / "examples" / self.on / "model.py"
+
+    @property
+    def schedule(self) -> str:
+        """The text of a schedule file: what the page prints, and nothing else."""
+        lines = ["schedule 1", *([self.patterns] if self.patterns else [])]
+        lines += [f"mesh({self.mesh})"] if self.mesh else []
+        relax = f" relax({self.relax})" if self.relax else ""
+        return "\n".join([*lines, f'step "rows"{relax} {{', *self.rows, "}", ""])
+
 
 def entries() -> list[Entry]:
     """All of them, in the file's order."""
     told = tomllib.loads((DOCS / "coverage.toml").read_text())
     return [Entry(key, **{**one, "rows": tuple(one.get("rows", ()))}) for key, one in told.items()]
+
+
+@cache
+def found_tests() -> dict[str, bool]:
+    """Every test function, as file::name, and whether only the deep tier runs it."""
+    found = {}
+    for path in TESTS.rglob("test_*.py"):
+        tree = ast.parse(path.read_text())
+        lines = [ast.unparse(one) for one in tree.body if isinstance(one, ast.Assign)]
+        whole = any(line.startswith("pytestmark =") and "mark.deep" in line for line in lines)
+        for one in tree.body:
+            if isinstance(one, ast.FunctionDef) and one.name.startswith("test_"):
+                own = [ast.unparse(mark) for mark in one.decorator_list]
+                deep = whole or "pytest.mark.deep" in own
+                found[f"{path.name}::{one.name}"] = deep
+    return found
 
 
 def page() -> str:
@@ -55,15 +97,20 @@ def page() -> str:
     text = HEAD + ", ".join(f"{number} {state}" for state, number in counted.items())
     text += f", of {len(every)}.\n"
     for family, title in FAMILIES.items():
-        text += f"\n## {title}\n\n| | does | rows | shown by | left |\n|---|---|---|---|---|\n"
+        text += f"\n## {title}\n\n| | does | schedule | shown by | left |\n|---|---|---|---|---|\n"
         text += "".join(_line(one) for one in every if one.key[:2] == family)
     return text
 
 
 def _line(one: Entry) -> str:
-    rows = "<br>".join(f"`{' '.join(row.split())}`" for row in one.rows).replace("|", "\\|")
+    above = [one.patterns] if one.patterns else []
+    above += [f"mesh({one.mesh})"] if one.mesh else []
+    lines = [" ".join(row.split()) for row in (*above, *one.rows)]
+    rows = "<br>".join(f"`{line}`" for line in lines).replace("|", "\\|")
     rows += f"<br>under `relax({one.relax})`" if one.relax else ""
+    rows += f"<br>on `{one.on}`" if one.rows and one.on != "llama" else ""
     test = f"`{one.test.partition('::')[2]}`" if one.test else "not yet"
+    test += " (deep)" if found_tests().get(one.test) else ""
     return f"| {one.name} | {one.does} | {rows} | {test} | {one.left} |\n"
 
 

@@ -61,3 +61,8 @@ def batch(seed: int, rows: int = 3, frames: int = 4, patches: int = 6) -> dict[s
     shape = (rows, frames, patches)
     video = torch.randn(*shape, 4, generator=generator, dtype=torch.float64)
     return {"video": video, "target": torch.randn(shape, generator=generator, dtype=torch.float64)}
+
+
+def model() -> Video:
+    """The model of this file."""
+    return Video()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from argparse import ArgumentTypeError
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -47,6 +49,22 @@ def spread(items: Iterable[pytest.Item]) -> None:
         if seen[function] % EACH[name]:
             item.add_marker(pytest.mark.deep)
         seen[function] += 1
+
+
+def part(text: str) -> tuple[int, int]:
+    """`K/N` as numbers: the K-th of N parts, counted from 1."""
+    try:
+        place, of = map(int, text.split("/"))
+    except ValueError:
+        raise ArgumentTypeError(f"`{text}` is not K/N, as in 3/8") from None
+    if not 1 <= place <= of:
+        raise ArgumentTypeError(f"there is no part {place} of {of}: 1/{of} is the first")
+    return place, of
+
+
+def in_part(name: str, place: int, of: int) -> bool:
+    """Whether a test belongs to a part: told by its name alone, so that parts never overlap."""
+    return zlib.crc32(name.encode()) % of == place - 1
 
 
 def thinned(cases: Iterable[Any], keep: int = 2) -> list[Any]:

@@ -168,9 +168,12 @@ METHODS = {"double_ring": "double ring"}
 
 def _alone(method: str, level: int) -> str:
     """A method of two levels of which one has one rank."""
-    return {"double_ring": "ring", "usp": ("ring", "ulysses")[level]}.get(method, method)
+    if method == "double_ring":
+        return "ring"
+    inner = {"usp": "ulysses", "nbody": "gather"}.get(method)
+    return method if inner is None else ("ring", inner)[level]
 
 
 def _levels(one: Context) -> list[str | tuple[str, ...]]:
     """The axes of a row as levels: of two-level methods each axis, else all as one."""
-    return list(one.axes) if one.method in ("usp", "double_ring") else [one.axes]
+    return list(one.axes) if one.method in ("usp", "double_ring", "nbody") else [one.axes]

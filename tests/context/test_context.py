@@ -86,6 +86,15 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         LLAMA.format("ring, over=cp, layout=zigzag") + "\nmodel.layers.*  checkpoint()\n"
         'model.layers  pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)', "cp=2, pp=2",
     ),
+    "llama, teams in a ring": (
+        lambda: models.llama(2), LLAMA.format("nbody, over=(a, b), layout=zigzag"), "a=2, b=2"
+    ),
+    "llama, one team": (
+        lambda: models.llama(2), LLAMA.format("nbody, over=(a, b)"), "a=1, b=2"
+    ),
+    "llama, teams of one": (
+        lambda: models.llama(2), LLAMA.format("nbody, over=(a, b)"), "a=3, b=1"
+    ),
 }  # fmt: skip
 
 
@@ -301,6 +310,7 @@ ROWS = {
         + LLAMA.format("ring, over=tp, layout=striped"), "cp=2, tp=2", "S504",
     ),
     "one level of two": (LLAMA.format("usp, over=cp"), "cp=2", "S303"),
+    "teams without a ring": (LLAMA.format("nbody, over=cp"), "cp=2", "S303"),
     "levels the wrong way round": (LLAMA.format("usp, over=(b, a)"), "a=2, b=2", "S504"),
 }  # fmt: skip
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import typer.main
 
 from schedlang.cli import app
+from tests.tiers import in_part, part
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("schedlang", "primitives", "passes")
@@ -278,3 +280,18 @@ def test_messages_name_verbs_that_exist() -> None:
         if word not in commands()
     ]
     assert not absent, "\n".join(absent)
+
+
+# ---- parts of a tier ------------------------------------------------------------------------
+
+
+def test_parts_of_a_tier_are_the_whole() -> None:
+    """Each test belongs to one of the parts of `--part K/N`; what is no part is refused."""
+    names = [f"tests/a/test_b.py::test_c[{n}]" for n in range(500)]
+    for of in (1, 3, 8):
+        homes = [[k for k in range(1, of + 1) if in_part(name, k, of)] for name in names]
+        assert all(len(found) == 1 for found in homes)
+        assert {found[0] for found in homes} == set(range(1, of + 1))
+    for wrong in ("0/8", "9/8", "3", "a/b"):
+        with pytest.raises(ArgumentTypeError):
+            part(wrong)

@@ -129,7 +129,7 @@ def context_parallel(config: Config, sizes: dict[str, int], length: int) -> list
     ways = ["gather, over=cp", "ring, over=cp, layout=zigzag", "ring, over=cp, layout=striped"]
     ways += ["gather, over=cp, layout=contiguous"] + ["ulysses, over=cp"] * whole
     wide = math.prod(sizes[axis] for axis in ("cp", "cq") if axis in sizes)
-    both = ["double_ring", *["usp"] * all(b.heads % wide == 0 for _, b in mixing)]
+    both = ["double_ring", "nbody", *["usp"] * all(b.heads % wide == 0 for _, b in mixing)]
     found = [(way, ["cp"]) for way in ways]
     found += [(f"{way}, over=(cp, cq)", ["cp", "cq"]) for way in both if "cq" in sizes]
     return [
