@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ COLOURS = dict(
 )
 LEFT, WIDE, HIGH, GAP = 150.0, 900.0, 76.0, 34.0
 MOST_PANELS, MOST_POINTS = 4, 300
+NAMING = "one operation after the other: 0B2 is the backward (B) of microbatch 2 on stage 0"
+APART = 56.0  # points between two names below a panel
 
 
 def over_time(found: Sequence[RankMemory], axis: str, y: int) -> tuple[list[str], int]:
@@ -32,6 +35,9 @@ def over_time(found: Sequence[RankMemory], axis: str, y: int) -> tuple[list[str]
     shown = shown if top in shown else [*shown[:-1], top]
     parts = [say(24, y, "bytes over a step", "t"), *_legend(y)]
     base = y + 12
+    if any(_is_operation(moment.what) for one in shown for moment in one.moments):
+        parts.append(say(LEFT, y + 18, NAMING, "s"))
+        base += 14
     for one in shown:
         parts += _panel(one, axis, base, top.peak)
         base += round(HIGH + GAP)
@@ -54,7 +60,9 @@ def _panel(one: RankMemory, axis: str, y: int, most: int) -> Iterator[str]:
     where = f"{axis}={one.place}" if one.place is not None else f"rank {one.first}"
     yield say(24, y + 14, where, "m")
     yield say(24, y + 30, f"{one.ranks} rank{'s' * (one.ranks > 1)}", "s")
-    levels = _thinned([level for m in one.moments for level in (m.most, m.end)])
+    levels = [level for m in one.moments for level in (m.most, m.end)]
+    run = -(-len(levels) // MOST_POINTS)
+    levels = _thinned(levels, run)
     step, scale = WIDE / max(1, len(levels) - 1), HIGH / max(1, most)
     below = [0.0] * len(levels)
     for place, name in enumerate(CLASSES):
@@ -68,13 +76,36 @@ def _panel(one: RankMemory, axis: str, y: int, most: int) -> Iterator[str]:
                    f"<title>{said}</title></polygon>")  # fmt: skip
         below = above
     yield f'<path class="g" d="M{LEFT:.0f} {y + HIGH:.0f}h{WIDE:.0f}" fill="none"/>'
-    at = one.moments.index(one.top) / max(1, len(one.moments) - 1)
-    x = LEFT + at * WIDE
+    yield from _scales(one, y, most, [2 * k // run * step for k in range(len(one.moments))])
+
+
+def _scales(one: RankMemory, y: int, most: int, places: Sequence[float]) -> Iterator[str]:
+    """Bytes at the left, names of operations below, and where the peak is; `places`: of each
+    moment, from the left."""
+    for level in (0, most):
+        base = y + HIGH - level / max(1, most) * HIGH
+        yield f'<path class="g" d="M{LEFT - 4:.0f} {base:.1f}h4"/>'
+        yield say(LEFT - 8, base + 4, size(level) if level else "0", "s e")
+    peak = LEFT + places[one.moments.index(one.top)]
     words = f"peak {size(one.peak)} in {one.top.what}"
-    yield say(min(x, LEFT + WIDE - 6.2 * len(words)), y + HIGH + 14, words, "s")
+    wide = 6.2 * len(words)
+    left = min(peak, LEFT + WIDE - wide)
+    free = LEFT - APART
+    for place, moment in zip(places, one.moments, strict=True):
+        x = LEFT + place
+        over = left - APART < x < left + wide
+        if _is_operation(moment.what) and x >= free + APART and not over and x < LEFT + WIDE - 24:
+            yield say(x, y + HIGH + 14, moment.what, "s")
+            free = x
+    yield f'<path class="g" d="M{peak:.1f} {y}v{HIGH:.0f}" stroke-dasharray="2 3"/>'
+    yield say(left, y + HIGH + 14, words, "s b")
 
 
-def _thinned(levels: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """At most MOST_POINTS of them: of neighbours that do not fit that with the largest sum."""
-    run = -(-len(levels) // MOST_POINTS)
+def _is_operation(what: str) -> bool:
+    """Whether a moment is one that computes: no message, and neither the first nor the last."""
+    return re.fullmatch(r"\d+[FBIW]\d+", what) is not None
+
+
+def _thinned(levels: Sequence[tuple[int, ...]], run: int) -> list[tuple[int, ...]]:
+    """Of each run of so many neighbours that with the largest sum."""
     return [max(levels[k : k + run], key=sum) for k in range(0, len(levels), run)]

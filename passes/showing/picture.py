@@ -27,7 +27,7 @@ BARS = (("parameters", "#0072b2"), ("gradients", "#e69f00"), ("optimizer", "#009
 STYLE = (
     ".p text{font:12px system-ui,sans-serif;fill:#1f2328}.p .h{font-size:20px;font-weight:600}"
     ".p .m{font-family:ui-monospace,Menlo,Consolas,monospace}.p .k{font-size:11px}"
-    ".p .s{fill:#59636e}"
+    ".p .s{fill:#59636e}.p .e{text-anchor:end}.p .b{font-weight:600}"
     ".p .a{fill:#0550ae;font-weight:600}.p .n{fill:#111;font-size:10px;text-anchor:middle}"
     ".p .g{stroke:#d1d9e0}.p .bg{fill:#fff}.p .z{fill:#f6f8fa}.p .t{font-weight:600}"
     ".p .f{fill:none;stroke:#8c959f}.p .op{fill:#111}"
@@ -73,13 +73,14 @@ def page(view: View) -> str:
     title = html.escape(view.title or view.plan.model.class_name)
     style = (
         "body{margin:2em auto;max-width:1120px;font:14px system-ui,sans-serif;background:#fff;"
-        "color:#1f2328}svg{max-width:100%;height:auto}pre{overflow:auto;font-size:12px}"
+        "color:#1f2328;padding:0 1em}.wide{overflow:auto}"
+        ".wide svg{width:100%;min-width:960px;height:auto}pre{overflow:auto;font-size:12px}"
         "@media(prefers-color-scheme:dark){body{background:#0d1117;color:#e6edf3}}"
     )
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n'
         f'<meta name="viewport" content="width=device-width"><meta name="color-scheme" '
-        f'content="light dark"><style>{style}</style>\n{picture(view)}'
+        f'content="light dark"><style>{style}</style>\n<div class="wide">{picture(view)}</div>'
         f"<details><summary>as text</summary><pre>{html.escape(text(view))}</pre></details>\n"
     )
 
@@ -149,11 +150,7 @@ class _Marks:
             f"{short(fact.dtype)}{self.plan.held(fact.name).show()}" for fact in facts.values()
         )
         rows = [a for a in self.plan.actions if fqn in a.sites and a.primitive.writes]
-        does = tuple(
-            f"{a.name} {arguments(a.primitive)}".strip()
-            for a in rows
-            if not {"placement", "shape"} & a.primitive.writes or not facts
-        )
+        does = tuple(f"{a.name} {arguments(a.primitive)}".strip() for a in rows)
         return Mark(tuple(sorted(inside or holds)), layouts, does, tuple(self.sends.get(fqn, ())))
 
 
@@ -215,8 +212,11 @@ def _does(does: Sequence[str], said: Sequence[str], y: int) -> Iterator[str]:
         x += wide + 6
     words = " · ".join(said)
     room = max(0, int((WIDTH - MARGIN - x) / 6.2))
-    if words:
-        yield say(x, y, words if len(words) <= room else words[: room - 1] + "…", "s")
+    if words and len(words) <= room:
+        yield say(x, y, words, "s")
+    elif words:
+        whole = f"<title>{html.escape(words)}</title>"
+        yield f"<g>{whole}{say(x, y, words[: max(0, room - 1)] + '…', 's')}</g>"
 
 
 def _owner(parameter: str) -> str:
@@ -301,10 +301,13 @@ def _timeline(view: View, y: int) -> Drawn:
     if timeline is None or order is None:
         return [], 8
     ranks = max(1, min(timeline.ranks, MOST_OPS * timeline.ranks // max(1, len(timeline))))
+    who = f"{order.axis}=" if order.axis else "rank "
     title = f"{order.name}, {order.micro} microbatches, bubble {view.account.bubble:.1%}"
     if ranks < timeline.ranks:
         title += f" (the first {ranks} of {timeline.ranks} ranks)"
-    drawn = svg(timeline, title=title, widest=WIDTH - 2 * MARGIN - 80, ranks=ranks, unit=48.0)
+    drawn = svg(
+        timeline, title=title, widest=WIDTH - 2 * MARGIN - 80, ranks=ranks, unit=48.0, who=who
+    )
     height = float(drawn.split('height="')[1].split('"')[0])
     inner = drawn.replace("<svg ", f'<svg x="{MARGIN - 4}" y="{y - 16}" ', 1)
     return [inner.strip()], int(height) + 8

@@ -6,12 +6,13 @@ import base64
 import json
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from html import escape
 from importlib import resources
+from itertools import product
 from typing import Any
 
-from schedlang.cost import UNIT_COST, Cost
+from schedlang.cost import UNIT_COST, Cost, Number
 from schedlang.orders import ORDERS, Order, OrderError, order
 from schedlang.timeline import Kind, Timeline
 from schedlang.timeline.durations import weights
@@ -20,11 +21,12 @@ from schedlang.timeline.packed import packed
 from schedlang.timeline.svg import OTHER_SHAPE, SHAPES, STYLE
 
 RANKS, MICRO, CHUNKS, SLICES = (2, 4, 8), (4, 8, 16), (2, 4), (2, 4)
+RATIOS = ("kept", "shares", "held", "slices", "inputs", "between")  # of a cost: no times
 SHEET = (
     "body{margin:2em auto;max-width:1240px;padding:0 1em;font:14px system-ui,sans-serif;"
     "background:#fff;color:#1f2328}form{display:flex;flex-wrap:wrap;gap:.6em 1.2em}"
     "input[type=number]{width:5em}#frame,.wide{overflow:auto}#frame{margin:1em 0}"
-    "svg{max-width:100%}"
+    "#frame svg{width:100%;min-width:600px}"
     "td,th{padding:1px 12px 1px 0;text-align:left;font-variant-numeric:tabular-nums}"
     "#peaks div{height:10px;background:#0072b2}#others tr{cursor:pointer}.now{font-weight:700}"
     ".key span{display:inline-block;width:12px;height:12px;margin:0 4px 0 12px}"
@@ -35,10 +37,16 @@ SHEET = (
 
 @dataclass(frozen=True)
 class Shown:
-    """A timeline that a page opens with, and the order or the file that it is of."""
+    """A timeline that a page opens with, and the order or the file that it is of.
+
+    axis  of the mesh, whose places the lanes are; none for an order by itself
+    unit  of the costs: "ms", or nothing where they are of no unit
+    """
 
     order: str
     timeline: Timeline
+    axis: str = ""
+    unit: str = ""
 
 
 def timeline_page(shown: Shown | None = None, cost: Cost = UNIT_COST) -> str:
@@ -47,7 +55,9 @@ def timeline_page(shown: Shown | None = None, cost: Cost = UNIT_COST) -> str:
     Timelines are those of the registry, packed; the page's script only times and draws them.
     Orders that look at costs are made for `cost`.
     """
-    entries = list(_entries(cost))
+    cost, unit = readable(cost, shown.unit if shown is not None else "")
+    sizes = (shown.timeline.ranks, shown.timeline.microbatches) if shown is not None else None
+    entries = list(_entries(cost, sizes))
     first = {"order": "1F1B", "ranks": 4, "micro": 8, "variant": ""}
     if shown is not None:
         t = shown.timeline
@@ -59,7 +69,8 @@ def timeline_page(shown: Shown | None = None, cost: Cost = UNIT_COST) -> str:
         entries.sort(key=lambda e: [o.name for o in ORDERS].index(e["order"]) if _known(e) else -1)
     book = {
         "entries": entries, "first": first, "faintest": FAINTEST,
-        "cost": {key: float(getattr(cost, key)) for key in ("f", "i", "w", "comm")},
+        "cost": {key: rounded(getattr(cost, key)) for key in ("f", "i", "w", "comm")},
+        "unit": unit, "who": f"{shown.axis}=" if shown is not None and shown.axis else "rank ",
         "sources": {one.name: one.source for one in ORDERS},
         "looks": [
             {"fill": fill(kind), "word": word(kind), "shape": SHAPES.get(kind, OTHER_SHAPE)}
@@ -67,7 +78,26 @@ def timeline_page(shown: Shown | None = None, cost: Cost = UNIT_COST) -> str:
         ],
     }  # fmt: skip
     text = json.dumps(book, separators=(",", ":"))
-    return _page(base64.b64encode(zlib.compress(text.encode(), 9)).decode(), shown)
+    return _page(base64.b64encode(zlib.compress(text.encode(), 9)).decode(), shown, unit)
+
+
+def readable(cost: Cost, unit: str) -> tuple[Cost, str]:
+    """The same costs in a unit in which the largest is at least 1; as they are without a unit."""
+    units = {"s": 1e3, "ms": 1.0, "µs": 1e-3, "ns": 1e-6}
+    if unit not in units:
+        return cost, unit
+    names = [one.name for one in fields(cost) if one.name not in RATIOS]
+    most = max(float(getattr(cost, name) or 0) for name in names) * units[unit]
+    found = next((name for name, size in units.items() if most >= size), "ns")
+    factor = units[unit] / units[found]
+    times = {name: value * factor for name in names if (value := getattr(cost, name)) is not None}
+    between = cost.between and {edge: value * factor for edge, value in cost.between.items()}
+    return replace(cost, **times, between=between), found
+
+
+def rounded(value: Number) -> float:
+    """To the digits that a field of a page has room for."""
+    return float(f"{float(value):.5g}")
 
 
 def _shares(t: Timeline, cost: Cost) -> dict[str, list[float]]:
@@ -102,17 +132,20 @@ def _form(name: str, chunks: int, slices: int) -> str:
     return ", ".join(words)
 
 
-def _entries(cost: Cost) -> Iterator[dict[str, Any]]:
-    """Every order at the sizes offered, where it has them."""
+def _entries(cost: Cost, also: tuple[int, int] | None) -> Iterator[dict[str, Any]]:
+    """Every order at the sizes offered, and at one of `also` (ranks, microbatches) if it is small,
+    where it has them."""
+    sizes = list(product(RANKS, MICRO))
+    if also is not None and also not in sizes and max(also) <= max(MICRO):
+        sizes.append(also)
     for known in ORDERS:
         for chunks, slices, name in variants(known):
-            for ranks in RANKS:
-                for micro in MICRO:
-                    try:
-                        made = order(known.name, ranks, micro, chunks, slices=slices, cost=cost)
-                    except OrderError:
-                        continue
-                    yield _entry(known.name, micro, name, made)
+            for ranks, micro in sizes:
+                try:
+                    made = order(known.name, ranks, micro, chunks, slices=slices, cost=cost)
+                except OrderError:
+                    continue
+                yield _entry(known.name, micro, name, made)
 
 
 def _entry(name: str, micro: int, variant: str, timeline: Timeline) -> dict[str, Any]:
@@ -122,7 +155,7 @@ def _entry(name: str, micro: int, variant: str, timeline: Timeline) -> dict[str,
     }  # fmt: skip
 
 
-def _page(data: str, shown: Shown | None) -> str:
+def _page(data: str, shown: Shown | None, unit: str) -> str:
     title = escape(f"{shown.order}: timeline" if shown else "timelines")
     script = resources.files("schedlang.timeline").joinpath("page.js").read_text()
     selects = "".join(
@@ -130,8 +163,9 @@ def _page(data: str, shown: Shown | None) -> str:
         for name, text in (("order", "order"), ("variant", "form"), ("ranks", "ranks"),
                            ("micro", "microbatches"))
     )  # fmt: skip
+    of = f" ({unit})" if unit else ""
     costs = "".join(
-        f'<label>{text} <input id="{name}" type="number" min="0" step="any"></label>'
+        f'<label>{text}{of} <input id="{name}" type="number" min="0" step="any"></label>'
         for name, text in (("f", "F"), ("i", "I"), ("w", "W"), ("comm", "transfer"))
     )
     key = "".join(
@@ -152,8 +186,8 @@ def _page(data: str, shown: Shown | None) -> str:
         f"{key}; later stages of a rank are fainter, a second replica is hatched</p>\n"
         '<div id="frame"><svg xmlns="http://www.w3.org/2000/svg" class="t" id="drawing" '
         'role="img" aria-label="timeline"></svg></div>\n'
-        "<p>F, I and W are the times of one microbatch on one rank's whole share of the model; a "
-        "whole backward takes I + W, a stage of several on a rank its part. Activations are in "
+        f"<p>F, I and W are the times{of} of one microbatch on one rank's whole share of the model;"
+        " a whole backward takes I + W, a stage of several on a rank its part. Activations are in "
         "microbatches of one rank's share.</p>\n"
         '<h2>live activations, at most</h2><table id="peaks"></table>\n'
         f'<h2>all orders at these sizes</h2><div class="wide"><table><thead><tr>{heads}</tr>'

@@ -140,7 +140,7 @@ function draw(svg, t, times, book, options) {
     patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" });
   put(hatch, "path", { d: "M0 0V6", stroke: "#111", "stroke-width": 1.6, "stroke-opacity": .45 });
   for (let rank = 0; rank < t.ranks; rank++) {
-    put(svg, "text", { x: 4, y: rank * ROW + 16 }, `rank ${rank}`);
+    put(svg, "text", { x: 4, y: rank * ROW + 16 }, `${book.who}${rank}`);
     put(svg, "rect", { class: "lane", x: LEFT, y: rank * ROW, width: wide, height: BLOCK });
   }
   for (let k = 0; k < t.count; k++) block(svg, t, times, k, scale, book, most && level[k] / most);
@@ -185,7 +185,7 @@ function lines(svg, t, times, scale) {
   for (const [name, d] of Object.entries(path)) if (d) put(svg, "path", { class: name, d });
 }
 
-const percent = (x) => (100 * x).toFixed(1) + " %", short = (x) => +x.toFixed(4);
+const percent = (x) => (100 * x).toFixed(1) + " %", short = (x) => +x.toPrecision(4);
 
 /** What the page shows now; `entries` are all timelines by name, ranks, microbatches, variant. */
 class Page {
@@ -241,15 +241,20 @@ class Page {
     const entry = this.entry(), t = this.timeline(entry), cost = this.cost();
     const times = timed(t, cost), now = figures(t, times);
     const svg = document.getElementById("drawing");
-    const width = document.getElementById("frame").clientWidth || 1100;
+    const width = Math.max(600, document.getElementById("frame").clientWidth || 1100);
     draw(svg, t, times, this.book, { width, transfers: this.transfers.checked });
     document.getElementById("source").textContent = this.book.sources[entry.order] || "";
     document.getElementById("told").textContent =
-      `makespan ${short(now.makespan)}, bubble ${percent(now.bubble)}; longest rank ` +
-      `${short(now.span)}, bubble ${percent(now.spanBubble)}; most live activations ` +
+      `makespan ${this.took(now.makespan)}, bubble ${percent(now.bubble)}; longest rank ` +
+      `${this.took(now.span)}, bubble ${percent(now.spanBubble)}; most live activations ` +
       `${short(Math.max(...t.peak))}`;
     this.memory(t.peak);
     this.compare(entry, cost);
+  }
+
+  /** A time with its unit. */
+  took(time) {
+    return `${short(time)} ${this.book.unit}`.trim();
   }
 
   memory(peak) {
@@ -257,7 +262,7 @@ class Page {
     while (body.firstChild) body.removeChild(body.firstChild);
     peak.forEach((value, rank) => {
       const row = body.appendChild(document.createElement("tr"));
-      row.appendChild(document.createElement("td")).textContent = `rank ${rank}`;
+      row.appendChild(document.createElement("td")).textContent = `${this.book.who}${rank}`;
       row.appendChild(document.createElement("td")).textContent = short(value);
       const bar = row.appendChild(document.createElement("td"));
       bar.appendChild(document.createElement("div")).style.width = `${(200 * value) / most}px`;
@@ -275,7 +280,7 @@ class Page {
     for (const [e, found] of rows) {
       const row = body.appendChild(document.createElement("tr"));
       if (e === entry) row.className = "now";
-      const cells = [e.order, e.variant, short(found.makespan), percent(found.bubble),
+      const cells = [e.order, e.variant, this.took(found.makespan), percent(found.bubble),
         percent(found.spanBubble), short(Math.max(...this.timeline(e).peak))];
       for (const text of cells) row.appendChild(document.createElement("td")).textContent = text;
       row.addEventListener("click", () => {

@@ -51,11 +51,12 @@ def svg(
     unit: float = UNIT_WIDTH,
     *,
     transfers: bool = False,
+    who: str = "rank ",
 ) -> str:
     """The operations of every rank over time, as SVG text; see `drawn`."""
-    times = timing(timeline, cost, transfer)
+    times = {"": timing(timeline, cost, transfer)}
     return drawn(
-        {"": times}, title=title, widest=widest, ranks=ranks, unit=unit, transfers=transfers
+        times, title=title, widest=widest, ranks=ranks, unit=unit, transfers=transfers, who=who
     )
 
 
@@ -67,6 +68,7 @@ def drawn(
     ranks: int | None = None,
     unit: float = UNIT_WIDTH,
     transfers: bool = False,
+    who: str = "rank ",
 ) -> str:
     """Timings of one pipeline, each rank's bars under each other and named, as SVG text.
 
@@ -75,7 +77,7 @@ def drawn(
     a triangle up where activations leave, down where they come back, a diamond for an update.
     A unit of cost is `unit` points wide, or less where all would be more than `widest`. `ranks`:
     only the first so many are drawn, at their times among all. `transfers`: lines from where a
-    value is made to where it is used.
+    value is made to where it is used. `who`: what stands before a lane's number, as `pp=`.
     """
     first = next(iter(layers.values()))
     lanes = first.timeline.ranks if ranks is None else min(ranks, first.timeline.ranks)
@@ -96,8 +98,8 @@ def drawn(
     for place, (name, times) in enumerate(layers.items()):
         tops = [TOP + rank * step + place * ROW for rank in range(lanes)]
         for rank, y in enumerate(tops):
-            who = f"rank {rank}" if not place else ""
-            parts += _lane(who, name, y, left, end * scale)
+            lane = f"{who}{rank}" if not place else ""
+            parts += _lane(lane, name, y, left, end * scale)
         parts += _layer(times, scale, tops, left)
         parts += _lines(times, scale, tops, left) if transfers else ()
     kinds = np.unique(np.concatenate([times.timeline.kind for times in layers.values()]))

@@ -48,19 +48,26 @@ class Pictures:
         bool, typer.Option("--transfers", help="Draw the transfers, too (SVG).")
     ] = False
 
-    def write(self, times: Timing, title: str, order: str, cost: Cost) -> None:
-        """Write them; `order` is the name under which the page shows the timeline."""
+    def write(
+        self, times: Timing, title: str, order: str, cost: Cost, *, axis: str = "", unit: str = ""
+    ) -> None:
+        """Write them; `order` is the name under which the page shows the timeline.
+
+        `axis` is that of the pipeline where a schedule has one, `unit` that of the costs (ms).
+        """
         from schedlang.passes.showing.timeline_page import Shown, timeline_page
         from schedlang.passes.showing.trace import trace
         from schedlang.timeline.svg import drawn
         from schedlang.verbs.files import write_text
 
         if self.svg is not None:
-            write_text(self.svg, drawn({"": times}, title=title, transfers=self.transfers))
+            who = f"{axis}=" if axis else "rank "
+            text = drawn({"": times}, title=title, transfers=self.transfers, who=who)
+            write_text(self.svg, text)
         if self.trace is not None:
             write_text(self.trace, trace(times))
         if self.html is not None:
-            write_text(self.html, timeline_page(Shown(order, times.timeline), cost))
+            write_text(self.html, timeline_page(Shown(order, times.timeline, axis, unit), cost))
 
 
 def in_bars(times: Timing, width: int | None = None) -> str:
@@ -87,8 +94,11 @@ def check_timeline(path: Path | None, plan: Plan) -> None:
         raise Refusal(Diagnostic("S609", title, helps=("leave out `--timeline`",)))
 
 
-def write_measured(path: Path, found: Measured, title: str) -> None:
-    """A measured step beside its simulated one, in the form that the name asks for."""
+def write_measured(path: Path, found: Measured, title: str, axis: str) -> None:
+    """A measured step beside its simulated one, in the form that the name asks for.
+
+    `axis` is that of the pipeline, whose places the lanes are.
+    """
     from schedlang.passes.showing.measured_page import measured_page, measured_svg, measured_trace
     from schedlang.verbs.files import write_text
 
@@ -96,4 +106,4 @@ def write_measured(path: Path, found: Measured, title: str) -> None:
         write_text(path, measured_trace(found))
     else:
         make = measured_svg if path.suffix == ".svg" else measured_page
-        write_text(path, make(found, title))
+        write_text(path, make(found, title, f"{axis}="))

@@ -72,7 +72,7 @@ def run(
             raise
         raise typer.Exit(REFUSED) from None
     if timeline is not None and first and trained.measured is not None:
-        write_measured(timeline, trained.measured, title.name)
+        write_measured(timeline, trained.measured, title.name, course.plan.cuts[0].axis)
     if not first:
         return
     took = _took(trained)

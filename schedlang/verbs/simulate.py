@@ -73,29 +73,19 @@ def simulate(
     from schedlang.verbs.files import planned
     from schedlang.verbs.lines import named, of_schedule
 
+    axis = unit = ""
     if file is None:
         found = named(asked, costs(cost))
     else:
         plan = planned(file, common.model, common.knob, common.mesh)
         given = None if cost is None else costs(cost)
         found = of_schedule(file, asked, plan, given, speeds.machine())
+        axis, unit = plan.plan.cuts[0].axis, "ms" if given is None else ""
     title = f"{found.head}, bubble {float(found.times.bubble):.1%}"
-    pictures.write(found.times, title, found.order, found.cost)
+    pictures.write(found.times, title, found.order, found.cost, axis=axis, unit=unit)
     if as_json:
         show_json(found.to_json())
     else:
         print(f"{found.text()}\n\n{in_bars(found.times, width)}")
     if file is not None and (took := step_of(plan.plan, cost)) is not None:
         demand_time(plan.plan, took)
-
-
-def _machine(tflops: float, bandwidth: float) -> Machine:
-    """What ranks and links do in a second; refuses what is no speed."""
-    from schedlang.diagnostic import Diagnostic, Refusal
-    from schedlang.passes.costs.estimated import Machine
-
-    for name, value in (("tflops", tflops), ("bandwidth", bandwidth)):
-        if not 0 < value < float("inf"):
-            title = f"`--{name} {value:g}` is no speed"
-            raise Refusal(Diagnostic("S109", title, helps=("it is above zero",)))
-    return Machine(tflops * 1e12, bandwidth * 1e9)

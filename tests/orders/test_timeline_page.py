@@ -19,7 +19,14 @@ from typer.testing import CliRunner
 from schedlang.cli import app
 from schedlang.cost import Cost
 from schedlang.orders import ORDERS, OrderError, order
-from schedlang.passes.showing.timeline_page import MICRO, RANKS, Shown, timeline_page, variants
+from schedlang.passes.showing.timeline_page import (
+    MICRO,
+    RANKS,
+    Shown,
+    readable,
+    timeline_page,
+    variants,
+)
 from schedlang.timeline import peak, timing
 
 COST = Cost(3, 4, 2, 0.5)
@@ -136,3 +143,18 @@ def test_the_verb_writes_the_page(tmp_path: Path) -> None:
     found = book(out.read_text())
     wanted = {"order": "Interleaved1F1B", "ranks": 2, "micro": 6, "variant": "2 stages a rank"}
     assert found["first"] == wanted and found["cost"]["comm"] == 0.25
+
+
+def test_estimated_costs_have_a_unit_that_can_be_read() -> None:
+    """Times far below a millisecond are told in one that fits; lanes are places of the axis; every
+    order is there at the sizes of the schedule."""
+    shown = Shown("1F1B", order("1F1B", 2, 2), "pp", "ms")
+    page = timeline_page(shown, Cost(0.00014, 0.00014, 0.00028, 0.0006))
+    found = book(page)
+    assert (found["unit"], found["who"]) == ("ns", "pp=")
+    assert found["cost"] == {"f": 140.0, "i": 140.0, "w": 280.0, "comm": 600.0}
+    assert "F (ns)" in page and "transfer (ns)" in page
+    assert len({e["order"] for e in found["entries"] if e["micro"] == e["ranks"] == 2}) > 10
+    assert readable(Cost(2, 3, 4), "ms") == (Cost(2, 3, 4), "ms")
+    assert readable(Cost(2000, 3000, 4000, between={(0, 1): 500}), "ms")[0].between == {(0, 1): 0.5}
+    assert readable(COST, "") == (COST, "")

@@ -67,3 +67,35 @@ def test_plan_draws_what_it_estimates() -> None:
     assert "bytes over a step" in with_curve and "not estimated" not in with_curve
     assert "bytes over a step" not in without and "activations not estimated" in without
     assert all(name in with_curve for name in CLASSES)
+
+
+def test_a_panel_says_what_its_sides_are() -> None:
+    """Bytes stand at the left, operations below, their names are told, the peak is where it is."""
+    rows = 'transformer.h  pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)\n'
+    plan, given = planned(models.gpt2(), rows, "pp=2"), tokens(rows=4)
+    found = account(plan, given, memory=True).memory
+    assert found
+    text = "".join(over_time(found, "pp", 0)[0])
+    top = max(one.peak for one in found)
+    assert text.count(f">{size(top)}</text>") == len(found) and text.count(">0</text>") == len(
+        found
+    )
+    assert "backward (B) of microbatch 2 on stage 0" in text
+    assert all(f">{one.place}F0</text>" in text for one in found)
+    lines = [float(x) for x in re.findall(rf"M(\d+\.\d) \d+v{HIGH:.0f}\" stroke-dash", text)]
+    tops = [min(one) for one in _edges(text, len(found))]
+    assert [x for _, x in tops] == lines
+
+
+def _edges(text: str, panels: int) -> list[list[tuple[float, float]]]:
+    """The upper edge of all areas of each panel, as (y, x)."""
+    shapes = [shape.split() for shape in re.findall(r'points="([^"]*)"', text)]
+    each = len(shapes) // panels
+    assert len(shapes) == panels * each
+    found = []
+    for k in range(panels):
+        points = [
+            p for shape in shapes[k * each : (k + 1) * each] for p in shape[: len(shape) // 2]
+        ]
+        found.append([(float(y), float(x)) for x, y in (p.split(",") for p in points)])
+    return found
