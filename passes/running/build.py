@@ -307,16 +307,19 @@ def _dropout(
         return None
     named_sites(module)
 
+    # not the plan itself: a program that keeps it keeps the original model with it
+    mesh, masks, rank = plan.mesh, traced.masks, ranks.rank
+
     def slices(site: str, call: int, shape: tuple[int, ...]) -> Window | None:
-        whole, tags = traced.masks.get((site, call), ((), {}))
+        whole, tags = masks.get((site, call), ((), {}))
         if not tags:
             return None
         logical = list(shape)
         index: list[Any] = [None] * len(shape)
         for axis, tag in tags.items():
-            dim, parts = tag.dim - 1, plan.mesh.size(axis)  # dim 0 holds the samples
+            dim, parts = tag.dim - 1, mesh.size(axis)  # dim 0 holds the samples
             logical[dim] = tag.uneven.true(shape[dim], parts)
-            place = plan.mesh.index(ranks.rank, axis)
+            place = mesh.index(rank, axis)
             index[dim] = tag.positions(logical[dim], parts, place)
         return Window(tuple(logical), tuple(index))
 

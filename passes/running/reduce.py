@@ -47,12 +47,12 @@ def slice_state(
     out = {}
     for stage in staged.stages_at(place):
         asked = prepared.traced.asked
-        out[stage] = one = Sliced(sliced.stage, meshes[axes], ignored, met, sliced.reshard, asked)
+        out[stage] = one = Sliced(sliced.stage, meshes[axes], ignored, sliced.reshard, asked)
         for fqn, names in sliced_names(plan, staged, holdings, stage).items():
             over, tier = sliced_over(holdings, names) or axes, tier_of_unit(plan, fqn, names)
             low = gathered_in(plan, names)
             unit = Unit(root=not fqn, waits=_waits(plan, fqn), tier=tier, low=low)
-            one.add(module.get_submodule(fqn), meshes[over], unit)
+            one.add(module.get_submodule(fqn), meshes[over], unit, met)
         one.prefetch(sliced.prefetch)
     return out
 

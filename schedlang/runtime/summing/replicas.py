@@ -6,7 +6,7 @@ already carries its weight in the whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -54,11 +54,10 @@ class Sliced:
     """
 
     def __init__(
-        self, stage: int, mesh: DeviceMesh, ignored: set[nn.Parameter], met: set[nn.Parameter],
+        self, stage: int, mesh: DeviceMesh, ignored: set[nn.Parameter],
         between: bool = True, asked: bool = False,
     ) -> None:  # fmt: skip
         self.stage, self.mesh, self.ignored = stage, mesh, ignored
-        self.met = met  # what the loss depends on, whatever this rank's values are
         self.between = between and stage == 3  # free what is gathered between the two passes
         self.units: list[FSDPModule] = []
         self.waiting: set[FSDPModule] = set()
@@ -70,8 +69,13 @@ class Sliced:
         self._ready = False  # units are set up, so that each may be gathered before its first call
         self._coming: list[UnshardHandle] | None = None  # while rows hold the parameters gathered
 
-    def add(self, module: nn.Module, mesh: DeviceMesh, unit: Unit) -> None:
+    def add(
+        self, module: nn.Module, mesh: DeviceMesh, unit: Unit, met: Collection[nn.Parameter]
+    ) -> None:
         """Slice over a mesh what this module holds and no module added before it does.
+
+        `met`: what the loss depends on, whatever this rank's values are; not kept, since slices
+        take the place of these parameters.
 
         What the root itself holds stays gathered after its forward: the backward begins there.  So
         does what `waits`: parts of it compute after its forward.  Slices of another tier than the
@@ -79,7 +83,7 @@ class Sliced:
         """
         pinned = unit.tier == CPU and mesh.device_type != "cpu"
         policy = OffloadPolicy() if unit.tier == DEVICE else CPUOffloadPolicy(pin_memory=pinned)
-        places = {n for n, p in module.named_parameters() if p in self.met}
+        places = {n for n, p in module.named_parameters() if p in met}
         low = MixedPrecisionPolicy() if unit.low is None else MixedPrecisionPolicy(
             DTYPES[unit.low], torch.float32, cast_forward_inputs=False
         )  # fmt: skip
