@@ -58,7 +58,7 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S650": (
         "ranks would not build the same",
-        "All ranks of a job tell each other what they build from: versions, mesh, model, schedule,\n"
+        "All ranks of a job tell each other what they build from: versions, mesh, model, rows,\n"
         "options, initial weights, the optimizer's settings; not with `compare='nothing'`.",
     ),
     "S651": (
