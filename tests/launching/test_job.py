@@ -105,7 +105,7 @@ def test_the_cause_of_an_abort_stands_first(tmp_path: Path, threads: int, curren
 
 
 def test_last_words(tmp_path: Path) -> None:
-    """Of a process that ended by itself: the end of what it wrote; of one that wrote nothing, how."""
+    """The end of what a process wrote; of one that wrote nothing, how it ended."""
     log = tmp_path / "log"
     assert account(-9, log) == "killed by SIGKILL"
     log.write_text("\n".join(map(str, range(100))))
