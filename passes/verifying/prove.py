@@ -174,11 +174,10 @@ def _product(values: Iterable[int]) -> int:
 
 def _ranks(case: Case, working: Case | None, told: Sequence[Condition], pool: Pool) -> _Ran:
     """What the ranks saw in float64 and in the working dtype, and their saved state, loaded."""
-    import tempfile
-
+    from schedlang.runtime.launching.folders import temporary
     from schedlang.runtime.replacing.left import merged
 
-    with tempfile.TemporaryDirectory(prefix="schedlang-") as folder:
+    with temporary() as folder:
         world = case.plan.mesh.world
         every = pool.run(_rank, world, case, working, tuple(told), folder)
         seen, rounded, again, _ = every[0]

@@ -5,8 +5,13 @@ Each kind of disagreement is one that a job has: another seed, file, version, se
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -325,3 +330,50 @@ def test_a_checksum_of_nothing() -> None:
     assert checksum(torch.empty(3, device="meta")) == ""
     assert checksum(torch.zeros(())) != checksum(torch.ones(()))
     assert checksum(torch.ones(0)) != checksum(torch.ones(0, 2))
+
+
+AGENT = """
+import os, sys, time, torch, schedlang
+from torch import nn
+
+torch.manual_seed(0)
+sch = schedlang.create_schedule(nn.Linear(4, 4))
+sch.mesh(dp=2)
+sch.zero(stage=0, over="dp")
+program = sch.build(batch={"input": torch.ones(2, 4)}, loss=lambda out, batch: out.sum())
+open(f"{sys.argv[1]}/{os.environ['RANK']}.new", "w").write(str(os.getpid()))
+os.rename(f"{sys.argv[1]}/{os.environ['RANK']}.new", f"{sys.argv[1]}/{os.environ['RANK']}")
+time.sleep(300)
+"""
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_a_killed_torchrun_leaves_no_rank(tmp_path: Path) -> None:
+    """Ranks that have come to `build` end with the agent that started them."""
+    (tmp_path / "train.py").write_text(AGENT)
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    agent = subprocess.Popen([*start, str(tmp_path / "train.py"), str(tmp_path)])
+    files = [tmp_path / str(rank) for rank in range(2)]
+    try:
+        end = time.monotonic() + 120
+        while not all(file.exists() for file in files) and time.monotonic() < end:
+            time.sleep(0.2)
+        pids = [int(file.read_text()) for file in files]
+    finally:
+        agent.kill()
+        agent.wait()
+    end = time.monotonic() + 5
+    while any(map(_runs, pids)) and time.monotonic() < end:
+        time.sleep(0.05)
+    left = [pid for pid in pids if _runs(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

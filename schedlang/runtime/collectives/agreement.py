@@ -77,6 +77,7 @@ def told_if_refused() -> Iterator[None]:
 
 
 _AGREED = "_schedlang_agreed"  # a mark on what all ranks raise alike
+CONSEQUENCE = "consequence"  # a mark on what a rank raises because of another
 
 
 def _in_a_line(error: Exception) -> str:
@@ -146,6 +147,8 @@ class _Meeting:
                 )
             )  # fmt: skip
             setattr(refusal, _AGREED, True)
+            if verdict["code"] == "S651" or "refuses" in verdict:  # the cause is elsewhere
+                setattr(refusal, CONSEQUENCE, True)
             raise refusal
 
     # -- of rank 0 ---------------------------------------------------------------------------------
@@ -203,7 +206,7 @@ class _Meeting:
 
     def _refuses(self, rank: int, why: str) -> Any:
         notes = [f"rank {rank} says: {why}"]
-        return _said("S650", f"rank {rank} cannot build its part", notes, ())
+        return _said("S650", f"rank {rank} cannot build its part", notes, ()) | {"refuses": rank}
 
     # -- the room ----------------------------------------------------------------------------------
 

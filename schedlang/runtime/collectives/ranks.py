@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
+import signal
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +21,7 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.mesh import Mesh
 from schedlang.runtime.collectives.collective import Group
 
+_PR_SET_PDEATHSIG = 1
 TIMEOUT = timedelta(minutes=10)  # of a collective that others do not join
 _SETTLE = 0.1  # seconds at the end of a process for gloo's threads to let go of their tensors
 
@@ -25,6 +29,7 @@ _SETTLE = 0.1  # seconds at the end of a process for gloo's threads to let go of
 def join_world(device: str | None = None) -> None:
     """Join the job that torchrun started, if there is one and nobody has joined yet."""
     _settle_at_exit()
+    _end_with_torchrun()
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
         dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=TIMEOUT)
@@ -45,6 +50,17 @@ def _patience() -> timedelta | None:
     except (AttributeError, RuntimeError):  # a backend without options: the one of the user's torch
         return None
     return found if isinstance(found, timedelta) else None
+
+
+@cache
+def _end_with_torchrun() -> None:
+    """Have Linux end this rank with the torchrun that started it.
+
+    An agent that is killed ends nobody, and its ranks would hold their devices and wait for each
+    other.  Of other starters nothing is known: Linux counts the end of the thread that started us.
+    """
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != 1:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @cache

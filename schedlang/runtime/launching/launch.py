@@ -20,7 +20,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -29,7 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from schedlang.runtime.launching import forkserver
+from schedlang.runtime.launching import folders, forkserver
 from schedlang.runtime.launching.forkserver import progress
 from schedlang.runtime.launching.hang import doubt, stacks
 from schedlang.runtime.launching.job import Hang, Job, Rank, RankDied, account, judge, unpickled
@@ -54,7 +53,8 @@ class Pool:
         files: Mapping[str, str | Path] | None = None,
     ) -> None:
         self.files = {name: str(path) for name, path in (files or {}).items()}
-        self._scratch = Path(tempfile.mkdtemp(prefix="schedlang-"))  # stores, logs
+        self._scratch, kept = folders.made()  # stores, logs
+        weakref.finalize(self, os.close, kept)
         self._ranks: list[Rank] = []
         self._jobs = 0
         self._lock = threading.Lock()
