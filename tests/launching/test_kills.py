@@ -22,6 +22,7 @@ from torch.nn import functional as F
 import schedlang
 from schedlang.diagnostic import Refusal
 from schedlang.runtime.launching.launch import Pool, RankDied
+from schedlang.runtime.launching.preload import BASE, PROGRAMS
 
 WAYS = {
     "SIGKILL": "killed by SIGKILL", "SIGSEGV": "killed by SIGSEGV", "abort": "killed by SIGABRT",
@@ -149,7 +150,7 @@ def _killed(pool: Pool, layout: str, moment: str, way: str, rank: int, folder: P
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
     """Ranks of these tests alone."""
-    with Pool() as pool:
+    with Pool(preload=(*BASE, *PROGRAMS)) as pool:
         pool.run(int, 2)
         yield pool
 
