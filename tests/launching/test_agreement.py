@@ -156,7 +156,7 @@ KINDS: dict[str, tuple[Callable[[], Any], str]] = {
     "optimizer": (lambda: _trained(**_one(optimizer=lambda n: torch.optim.SGD(n, lr=1e-3))), "SGD"),
     "groups": (lambda: _trained(**_one(optimizer=_grouped)), "weight_decay 0.5 on rank 1"),
     "no optimizer": (lambda: _trained(**_one(optimizer=None)), "`optimizer` is None on rank 1"),
-    "clip": (lambda: _trained(**_one(clip=1.0)), "`clip` is 1.0 on rank 1, None on rank 0"),
+    "clip": (lambda: _trained(**_one(clip=1.0)), "other options of `build`"),
     "dtype": (lambda: _trained(**_one(made=_half)), "float64 (16, 8) on rank 1"),
     "frozen": (lambda: _trained(**_one(made=_frozen)), "frozen on rank 1"),
     "constant": (lambda: _trained(**_one(made=lambda: Net(2.0))), "scale=2.0"),

@@ -107,8 +107,13 @@ def _job(layout: str, moment: str, way: str, rank: int, folder: str) -> int:
     batch = {name: torch.randn(4, 4) for name in "xy"}
     program = _schedule(Net(), layout).build(batch=batch, loss=loss, optimizer=optimizer)
     now.append("built")
-    for parameter in program.assembly.parameters.values():
-        parameter.register_hook(lambda grad: here("backward"))
+
+    def hooked(_module: nn.Module, _given: Any, out: Any) -> None:
+        if isinstance(out, torch.Tensor) and out.requires_grad:
+            out.register_hook(lambda grad: here("backward"))
+
+    for module in program.assembly.module.modules():
+        module.register_forward_hook(hooked)
     if own and moment == "forward":
         program.assembly.module.register_forward_pre_hook(lambda *_: here("forward"))
         for block in program.assembly.module.modules():
@@ -174,7 +179,9 @@ def test_a_hundred_kills(pool: Pool, tmp_path: Path) -> None:
         rank = (number // len(LAYOUTS)) % LAYOUTS[layout]
         folder = tmp_path / str(number)
         folder.mkdir()
-        took.setdefault(moment, []).append(_killed(pool, layout, moment, way, rank, folder))
+        seconds = _killed(pool, layout, moment, way, rank, folder)
+        took.setdefault(moment, []).append(seconds)
+        print(f"{moment}, {way}, rank {rank} of {layout}: {seconds:.2f} s", flush=True)
     count = sum(map(len, took.values()))
     worst = {moment: f"{max(seconds):.2f}" for moment, seconds in took.items()}
     print(f"{count} kills, 0 hangs; slowest end by moment, in seconds: {worst}")

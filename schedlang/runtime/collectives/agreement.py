@@ -318,4 +318,5 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _another(name: str) -> str:
-    return f"other {name}" if name.endswith("s") else f"another {name}"
+    several = name.endswith("s") or name.split()[0].endswith("s")
+    return f"other {name}" if several else f"another {name}"
