@@ -189,7 +189,7 @@ class Schedule(Scope):
         weight: Callable[..., float] | None = None,
         seed: int | None = None,
         compare: str = "build",
-        wait: float = 25.0,
+        wait: float = 20.0,
         **unknown: object,
     ) -> Program | Waiting:
         """This rank's program, in the running job (torchrun's) or a world of one.

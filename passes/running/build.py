@@ -89,7 +89,7 @@ class Options:
     prepared: Prepared | None = None
     local: bool = False
     compare: str = "build"
-    wait: float = 25.0
+    wait: float = 20.0
     hollow: bool = False
 
 

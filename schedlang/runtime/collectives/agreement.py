@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from schedlang.diagnostic import Diagnostic, Refusal
 
-WAIT = 25.0  # seconds for the ranks of a job to come to `build`
+WAIT = 20.0  # seconds for the ranks of a job to come to `build`
 _MORE = 3.0  # seconds beyond that for what the one that compares says
 _LEAST, _MOST = 0.001, 0.2  # seconds between two looks into the store
 _SHOWN = 3  # differing parts of an item that are told
