@@ -26,6 +26,7 @@ def verify(
     seed: int = 0,
     dtype: str | None = None,
     shrink: bool | Callable[..., Any] | None = None,
+    timeout: float | None = None,
 ) -> Report:
     """Compare a schedule with its model on local ranks, in float64; see `schedlang verify`.
 
@@ -36,9 +37,19 @@ def verify(
     dtype   the working dtype that is checked beside float64; default: that of the model
     shrink  verify a reduced model of the same class on at most 8 ranks; by itself if the model lies
             on the meta device.  A function that makes the model from sizes, where it has no config
+    timeout seconds for all of it; then Hang says where each rank, or this process, stands
     Models, losses and batches may be defined anywhere: a notebook, `__main__`, a closure.  Raises
     Refusal for what cannot be run, RankDied or Hang for a run that failed.
     """
+    from schedlang.runtime.launching.limit import limited
+
+    with limited(timeout):
+        return _verified(sch, batch, loss, weight, seed, dtype, shrink)
+
+
+def _verified(
+    sch: Schedule, batch: Batches, loss: Any, weight: Any, seed: int, dtype: str | None, shrink: Any
+) -> Report:
     from schedlang.passes.proving.asked import steps_of
     from schedlang.passes.proving.sides import Case
     from schedlang.passes.shrinking.shrink import lies_on_meta, remarked

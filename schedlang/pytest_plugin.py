@@ -37,6 +37,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="reduce model and mesh of a schedule with more, instead")  # fmt: skip
     add("--schedlang-seed", type=int, default=0, metavar="N",
         help="of weights, batches and dropout")  # fmt: skip
+    add("--schedlang-timeout", type=float, metavar="SECONDS",
+        help="for each proof that runs; one that takes longer is an error")  # fmt: skip
     add("--schedlang-locked", action="store_true", help="every schedule with rows needs its lock")
     parser.addini("schedlang_model_paths", "model files, or folders with a model.py, for schedules "
                   "that have none beside them", type="paths")  # fmt: skip
@@ -89,7 +91,7 @@ class SchedFile(pytest.File):
             model=self._model(), mesh=self._said("schedlang_mesh") or None,
             seed=option("schedlang_seed"), dtype=option("schedlang_dtype"),
             world=option("schedlang_world"), shrink=option("schedlang_shrink"),
-            refused=self._said("schedlang_refused"),
+            refused=self._said("schedlang_refused"), timeout=option("schedlang_timeout"),
         )  # fmt: skip
 
     def _model(self) -> str | None:

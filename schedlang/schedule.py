@@ -188,6 +188,8 @@ class Schedule(Scope):
         clip: float | None = None,
         weight: Callable[..., float] | None = None,
         seed: int | None = None,
+        compare: str = "build",
+        wait: float = 20.0,
         **unknown: object,
     ) -> Program | Waiting:
         """This rank's program, in the running job (torchrun's) or a world of one.
@@ -199,6 +201,10 @@ class Schedule(Scope):
         clip       bound for the global norm of the gradients
         weight     weight(part) of a part of the batch in the mean; default: the labels that count
         seed       draw dropout logically from this seed; on several ranks it always is (0)
+        compare    what the ranks of a job compare, and refuse where it differs: "build", all that a
+                   program is built from, initial weights too; "batches", also each step's batch and
+                   the optimizer's settings; "nothing"
+        wait       seconds in which all ranks come here; then those that are there refuse
         """
         from schedlang.passes.costs.expected import demand
         from schedlang.passes.costs.gains import gained
@@ -210,8 +216,9 @@ class Schedule(Scope):
 
         plan = self.plan()
         options: dict[str, Any] = dict(
-            loss=loss, optimizer=optimizer, clip=clip, weight=weight, seed=seed
-        )
+            loss=loss, optimizer=optimizer, clip=clip, weight=weight, seed=seed,
+            compare=compare, wait=wait,
+        )  # fmt: skip
         check_options(args, unknown, {"batch": batch, **options})
         if batch is not None:
             demand(plan, batch, loss, weight)

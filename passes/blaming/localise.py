@@ -7,7 +7,6 @@ so that one that merely receives something wrong is not blamed.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -69,7 +68,9 @@ def localise(case: Case, batch: Batch, pool: Pool, parameter: str = "") -> Locat
     Each rank also tells what it has of the gradient of `parameter`.
     """
     plain = prepared(replace(case, plan=_plain(case.plan)))
-    with tempfile.TemporaryDirectory(prefix="schedlang-") as folder:
+    from schedlang.runtime.launching.folders import temporary
+
+    with temporary() as folder:
         order = _record(case, batch, folder)
         sights = pool.run(_rank, case.plan.mesh.world, case, plain, batch, folder, order, parameter)
     return _told(order, sights)

@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 from schedlang.diagnostic import Diagnostic, Label, Refusal, closest
 from schedlang.source import python_span
 
-NAMES = ("batch", "loss", "optimizer", "clip", "weight", "seed")
+NAMES = ("batch", "loss", "optimizer", "clip", "weight", "seed", "compare", "wait")
+COMPARE = ("nothing", "build", "batches")  # what ranks compare before they trust each other
 
 
 def check_options(
@@ -27,6 +28,7 @@ def check_options(
     _batch(given["batch"])
     _functions(given)
     _numbers(given)
+    _meeting(given)
 
 
 def _batch(batch: object) -> None:
@@ -60,6 +62,14 @@ def _numbers(given: Mapping[str, Any]) -> None:
         _refuse(f"`clip` is {clip!r}", "give the greatest gradient norm, a number above zero")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         _refuse(f"`seed` is {seed!r}", "give a whole number")
+
+
+def _meeting(given: Mapping[str, Any]) -> None:
+    compare, wait = given["compare"], given["wait"]
+    if compare not in COMPARE:
+        _refuse(f"`compare` is {compare!r}", f"give {', '.join(map(repr, COMPARE))}")
+    if isinstance(wait, bool) or not isinstance(wait, int | float) or not wait > 0:
+        _refuse(f"`wait` is {wait!r}", "give the seconds in which all ranks come to `build`")
 
 
 def _refuse(title: str, help_: str) -> NoReturn:

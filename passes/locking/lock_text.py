@@ -61,13 +61,18 @@ def read_lock(text: str, name: str) -> Lock:
     """The lock that a file holds; Refusal S721 if it is none, or was edited."""
     try:
         found = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers without end, tables in tables
         _refuse(name, f"it is not TOML: {error}")
     if found.get("lock") != VERSION:
         _refuse(name, f"it is not of version {VERSION}")
     sections = {key: _entries(found.get(key, {}), name) for key in SECTIONS}
     made = found.get("made", {})
-    given = found.get("settings", {}).get("given", [])
+    settings = found.get("settings", {})
+    given = settings.get("given", []) if isinstance(settings, dict) else None
+    if not isinstance(made, dict) or not isinstance(given, list):
+        _refuse(name, "a section is missing")
+    if not all(isinstance(text, str) for text in given):
+        _refuse(name, "`given` has a value that is no text")
     made_pairs = tuple((str(key), str(value)) for key, value in made.items())
     pairs = [str(text).partition(" ") for text in given]
     lock = Lock(sections, tuple((option, value) for option, _, value in pairs), made_pairs)
@@ -84,7 +89,10 @@ def _entries(section: Any, name: str) -> Section:
         texts = tuple(said) if isinstance(said, list) else (said,)
         if not all(isinstance(text, str) for text in texts):
             _refuse(name, f"`{key}` has a value that is no text")
-        found |= dict.fromkeys(spread(key), texts)
+        try:
+            found |= dict.fromkeys(spread(key), texts)
+        except ValueError as error:
+            _refuse(name, f"`{key[:60]}` {error}")
     return found
 
 

@@ -15,6 +15,7 @@ from schedlang.facets import Expectation
 from schedlang.mesh import Mesh
 from schedlang.passes.reading import legality
 from schedlang.passes.reading.record import EXPECTED
+from schedlang.passes.reading.record_form import wrong_in
 from schedlang.plan import Plan
 from schedlang.primitive import Primitive, load_all, registry
 from schedlang.source import NOWHERE, Source, Span
@@ -29,6 +30,8 @@ def read_record(path: Path) -> dict[str, Any]:
     """The record in a file; refuses what is none (S907)."""
     try:
         found = json.loads(path.read_text())
+    except RecursionError:
+        raise _unreadable(path, "it has lists in lists without end") from None
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from None
     except ValueError as error:
@@ -37,6 +40,8 @@ def read_record(path: Path) -> dict[str, Any]:
         raise _unreadable(path, "it holds no plan of version 1")
     if not isinstance(found.get("actions"), list) or not isinstance(found.get("mesh"), dict):
         raise _unreadable(path, "it has no `mesh` and `actions`")
+    if wrong := wrong_in(found):
+        raise _unreadable(path, f"`{wrong[0]}` is not {wrong[1]}")
     return found
 
 
@@ -102,14 +107,20 @@ def _arguments(
     """The recorded arguments as those of a call."""
     form = surface(kind)
     for name, value in args.items():
-        if name == form.rest:
+        if name == form.rest and _are_pairs(value):
             pairs = [(key, item) for key, item in value]
-        elif name == form.many:
+        elif name == form.many and isinstance(value, list):
             pairs = [(None, item) for item in value]
         else:
             pairs = [(name, value)]
         for key, item in pairs:
             yield Argument(key, _value(item, names, span), span, span)
+
+
+def _are_pairs(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) for pair in value
+    )
 
 
 def _value(value: Any, names: Names, span: Span) -> Any:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from schedlang.runtime.assembly import Assembly, Weight
     from schedlang.runtime.collectives.ranks import Ranks
+    from schedlang.runtime.comparing import Comparing
     from schedlang.runtime.program import Program
     from schedlang.runtime.saving.holding import Holding
 
@@ -75,6 +76,8 @@ class Options:
     seed       draw dropout logically from this seed; on several ranks it always is (0)
     prepared   what `prepare` found for this plan and a microbatch of this batch, if it ran before
     local      the batch is this rank's rows
+    compare    what ranks compare: `nothing`, what each builds (`build`), each batch too (`batches`)
+    wait       seconds in which all ranks come to `build`
     hollow     everything lies on the meta device: for a step that only shows what would be sent
     """
 
@@ -85,6 +88,8 @@ class Options:
     seed: int | None = None
     prepared: Prepared | None = None
     local: bool = False
+    compare: str = "build"
+    wait: float = 20.0
     hollow: bool = False
 
 
@@ -95,14 +100,25 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     """This rank's program.
 
     `batch` is the keyword arguments of a whole step, for shapes only; `more` are options by name.
-    Raises Refusal before any collective where the plan cannot be built.
+    Raises Refusal before any collective where the plan cannot be built, and where ranks of the job
+    would build different things.
     """
+    from schedlang.runtime.collectives.agreement import told_if_refused
+    from schedlang.runtime.collectives.ranks import join_world
+
+    given = replace(options, **more)
+    join_world()
+    with told_if_refused():
+        return _built(plan, batch, given)
+
+
+def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     from schedlang.runtime import parts
     from schedlang.runtime.assembly import Assembly
     from schedlang.runtime.program import Program
 
-    given = replace(options, **more)
     loss = given.loss
+    _alike(plan, batch, given)
     plan = completed(plan, batch, loss)
     ranks = check_job(plan)
     prepared = given.prepared
@@ -139,9 +155,37 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     )  # fmt: skip
     whole = whole_step(assembly, staged, given.optimizer)
     optimizer = _optimizer(assembly, given.optimizer)
+    comparing = _steered_alike(found, optimizer, given)
     return Program(
-        assembly, optimizer, given.clip, whole=whole, away=lying, loss_scale=loss_scale(plan)
-    )
+        assembly, optimizer, given.clip, whole=whole, away=lying, loss_scale=loss_scale(plan),
+        comparing=comparing,
+    )  # fmt: skip
+
+
+def _alike(plan: Plan, batch: Mapping[str, Any], given: Options) -> None:
+    """Refuse (S650, S651) to build where the ranks of a job would not build the same."""
+    from schedlang.passes.running.alike import built_from
+    from schedlang.runtime.collectives.agreement import agree, others
+
+    if given.compare != "nothing" and not given.hollow and others():
+        agree(built_from(plan, batch, given), given.wait)
+
+
+def _steered_alike(
+    found: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None, given: Options
+) -> Comparing | None:
+    """Refuse optimizers with other settings; what compares each step's batch, if asked for."""
+    from schedlang.passes.running.alike import optimized_by
+    from schedlang.runtime.collectives.agreement import agree, others
+    from schedlang.runtime.comparing import Comparing
+
+    if given.compare == "nothing" or given.hollow or not others():
+        return None
+    names = {id(parameter): name for name, parameter in found.items()}
+    agree(optimized_by(optimizer, names), given.wait)
+    if given.compare != "batches":
+        return None
+    return Comparing(lambda: optimized_by(optimizer, names))
 
 
 def _agreed(prepared: Prepared, ranks: Ranks) -> Prepared:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 
+_MOST, _DIGITS = 1_000_000, 19  # names that one stands for; digits of a number that counts
 WHOLE = "."  # the model itself, whose own name is empty
 Numbers = tuple[int, ...]
 Range = tuple[int, int]
@@ -23,15 +24,19 @@ def gathered(names: Iterable[str]) -> list[str]:
 
 
 def spread(name: str) -> Iterator[str]:
-    """The names that a name with ranges stands for, in order."""
+    """The names that a name with ranges stands for, in order; ValueError for absurdly many."""
     if name == WHOLE:
         return iter([name])
     choices: list[list[str]] = []
+    many = 1
     parts = name.split(".")
     while parts:
         part = parts.pop(0)
         # no module is called "", so an empty part is the middle of a range
         if len(parts) > 1 and parts[0] == "" and _counts(part) and _counts(parts[1]):
+            many *= max(1, int(parts[1]) - int(part) + 1)
+            if many > _MOST:
+                raise ValueError(f"stands for more than {_MOST} names")
             choices.append([str(n) for n in range(int(part), int(parts[1]) + 1)])
             del parts[:2]
         else:
@@ -41,7 +46,8 @@ def spread(name: str) -> Iterator[str]:
 
 def _counts(part: str) -> bool:
     """Is this part of a name a number as one counts, without leading zeros?"""
-    return part.isascii() and part.isdigit() and str(int(part)) == part
+    few = len(part) < _DIGITS and part.isascii() and part.isdigit()
+    return few and str(int(part)) == part
 
 
 def _shape(name: str) -> str:

@@ -56,6 +56,19 @@ CODES: Mapping[str, tuple[str, str]] = {
         "a state dict of another model",
         "Nothing was changed; the message lists names and shapes.",
     ),
+    "S650": (
+        "ranks would not build the same",
+        "All ranks of a job tell each other what they build from: versions, mesh, model, rows,\n"
+        "options, initial weights, the optimizer's settings; not with `compare='nothing'`.",
+    ),
+    "S651": (
+        "a rank has not come to `build`",
+        "All ranks build together.  `build(wait=300)` gives them longer.",
+    ),
+    "S652": (
+        "ranks were given different batches",
+        "With `compare='batches'` each step compares them, and the optimizer's settings.",
+    ),
     "S655": (
         "sequences that cannot be cut",
         "Slices need a causal model whose tokens meet in attention only: by a cache of\n"

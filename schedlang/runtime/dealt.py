@@ -25,13 +25,20 @@ class Dealt:
 
     @property
     def total(self) -> float:
-        """The weight of the whole batch; 1 where nothing in it weighs anything."""
-        return positive(float(sum(map(sum, self.everyone))))
+        """The weight of the whole batch; where nothing weighs anything all parts weigh 1."""
+        return float(sum(map(sum, self.everyone))) or float(sum(map(len, self.everyone)))
+
+    @property
+    def empty(self) -> bool:
+        """Is there nothing in the whole batch that weighs anything?"""
+        return not any(map(any, self.everyone))
 
 
 def dealt(a: Assembly, batch: Batch, local: bool) -> Dealt:
     """What a rank computes of a batch: of the whole one, or (`local`) of its own rows."""
     mine = _of_rows(a, batch) if local else _of_all(a, batch)
+    if mine.empty:  # the model's own loss of nothing (NaN, or 0), whatever the layout
+        return replace(mine, weights=[1.0] * len(mine.weights))
     return replace(mine, parts=[_defined(a, *each) for each in zip(mine.parts, mine.weights)])
 
 

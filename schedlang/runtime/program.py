@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from schedlang.diagnostic import Diagnostic, Refusal, at_their_callers_lines
 from schedlang.runtime import whole
 from schedlang.runtime.assembly import Assembly
+from schedlang.runtime.comparing import Comparing
 from schedlang.runtime.context.install import At
 from schedlang.runtime.dealt import dealt, positive
 from schedlang.runtime.keeping.away import Away, at_home
@@ -67,6 +68,7 @@ class Program:
     away: Away | None = None  # what lies off the device
     watch: Watch | None = None  # notes when the operations of a step run
     loss_scale: LossScale | None = None  # of float16; a step that overflows is skipped
+    comparing: Comparing | None = None  # compares each step's batch among ranks, if asked for
     left_out: dict[str, str] = field(default_factory=dict)  # of the last output: place -> why
     _inputs: list[Part] = field(default_factory=list)
     _totals: Mapping[int, float] = field(default_factory=dict)  # update -> its weight
@@ -112,6 +114,8 @@ class Program:
         self._check_names(batch)
         if self.assembly.lossless:  # on all ranks: those without the last stage would wait for it
             raise refusal("S615", "", "the model gives no loss", GIVE_LOSS)
+        if self.comparing is not None:
+            self.comparing.check(self.assembly, batch, local, self.step)
         self._training.off() if self.evaluate else self._training.on()
         self._zero()
         if self.away is not None:

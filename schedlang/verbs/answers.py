@@ -25,6 +25,7 @@ class Wish:
     world    the most ranks that may be started; a larger mesh is left out, and says so
     shrink   reduce model and mesh where the mesh is larger, instead
     refused  the code with which the schedule is meant to be refused; empty if it is not
+    timeout  seconds for a proof that runs; one that takes longer could not be checked
     """
 
     model: str | None = None
@@ -35,6 +36,7 @@ class Wish:
     world: int = 8
     shrink: bool = False
     refused: str = ""
+    timeout: float | None = None
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,10 @@ class Terms:
         list[str] | None,
         typer.Option(metavar="FILE:CODE", help="Meant to be refused, with this code; repeatable."),
     ] = None
+    timeout: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", min=0.001, help="For each proof; then it is not checked."),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ def ci(
     meant = _meant(terms.refused or (), files)
     wish = Wish(
         common.model, tuple(common.knob or ()), common.mesh, terms.seed, terms.dtype, terms.world,
-        asks.shrink,
+        asks.shrink, timeout=terms.timeout,
     )  # fmt: skip
     found: list[Outcome] = []
     with Ranks() as ranks:

@@ -37,8 +37,9 @@ def diff(
     from schedlang.passes.costs.delta import delta
     from schedlang.passes.showing import diff_page
     from schedlang.passes.showing.diff import compare
-    from schedlang.verbs.files import accounted, write_text
+    from schedlang.verbs.files import accounted, check_folders, write_text
 
+    check_folders(html=html)
     first, second = _sides((old, new), common)
     found = compare(first.plan, second.plan)
     costs = delta(accounted(first, memory=True), accounted(second, memory=True))

@@ -148,9 +148,11 @@ def verify(file: Path, wish: Wish, ranks: Ranks) -> Outcome:
 
     def ask(outcome: Outcome) -> Outcome:
         from schedlang.runtime.launching.launch import Hang, RankDied
+        from schedlang.runtime.launching.limit import limited
 
         try:
-            return _verified(outcome, wish, ranks)
+            with limited(wish.timeout):
+                return _verified(outcome, wish, ranks)
         except (RankDied, Hang) as failure:
             return replace(outcome, code=UNCHECKED, text=str(failure))
 

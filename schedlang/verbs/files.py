@@ -63,6 +63,24 @@ def accounted(one: Planned, *, memory: bool = False) -> Account:
     return account(one.plan, batch, one.model.loss, weight=one.model.weight, memory=memory)
 
 
+def check_folders(**written: Path | None) -> None:
+    """Refuse (S109), before any work, options that would write where there is no folder."""
+    from schedlang.diagnostic import Diagnostic, Refusal
+
+    for option, path in written.items():
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            title = f"`--{option} {path}` cannot be written: there is no folder `{path.parent}`"
+            raise Refusal(Diagnostic("S109", title, helps=(f"make it: `mkdir -p {path.parent}`",)))
+        if path.is_dir():
+            title = f"`--{option} {path}` is a folder, not a file"
+            raise Refusal(Diagnostic("S109", title, helps=("name a file in it",)))
+        if not os.access(path.parent, os.W_OK):
+            title = f"`--{option} {path}` cannot be written: `{path.parent}` is not yours to write"
+            raise Refusal(Diagnostic("S109", title, helps=("name a file in a folder of yours",)))
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all; packed if its name ends in .gz."""
     import gzip

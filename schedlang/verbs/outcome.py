@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import typer
 
-from schedlang.verbs.ending import ended
+from schedlang.verbs.ending import UNCHECKED, ended, show_json
 from schedlang.verbs.grouped import flat
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+Timeout = Annotated[
+    float | None,
+    typer.Option("--timeout", metavar="SECONDS", min=0.001, help="End with exit code 3 after it."),
+]
 Model = Annotated[
     str | None, typer.Option("--model", metavar="M", help="Model file or module; default model.py.")
 ]
@@ -35,6 +41,27 @@ class Common:
     model: Model = None
     knob: Knobs = None
     mesh: MeshSizes = None
+
+
+@contextmanager
+def unchecked(timeout: float | None, as_json: bool, done: Callable[[], None]) -> Iterator[None]:
+    """Exit 3, with the account, where a rank dies, none gets on, or the time is over."""
+    from schedlang.runtime.launching.job import Hang, RankDied
+    from schedlang.runtime.launching.limit import limited
+
+    def tell(account: str) -> None:
+        done()
+        if as_json:
+            show_json({"exit": UNCHECKED, "error": account})
+        print(account, file=sys.stderr, flush=True)
+        sys.stdout.flush()
+
+    try:
+        with limited(timeout, hard=tell):
+            yield
+    except (RankDied, Hang) as failure:
+        tell(str(failure))
+        raise typer.Exit(UNCHECKED) from None
 
 
 def verb(function: Verb) -> Verb:

@@ -71,10 +71,11 @@ def plan(
     from schedlang.passes.showing.show import view
     from schedlang.passes.showing.show_text import text
     from schedlang.verbs.expected import demand_expected, step_of
-    from schedlang.verbs.files import accounted, planned
+    from schedlang.verbs.files import accounted, check_folders, planned
     from schedlang.verbs.lockfile import demand_lock, write_lock
 
     start = time.perf_counter()
+    check_folders(**vars(written))
     if locks.locked:
         _check_lock_alone(common, locks)
         demand_lock(file, common.model, as_json, show=True)

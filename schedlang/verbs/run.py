@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from schedlang.verbs.drawing import WATCHED, Run, check_timeline, write_measured
-from schedlang.verbs.ending import FAILS, REFUSED, UNCHECKED, show_json
-from schedlang.verbs.outcome import AsJson, Common, verb
+from schedlang.verbs.ending import FAILS, REFUSED, show_json
+from schedlang.verbs.outcome import AsJson, Common, Timeout, unchecked, verb
 
 if TYPE_CHECKING:
     from schedlang.modelfile import ModelFile
@@ -40,6 +40,7 @@ def run(
         Path | None, typer.Option(metavar="P.json", help="A saved plan, in place of FILE.")
     ] = None,
     timeline: Run = None,
+    timeout: Timeout = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a few steps under a schedule on the model file's batches; report speed and memory.
@@ -51,22 +52,25 @@ def run(
     from schedlang.passes.costs.expected_time import late
     from schedlang.passes.running.train import Course, check
     from schedlang.verbs.expected import demand_time
+    from schedlang.verbs.files import check_folders
 
     first = os.environ.get("RANK", "0") == "0"
+    shown = _Shown(training.steps, quiet=as_json or not first)
     try:
-        found, planned = _planned(file, plan, common, training.seed)
-        check_timeline(timeline, planned)
-        course = Course(
-            planned, found.batch, found.loss, found.weight, training.steps,
-            training.optimizer.lower(), training.lr, training.seed,
-            WATCHED if timeline is not None else 0,
-        )  # fmt: skip
-        check(course)
-        _demand(course)
-        shown = _Shown(course, quiet=as_json or not first)
-        title = file or plan
-        assert title is not None
-        trained = _here(course, shown) if _job() else _local(course, found, shown, as_json)
+        check_folders(timeline=timeline)
+        with unchecked(timeout, as_json and first, shown.close):
+            found, planned = _planned(file, plan, common, training.seed)
+            check_timeline(timeline, planned)
+            course = Course(
+                planned, found.batch, found.loss, found.weight, training.steps,
+                training.optimizer.lower(), training.lr, training.seed,
+                WATCHED if timeline is not None else 0,
+            )  # fmt: skip
+            check(course)
+            _demand(course)
+            title = file or plan
+            assert title is not None
+            trained = _here(course, shown) if _job() else _local(course, found, shown)
     except Refusal:
         if first:
             raise
@@ -169,30 +173,23 @@ def _here(course: Course, shown: _Shown) -> Trained:
     return trained
 
 
-def _local(course: Course, found: ModelFile, shown: _Shown, as_json: bool) -> Trained:
+def _local(course: Course, found: ModelFile, shown: _Shown) -> Trained:
     """On ranks started here."""
     from schedlang.passes.running.train import train
     from schedlang.passes.verifying.prove import check_world
-    from schedlang.runtime.launching.launch import Hang, Pool, RankDied
+    from schedlang.runtime.launching.launch import Pool
 
     check_world(course.plan, "run")
     with Pool(files=found.files) as pool, shown:
-        try:
-            return pool.run(train, course.plan.mesh.world, course, on_progress=shown.hear)[0]  # type: ignore[no-any-return]
-        except (RankDied, Hang) as failure:
-            shown.close()
-            if as_json:
-                show_json({"exit": UNCHECKED, "error": str(failure)})
-            print(failure, file=sys.stderr)
-            raise typer.Exit(UNCHECKED) from None
+        return pool.run(train, course.plan.mesh.world, course, on_progress=shown.hear)[0]  # type: ignore[no-any-return]
 
 
 class _Shown:
     """How far the training is: a bar on a terminal, a line now and then elsewhere."""
 
-    def __init__(self, course: Course, quiet: bool) -> None:
-        self.total, self.quiet, self.live = course.steps, quiet, sys.stderr.isatty()
-        self.every = max(1, course.steps // 10)
+    def __init__(self, steps: int, quiet: bool) -> None:
+        self.total, self.quiet, self.live = steps, quiet, sys.stderr.isatty()
+        self.every = max(1, steps // 10)
         self.bar: Any = None
 
     def __enter__(self) -> _Shown:

@@ -20,12 +20,25 @@ def is_saved(file: Path) -> bool:
 
 
 def recorded(file: Path, model: str | None) -> tuple[dict[str, Any], ModelFile]:
-    """What a saved plan says, and its model file or another one."""
+    """What a saved plan says, and the model file: that of `--model`, or the one beside the plan.
+
+    The file that the plan names is told, never run: whoever sends a plan would choose what runs.
+    """
+    import shlex
+
+    from schedlang.diagnostic import Diagnostic, Refusal
     from schedlang.modelfile import load_model_file
     from schedlang.passes.reading.restore import read_record
 
     record = read_record(file)
-    return record, load_model_file(model or record.get("model_file"), file)
+    named = record.get("model_file")
+    if model is None and named and not (file.parent / "model.py").is_file():
+        title = f"`{file}` says what to do, and only `--model` what to run"
+        notes = (f"the plan was made for {ascii(named)}; no `model.py` lies beside it",)
+        model = shlex.quote(named) if named.isprintable() else "FILE"
+        helps = (f"if you trust that file: `--model {model}`",)
+        raise Refusal(Diagnostic("S904", title, notes=notes, helps=helps))
+    return record, load_model_file(model, file)
 
 
 def saved(file: Path, model: str | None) -> Planned:

@@ -70,10 +70,11 @@ def simulate(
     """
     from schedlang.verbs.costs import costs
     from schedlang.verbs.expected import demand_time, step_of
-    from schedlang.verbs.files import planned
+    from schedlang.verbs.files import check_folders, planned
     from schedlang.verbs.lines import named, of_schedule
 
     axis = unit = ""
+    check_folders(svg=pictures.svg, html=pictures.html, trace=pictures.trace)
     if file is None:
         found = named(asked, costs(cost))
     else:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from schedlang.verbs.ending import FAILS, HOLDS, UNCHECKED, show_json
-from schedlang.verbs.outcome import AsJson, Common, verb
+from schedlang.verbs.outcome import AsJson, Common, Timeout, unchecked, verb
 
 
 @verb
@@ -37,6 +37,7 @@ def verify(
     html: Annotated[
         Path | None, typer.Option("--html", help="Write the report as a page into this file.")
     ] = None,
+    timeout: Timeout = None,
     as_json: AsJson = False,
 ) -> None:
     """Prove that a schedule computes what the model computes; a CPU is enough.
@@ -47,30 +48,26 @@ def verify(
     from schedlang.modelfile import load_model_file
     from schedlang.passes.shrinking.shrink import remarked
     from schedlang.passes.verifying.prove import prove
-    from schedlang.runtime.launching.launch import Hang, Pool, RankDied
+    from schedlang.runtime.launching.launch import Pool
     from schedlang.runtime.launching.preload import BASE, PROGRAMS
+    from schedlang.verbs.files import check_folders
     from schedlang.verbs.lockfile import demand_lock
     from schedlang.verbs.posed import posed
     from schedlang.verbs.settings import settings
 
+    check_folders(html=html)
     if locked:
         demand_lock(file, common.model, as_json)
     given = settings(common.knob, common.mesh)
-    found = load_model_file(common.model, file)
-    one = posed(
-        file, found, given, model=common.model,
-        seed=seed, only=only, dtype=dtype, shrink=shrink,
-    )  # fmt: skip
     said = _Said(quiet=as_json or not sys.stderr.isatty())
-    with Pool(preload=(*BASE, *PROGRAMS), files=found.files) as pool:
-        try:
+    with unchecked(timeout, as_json, said.done):
+        found = load_model_file(common.model, file)
+        one = posed(
+            file, found, given, model=common.model,
+            seed=seed, only=only, dtype=dtype, shrink=shrink,
+        )  # fmt: skip
+        with Pool(preload=(*BASE, *PROGRAMS), files=found.files) as pool:
             report = prove(one.case, pool=pool, title=file.name, command=one.command, progress=said)
-        except (RankDied, Hang) as failure:
-            said.done()
-            if as_json:
-                show_json({"exit": UNCHECKED, "error": str(failure)})
-            print(failure, file=sys.stderr)
-            raise typer.Exit(UNCHECKED) from None
     said.done()
     _show(remarked(report, one.small), as_json, html)
     raise typer.Exit(report.exit_code if report.exit_code in (HOLDS, FAILS) else UNCHECKED)

@@ -19,7 +19,7 @@ from tests.tiers import in_part, part
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("schedlang", "primitives", "passes")
-FILE_LIMIT, FUNCTION_LIMIT, LINE_LIMIT = 400, 60, 100
+FILE_LIMIT, FUNCTION_LIMIT, LINE_LIMIT = 600, 60, 100
 TEXT = {".py", ".sched", ".lark", ".md", ".toml", ".txt", ".cfg", ".json", ".yml", ".yaml", ".svg"}
 AT_TORCH = ("schedlang/runtime/", "schedlang/kernels/", "schedlang/model.py")
 

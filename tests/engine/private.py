@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import distributed_c10d as c10d
 
+from schedlang.runtime.collectives import agreement
 from tests.engine.exchange import Exchange, Wait
 from tests.engine.ops import OPS
 
@@ -170,6 +171,8 @@ def many_ranks() -> Iterator[Any]:
     """While this lasts, threads may be ranks; gives the store that they share."""
     install()
     plain, hook = c10d._world, sys.excepthook  # which joining a group replaces
+    patient = agreement.until
+    agreement.until = partial(_until, patient)
     c10d._world = _Worlds(plain)  # type: ignore[assignment]
     _set_thread_isolation_mode(True)
     try:
@@ -177,6 +180,16 @@ def many_ranks() -> Iterator[Any]:
     finally:
         _set_thread_isolation_mode(False)
         c10d._world, sys.excepthook = plain, hook
+        agreement.until = patient
+
+
+def _until(patient: Callable[..., bool], ready: Callable[[], bool], seconds: float) -> bool:
+    """A rank that looks into the store again and again lets the others compute meanwhile."""
+    if _here.exchange is None:
+        return patient(ready, seconds)
+    if not ready():
+        _here.exchange.baton.wait(_here.rank, ready, "the others in the store of the job")
+    return True
 
 
 @contextmanager

@@ -80,3 +80,33 @@ def test_messages_arrive_whole(tmp_path: Path) -> None:
     assert seen == ["one", {"two": [2] * 1000}]
     assert rank.open and rank.read() == [] and not rank.open
     ours.close()
+
+
+GLOO = "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  28 vs 4"
+THREAD = (
+    'Thread 0x00007f76a54106c0 (most recent call first):\n  File "threading.py", line 982 in run'
+)
+CALLS = (
+    '(most recent call first):\n  File "mine.py", line 7 in mine\n  File "launching/forkserver.py"'
+)
+
+
+@pytest.mark.parametrize("threads", [0, 40])
+@pytest.mark.parametrize("current", ["Current thread 0x1 ", "Thread 0x1 "])
+def test_the_cause_of_an_abort_stands_first(tmp_path: Path, threads: int, current: str) -> None:
+    """However many threads a dump tells of; of these only the one that matters is shown."""
+    log = tmp_path / "log"
+    dump = "\n\n".join([THREAD] * threads + [f"{current}{CALLS}", "Extension modules: numpy"])
+    log.write_text(f"{GLOO}\nFatal Python error: Aborted\n\n{dump}\n")
+    assert account(-6, log).splitlines() == [
+        "killed by SIGABRT", *GLOO.splitlines(), "Fatal Python error: Aborted",
+        '  File "mine.py", line 7 in mine',
+    ]  # fmt: skip
+
+
+def test_last_words(tmp_path: Path) -> None:
+    """The end of what a process wrote; of one that wrote nothing, how it ended."""
+    log = tmp_path / "log"
+    assert account(-9, log) == "killed by SIGKILL"
+    log.write_text("\n".join(map(str, range(100))))
+    assert account(3, log).splitlines() == ["ended with exit code 3", *map(str, range(80, 100))]

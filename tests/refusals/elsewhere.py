@@ -11,6 +11,7 @@ from collections.abc import Mapping
 ELSEWHERE: Mapping[str, str] = {
     "S009": "test_extension.py",
     "S614": "test_stage_units.py",
+    "S651": "test_agreement.py",
     "S657": "test_slices.py",
     "S663": "test_uneven_use.py",
     "S669": "test_statistics.py",

@@ -185,3 +185,25 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     first, second = (_torchrun(script, folder).stdout.splitlines() for _ in range(2))
     losses = [float(line.split()[-1]) for line in (*first, *second)]
     assert len(losses) == 20 and losses[-1] < losses[9] < losses[0]
+
+
+@pytest.mark.parametrize("words", [
+    ("plan", "--svg"), ("plan", "--html"), ("plan", "--out"), ("verify", "--html"),
+    ("run", "--timeline"), ("simulate", "--svg"),
+])  # fmt: skip
+def test_a_folder_that_is_missing(tmp_path: Path, words: tuple[str, str]) -> None:
+    """It is refused before any work, with the path: here not even the schedule is there."""
+    verb, option = words
+    missing = tmp_path / "no" / "out.svg"
+    done = CliRunner().invoke(app, [verb, str(tmp_path / "no.sched"), option, str(missing)])
+    assert done.exit_code == 2 and "S109" in done.stderr, done.stderr
+    assert f"`{option} {missing}` cannot be written" in done.stderr
+    done = CliRunner().invoke(app, [verb, str(tmp_path / "no.sched"), option, str(tmp_path)])
+    assert done.exit_code == 2 and "is a folder" in done.stderr
+
+
+@pytest.mark.deep
+def test_a_run_has_a_time_out(sched: Path) -> None:
+    """It ends with exit code 3 and says where the ranks stand."""
+    result = call(sched, "--steps", 1_000_000, "--timeout", 15)
+    assert result.exit_code == 3 and "not finished after 15 s" in result.stderr

@@ -14,6 +14,10 @@ from schedlang.passes.proving.original import Sequential
 from schedlang.passes.verifying.prove import Case, prove
 from schedlang.runtime.launching.launch import Pool
 from schedlang.runtime.parts import named_tensors, rows_of, split
+from schedlang.schedule import Schedule
+from schedlang.source import Source
+from schedlang.syntax import parse
+from tests.engine import Threads
 from tests.proofs import planned, proven
 
 DP2 = "zero(stage=2, over=dp)"
@@ -151,3 +155,66 @@ def test_one_rank_has_the_threads_of_its_parent(pool: Pool) -> None:
             assert pool.run(_count, 2) == [1, 1]
     finally:
         torch.set_num_threads(before)
+
+
+class Worded(nn.Module):
+    """Embedding, blocks, head; the loss of no labels is NaN, or with `bounded` 0."""
+
+    def __init__(self, bounded: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(9, 4)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(2)
+        )
+        self.head = nn.Linear(4, 9)
+        self.bounded = bounded
+        self.double()
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        logits = self.head(x).flatten(0, 1)
+        if not self.bounded:
+            return {"loss": F.cross_entropy(logits, labels.flatten())}
+        loss = F.cross_entropy(logits, labels.flatten(), reduction="sum")
+        return {"loss": loss / (labels != -100).sum().clamp(min=1)}
+
+
+LAYOUTS = {
+    "one": ("dp=1", ""),
+    "dp": ("dp=2", DP2),
+    "tp": ("tp=2", "blocks.*.0  shard(col, over=tp)\n  blocks.*.2  shard(row, over=tp)"),
+    "pp": ("pp=2", 'blocks  pipeline_split(over=pp)\n  pipeline(order="1F1B", micro=2)'),
+    "both": ("dp=2, pp=2", 'blocks  pipeline_split(over=pp)\n  zero(stage=1, over=dp)\n'
+             '  pipeline(order="1F1B", micro=2)'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_batch_without_any_label(layout: str, bounded: bool, threads: Threads) -> None:
+    """Loss, gradients and weights are what the original gives of it, under every layout."""
+    mesh, rows = LAYOUTS[layout]
+    ids = torch.arange(24).reshape(4, 6).remainder(9)
+    batch = {"ids": ids, "labels": torch.full_like(ids, -100)}
+    model = Worded(bounded)
+    loss = model(**batch)["loss"]
+    loss.backward()
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    text = f'schedule 1\n\nmesh({mesh})\n\nstep "s" {{\n  {rows}\n}}\n'
+
+    def body() -> Any:
+        program = Schedule(Worded(bounded), parse(Source("a.sched", text))).build(
+            batch=batch | {"labels": ids},
+            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        )
+        return program.train_step(batch), program.gradients(), program.state_dict()
+
+    world = 4 if layout == "both" else 1 if layout == "one" else 2
+    for value, gradients, state in threads.run(body, world):
+        torch.testing.assert_close(value.double(), loss.detach(), equal_nan=True)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[name], wanted[name], equal_nan=True)
+            torch.testing.assert_close(state[name], parameter.detach() - 0.1 * wanted[name])

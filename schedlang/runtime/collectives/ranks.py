@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
+import signal
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import cache
 
 import torch
@@ -17,15 +21,46 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.mesh import Mesh
 from schedlang.runtime.collectives.collective import Group
 
+_PR_SET_PDEATHSIG = 1
+TIMEOUT = timedelta(minutes=10)  # of a collective that others do not join
 _SETTLE = 0.1  # seconds at the end of a process for gloo's threads to let go of their tensors
 
 
 def join_world(device: str | None = None) -> None:
     """Join the job that torchrun started, if there is one and nobody has joined yet."""
     _settle_at_exit()
+    _end_with_torchrun()
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=TIMEOUT)
+
+
+def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A process group that waits as long as that of the world does; torch's own waits otherwise."""
+    return dist.new_group(list(ranks), timeout=_patience())  # type: ignore[no-any-return]
+
+
+def _patience() -> timedelta | None:
+    """The time-out of the world's group.  Private: torch tells it nowhere else."""
+    world = dist.group.WORLD
+    assert world is not None
+    kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    try:
+        found = world._get_backend(torch.device(kind)).options._timeout
+    except (AttributeError, RuntimeError):  # a backend without options: the one of the user's torch
+        return None
+    return found if isinstance(found, timedelta) else None
+
+
+@cache
+def _end_with_torchrun() -> None:
+    """Have Linux end this rank with the torchrun that started it.
+
+    An agent that is killed ends nobody, and its ranks would hold their devices and wait for each
+    other.  Of other starters nothing is known: Linux counts the end of the thread that started us.
+    """
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != 1:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @cache
@@ -79,7 +114,7 @@ class Ranks:
         groups = self.mesh.groups(self.mesh.fold(over))
         found = None
         for ranks in groups:
-            made = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+            made = new_group(ranks) if len(ranks) > 1 else None
             found = made if self.rank in ranks else found
         return found
 
@@ -94,7 +129,7 @@ class Ranks:
         if mine is None:
             for ranks in groups:
                 if len(ranks) > 1:
-                    dist.new_group(list(ranks))
+                    new_group(ranks)
             return None
         return self._made((name,), groups, mine.index(self.rank))
 
@@ -114,7 +149,7 @@ class Ranks:
         found = None
         for ranks in groups:
             if len(ranks) > 1:
-                made = dist.new_group(list(ranks))
+                made = new_group(ranks)
                 found = made if self.rank in ranks else found
         assert found is not None or any(len(r) == 1 for r in groups)
         return found  # type: ignore[return-value]

@@ -232,6 +232,7 @@ def _work(sock: socket.socket, rank: int, world: int, setup: dict[str, Any], blo
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
         consequence = isinstance(error, RuntimeError) and bool(_CONSEQUENCE.search(str(error)))
+        consequence = consequence or bool(getattr(error, "consequence", False))  # it says so
         try:
             itself = cloudpickle.dumps(error)
         except Exception:  # an error may hold what cannot be sent: its text goes alone

@@ -18,6 +18,10 @@ _GRACE = 1.0  # seconds to wait for the cause when a consequence arrives first
 _STILL = 2.0  # seconds between two looks; more, and this process or the whole machine was stopped
 _MOMENT = 0.1  # seconds in which several ranks may fail alike; the lowest is named
 
+HERE = -1  # in the place of a rank: the process that started them
+_WORDS, _CALLS = 20, 12  # lines that are told of what a process wrote, and of where it stood
+_DUMP = "Fatal Python error: "  # with this faulthandler begins
+
 Times = dict[int, tuple[float, float]]  # seconds on a processor, and in wait of one, by process
 
 
@@ -30,10 +34,11 @@ class RankDied(Exception):
 
 
 class Hang(Exception):
-    """No rank got on for too long; `stacks` says where each of them stands."""
+    """No rank got on for too long; `stacks` says where each of them stands (HERE: this process)."""
 
     def __init__(self, why: str, stacks: Mapping[int, str]) -> None:
-        lines = [f"rank {rank}:\n{stack}" for rank, stack in sorted(stacks.items())]
+        who = {rank: "this process" if rank == HERE else f"rank {rank}" for rank in stacks}
+        lines = [f"{who[rank]}:\n{stack}" for rank, stack in sorted(stacks.items())]
         super().__init__("\n".join([why, *lines]))
         self.why, self.stacks = why, dict(stacks)
 
@@ -117,10 +122,23 @@ def judge(job: Job) -> None:
 
 
 def account(code: int, log: Path) -> str:
-    """How a process ended, and its last words."""
+    """How a process ended, its last words, and where it stood: the cause stands first.
+
+    What faulthandler writes of all threads, once a signal has come, is as long as there are
+    threads; of it the one is told in which the signal came, or else the main one.
+    """
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    words = log.read_text(errors="replace").strip().splitlines()[-20:] if log.exists() else []
-    return "\n".join([how, *words])
+    text = log.read_text(errors="replace").strip() if log.exists() else ""
+    words, fatal, dump = text.rpartition(_DUMP) if code < 0 else (text, "", "")
+    if not fatal:
+        return "\n".join([how, *text.splitlines()[-_WORDS:]])
+    threads = dump.split("hread 0x")
+    where = next((one for one, before in zip(threads[1:], threads) if before.endswith("Current t")),
+                 threads[-1])  # fmt: skip
+    calls = [line for line in where.splitlines()[1:] if line.startswith("  File ")]
+    own = [line for line in calls if "launching/forkserver.py" not in line][:_CALLS]
+    last = words.strip().splitlines()[-_WORDS:]
+    return "\n".join([how, *last, fatal + dump.partition("\n")[0], *own])
 
 
 def unpickled(data: bytes) -> BaseException | None:

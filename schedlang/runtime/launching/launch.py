@@ -20,18 +20,19 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from schedlang.runtime.launching import forkserver
+from schedlang.runtime.launching import folders, forkserver
 from schedlang.runtime.launching.forkserver import progress
 from schedlang.runtime.launching.hang import doubt, stacks
 from schedlang.runtime.launching.job import Hang, Job, Rank, RankDied, account, judge, unpickled
+from schedlang.runtime.launching.limit import current
 from schedlang.runtime.launching.preload import BASE
 
 __all__ = ["Hang", "Pool", "RankDied", "progress"]
@@ -52,7 +53,8 @@ class Pool:
         files: Mapping[str, str | Path] | None = None,
     ) -> None:
         self.files = {name: str(path) for name, path in (files or {}).items()}
-        self._scratch = Path(tempfile.mkdtemp(prefix="schedlang-"))  # stores, logs
+        self._scratch, kept = folders.made()  # stores, logs
+        weakref.finalize(self, os.close, kept)
         self._ranks: list[Rank] = []
         self._jobs = 0
         self._lock = threading.Lock()
@@ -119,7 +121,8 @@ class Pool:
                 self._grow(world, job, blob)
                 for rank in self._ranks[:world]:
                     self._send(rank, pickle.dumps((world, setup, blob)))
-                self._watch(job, timeout, hang_after)
+                with _watching():
+                    self._watch(job, timeout, hang_after)
             except BaseException:
                 self._kill()
                 raise
@@ -184,7 +187,10 @@ class Pool:
 
     def _watch(self, job: Job, timeout: float | None, hang_after: float) -> None:
         """Until all results are there; raises what went wrong."""
-        end = None if timeout is None else time.monotonic() + timeout
+        end, why = None if timeout is None else time.monotonic() + timeout, ""
+        limit = current()
+        if limit is not None and (end is None or limit.end < end):
+            end, why = limit.end, limit.why
         ranks = self._ranks[: job.world]
         job.begin()
         with selectors.DefaultSelector() as selector:
@@ -201,7 +207,7 @@ class Pool:
                             selector.unregister(key.data.sock)
                 judge(job)
                 if end is not None and time.monotonic() > end:
-                    raise Hang(f"not finished after {timeout:g} s", stacks(job, ranks))
+                    raise Hang(why or f"not finished after {timeout:g} s", stacks(job, ranks))
                 doubt(job, ranks, hang_after)
 
     def _hear_rank(self, job: Job, rank: Rank) -> None:
@@ -226,6 +232,20 @@ class Pool:
         for rank in self._ranks:
             rank.sock.close()
         self._ranks = []
+
+
+@contextmanager
+def _watching() -> Iterator[None]:
+    """Meanwhile the limit under which this runs is held by who watches the ranks."""
+    limit = current()
+    if limit is None:
+        yield
+        return
+    before, limit.watching = limit.watching, True
+    try:
+        yield
+    finally:
+        limit.watching = before
 
 
 def _threads() -> int:

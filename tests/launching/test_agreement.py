@@ -1,0 +1,379 @@
+"""Tests of agreement: ranks that do not build the same refuse, name what differs, and do not hang.
+
+Each kind of disagreement is one that a job has: another seed, file, version, setting, batch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import schedlang
+from schedlang.diagnostic import Refusal
+from schedlang.runtime.collectives.agreement import Item, differences
+from schedlang.runtime.collectives.checksum import checksum
+from schedlang.runtime.launching.launch import Pool
+
+WIDE = 8
+
+
+class Block(nn.Module):
+    """A residual pair of linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDE, 2 * WIDE), nn.Linear(2 * WIDE, WIDE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of both ways."""
+        out: torch.Tensor = x + self.down(F.gelu(self.up(x)))
+        return out
+
+
+class Net(nn.Module):
+    """Blocks, and a loss of its own."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Squares."""
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": F.mse_loss(x * self.scale, y)}
+
+
+class Steep(Net):
+    """Another forward with the same parameters."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Absolute values."""
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": F.l1_loss(x, y)}
+
+
+def _batch(seed: int = 0, rows: int = 4) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(rows, WIDE, generator=draw) for name in "xy"}
+
+
+def _adamw(named: Any, lr: float = 1e-3, **more: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(named, lr=lr, **more)
+
+
+def _schedule(model: nn.Module, how: str = "zero 1") -> Any:
+    sch = schedlang.create_schedule(model)
+    kind, _, number = how.partition(" ")
+    if kind == "zero":
+        sch.mesh(dp=2)
+        sch.zero(stage=int(number), over="dp")
+    elif kind == "tp":
+        sch.mesh(tp=2)
+        sch["blocks.*.up"].shard("col", over="tp")
+        sch["blocks.*.down"].shard("row", over="tp")
+    else:
+        sch.mesh(pp=2)
+        sch["blocks"].pipeline_split(over="pp")
+        sch.pipeline(order="1F1B", micro=int(number))
+    return sch
+
+
+def _trained(
+    how: str = "zero 1", seed: int = 0, made: Callable[[], nn.Module] = Net, steps: int = 1,
+    batch: Callable[[int], Any] = _batch, first: Any = None, **options: Any,
+) -> list[float]:  # fmt: skip
+    """What a script of the user's does on this rank."""
+    torch.manual_seed(seed)
+    options = {"optimizer": _adamw, "batch": first or _batch()} | options
+    program = _schedule(made(), how).build(**options)
+    return [float(program.train_step(batch(step))) for step in range(steps)]
+
+
+def _one(**options: Any) -> dict[str, Any]:
+    """Options of rank 1 alone."""
+    return options if dist.get_rank() == 1 else {}
+
+
+def _half() -> nn.Module:
+    return Net().double()
+
+
+def _frozen() -> nn.Module:
+    model = Net()
+    model.blocks[0].up.bias.requires_grad_(False)
+    return model
+
+
+def _other_loss(output: Any, batch: Any) -> torch.Tensor:
+    out: torch.Tensor = output["loss"] * 2
+    return out
+
+
+def _loss(output: Any, batch: Any) -> torch.Tensor:
+    out: torch.Tensor = output["loss"]
+    return out
+
+
+def _grouped(named: Any) -> torch.optim.Optimizer:
+    (_, first), *rest = named
+    return torch.optim.AdamW([{"params": [first], "weight_decay": 0.5},
+                              {"params": [p for _, p in rest]}], lr=1e-3)  # fmt: skip
+
+
+def _version() -> list[float]:
+    if dist.get_rank() == 1:
+        torch.__version__ = type(torch.__version__)("2.11.0")  # type: ignore[attr-defined]
+    try:
+        return _trained()
+    finally:
+        torch.__version__ = "2.13.0"  # type: ignore[attr-defined]
+
+
+# what rank 1 does otherwise -> what the refusal says of it
+KINDS: dict[str, tuple[Callable[[], Any], str]] = {
+    "weights, sliced": (lambda: _trained("zero 3", **_one(seed=1)), "rank 1 has other initial w"),
+    "weights, sharded": (lambda: _trained("tp", **_one(seed=1)), "rank 1 has other initial wei"),
+    "weights, staged": (lambda: _trained("pp 2", **_one(seed=1)), "rank 1 has other initial weig"),
+    "stage": (lambda: _trained("zero 2" if dist.get_rank() else "zero 1"), "`row 1` is zero("),
+    "schedule": (lambda: _trained("tp" if dist.get_rank() else "zero 1"), "another mesh"),
+    "microbatches": (lambda: _trained("pp 4" if dist.get_rank() else "pp 2"), "micro=4"),
+    "rate": (lambda: _trained(**_one(optimizer=lambda n: _adamw(n, lr=3e-4))), "0.0003 on rank 1"),
+    "optimizer": (lambda: _trained(**_one(optimizer=lambda n: torch.optim.SGD(n, lr=1e-3))), "SGD"),
+    "groups": (lambda: _trained(**_one(optimizer=_grouped)), "weight_decay 0.5 on rank 1"),
+    "no optimizer": (lambda: _trained(**_one(optimizer=None)), "`optimizer` is None on rank 1"),
+    "clip": (lambda: _trained(**_one(clip=1.0)), "other options of `build`"),
+    "dtype": (lambda: _trained(**_one(made=_half)), "float64 (16, 8) on rank 1"),
+    "frozen": (lambda: _trained(**_one(made=_frozen)), "frozen on rank 1"),
+    "constant": (lambda: _trained(**_one(made=lambda: Net(2.0))), "scale=2.0"),
+    "class": (lambda: _trained(**_one(made=Steep)), "`the model` is Steep("),
+    "loss": (lambda: _trained(loss=_other_loss if dist.get_rank() else _loss), "`loss` differs on"),
+    "version": (_version, "`torch` is 2.11.0 on rank 1, 2.1"),
+    "names of the batch": (
+        lambda: _trained(**_one(first=_batch() | {"z": torch.ones(4)})), "another batch to build",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_differs_is_named(pool: Pool, kind: str) -> None:
+    """All ranks refuse alike before any group is made, and say what differs, and where."""
+    body, said = KINDS[kind]
+    start = time.monotonic()
+    with pytest.raises(Refusal) as info:
+        pool.run(body, 2)
+    assert info.value.diagnostic.code == "S650"
+    assert said in str(info.value), str(info.value)
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("how", ["zero 3", "tp", "pp 2"])
+def test_ranks_that_agree_train(pool: Pool, how: str) -> None:
+    """The losses are those of a program that compared nothing."""
+    assert pool.run(_trained, 2, how) == pool.run(lambda: _trained(how, compare="nothing"), 2)
+    batches = pool.run(lambda: _trained(how, compare="batches", steps=2), 2)
+    assert batches[0] == batches[1] and len(batches[0]) == 2
+
+
+@pytest.mark.parametrize("comes", [0, 1])
+def test_a_rank_that_does_not_come(pool: Pool, comes: int) -> None:
+    """The one that waits refuses in time, whichever it is, and says who is missing."""
+
+    def body() -> None:
+        if dist.get_rank() == comes:
+            _trained(wait=1.0)
+        else:
+            time.sleep(60)
+
+    start = time.monotonic()
+    with pytest.raises(Refusal) as info:
+        pool.run(body, 2)
+    assert info.value.diagnostic.code == "S651"
+    assert f"rank {1 - comes} has not come to `build` within 1 s" in str(info.value)
+    assert time.monotonic() - start < 30
+
+
+def test_a_rank_that_cannot_build(pool: Pool) -> None:
+    """The others are told why, and do not wait for it."""
+
+    def broken(named: Any) -> torch.optim.Optimizer:
+        raise ValueError("no such device")
+
+    def body() -> str:
+        try:
+            _trained(**_one(optimizer=broken))
+        except Refusal as refusal:
+            return str(refusal)
+        except ValueError:
+            return "its own"
+        return "built"
+
+    told, own = pool.run(body, 2)
+    assert own == "its own"
+    assert "rank 1 cannot build its part" in told and "ValueError: no such device" in told
+
+
+BATCHES: dict[str, tuple[Callable[[int], Any], str]] = {
+    "values": (lambda step: _batch(step + dist.get_rank()), "rank 1 has another batch in step 0"),
+    "later": (lambda step: _batch(step + step * dist.get_rank()), "another batch in step 1"),
+    "rows": (lambda step: _batch(step, rows=4 + 2 * dist.get_rank()), "`x` is (6, 8) on rank 1"),
+    "names": (lambda step: dict(list(_batch(step).items())[: 2 - dist.get_rank()]),
+              "`y` is nothing on rank 1"),
+    "dtype": (lambda step: {k: v.double() if dist.get_rank() else v for k, v in _batch().items()},
+              "`x` is float64 in 2 dims on rank 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_batches_are_compared_where_asked(pool: Pool, kind: str) -> None:
+    """All ranks refuse the step alike, before any of them computes."""
+    batch, said = BATCHES[kind]
+    with pytest.raises(Refusal) as info:
+        pool.run(lambda: _trained(batch=batch, compare="batches", steps=2), 2)
+    assert info.value.diagnostic.code == "S652" and said in str(info.value), str(info.value)
+
+
+def test_rows_of_ones_own_may_differ(pool: Pool) -> None:
+    """With `local=True` only ranks that share rows need the same."""
+
+    def body(over: str) -> float:
+        torch.manual_seed(0)
+        program = _schedule(Net(), over).build(batch=_batch(), optimizer=_adamw, compare="batches")
+        return float(program.train_step(_batch(dist.get_rank()), local=True))
+
+    assert len(set(pool.run(body, 2, "zero 1"))) == 1
+    with pytest.raises(Refusal, match="rank 1 has another batch in step 0"):
+        pool.run(body, 2, "tp")
+
+
+def test_a_rate_that_is_changed_on_one_rank(pool: Pool) -> None:
+    """A scheduler that ran on one rank alone is noticed with the batch."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        program = _schedule(Net(), "tp").build(batch=_batch(), optimizer=_adamw, compare="batches")
+        for group in program.optimizer.param_groups:
+            group["lr"] = 0.1 * (1 + dist.get_rank())
+        program.train_step(_batch())
+
+    with pytest.raises(Refusal, match="rank 1 has another optimizer in step 0"):
+        pool.run(body, 2)
+
+
+def test_groups_wait_as_long_as_the_world(pool: Pool) -> None:
+    """A group of some ranks has the time-out of the world's, not torch's own."""
+
+    def body() -> tuple[float, float]:
+        from schedlang.runtime.collectives.ranks import new_group
+
+        seconds = [
+            group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+            for group in (dist.group.WORLD, new_group([0, 1]))
+        ]
+        return seconds[0], seconds[1]
+
+    ((world, group), _) = pool.run(body, 2)
+    assert world == group == 12 * 3600
+
+
+def test_most_ranks_are_right() -> None:
+    """The odd ranks are named; of as many on both sides, those without the lowest."""
+    item = Item("optimizer", {})
+    rates = {0: {"lr": "1"}, 1: {"lr": "2"}, 2: {"lr": "1"}, 3: {"lr": "1"}}
+    assert differences(item, rates) == (
+        "rank 1 has another optimizer", ["`lr` is 2 on rank 1, 1 on ranks 0, 2 and 3"]
+    )  # fmt: skip
+    title, _ = differences(item, {0: {"lr": "1"}, 1: {"lr": "2"}})
+    assert title == "rank 1 has another optimizer"
+
+
+def test_parts_that_some_hold() -> None:
+    """What a rank does not hold says nothing against those that do."""
+    item = Item("optimizer", {}, held=True)
+    assert differences(item, {0: {"a": "1"}, 1: {"b": "1"}})[1] == []
+    assert len(differences(item, {0: {"a": "1"}, 1: {"b": "1", "a": "2"}})[1]) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
+def test_a_checksum_sees_every_change(dtype: torch.dtype) -> None:
+    """Of one value, of two that change places, of the shape; not of where the tensor lies."""
+    plain = torch.arange(3 * 5000).reshape(3, 5000).remainder(97).to(dtype)
+    known = checksum(plain)
+    assert checksum(plain.clone()) == known == checksum(torch.cat([plain, plain])[3:])
+    assert checksum(plain.t().contiguous().t()) == known
+    swapped = plain.clone()
+    swapped[0, 1], swapped[2, 4000] = plain[2, 4000] + 1, plain[0, 1]
+    others = [swapped, plain.view(5000, 3), plain.flip(0), plain.roll(1, 1)]
+    for place in (0, 7777, plain.numel() - 1):
+        one = plain.clone()
+        one.view(-1)[place] += 1
+        others.append(one)
+    assert len({known, *map(checksum, others)}) == 1 + len(others)
+
+
+def test_a_checksum_of_nothing() -> None:
+    """What has no bits to read is compared with nothing; the empty and the single one are."""
+    assert checksum(torch.empty(3, device="meta")) == ""
+    assert checksum(torch.zeros(())) != checksum(torch.ones(()))
+    assert checksum(torch.ones(0)) != checksum(torch.ones(0, 2))
+
+
+AGENT = """
+import os, sys, time, torch, schedlang
+from torch import nn
+
+torch.manual_seed(0)
+sch = schedlang.create_schedule(nn.Linear(4, 4))
+sch.mesh(dp=2)
+sch.zero(stage=0, over="dp")
+program = sch.build(batch={"input": torch.ones(2, 4)}, loss=lambda out, batch: out.sum())
+open(f"{sys.argv[1]}/{os.environ['RANK']}.new", "w").write(str(os.getpid()))
+os.rename(f"{sys.argv[1]}/{os.environ['RANK']}.new", f"{sys.argv[1]}/{os.environ['RANK']}")
+time.sleep(300)
+"""
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_a_killed_torchrun_leaves_no_rank(tmp_path: Path) -> None:
+    """Ranks that have come to `build` end with the agent that started them."""
+    (tmp_path / "train.py").write_text(AGENT)
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    agent = subprocess.Popen([*start, str(tmp_path / "train.py"), str(tmp_path)])
+    files = [tmp_path / str(rank) for rank in range(2)]
+    try:
+        end = time.monotonic() + 120
+        while not all(file.exists() for file in files) and time.monotonic() < end:
+            time.sleep(0.2)
+        pids = [int(file.read_text()) for file in files]
+    finally:
+        agent.kill()
+        agent.wait()
+    end = time.monotonic() + 5
+    while any(map(_runs, pids)) and time.monotonic() < end:
+        time.sleep(0.05)
+    left = [pid for pid in pids if _runs(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,178 @@
+"""Tests of limit: a proof that has a time-out ends, wherever it loops, and says where."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import schedlang
+from schedlang.runtime.launching.job import HERE
+from schedlang.runtime.launching.launch import Hang, Pool
+from schedlang.runtime.launching.limit import current, limited
+
+MODEL = """
+import os, torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 4)
+    def forward(self, x, y):
+        spin("forward")
+        out = self.b(self.a(x))
+        spin("ranks")
+        return {"loss": ((out - y) ** 2).mean()}
+
+def spin(where):
+    rank = "RANK" in os.environ
+    if where == WHERE and rank == (where == "ranks"):
+        while True:
+            pass
+
+def model():
+    spin("model")
+    return Net()
+
+def batch(seed):
+    spin("batch")
+    draw = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(4, 4, generator=draw) for name in "xy"}
+"""
+SCHED = """schedule 1 for Net
+
+mesh(dp=2)
+
+step "data" {
+  zero(stage=1, over=dp)
+  verify(train, steps=3)
+}
+"""
+
+
+def _one() -> int:
+    return 1
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Ranks of these tests alone."""
+    with Pool() as pool:
+        yield pool
+
+
+def test_this_process() -> None:
+    """A loop here is interrupted, also in what catches every exception; the stack tells it."""
+
+    def stubborn() -> None:
+        while True:
+            try:
+                _spin()
+            except Exception:  # noqa: S112
+                continue
+
+    start = time.monotonic()
+    said = r"not finished after 0\.5 s\nthis process:"
+    with pytest.raises(Hang, match=said) as info, limited(0.5):
+        stubborn()
+    assert time.monotonic() - start < 10
+    assert "in _spin" in info.value.stacks[HERE]
+    assert current() is None and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+def test_what_ends_in_time() -> None:
+    """Nothing is left of the limit, nor is anything taken from an alarm of the caller's."""
+    before = signal.getsignal(signal.SIGALRM)
+    with limited(30.0):
+        assert current() is not None
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    with limited(None):
+        assert current() is None
+
+
+def test_ranks(pool: Pool) -> None:
+    """Where each rank stands is told; the pool works on afterwards."""
+    pool.run(_one, 2)  # what starts them is not what is asked about
+    start = time.monotonic()
+    with pytest.raises(Hang, match="not finished after 3 s") as info, limited(3.0):
+        pool.run(_spin, 2)
+    assert time.monotonic() - start < 30
+    assert sorted(info.value.stacks) == [0, 1]
+    assert all("in _spin" in stack for stack in info.value.stacks.values())
+    assert pool.run(_one, 2) == [1, 1]
+
+
+def test_ranks_off_the_main_thread(pool: Pool) -> None:
+    """Python interrupts no other thread; its ranks are held to the limit all the same."""
+    seen: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with limited(2.0):
+                pool.run(_spin, 1)
+        except Hang as hang:
+            seen.append(hang)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    assert "not finished after 2 s" in str(seen[0])
+
+
+class Slow(nn.Module):
+    """A model whose forward never ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A loop."""
+        _spin()
+        return x
+
+
+def test_verify_from_python() -> None:
+    """The call ends; so does one whose function of batches loops."""
+    sch = schedlang.create_schedule(Slow())
+    sch.mesh(dp=2)
+    sch.zero(stage=0, over="dp")
+    for batch in ({"x": torch.ones(2, 2)}, lambda seed: _spin()):
+        with pytest.raises(Hang, match="not finished after 2 s"):
+            schedlang.verify(sch, batch=batch, loss=lambda out, batch: out.sum(), timeout=2.0)
+
+
+@pytest.mark.parametrize("where", ["ranks", pytest.param("model", marks=pytest.mark.deep),
+                                   pytest.param("batch", marks=pytest.mark.deep),
+                                   pytest.param("forward", marks=pytest.mark.deep)])  # fmt: skip
+def test_verify_ends_wherever_it_loops(tmp_path: Path, where: str) -> None:
+    """Exit code 3, the account names what loops, and no process is left."""
+    (tmp_path / "model.py").write_text(MODEL.replace("WHERE", repr(where)))
+    (tmp_path / "a.sched").write_text(SCHED)
+    start, seconds = time.monotonic(), "25" if where == "ranks" else "8"
+    done = subprocess.run(
+        [sys.executable, "-m", "schedlang.cli", "verify", tmp_path / "a.sched", "--json",
+         "--timeout", seconds], capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 3, done.stderr
+    assert time.monotonic() - start < 60
+    said = json.loads(done.stdout)
+    assert said["exit"] == 3 and f"not finished after {seconds} s" in said["error"]
+    assert "in spin" in said["error"]
+    assert ("rank 1:" in said["error"]) == (where == "ranks")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,164 @@
+"""Tests of files that say what to do: a saved plan never chooses code, damaged ones are refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from schedlang.cli import app
+from schedlang.diagnostic import Refusal
+from schedlang.model import ModelFacts
+from schedlang.modelfile import load_model_file
+from schedlang.passes.locking.lock_text import read_lock
+from schedlang.passes.reading.restore import read_record, restored
+from schedlang.passes.shrinking.ranges import spread
+
+CUSTOM = Path(__file__).parents[2] / "examples" / "custom"
+DEEP = pytest.mark.deep
+VALUES: list[Any] = [
+    *(None, -1, 0, 1.5, 10**30, 1e308, float("nan"), "x", "", "R", "S(-1)", "S(", True),
+    *([], {}, [[]], ["x", 1, 1], "9" * 5000 + ")", "(" * 5000 + ")", "../../etc", "\0\n"),
+    *("model.__class__)", "__import__('os').system('id'))"),
+]  # fmt: skip
+
+
+def _run(*args: object) -> Any:
+    return CliRunner().invoke(app, list(map(str, args)))
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The record of a plan with many rows."""
+    out = tmp_path_factory.mktemp("plan") / "p.json"
+    assert _run("plan", CUSTOM / "2d.sched", "--out", out).exit_code == 0
+    made: dict[str, Any] = json.loads(out.read_text())
+    return made
+
+
+@contextmanager
+def _at_most(seconds: int) -> Iterator[None]:
+    def late(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("verb", ["diff", "run", "why"])
+def test_a_plan_does_not_choose_what_runs(tmp_path: Path, plan: dict[str, Any], verb: str) -> None:
+    """The file that it names is told and not run; `--model` names one that is."""
+    told = tmp_path / "told"
+    evil = tmp_path / "evil.py"
+    evil.write_text(f"open({str(told)!r}, 'w').write('ran')\n")
+    saved = tmp_path / "p.json"
+    saved.write_text(json.dumps(plan | {"model_file": str(evil)}))
+    words = {"diff": ("diff", saved, saved), "run": ("run", "--plan", saved, "--steps", 1),
+             "why": ("why", saved, "blocks.0")}[verb]  # fmt: skip
+    done = _run(*words)
+    assert not told.exists()
+    assert done.exit_code == 2
+    if verb != "why":  # which asks of schedules alone
+        assert "S904" in done.stderr and f"--model {evil}" in done.stderr
+    if verb == "diff":
+        assert _run(*words, "--model", CUSTOM / "model.py").exit_code == 0
+        (tmp_path / "model.py").write_text((CUSTOM / "model.py").read_text())
+        assert _run(*words).exit_code == 0 and not told.exists()
+
+
+def _places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if at:
+        yield at
+    if not isinstance(value, dict | list):
+        return
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _places(item, (*at, key))
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(2000, marks=DEEP)])
+def test_damaged_plans_are_refused(tmp_path: Path, plan: dict[str, Any], count: int) -> None:
+    """One field is left out, or holds something else: a plan of the model, or a refusal."""
+    draw, facts = random.Random(3), ModelFacts(load_model_file(str(CUSTOM / "model.py")).model())
+    places, file, refused = list(_places(plan)), tmp_path / "p.json", 0
+    for _ in range(count):
+        made = copy.deepcopy(plan)
+        *way, last = draw.choice(places)
+        holder = made
+        for key in way:
+            holder = holder[key]
+        if draw.random() < 0.25:
+            del holder[last]
+        else:
+            holder[last] = draw.choice(VALUES)
+        file.write_text(json.dumps(made))
+        with _at_most(20):
+            try:
+                restored(read_record(file), facts)
+            except Refusal as refusal:
+                refused += 1
+                assert refusal.render()
+    assert count / 2 < refused < count
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"plan": ' + "9" * 5000 + "}", "\ud800"])
+def test_what_is_hardly_json(tmp_path: Path, text: str) -> None:
+    """Lists without end, numbers without end, no text."""
+    file = tmp_path / "p.json"
+    file.write_bytes(text.encode(errors="surrogatepass"))
+    with pytest.raises(Refusal, match="is not a plan"):
+        read_record(file)
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(2000, marks=DEEP)])
+def test_damaged_locks_are_refused(count: int) -> None:
+    """Characters are left out, changed, put in: a lock that holds together, or a refusal."""
+    whole, draw, refused = (CUSTOM / "2d.sched.lock").read_text(), random.Random(3), 0
+    more = ["\n", "9" * 5000, "--knob x", "\0", "sha256:", "e", "[", "\u2028", " ", "0..99999999"]
+    for _ in range(count):
+        text = list(whole)
+        for _ in range(draw.choice([1, 1, 2, 5])):
+            at, kind = draw.randrange(len(text)), draw.random()
+            if kind < 0.3:
+                del text[at : at + draw.choice([1, 1, 5, 60])]
+            elif kind < 0.6:
+                text[at] = chr(draw.randrange(32, 127))
+            else:
+                text[at:at] = list(draw.choice(more))
+        with _at_most(20):
+            try:
+                read_lock("".join(text), "x.lock")
+            except Refusal as refusal:
+                refused += 1
+                assert refusal.render()
+    assert count / 2 < refused < count
+
+
+@pytest.mark.parametrize("text", [
+    "lock = 1\nmade = 3", "lock = 1\nsettings = 3", "lock = 1\n[settings]\ngiven = 3",
+    "lock = 1\n[settings]\ngiven = [3]", "x = " + "9" * 5000, "x = " + "[" * 100_000,
+    'lock = 1\n[parameters]\n"h.0..999999999.w" = "float32"',
+])  # fmt: skip
+def test_no_lock(text: str) -> None:
+    """Each is refused at once, with how to write one."""
+    with _at_most(5), pytest.raises(Refusal, match="plan FILE --lock"):
+        read_lock(text, "x.lock")
+
+
+def test_ranges_of_many_names() -> None:
+    """A million names are read; what stands for more is no name."""
+    assert sum(1 for _ in spread("h.0..9.w.0..9")) == 100
+    with pytest.raises(ValueError, match="more than"):
+        list(spread("h.0..99999.w.0..99999"))
