@@ -153,6 +153,16 @@ def _below(leaves: Mapping[str, Leaf], sizes: Mapping[str, int]) -> dict[str, Be
     return {fqn: tuple(split) for fqn, split in found.items()}
 
 
+def _axes_below(leaves: Mapping[str, Leaf]) -> dict[str, list[str]]:
+    """For every module that holds something sharded: the axes over which something is."""
+    found: dict[str, list[str]] = {}
+    for leaf in leaves.values():
+        names = leaf.fqn.split(".")
+        for depth in range(len(names) + 1):
+            found.setdefault(".".join(names[:depth]), []).extend(w.axis for w in leaf.wanted)
+    return found
+
+
 class Part(NamedTuple):
     """An argument of modules of a class, of which each rank needs its own part along a dim."""
 
@@ -183,7 +193,7 @@ class Run:
         over = (b.axis for boundaries in plan.boundaries.values() for b in boundaries)
         sizes = {name: plan.mesh.size(name) for name in (*plan.mesh.names, *over)}
         self.sizes, self.below = sizes, _below(leaves, sizes)
-        self.follower = Follower(recording, self.stack, sizes)
+        self.follower = Follower(recording, self.stack, sizes, _axes_below(leaves))
         self.edges: dict[str, tuple[Edge, ...]] = {}
         self.numbers: list[tuple[str, str, int]] = []
         self.layouts: dict[tuple[str, int], list[tuple[Note, ...] | None]] = {}

@@ -58,6 +58,37 @@ def test_attributes_are_divided_and_nothing_else() -> None:
     assert {fqn for fqn, _ in by_block} == {f"transformer.h.{k}.attn" for k in range(2)}
 
 
+class Biased(nn.Module):
+    """Attention that fills a bias of its own for each head, as T5's without relative positions."""
+
+    def __init__(self, heads: int = 2, width: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        q, k, v = (
+            part(x).view(rows, length, self.heads, -1).transpose(1, 2)
+            for part in (self.q, self.k, self.v)
+        )
+        bias = torch.zeros(1, self.heads, length, length, dtype=x.dtype, device=x.device)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.requires_grad_())
+        return self.o(mixed.transpose(1, 2).reshape(rows, length, -1)).square().mean()
+
+
+@pytest.mark.parametrize("mesh", ["dp=2, tp=2", "tp=2, dp=2", "ep=2, dp=2, tp=2"])
+def test_what_a_module_fills_is_split_by_the_axis_that_splits_it(mesh: str) -> None:
+    """A bias made for the heads of a rank is split over `tp`, not over another axis as large."""
+    rows = "{q,k,v}  shard(col, over=tp)\no  shard(row, over=tp)\nzero(stage=1, over=dp)"
+    batch = {"x": torch.randn(4, 5, 8, dtype=torch.float64)}
+    traced = _traced(Biased(), rows, mesh, batch)
+    assert traced.numbers == (("", "heads", 1),)
+    assert set(traced.edges) == {"q", "k", "v", "o"}
+
+
 def test_two_numbers_of_one_call() -> None:
     """Query and key-value heads that are counted in one split are divided together."""
     traced = _traced(Fused(), FUSED, batch=_words(1))
