@@ -92,6 +92,8 @@ def heads(name: str, blocks: Blocks) -> tuple[str, ...]:
         ".".join(fqn.split(".")[: depth + 1]) for fqn in blocks.named.get(name, ())
     )
     found = tuple(held)
+    if len(found) == len(everyone):  # numbers beside those of blocks stay: `up.1.blocks.*`
+        return (quoted(root + star),)
     one = pattern(found, everyone)
     return (quoted(one),) if " and " not in one else tuple(quoted(fqn) for fqn in found)
 

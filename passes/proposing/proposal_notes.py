@@ -18,7 +18,8 @@ def headline(blocks: Blocks) -> str:
     """What the model is, in one line."""
     facts = blocks.facts
     outer = [name for name in facts.sites if name in blocks.lists and "*" not in name]
-    said = " and ".join(f"{len(facts.children(name))} blocks of {name}" for name in outer)
+    counts = ((len(facts.children(name)), name) for name in outer)
+    said = " and ".join(f"{count} block{'s' * (count > 1)} of {name}" for count, name in counts)
     total = f"{number(facts.numel(''))} parameters"
     return f"{total}, {said}." if said else f"{total}, no repeated blocks."
 

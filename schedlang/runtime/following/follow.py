@@ -95,7 +95,7 @@ class Follower(TorchFunctionMode):
         try:
             step.finish(outputs)
         except Mismatch as failure:
-            failure.by = unevens.by(inputs, failure.axis)
+            failure.by, failure.call = unevens.by(inputs, failure.axis), step.name
             failure.mixed = unevens.mixed([self.note(tensor) for tensor in inputs])
             raise
         self.places[frame] = self.places.get(frame, 0) + 1
@@ -134,7 +134,7 @@ class Follower(TorchFunctionMode):
         axis = next((a for t in inputs for a in self.note(t).tags), None)
         integers = expected.integers if expected is not None and axis is not None else ()
         failure = Mismatch(frame, str(error).split("\n")[0], axis, integers, self.agreed)
-        failure.raw = True
+        failure.raw, failure.call = True, expected.name if expected is not None else ""
         failure.unit = unevens.met_whole([self.note(tensor) for tensor in inputs], axis)
         failure.mixed = unevens.mixed([self.note(tensor) for tensor in inputs])
         failure.by = unevens.by(inputs, axis)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from schedlang.placement import EVEN, Uneven, positions
 from schedlang.runtime.following.trace import Frame
+from schedlang.runtime.recording.lines import model_line
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class Mismatch(Exception):
         super().__init__(reason)
         self.frame, self.reason, self.axis = frame, reason, axis
         self.integers, self.place, self.helps = integers, place, helps
+        self.line = model_line()  # of the model, that ran
+        self.call = ""  # the function that was called there
         self.by = ""  # the sharded module that split what fails
         self.counted: int | None = None  # into how many parts (heads) a view takes the split dim
         self.raw = False  # the reason is in the words of torch
