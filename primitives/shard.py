@@ -69,6 +69,16 @@ class shard(Primitive):  # noqa: N801
         if self.style is not None and self.tensors:
             refuse("S306", "a style already says how each parameter is split",
                    helps=("leave out the style, or the parameters",))  # fmt: skip
+        if (self.style, self.input, self.output) == (None,) * 3 and not self.tensors:
+            over = f"over={self.over}"
+            refuse(
+                "S305", "`shard` does not say what is split", "neither a style nor a placement",
+                helps=(f"projections: `shard(col, {over})` splits outputs, `shard(row, {over})`"
+                       " inputs",
+                       f"tables and output layers: `shard(vocab, {over})`",
+                       f"parameters by name, or activations: `shard(weight=S(0), {over})`,"
+                       f" `shard(input=S(1), {over})`"),
+            )  # fmt: skip
         self._check_blocks()
 
     def check(self, site: Site, plan: Plan) -> None:

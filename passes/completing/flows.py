@@ -17,13 +17,14 @@ class Flow:
     """Projections whose outputs are split, and those that sum over what is split.
 
     Names are common to all blocks.  `mixed`: tokens are mixed in between, as in attention.
-    `impure` are sources whose outputs also go elsewhere.
+    `impure` are sources whose outputs also go elsewhere, to the projections `others`.
     """
 
     sources: tuple[str, ...]
     sinks: tuple[str, ...]
     mixed: bool = False
     impure: frozenset[str] = frozenset()
+    others: tuple[str, ...] = ()
 
     @property
     def names(self) -> frozenset[str]:
@@ -98,13 +99,17 @@ def _common(groups: list[_Group], uses: Mapping[str, Use], blocks: Blocks) -> tu
 def _flow(group: _Group, order: Mapping[str, int], readers: Mapping[str, set[str]]) -> Flow:
     sources = sorted(group.sources - group.sinks, key=order.__getitem__)
     sinks = tuple(sorted(group.sinks, key=order.__getitem__))
-    impure = frozenset(name for name in sources if readers.get(name, set()) - set(sinks))
-    return Flow(tuple(sources), sinks, group.mixed, impure)
+    also = {name: readers.get(name, set()) - set(sinks) for name in sources}
+    impure = frozenset(name for name in sources if also[name])
+    others = tuple(sorted(set().union(*also.values()), key=order.__getitem__))
+    return Flow(tuple(sources), sinks, group.mixed, impure, others)
 
 
 def variants(flow: Flow) -> tuple[Flow, ...]:
-    """The flow, and without the sources whose outputs go elsewhere too."""
-    pure = tuple(name for name in flow.sources if name not in flow.impure)
-    if not flow.impure or not pure:
+    """The flow, with all that reads its outputs, and without the sources that others read too."""
+    if not flow.impure:
         return (flow,)
-    return flow, replace(flow, sources=pure, impure=frozenset())
+    wide = replace(flow, sinks=(*flow.sinks, *flow.others), impure=frozenset(), others=())
+    pure = tuple(name for name in flow.sources if name not in flow.impure)
+    alone = (replace(flow, sources=pure, impure=frozenset(), others=()),) if pure else ()
+    return (flow, wide, *alone)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 REMEDY = re.compile(r"\b((?:blocks|heads|uneven)=(?:\[[^\]]*\]|[^`, )]+))")
 SAME = re.compile(r"`([^`]+)` and `[^`]+` are the same tensor")
+MEETS = re.compile(r"split what it meets, too: `(\S+)  (.*)`")
 MOST = 8  # remedies for one flow
 SAID = 200  # characters of a reason
 
@@ -81,7 +82,10 @@ class Finder:
         return site.parameters["weight"].shape[dims.index(dim)] if dim in dims else 1
 
     def _shared(self, refusal: Refusal) -> Row | None:
-        """The row for a module that shares a weight which is split."""
+        """The row for a module that shares a weight which is split, or has one that meets it."""
+        for met in filter(None, map(MEETS.search, refusal.diagnostic.helps)):
+            name = self.trial.blocks.common(met.group(1))
+            return Row((name,), met.group(2), "for its heads")
         if refusal.diagnostic.code != "S506":
             return None
         found = (SAME.search(note) for note in refusal.diagnostic.notes)
@@ -101,10 +105,14 @@ class Finder:
 
 def tensor_rows(finder: Finder) -> None:
     """Add the rows of every flow that is legal beside those before it; note the others."""
+    taken: set[str] = set()
     for flow in flows(finder.trial.fed.uses, finder.trial.blocks):
+        if flow.names & taken:
+            continue  # what reads the same as a sink of a flow before it has become one, too
         why = _flow(finder, flow)
         if why:
             finder.whole((*flow.sources, *flow.sinks), why)
+        taken |= {name for row in finder.rows for name in row.names} & {*flow.others}
 
 
 def _flow(finder: Finder, flow: Flow) -> str:
@@ -126,15 +134,21 @@ def _flow(finder: Finder, flow: Flow) -> str:
 
 
 def _forms(finder: Finder, flow: Flow) -> Iterator[list[Row]]:
-    """The rows of a flow with the parts that the model takes out of outputs, and without."""
+    """The rows of a flow with the parts that the model takes out of outputs, and without.
+
+    Where a view takes outputs apart twice, what it counts first lies side by side (q, k and v), or
+    counts heads: both are tried.
+    """
     for one in variants(flow):
         plain = split_rows(finder, one)
         sizes = {_heads(finder, name) for name in one.sources}
         if len(sizes) == 1 and (size := sizes.pop()):
             plain = [finder.uneven(row, size) for row in plain]
         packed = [_packed(finder, row) for row in plain]
-        if packed != plain:
-            yield packed
+        viewed = [_viewed(finder, row) for row in plain]
+        for form in (packed, viewed):
+            if form != plain:
+                yield form
         yield plain
 
 
@@ -172,6 +186,13 @@ def _packed(finder: Finder, row: Row) -> Row:
     if "col" not in row.call or len(parts) < 2 or sum(parts) != outputs_of(site):
         return row
     return row.with_argument(f"blocks={parts if len(set(parts)) > 1 else len(parts)}")
+
+
+def _viewed(finder: Finder, row: Row) -> Row:
+    """A row with as many blocks as a view first takes its modules' outputs apart into."""
+    first = finder.trial.blocks.named[row.names[0]][0]
+    count = finder.trial.fed.packed.get(first, 0)
+    return row.with_argument(f"blocks={count}") if "col" in row.call and count > 1 else row
 
 
 def _heads(finder: Finder, name: str) -> int:

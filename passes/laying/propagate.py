@@ -9,7 +9,7 @@ all later calls proves the choice.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -187,6 +187,7 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
         notes = (*notes, f"torch says: {failure.reason}")
     label = Label(action.span) if action is not None and action.span is not None else Label()
     helps = (*heads[1:], *failure.helps) if heads else failure.helps or _fitting(plan, action)
+    helps = (*_made(plan, failure), *helps) if not heads else helps
     if line and failure.call in RESHAPES and failure.integers:
         helps = (f"write -1 for the size that counts heads, or their width, at {failure.line}",
                  *helps)  # fmt: skip
@@ -195,6 +196,17 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
             "S403" if heads else "S405", title, label, notes=notes, helps=helps
         )
     )  # fmt: skip
+
+
+def _made(plan: Plan, failure: Mismatch) -> Iterator[str]:
+    """How to split parameters of a module's own that its split heads meet whole (a bias table)."""
+    names, size = failure.made
+    for name in sorted(names) if failure.axis is not None else ():
+        fact, site = plan.model.parameters[name], plan.model.owner(name)
+        dims = [dim for dim, whole in enumerate(fact.shape) if whole == size]
+        if len(dims) == 1 and not site.dims and failure.axis not in plan.held(name).axes:
+            own = f"{name.rpartition('.')[2]}=S({dims[0]})"
+            yield f"split what it meets, too: `{site}  shard({own}, over={failure.axis})`"
 
 
 def _fitting(plan: Plan, action: Action | None) -> tuple[str, ...]:

@@ -206,9 +206,32 @@ def _cut(asked: Asked, axis: str, stages: int) -> Row:
         first = first or refusal
     if first is not None:
         raise first
-    title = f"this model has no list of blocks to be cut over `{axis}`"
+    return _cut_between(asked, axis, stages)
+
+
+def _cut_between(asked: Asked, axis: str, stages: int) -> Row:
+    """The row that cuts a model without lists of blocks between the modules that it calls.
+
+    Raises Refusal S212 where there are fewer than stages, or the cut itself is refused.
+    """
+    from schedlang.passes.cutting.stages import Unit, balanced
+    from schedlang.runtime.recording.units import units_of
+
+    facts = asked.blocks.facts
+    title = f"this model has no list of blocks, and cannot be cut over `{axis}` between its modules"
+    try:
+        names = list(dict.fromkeys(units_of(facts.model, asked.trial.sample)))
+        stage_of = balanced([Unit(name, facts.numel(name)) for name in names], stages)
+        starts = {stage: name for name, stage in zip(reversed(names), reversed(stage_of)) if stage}
+        row = Row(tuple(starts[stage] for stage in sorted(starts)), f"pipeline_split(over={axis})")
+        refusal = asked.trial.cut(row, axis, stages)
+        if refusal is None:
+            return row
+    except Refusal as refused:
+        refusal = refused
+    notes = [refusal.diagnostic.title, *refusal.diagnostic.notes]
     helps = (f"leave the axis out: `{axis}=1`",)
-    raise Refusal(Diagnostic("S212", title, helps=helps))
+    raise Refusal(Diagnostic("S212", title, notes=tuple(notes), helps=helps)) from refusal
 
 
 # -- the text -------------------------------------------------------------------------------------

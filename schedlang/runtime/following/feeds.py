@@ -37,12 +37,14 @@ class Fed:
     """Every projection that was called, by name.
 
     `parts` are the sizes of what was taken out of the last dim of a projection's output, `heads`
-    the size of the last dim where a view adds one to it.
+    the size of the last dim where a view adds one to it; `packed` the first of the sizes where a
+    view adds two: how many lie side by side (q, k and v), or how many heads.
     """
 
     uses: dict[str, Use] = field(default_factory=dict)
     parts: dict[str, list[int]] = field(default_factory=dict)
     heads: dict[str, int] = field(default_factory=dict)
+    packed: dict[str, int] = field(default_factory=dict)
 
 
 def feeds(
@@ -152,8 +154,12 @@ class _Following(TorchFunctionMode):
     def _viewed(self, source: Any, made: Tensor) -> None:
         """Note the size of heads where a view takes the last dim of an output apart."""
         fqn = source.__dict__.get(WHOLE) if isinstance(source, Tensor) else None
-        if fqn is not None and made.shape[:-2] == source.shape[:-1]:
+        if fqn is None:
+            return
+        if made.shape[:-2] == source.shape[:-1]:
             self.fed.heads[fqn] = made.shape[-1]
+        elif made.shape[:-3] == source.shape[:-1]:
+            self.fed.packed[fqn] = made.shape[-3]
 
 
 def _of(tensor: Tensor) -> frozenset[str]:

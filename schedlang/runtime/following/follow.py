@@ -96,7 +96,8 @@ class Follower(TorchFunctionMode):
             step.finish(outputs)
         except Mismatch as failure:
             failure.by, failure.call = unevens.by(inputs, failure.axis), step.name
-            failure.mixed = unevens.mixed([self.note(tensor) for tensor in inputs])
+            notes = [self.note(tensor) for tensor in inputs]
+            failure.mixed, failure.made = unevens.mixed(notes), unevens.made_of(notes, failure.axis)
             raise
         self.places[frame] = self.places.get(frame, 0) + 1
         self.agreed += 1
@@ -135,8 +136,9 @@ class Follower(TorchFunctionMode):
         integers = expected.integers if expected is not None and axis is not None else ()
         failure = Mismatch(frame, str(error).split("\n")[0], axis, integers, self.agreed)
         failure.raw, failure.call = True, expected.name if expected is not None else ""
-        failure.unit = unevens.met_whole([self.note(tensor) for tensor in inputs], axis)
-        failure.mixed = unevens.mixed([self.note(tensor) for tensor in inputs])
+        notes = [self.note(tensor) for tensor in inputs]
+        failure.unit, failure.mixed = unevens.met_whole(notes, axis), unevens.mixed(notes)
+        failure.made = unevens.made_of(notes, axis)
         failure.by = unevens.by(inputs, axis)
         if expected is not None and axis is not None and expected.name in RESHAPES:
             failure.counted = unevens.leading_factor(expected, self.note(inputs[0]).tags.get(axis))

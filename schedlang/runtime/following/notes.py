@@ -78,4 +78,6 @@ class Mismatch(Exception):
         self.counted: int | None = None  # into how many parts (heads) a view takes the split dim
         self.raw = False  # the reason is in the words of torch
         self.mixed = False  # parts that one rank holds met parts that several do
+        # parameters of which whole tensors that met a split one are made, and how many it has
+        self.made: tuple[frozenset[str], int] = (frozenset(), 0)
         self.unit = 0  # heads of a split tensor that met a whole one; 0: none did
