@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from schedlang.passes.shrinking.blocks import Blocks, leaf_kind
+from schedlang.passes.shrinking.blocks import TABLES, Blocks, leaf_kind
 
 if TYPE_CHECKING:
     from schedlang.runtime.following.feeds import Use
@@ -67,7 +67,7 @@ def _sources(fqn: str, use: Use, uses: Mapping[str, Use], blocks: Blocks) -> set
     everywhere = not blocks.lists
     kind = leaf_kind(blocks.facts.sites[fqn])
     found = set(use.reads) - {MIXED}
-    if kind == "Embedding" or STREAM in found or not (everywhere or blocks.inside(fqn)):
+    if kind in TABLES or STREAM in found or not (everywhere or blocks.inside(fqn)):
         return set()
     return found if all(everywhere or blocks.inside(name) for name in found) else set()
 

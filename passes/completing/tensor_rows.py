@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from schedlang.passes.completing.flows import Flow, flows, variants
 from schedlang.passes.completing.proposal_text import Row, names_text
-from schedlang.passes.shrinking.blocks import leaf_kind
+from schedlang.passes.shrinking.blocks import TABLES, leaf_kind
 
 if TYPE_CHECKING:
     from schedlang.diagnostic import Refusal
@@ -158,7 +158,7 @@ def split_rows(finder: Finder, flow: Flow) -> list[Row]:
     said = "split by heads" if flow.mixed else "split by width"
     rows = []
     for name in flow.sources:
-        table = _kind(finder, name) == "Embedding"
+        table = _kind(finder, name) in TABLES
         how = "weight=S(hidden)" if table else "col"
         rows.append(Row((name,), f"shard({how}, {over})", said))
     return [
@@ -169,7 +169,7 @@ def split_rows(finder: Finder, flow: Flow) -> list[Row]:
 
 def _gathered(finder: Finder, flow: Flow) -> list[Row]:
     over = f"over={finder.axis}"
-    tables = [name for name in flow.sources if _kind(finder, name) == "Embedding"]
+    tables = [name for name in flow.sources if _kind(finder, name) in TABLES]
     return [
         *(Row((name,), f"shard(col, output=R, {over})", "split, then gathered")
           for name in flow.sources if name not in tables),

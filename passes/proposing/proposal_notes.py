@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 
 from schedlang.amounts import number
 from schedlang.passes.completing.proposal_text import names_text
-from schedlang.passes.shrinking.blocks import Blocks, leaf_kind
+from schedlang.passes.shrinking.blocks import TABLES, Blocks, leaf_kind
 from schedlang.plan import Plan
 
 STYLES = {"colwise": "out", "rowwise": "in", "embedding_rowwise": "vocab"}
@@ -60,7 +60,7 @@ def _in_braces(last: str, text: str) -> bool:
 
 def _why(blocks: Blocks, owner: str, dims: int) -> str:
     site = blocks.facts.sites[owner]
-    if leaf_kind(site) == "Embedding":
+    if leaf_kind(site) in TABLES:
         return "a small table"
     if "Conv" in site.class_name and not leaf_kind(site):
         return "a convolution"

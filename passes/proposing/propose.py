@@ -13,9 +13,9 @@ from schedlang.passes.completing.tensor_rows import Finder, tensor_rows
 from schedlang.passes.costs.account import account
 from schedlang.passes.proposing.expert_rows import context_rows, expert_rows
 from schedlang.passes.proposing.proposal_notes import differences, headline, left_whole
-from schedlang.passes.proposing.vocabulary_rows import vocabulary_rows
+from schedlang.passes.proposing.vocabulary_rows import bag_rows, vocabulary_rows
 from schedlang.passes.reading.expand import expand
-from schedlang.passes.shrinking.blocks import Blocks, blocks_of, leaf_kind
+from schedlang.passes.shrinking.blocks import TABLES, Blocks, blocks_of, leaf_kind
 from schedlang.source import Source
 from schedlang.syntax import parse
 
@@ -125,6 +125,7 @@ def _rows(asked: Asked, notes: list[str]) -> dict[str, list[Row]]:
             if asked.axis("experts") is None:
                 expert_rows(finder)
             vocabulary_rows(finder)
+            bag_rows(finder)
         elif role == "experts":
             expert_rows(finder, Row((), f"zero(stage=1, over={axis})"))
         else:
@@ -141,7 +142,7 @@ def _rows(asked: Asked, notes: list[str]) -> dict[str, list[Row]]:
 def _first(blocks: Blocks, row: Row) -> bool:
     """Does a row stand above all others: about a table, or its padding?"""
     name = row.names[0]
-    table = leaf_kind(blocks.facts.sites[blocks.named[name][0]]) == "Embedding"
+    table = leaf_kind(blocks.facts.sites[blocks.named[name][0]]) in TABLES
     return row.call.startswith("pad(") or (table and not blocks.inside(name))
 
 

@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from schedlang.model import ModelFacts, Site
 
 PROJECTIONS = ("Linear", "Conv1D")
-LEAVES = (*PROJECTIONS, "Embedding")
+TABLES = ("Embedding", "EmbeddingBag")
+LEAVES = (*PROJECTIONS, *TABLES)
 LEAST = 2  # projections in a block
 
 
 def leaf_kind(site: Site) -> str:
-    """Linear, Conv1D or Embedding, whose weights have dims with names; else nothing."""
+    """Linear, Conv1D, Embedding or EmbeddingBag, whose weights have dims with names; else nothing."""
     weight = site.parameters.get("weight")
     if weight is None or len(weight.shape) != 2:
         return ""
@@ -71,7 +72,7 @@ def blocks_of(facts: ModelFacts) -> Blocks:
     below: Counter[str] = Counter()
     for fqn, site in facts.sites.items():
         weights = (fact for fact in site.parameters.values() if len(fact.shape) > 1)
-        if any(True for _ in weights) and leaf_kind(site) != "Embedding":
+        if any(True for _ in weights) and leaf_kind(site) not in TABLES:
             parts = fqn.split(".")
             below.update(".".join(parts[:k]) for k in range(1, len(parts)))
     made = Blocks(facts, frozenset())
