@@ -230,7 +230,7 @@ class shard(Primitive):  # noqa: N801
         if getattr(module, "scale_grad_by_freq", False):
             refuse("S404", f"`{site}` divides gradients by how often each row is looked up",
                    helps=("leave it whole", "or make it without `scale_grad_by_freq`"))  # fmt: skip
-        rows = any(site.dims["weight"][dim] == "vocab" for _, _, dim in self._splits(site))
+        rows = any(site.dims.get(n, ())[d : d + 1] == ("vocab",) for n, _, d in self._splits(site))
         if rows and getattr(module, "mode", "") == "max" and site.is_a("EmbeddingBag"):
             refuse("S404", f"`{site}` takes the largest of a bag, which parts of its rows do not have",
                    helps=(f"split what each row holds: `{site} shard(col, over={self.over})`",),

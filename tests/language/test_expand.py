@@ -227,8 +227,6 @@ def test_libraries(tmp_path: Path) -> None:
         (body('lm_head  pipeline(order="1F1B", micro=2)'), "S306", "takes no selector"),
         (body('at transformer.h.* { pipeline(order="x", micro=2) }'), "S306", "has 4 modules"),
         (body("lm_head  pad(vocab)"), "S305", "needs `multiple`"),
-        (body("lm_head  shard(over=tp)"), "S305", "`shard(col, over=tp)` splits outputs"),
-        (body("lm_head  shard(heads=2, over=tp)"), "S305", "does not say what is split"),
         (body("verfy(forward)"), "S301", "did you mean `verify`?"),
         (body("verify(forwards)"), "S303", "`forward`"),
         ("schedule 1 for Llama\n", "S110", "the model is a GPT2LMHeadModel"),
@@ -287,7 +285,7 @@ step "a" {
     assert [d.code for d in refused(text).diagnostics] == ["S103", "S303", "S301"]
     text = body("lm_head shard(cl, over=tp)").replace("mesh(tp=tp)", "mesh(tp=0)")
     assert [d.code for d in refused(text).diagnostics] == ["S111", "S303"]
-    text = body("lm_head shard(vocab, over=tp)\ntransformer shard(output=R, over=tp)\nlm_head pad(x)\n")
+    text = body("lm_head shard(vocab, over=tp)\ntransformer shard(over=tp)\nlm_head pad(x)\n")
     assert [d.code for d in refused(text).diagnostics] == ["S402", "S305"]
     text = body("lm_head shard(col, over=tp)\ntransformer.wte shard(vocab, over=tp)")
     assert [d.code for d in refused(text).diagnostics] == ["S402"]

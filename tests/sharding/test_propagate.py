@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import schedlang
+from schedlang.diagnostic import Refusal
 from schedlang.passes.cutting.staging import local_skeleton
 from schedlang.passes.laying.propagate import Traced, propagate
 from schedlang.placement import R, S
@@ -218,6 +220,17 @@ X = {"x": torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().man
 
 def _pair(between: Any, rows: str = BOTH) -> str:
     return refused(Pair(between), rows, "tp=2", X)
+
+
+@pytest.mark.parametrize("given", ["", "heads=2, ", "blocks=3, "])
+def test_a_row_that_says_nothing(given: str) -> None:
+    """A `shard` without style, parameters or activations would do nothing: in text and Python."""
+    said = _pair(lambda m, y, x: y, f"up shard({given}over=tp)")
+    assert "S305" in said and "`shard(col, over=tp)` splits outputs" in said
+    sch = schedlang.create_schedule(Pair(lambda m, y, x: y))
+    sch.mesh(tp=2)
+    with pytest.raises(Refusal, match="S305"):
+        sch["up"].shard(over="tp")
 
 
 def test_a_column_without_its_row() -> None:
