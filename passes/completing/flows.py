@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from schedlang.passes.shrinking.blocks import TABLES, Blocks, leaf_kind
+from schedlang.passes.shrinking.blocks import TABLES, Blocks, leaf_kind, splits
 
 if TYPE_CHECKING:
     from schedlang.runtime.following.feeds import Use
@@ -42,7 +42,7 @@ def flows(uses: Mapping[str, Use], blocks: Blocks) -> tuple[Flow, ...]:
     roles: dict[str, str] = {}
     for fqn, use in sorted(uses.items(), key=lambda item: -item[1].order):
         reads = _sources(fqn, use, uses, blocks)
-        if not reads or roles.get(fqn) == "source" or leaf_kind(blocks.facts.sites[fqn]) == "":
+        if not reads or roles.get(fqn) == "source" or not splits(blocks.facts, fqn):
             continue
         reads = {name for name in reads if roles.get(name) != "sink"}
         if not reads:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 REMEDY = re.compile(r"\b((?:blocks|heads|uneven)=(?:\[[^\]]*\]|[^`, )]+))")
 SAME = re.compile(r"`([^`]+)` and `[^`]+` are the same tensor")
 MEETS = re.compile(r"split what it meets, too: `(\S+)  (.*)`")
+LINE = re.compile(r", at \S+:\d+$")
 MOST = 8  # remedies for one flow
 SAID = 200  # characters of a reason
 
@@ -40,7 +41,7 @@ class Finder:
             if found is None:
                 return rows
             refusal, place = found
-            said = refusal.diagnostic.title[:SAID]
+            said = _said(refusal)
             place -= len(self.rows)
             more = self._shared(refusal)
             if more is not None and more not in rows:
@@ -99,8 +100,8 @@ class Finder:
         return replace(row, comment="the same weight")
 
     def whole(self, names: Sequence[str], why: str) -> None:
-        """Note what stays whole, and why."""
-        self.notes.append(f"whole: {names_text(names)}: {why}")
+        """Note what every rank holds all of, and why."""
+        self.notes.append(f"replicated: {names_text(names)}: {why}")
 
 
 def tensor_rows(finder: Finder) -> None:
@@ -124,7 +125,8 @@ def _flow(finder: Finder, flow: Flow) -> str:
             finder.rows += made
             return ""
         said = made
-    for one in variants(flow):
+    convolves = any(not _kind(finder, name) for name in flow.sources)
+    for one in () if convolves else variants(flow):  # whole pictures are too much to be gathered
         made = finder.mended(_gathered(finder, one))
         if isinstance(made, list):
             finder.rows += made
@@ -157,6 +159,8 @@ def split_rows(finder: Finder, flow: Flow) -> list[Row]:
     over = f"over={finder.axis}"
     said = "split by heads" if flow.mixed else "split by width"
     rows = []
+    if not flow.mixed and not all(_kind(finder, name) for name in flow.sources):
+        said = "split by channels"
     for name in flow.sources:
         table = _kind(finder, name) in TABLES
         how = "weight=S(hidden)" if table else "col"
@@ -211,6 +215,12 @@ def outputs_of(site: object) -> int:
 def _kind(finder: Finder, name: str) -> str:
     blocks = finder.trial.blocks
     return leaf_kind(blocks.facts.sites[blocks.named[name][0]])
+
+
+def _said(refusal: Refusal) -> str:
+    """Why rows are refused, with the line of the model where that is known."""
+    line = next(filter(None, map(LINE.search, refusal.diagnostic.notes)), None)
+    return refusal.diagnostic.title[:SAID] + (line.group() if line is not None else "")
 
 
 def _asked(refusal: Refusal) -> list[str]:

@@ -131,7 +131,7 @@ def _rows(asked: Asked, notes: list[str]) -> dict[str, list[Row]]:
         else:
             context_rows(finder)
         if not finder.rows and asked.mesh[axis] > 1:
-            raise _idle(axis, said)
+            raise _idle(axis, [*said, *_remarks(asked, finder, said)])
         found[role] = sorted(finder.rows, key=lambda row: not _first(asked.blocks, row))
         notes += said
         if role == "parts":
@@ -157,7 +157,7 @@ def _remarks(asked: Asked, finder: Finder, notes: list[str]) -> list[str]:
     plan = asked.trial.plan(finder.rows, finder.axis, finder.ranks)
     blocks, axis = asked.trial.blocks, finder.axis
     named = {name for row in finder.rows for name in row.names}
-    return [*left_whole(plan, blocks, axis, notes, named), *differences(plan, blocks, axis)]
+    return [*left_whole(plan, blocks, axis, notes, named, finder.trial.fed.read), *differences(plan, blocks, axis)]
 
 
 # -- stages and the batch -------------------------------------------------------------------------

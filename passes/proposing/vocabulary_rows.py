@@ -42,7 +42,7 @@ def bag_rows(finder: Finder) -> None:
     """Add rows for bags of embeddings, each by its rows, else by its columns; note the others."""
     sites = finder.trial.blocks.facts.sites
     bags = [fqn for fqn in finder.trial.fed.uses if leaf_kind(sites[fqn]) == "EmbeddingBag"]
-    order = list(sites)
+    order, known = list(sites), len(finder.rows)
     for name in sorted(bags, key=order.index):
         why = ""
         for how, said in (("vocab", "split by rows"), ("col, output=R", "split by columns")):
@@ -55,6 +55,8 @@ def bag_rows(finder: Finder) -> None:
             why = why or made
         else:
             finder.whole([name], why)
+    added = finder.rows[known:]
+    finder.rows[known:] = sorted(added, key=lambda row: not row.call.startswith("pad("))
 
 
 def _loss(tied: bool) -> str:

@@ -29,6 +29,16 @@ def leaf_kind(site: Site) -> str:
     return next((kind for kind in LEAVES if site.is_a(kind)), "")
 
 
+CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
+
+
+def splits(facts: ModelFacts, fqn: str) -> bool:
+    """May a module be one of a pair that is split: one of LEAVES, or a convolution of one group?"""
+    site = facts.sites[fqn]
+    convolves = any(site.is_a(kind) for kind in CONVOLUTIONS)
+    return bool(leaf_kind(site)) or convolves and facts.model.get_submodule(fqn).groups == 1
+
+
 @dataclass(frozen=True)
 class Blocks:
     """The lists of blocks of a model, by their names with numbers of outer blocks as `*`."""

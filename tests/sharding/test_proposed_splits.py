@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from schedlang.diagnostic import Refusal
 from schedlang.passes.proposing.propose import propose
 from tests.engine.threads import Threads
 from tests.proofs import assert_near, sequential, sgd, steps
 from tests.sharding.test_propose import planned
+
+FILE = Path(__file__).name
 
 
 class Attention(nn.Module):
@@ -172,3 +178,104 @@ def test_numbers_that_count_no_blocks_stay(threads: Threads) -> None:
     assert "levels.1.inner.*.inner.*" in found.text and "levels.*" not in found.text
     assert "1 block of " not in found.text and "matches no module" not in found.text
     same(threads, net, found.text, 2)
+
+
+class Mixer(nn.Module):
+    """Blocks of a depthwise convolution and two of kernel 1, as in ConvNeXt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(
+            nn.Conv2d(6, 6, 3, padding=1, groups=6), nn.Conv2d(6, 12, 1), nn.GELU(),
+            nn.Conv2d(12, 6, 1),
+        ) for _ in range(2))  # fmt: skip
+        self.head = nn.Linear(6, 4)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.mean((2, 3))).square().mean()
+
+
+def test_convolutions_are_a_pair_like_projections(threads: Threads) -> None:
+    """Channels between two convolutions are split; what is not says which line reads it."""
+    net = Mixer()
+    generator = torch.Generator().manual_seed(1)
+    given = [{"x": torch.randn(2, 6, 4, 5, generator=generator).double()} for _ in range(2)]
+    found = propose(net, given[0], {"tp": 2})
+    said = " ".join(found.text.split())
+    assert "`1` shard(col, over=tp) # split by channels" in said.replace("1 shard", "`1` shard")
+    assert "blocks.*.0: a convolution of several groups" in said
+    line = inspect.getsourcelines(Mixer.forward)[1] + 3
+    note = f"head: no column/row pair found: its output is used elsewhere, at {FILE}:{line}"
+    assert f"replicated: {note}" in found.notes
+    seen = threads.run(steps, 2, planned(net, found.text), tuple(given), sgd, None, {})[0]
+    assert_near(seen, sequential(net, given))
+
+
+class Recurrent(nn.Module):
+    """A table, a recurrent layer and a head: no list of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.rnn = nn.Embedding(11, 8), nn.GRU(8, 8, batch_first=True)
+        self.head = nn.Linear(8, 11)
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.rnn(self.words(ids))[0]).square().mean()
+
+
+WORDS = [{"ids": torch.randint(11, (8, 5), generator=torch.Generator().manual_seed(k))}
+         for k in range(2)]  # fmt: skip
+
+
+def test_a_model_without_lists_is_cut_between_its_modules(threads: Threads) -> None:
+    """Stages of about as many parameters; more stages than modules are refused with the number."""
+    net = Recurrent()
+    found = propose(net, WORDS[0], {"pp": 2})
+    assert "head  pipeline_split(over=pp)" in found.text
+    seen = threads.run(steps, 2, planned(net, found.text), tuple(WORDS), sgd, None, {})[0]
+    assert_near(seen, sequential(net, WORDS))
+    with pytest.raises(Refusal, match=r"S212(.|\n)*3 units of the trunk cannot be cut into 4"):
+        propose(net, WORDS[0], {"pp": 4})
+
+
+def test_what_hinders_is_said() -> None:
+    """Where nothing at all can be split the refusal says of each module why."""
+    net = Recurrent()
+    net.words, net.head = nn.Identity(), nn.Identity()  # type: ignore[assignment]
+    with pytest.raises(Refusal, match=r"S212(.|\n)*rnn: no style fits a `GRU`"):
+        propose(net, {"ids": torch.randn(4, 5, 8).double()}, {"tp": 2})
+
+
+class Bags(nn.Module):
+    """Tables of several features in bags, and a tower over them, as in DLRM."""
+
+    def __init__(self, mode: str = "sum") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bags = nn.ModuleList(nn.EmbeddingBag(n, 8, mode=mode) for n in (16, 9, 12))
+        self.top = nn.Sequential(nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 1))
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.top(torch.cat([bag(ids[:, k]) for k, bag in enumerate(self.bags)], 1)).mean()
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_are_split_by_rows_or_by_columns(threads: Threads, mode: str) -> None:
+    """Every table is split by its rows, padded where they do not divide; a maximum by columns."""
+    net = Bags(mode)
+    given = [{"ids": torch.randint(9, (4, 3, 2), generator=torch.Generator().manual_seed(k))}
+             for k in range(2)]  # fmt: skip
+    found = propose(net, given[0], {"tp": 2})
+    how = "shard(col, output=R, over=tp)" if mode == "max" else "shard(vocab, over=tp)"
+    assert f"bags[0:3] {how}" in " ".join(found.text.split())
+    padded = "bags.1 pad(vocab, multiple=2)" in " ".join(found.text.split())
+    assert padded == (mode != "max")
+    seen = threads.run(steps, 2, planned(net, found.text), tuple(given), sgd, None, {})[0]
+    assert_near(seen, sequential(net, given))

@@ -13,6 +13,7 @@ KNOWN = (
     *(str(OURS / part) + os.sep for part in ("schedlang", "passes", "primitives")),
     str(Path(torch.__file__).resolve().parent) + os.sep,
 )
+RUNS = {("dryrun.py", "call"), ("feeds.py", "feeds")}  # our code that runs a model
 
 
 def model_line() -> str:
@@ -23,7 +24,7 @@ def model_line() -> str:
     frame = sys._getframe(1)
     while frame is not None and frame.f_back is not None:
         code = frame.f_code
-        if code.co_name == "call" and code.co_filename.endswith(f"laying{os.sep}dryrun.py"):
+        if (Path(code.co_filename).name, code.co_name) in RUNS:
             return ""
         if not os.path.realpath(code.co_filename).startswith(KNOWN) and code.co_filename[:1] != "<":
             return f"{Path(code.co_filename).name}:{frame.f_lineno}"
