@@ -34,7 +34,7 @@ class shard(Primitive):  # noqa: N801
       row    splits the inputs and sums the results (`weight=S(in), input=S(-1), output=R`)
       vocab  splits the rows of an embedding, or the classes of an output layer, whose loss is then
              computed without ever gathering the logits
-  Of an embedding, or a bag of embeddings, `row` is `vocab`, and `col` splits what each row holds.
+    Of an embedding, or a bag of embeddings, `row` is `vocab`, and `col` splits what each row holds.
     `output=S(seq)` after `row` leaves the sum split along the sequence (sequence parallelism);
     `output=R` after `col` gathers.  `blocks` says what lies side by side in a fused weight: 3 for
     q, k, v of one size, `[4096, 1024, 1024]` for sizes that differ.  Parameters can be named
@@ -232,9 +232,9 @@ class shard(Primitive):  # noqa: N801
                    helps=("leave it whole", "or make it without `scale_grad_by_freq`"))  # fmt: skip
         rows = any(site.dims.get(n, ())[d : d + 1] == ("vocab",) for n, _, d in self._splits(site))
         if rows and getattr(module, "mode", "") == "max" and site.is_a("EmbeddingBag"):
-            refuse("S404", f"`{site}` takes the largest of a bag, which parts of its rows do not have",
-                   helps=(f"split what each row holds: `{site} shard(col, over={self.over})`",),
-                   )  # fmt: skip
+            better = f"split what each row holds: `{site} shard(col, over={self.over})`"
+            refuse("S404", f"`{site}` takes the largest of a bag, and each part has one of its own",
+                   helps=(better,))  # fmt: skip
 
     def _check_blocks(self) -> None:
         """Refuse what is no count of blocks, and no list of their sizes."""

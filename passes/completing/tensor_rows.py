@@ -85,8 +85,8 @@ class Finder:
     def _shared(self, refusal: Refusal) -> Row | None:
         """The row for a module that shares a weight which is split, or has one that meets it."""
         for met in filter(None, map(MEETS.search, refusal.diagnostic.helps)):
-            name = self.trial.blocks.common(met.group(1))
-            return Row((name,), met.group(2), "for its heads")
+            holder = self.trial.blocks.common(met.group(1))
+            return Row((holder,), met.group(2), "for its heads")
         if refusal.diagnostic.code != "S506":
             return None
         found = (SAME.search(note) for note in refusal.diagnostic.notes)

@@ -157,7 +157,9 @@ def _remarks(asked: Asked, finder: Finder, notes: list[str]) -> list[str]:
     plan = asked.trial.plan(finder.rows, finder.axis, finder.ranks)
     blocks, axis = asked.trial.blocks, finder.axis
     named = {name for row in finder.rows for name in row.names}
-    return [*left_whole(plan, blocks, axis, notes, named, finder.trial.fed.read), *differences(plan, blocks, axis)]
+    read = finder.trial.fed.read
+    whole = left_whole(plan, blocks, axis, notes, named, read)
+    return [*whole, *differences(plan, blocks, axis)]
 
 
 # -- stages and the batch -------------------------------------------------------------------------

@@ -22,7 +22,7 @@ LEAST = 2  # projections in a block
 
 
 def leaf_kind(site: Site) -> str:
-    """Linear, Conv1D, Embedding or EmbeddingBag, whose weights have dims with names; else nothing."""
+    """One of LEAVES, whose weights have dims with names; else nothing."""
     weight = site.parameters.get("weight")
     if weight is None or len(weight.shape) != 2:
         return ""
@@ -36,7 +36,11 @@ def splits(facts: ModelFacts, fqn: str) -> bool:
     """May a module be one of a pair that is split: one of LEAVES, or a convolution of one group?"""
     site = facts.sites[fqn]
     convolves = any(site.is_a(kind) for kind in CONVOLUTIONS)
-    return bool(leaf_kind(site)) or convolves and facts.model.get_submodule(fqn).groups == 1
+    return bool(leaf_kind(site)) or convolves and _groups(facts, fqn) == 1
+
+
+def _groups(facts: ModelFacts, fqn: str) -> int:
+    return int(facts.model.get_submodule(fqn).groups)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

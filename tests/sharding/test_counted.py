@@ -143,7 +143,7 @@ class Fixed(Nano):
 def test_a_number_in_the_code_is_refused_at_its_line() -> None:
     """What nothing can divide is refused at the line of the model, and how to write it is said."""
     said = refused(Net(Fixed), FUSED, "tp=2", batches(4, 6, 16)[0])
-    line = "test_counted.py:%d" % (inspect.getsourcelines(Fixed)[1] + 5)
+    line = f"test_counted.py:{inspect.getsourcelines(Fixed)[1] + 5}"
     assert "S405" in said and f"`blocks.0`, at {line}" in said, said
     assert "`blocks.0` needs the full tensor, but gets a `tp` shard" in said
     assert f"write -1 for the size that counts heads, or their width, at {line}" in said

@@ -57,7 +57,6 @@ class Fed:
                 self.read[fqn] = model_line()
 
 
-
 def feeds(
     model: nn.Module, batch: Mapping[str, Any], leaves: Callable[[str], bool],
     blocks: Callable[[str], bool], outside: Callable[[str], bool],

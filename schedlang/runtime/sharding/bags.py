@@ -29,8 +29,9 @@ def embedding_bag(module: nn.Module, kind: str, edges: tuple[Edge, ...]) -> Forw
         input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
         scales = per_sample_weights
-        for edge in edges if scales is not None else ():
-            scales = edge.entry()(scales)  # each rank has a part of their gradient
+        if scales is not None:
+            for edge in edges:
+                scales = edge.entry()(scales)  # each rank has a part of their gradient
         if rows is None:
             how = module.mode, module.padding_idx
             out = _looked_up(module, input, module.weight, offsets, scales, *how)

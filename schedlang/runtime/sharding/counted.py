@@ -24,7 +24,7 @@ SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 
 @dataclass(frozen=True)
 class Counted:
-    """An argument of a module, of whose dim (from the last, below 0) a rank counts one of `parts`."""
+    """An argument of a module, of whose dim (from the last, below 0) a rank counts its part."""
 
     name: str
     dim: int
