@@ -182,7 +182,7 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
     notes: tuple[str, ...] = (f"in the forward of `{fqn or plan.model.class_name}`{line}",)
     title = heads[0] if heads else failure.reason
     if not heads and failure.raw:
-        split = f"a `{failure.axis}` shard" if failure.axis is not None else "a part"
+        split = f"a `{failure.axis}` shard" if failure.axis is not None else "a shard"
         title = f"`{fqn or plan.model.class_name}` needs the full tensor, but gets {split}"
         notes = (*notes, f"torch says: {failure.reason}")
     label = Label(action.span) if action is not None and action.span is not None else Label()
@@ -237,7 +237,7 @@ def _guilty(plan: Plan, failure: Mismatch) -> Action | None:
 
 def _heads(plan: Plan, failure: Mismatch) -> tuple[str, ...]:
     """Where a view takes a split dim apart into heads that the ranks do not divide: say so."""
-    axis, count = failure.axis, failure.counted
+    axis, count = failure.axis, next(iter(failure.counted), None)
     if axis is None or count is None:
         return ()
     ranks, row = plan.mesh.size(axis), _row(plan, failure.by, axis)
@@ -248,6 +248,9 @@ def _heads(plan: Plan, failure: Mismatch) -> tuple[str, ...]:
     helps = [f"`{axis}` may be one of {legal}"]
     if row is not None:
         helps += remedies(f"{failure.by} {row.call}", count, ranks, row.style == "col")
+        if len(failure.counted) > 2 and row.blocks == 1:
+            helps.append(f"if these are no heads, but {count} of them side by side (q, k and v):"
+                         f" `{failure.by} {row.call}, blocks={count})`")  # fmt: skip
     return title, *helps
 
 

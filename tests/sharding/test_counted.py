@@ -132,6 +132,13 @@ def test_nobody_else_reads_parts() -> None:
         assert inside[:4] == (whole, 6, 6, whole)
 
 
+def test_what_lies_side_by_side_is_offered() -> None:
+    """A view that counts q, k and v first is told how to say so, beside what heads would need."""
+    rows = FUSED.replace("blocks=3, ", "")
+    said = refused(Net(Packed), rows, "tp=2", batches(4, 6, 16)[0])
+    assert "S403" in said and "`blocks.0.qkv shard(col, over=tp, blocks=3)`" in said, said
+
+
 class Fixed(Nano):
     """The number of heads stands in the code."""
 

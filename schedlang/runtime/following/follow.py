@@ -141,7 +141,7 @@ class Follower(TorchFunctionMode):
         failure.made = unevens.made_of(notes, axis)
         failure.by = unevens.by(inputs, axis)
         if expected is not None and axis is not None and expected.name in RESHAPES:
-            failure.counted = unevens.leading_factor(expected, self.note(inputs[0]).tags.get(axis))
+            failure.counted = unevens.factors(expected, self.note(inputs[0]).tags.get(axis))
         return failure
 
     def partial_over(self, parameters: frozenset[str], axis: str) -> None:

@@ -75,7 +75,9 @@ class Mismatch(Exception):
         self.line = model_line()  # of the model, that ran
         self.call = ""  # the function that was called there
         self.by = ""  # the sharded module that split what fails
-        self.counted: int | None = None  # into how many parts (heads) a view takes the split dim
+        self.counted: tuple[
+            int, ...
+        ] = ()  # into which sizes (heads first) a view takes a split dim
         self.raw = False  # the reason is in the words of torch
         self.mixed = False  # parts that one rank holds met parts that several do
         # parameters of which whole tensors that met a split one are made, and how many it has
