@@ -27,6 +27,7 @@ ROLES = {
     "dp": "data", "data": "data", "fsdp": "sliced", "pp": "stages", "pipe": "stages",
     "tp": "parts", "model": "parts", "ep": "experts", "cp": "tokens",
 }  # fmt: skip
+NONE = {"experts": "no experts were found", "tokens": "no attention over a sequence was found"}
 MORE = 2  # microbatches for each stage, where the batch has the rows
 
 
@@ -131,7 +132,8 @@ def _rows(asked: Asked, notes: list[str]) -> dict[str, list[Row]]:
         else:
             context_rows(finder)
         if not finder.rows and asked.mesh[axis] > 1:
-            raise _idle(axis, [*said, *_remarks(asked, finder, said)])
+            more = _remarks(asked, finder, said) if role == "parts" else [NONE[role]] * (not said)
+            raise _idle(axis, [*said, *more])
         found[role] = sorted(finder.rows, key=lambda row: not _first(asked.blocks, row))
         notes += said
         if role == "parts":
