@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from schedlang.model import ParameterFact, Site
 
 STYLES = {"col": "out", "row": "in", "vocab": "vocab"}
+TABLES = {"col": "hidden", "row": "vocab", "vocab": "vocab"}  # a lookup is a product with one-hots
 CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
-KINDS = ("Linear", "Conv1D", "Embedding", *CONVOLUTIONS)
+KINDS = ("Linear", "Conv1D", "Embedding", "EmbeddingBag", *CONVOLUTIONS)
 
 
 class shard(Primitive):  # noqa: N801
@@ -33,6 +34,7 @@ class shard(Primitive):  # noqa: N801
       row    splits the inputs and sums the results (`weight=S(in), input=S(-1), output=R`)
       vocab  splits the rows of an embedding, or the classes of an output layer, whose loss is then
              computed without ever gathering the logits
+    Of an embedding, or a bag of embeddings, `row` is `vocab`, and `col` splits what each row holds.
     `output=S(seq)` after `row` leaves the sum split along the sequence (sequence parallelism);
     `output=R` after `col` gathers.  `blocks` says what lies side by side in a fused weight: 3 for
     q, k, v of one size, `[4096, 1024, 1024]` for sizes that differ.  Parameters can be named
@@ -69,6 +71,16 @@ class shard(Primitive):  # noqa: N801
         if self.style is not None and self.tensors:
             refuse("S306", "a style already says how each parameter is split",
                    helps=("leave out the style, or the parameters",))  # fmt: skip
+        if (self.style, self.input, self.output) == (None,) * 3 and not self.tensors:
+            over = f"over={self.over}"
+            refuse(
+                "S305", "`shard` does not say what is split", "neither a style nor a placement",
+                helps=(f"projections: `shard(col, {over})` splits outputs, `shard(row, {over})`"
+                       " inputs",
+                       f"tables and output layers: `shard(vocab, {over})`",
+                       f"parameters by name, or activations: `shard(weight=S(0), {over})`,"
+                       f" `shard(input=S(1), {over})`"),
+            )  # fmt: skip
         self._check_blocks()
 
     def check(self, site: Site, plan: Plan) -> None:
@@ -90,6 +102,8 @@ class shard(Primitive):  # noqa: N801
         if getattr(module, "max_norm", None) is not None and self._named(site):
             refuse("S404", f"`{site}` bounds the norm of its rows while they are looked up",
                    helps=("leave it whole", "or make it without `max_norm`"))  # fmt: skip
+        if self._named(site):
+            self._check_table(site, module)
         for name, fact, dim in self._splits(site):
             self._check_split(site, plan, name, fact, dim)
         if kind is not None:
@@ -122,7 +136,7 @@ class shard(Primitive):  # noqa: N801
         names = site.dims.get("weight", ())
         if self.style is None:
             return None
-        wanted = STYLES[self.style]
+        wanted = (TABLES if "vocab" in names else STYLES)[self.style]
         if self.style == "vocab" and "out" in names:
             return "out"
         return wanted if wanted in names else None
@@ -210,6 +224,17 @@ class shard(Primitive):  # noqa: N801
             f"`{site}` is a `{site.class_name}`, which the style `{self.style}` does not fit",
             helps=helps,
         )
+
+    def _check_table(self, site: Site, module: Any) -> None:
+        """Refuse tables of which a part does not do what the whole does."""
+        if getattr(module, "scale_grad_by_freq", False):
+            refuse("S404", f"`{site}` divides gradients by how often each row is looked up",
+                   helps=("leave it whole", "or make it without `scale_grad_by_freq`"))  # fmt: skip
+        rows = any(site.dims.get(n, ())[d : d + 1] == ("vocab",) for n, _, d in self._splits(site))
+        if rows and getattr(module, "mode", "") == "max" and site.is_a("EmbeddingBag"):
+            better = f"split what each row holds: `{site} shard(col, over={self.over})`"
+            refuse("S404", f"`{site}` takes the largest of a bag, and each part has one of its own",
+                   helps=(better,))  # fmt: skip
 
     def _check_blocks(self) -> None:
         """Refuse what is no count of blocks, and no list of their sizes."""
@@ -314,7 +339,7 @@ class shard(Primitive):  # noqa: N801
             refuse("S402", "how many heads there are to replicate is not said",
                    notes=(f"`{site}.{name}` has {sum(cut.blocks)} in dim {dim}",),
                    helps=("say it: `heads=2`",))  # fmt: skip
-        if self.style != "col" and names[dim : dim + 1] != ("out",):
+        if names[dim : dim + 1] != ("out",):
             refuse("S402", f"what several ranks hold of `{site}.{name}` would be summed twice",
                    helps=("replicate outputs only, as key-value heads",
                           "or pad: `uneven=pad`"))  # fmt: skip

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 DIMS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "torch.nn.modules.linear.Linear": {"weight": ("out", "in"), "bias": ("out",)},
     "torch.nn.modules.sparse.Embedding": {"weight": ("vocab", "hidden")},
+    "torch.nn.modules.sparse.EmbeddingBag": {"weight": ("vocab", "hidden")},
     "torch.nn.modules.conv.Conv1d": {"weight": ("out", "in", "width"), "bias": ("out",)},
     "torch.nn.modules.conv.Conv2d": {"weight": ("out", "in", "height", "width"), "bias": ("out",)},
     "torch.nn.modules.conv.Conv3d": {

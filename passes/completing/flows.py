@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from schedlang.passes.shrinking.blocks import Blocks, leaf_kind
+from schedlang.passes.shrinking.blocks import TABLES, Blocks, leaf_kind, splits
 
 if TYPE_CHECKING:
     from schedlang.runtime.following.feeds import Use
@@ -17,13 +17,14 @@ class Flow:
     """Projections whose outputs are split, and those that sum over what is split.
 
     Names are common to all blocks.  `mixed`: tokens are mixed in between, as in attention.
-    `impure` are sources whose outputs also go elsewhere.
+    `impure` are sources whose outputs also go elsewhere, to the projections `others`.
     """
 
     sources: tuple[str, ...]
     sinks: tuple[str, ...]
     mixed: bool = False
     impure: frozenset[str] = frozenset()
+    others: tuple[str, ...] = ()
 
     @property
     def names(self) -> frozenset[str]:
@@ -41,7 +42,7 @@ def flows(uses: Mapping[str, Use], blocks: Blocks) -> tuple[Flow, ...]:
     roles: dict[str, str] = {}
     for fqn, use in sorted(uses.items(), key=lambda item: -item[1].order):
         reads = _sources(fqn, use, uses, blocks)
-        if not reads or roles.get(fqn) == "source" or leaf_kind(blocks.facts.sites[fqn]) == "":
+        if not reads or roles.get(fqn) == "source" or not splits(blocks.facts, fqn):
             continue
         reads = {name for name in reads if roles.get(name) != "sink"}
         if not reads:
@@ -66,7 +67,7 @@ def _sources(fqn: str, use: Use, uses: Mapping[str, Use], blocks: Blocks) -> set
     everywhere = not blocks.lists
     kind = leaf_kind(blocks.facts.sites[fqn])
     found = set(use.reads) - {MIXED}
-    if kind == "Embedding" or STREAM in found or not (everywhere or blocks.inside(fqn)):
+    if kind in TABLES or STREAM in found or not (everywhere or blocks.inside(fqn)):
         return set()
     return found if all(everywhere or blocks.inside(name) for name in found) else set()
 
@@ -98,13 +99,17 @@ def _common(groups: list[_Group], uses: Mapping[str, Use], blocks: Blocks) -> tu
 def _flow(group: _Group, order: Mapping[str, int], readers: Mapping[str, set[str]]) -> Flow:
     sources = sorted(group.sources - group.sinks, key=order.__getitem__)
     sinks = tuple(sorted(group.sinks, key=order.__getitem__))
-    impure = frozenset(name for name in sources if readers.get(name, set()) - set(sinks))
-    return Flow(tuple(sources), sinks, group.mixed, impure)
+    also = {name: readers.get(name, set()) - set(sinks) for name in sources}
+    impure = frozenset(name for name in sources if also[name])
+    others = tuple(sorted(set().union(*also.values()), key=order.__getitem__))
+    return Flow(tuple(sources), sinks, group.mixed, impure, others)
 
 
 def variants(flow: Flow) -> tuple[Flow, ...]:
-    """The flow, and without the sources whose outputs go elsewhere too."""
-    pure = tuple(name for name in flow.sources if name not in flow.impure)
-    if not flow.impure or not pure:
+    """The flow, with all that reads its outputs, and without the sources that others read too."""
+    if not flow.impure:
         return (flow,)
-    return flow, replace(flow, sources=pure, impure=frozenset())
+    wide = replace(flow, sinks=(*flow.sinks, *flow.others), impure=frozenset(), others=())
+    pure = tuple(name for name in flow.sources if name not in flow.impure)
+    alone = (replace(flow, sources=pure, impure=frozenset(), others=()),) if pure else ()
+    return (flow, wide, *alone)

@@ -92,6 +92,8 @@ def heads(name: str, blocks: Blocks) -> tuple[str, ...]:
         ".".join(fqn.split(".")[: depth + 1]) for fqn in blocks.named.get(name, ())
     )
     found = tuple(held)
+    if len(found) == len(everyone):  # numbers beside those of blocks stay: `up.1.blocks.*`
+        return (quoted(root + star),)
     one = pattern(found, everyone)
     return (quoted(one),) if " and " not in one else tuple(quoted(fqn) for fqn in found)
 
@@ -102,6 +104,8 @@ def _tail(names: Sequence[str]) -> str:
     if len(below) == 1:
         return quoted(below[0])
     parent = below[0].rpartition(".")[0]
+    if parent and all(name.rpartition(".")[2].isdigit() for name in below):
+        return quoted(pattern(below, ()))
     return ".".join(filter(None, (quoted(parent), braces([b.rpartition(".")[2] for b in below]))))
 
 
@@ -147,8 +151,8 @@ def _folded(rows: Sequence[Row]) -> list[Row]:
     before: object = None
     for row in rows:
         parent, _, last = row.names[0].rpartition(".") if row.names else ("", "", "")
-        foldable = PLAIN.fullmatch(last) is not None and not last.isdigit()
-        key = (parent, row.call, row.comment) if foldable else None
+        foldable = PLAIN.fullmatch(last) is not None and bool(parent or not last.isdigit())
+        key = (parent, row.call, row.comment, last.isdigit()) if foldable else None
         if key is not None and key == before:
             out[-1] = replace(out[-1], names=(*out[-1].names, *row.names))
         else:

@@ -10,7 +10,7 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.completing.proposal_text import Row, heads, quoted
 from schedlang.passes.laying.dryrun import rejected
 from schedlang.passes.reading.expand import expand
-from schedlang.passes.shrinking.blocks import Blocks, leaf_kind, shorter
+from schedlang.passes.shrinking.blocks import TABLES, Blocks, leaf_kind, shorter, splits
 from schedlang.plan import Plan
 from schedlang.source import Source
 from schedlang.syntax import parse
@@ -76,9 +76,9 @@ class Trial:
         sites = blocks.facts.sites
         return feeds(
             hollow_model(blocks.facts.model, {}), self.sample,
-            leaves=lambda fqn: bool(leaf_kind(sites[fqn])),
+            leaves=lambda fqn: splits(blocks.facts, fqn),
             blocks=blocks.is_block,
-            outside=lambda fqn: leaf_kind(sites[fqn]) == "Embedding" and not blocks.inside(fqn),
+            outside=lambda fqn: leaf_kind(sites[fqn]) in TABLES and not blocks.inside(fqn),
         )  # fmt: skip
 
     @cached_property

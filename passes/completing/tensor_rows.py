@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from schedlang.passes.completing.flows import Flow, flows, variants
 from schedlang.passes.completing.proposal_text import Row, names_text
-from schedlang.passes.shrinking.blocks import leaf_kind
+from schedlang.passes.shrinking.blocks import TABLES, leaf_kind
 
 if TYPE_CHECKING:
     from schedlang.diagnostic import Refusal
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 REMEDY = re.compile(r"\b((?:blocks|heads|uneven)=(?:\[[^\]]*\]|[^`, )]+))")
 SAME = re.compile(r"`([^`]+)` and `[^`]+` are the same tensor")
+MEETS = re.compile(r"split what it meets, too: `(\S+)  (.*)`")
+LINE = re.compile(r", at \S+:\d+$")
 MOST = 8  # remedies for one flow
 SAID = 200  # characters of a reason
 
@@ -39,7 +41,7 @@ class Finder:
             if found is None:
                 return rows
             refusal, place = found
-            said = refusal.diagnostic.title[:SAID]
+            said = _said(refusal)
             place -= len(self.rows)
             more = self._shared(refusal)
             if more is not None and more not in rows:
@@ -81,7 +83,10 @@ class Finder:
         return site.parameters["weight"].shape[dims.index(dim)] if dim in dims else 1
 
     def _shared(self, refusal: Refusal) -> Row | None:
-        """The row for a module that shares a weight which is split."""
+        """The row for a module that shares a weight which is split, or has one that meets it."""
+        for met in filter(None, map(MEETS.search, refusal.diagnostic.helps)):
+            holder = self.trial.blocks.common(met.group(1))
+            return Row((holder,), met.group(2), "for its heads")
         if refusal.diagnostic.code != "S506":
             return None
         found = (SAME.search(note) for note in refusal.diagnostic.notes)
@@ -95,16 +100,20 @@ class Finder:
         return replace(row, comment="the same weight")
 
     def whole(self, names: Sequence[str], why: str) -> None:
-        """Note what stays whole, and why."""
-        self.notes.append(f"whole: {names_text(names)}: {why}")
+        """Note what every rank holds all of, and why."""
+        self.notes.append(f"replicated: {names_text(names)}: {why}")
 
 
 def tensor_rows(finder: Finder) -> None:
     """Add the rows of every flow that is legal beside those before it; note the others."""
+    taken: set[str] = set()
     for flow in flows(finder.trial.fed.uses, finder.trial.blocks):
+        if flow.names & taken:
+            continue  # what reads the same as a sink of a flow before it has become one, too
         why = _flow(finder, flow)
         if why:
             finder.whole((*flow.sources, *flow.sinks), why)
+        taken |= {name for row in finder.rows for name in row.names} & {*flow.others}
 
 
 def _flow(finder: Finder, flow: Flow) -> str:
@@ -116,7 +125,8 @@ def _flow(finder: Finder, flow: Flow) -> str:
             finder.rows += made
             return ""
         said = made
-    for one in variants(flow):
+    convolves = any(not _kind(finder, name) for name in flow.sources)
+    for one in () if convolves else variants(flow):  # whole pictures are too much to be gathered
         made = finder.mended(_gathered(finder, one))
         if isinstance(made, list):
             finder.rows += made
@@ -126,15 +136,21 @@ def _flow(finder: Finder, flow: Flow) -> str:
 
 
 def _forms(finder: Finder, flow: Flow) -> Iterator[list[Row]]:
-    """The rows of a flow with the parts that the model takes out of outputs, and without."""
+    """The rows of a flow with the parts that the model takes out of outputs, and without.
+
+    Where a view takes outputs apart twice, what it counts first lies side by side (q, k and v), or
+    counts heads: both are tried.
+    """
     for one in variants(flow):
         plain = split_rows(finder, one)
         sizes = {_heads(finder, name) for name in one.sources}
         if len(sizes) == 1 and (size := sizes.pop()):
             plain = [finder.uneven(row, size) for row in plain]
         packed = [_packed(finder, row) for row in plain]
-        if packed != plain:
-            yield packed
+        viewed = [_viewed(finder, row) for row in plain]
+        for form in (packed, viewed):
+            if form != plain:
+                yield form
         yield plain
 
 
@@ -143,8 +159,10 @@ def split_rows(finder: Finder, flow: Flow) -> list[Row]:
     over = f"over={finder.axis}"
     said = "split by heads" if flow.mixed else "split by width"
     rows = []
+    if not flow.mixed and not all(_kind(finder, name) for name in flow.sources):
+        said = "split by channels"
     for name in flow.sources:
-        table = _kind(finder, name) == "Embedding"
+        table = _kind(finder, name) in TABLES
         how = "weight=S(hidden)" if table else "col"
         rows.append(Row((name,), f"shard({how}, {over})", said))
     return [
@@ -155,7 +173,7 @@ def split_rows(finder: Finder, flow: Flow) -> list[Row]:
 
 def _gathered(finder: Finder, flow: Flow) -> list[Row]:
     over = f"over={finder.axis}"
-    tables = [name for name in flow.sources if _kind(finder, name) == "Embedding"]
+    tables = [name for name in flow.sources if _kind(finder, name) in TABLES]
     return [
         *(Row((name,), f"shard(col, output=R, {over})", "split, then gathered")
           for name in flow.sources if name not in tables),
@@ -174,6 +192,13 @@ def _packed(finder: Finder, row: Row) -> Row:
     return row.with_argument(f"blocks={parts if len(set(parts)) > 1 else len(parts)}")
 
 
+def _viewed(finder: Finder, row: Row) -> Row:
+    """A row with as many blocks as a view first takes its modules' outputs apart into."""
+    first = finder.trial.blocks.named[row.names[0]][0]
+    count = finder.trial.fed.packed.get(first, 0)
+    return row.with_argument(f"blocks={count}") if "col" in row.call and count > 1 else row
+
+
 def _heads(finder: Finder, name: str) -> int:
     """The size of the heads into which a projection's outputs are taken apart, or 0."""
     return finder.trial.fed.heads.get(finder.trial.blocks.named[name][0], 0)
@@ -190,6 +215,12 @@ def outputs_of(site: object) -> int:
 def _kind(finder: Finder, name: str) -> str:
     blocks = finder.trial.blocks
     return leaf_kind(blocks.facts.sites[blocks.named[name][0]])
+
+
+def _said(refusal: Refusal) -> str:
+    """Why rows are refused, with the line of the model where that is known."""
+    line = next(filter(None, map(LINE.search, refusal.diagnostic.notes)), None)
+    return refusal.diagnostic.title[:SAID] + (line.group() if line is not None else "")
 
 
 def _asked(refusal: Refusal) -> list[str]:

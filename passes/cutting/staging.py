@@ -75,12 +75,16 @@ def local_skeleton(plan: Plan, traced: Traced) -> nn.Module:
 def shape_up(model: nn.Module, traced: Traced, at_home: Callable[[Any], Any]) -> None:
     """Divide the numbers that modules count by, and put crossings around sharded modules."""
     from schedlang.runtime.following.narrowed import WithParts
+    from schedlang.runtime.sharding.counted import WithSizes
     from schedlang.runtime.sharding.leaf import Sharded
     from schedlang.runtime.sharding.numbers import set_number
     from schedlang.runtime.summing.statistics import gather_statistics, over
 
     for fqn, attribute, value in traced.numbers:
         set_number(model.get_submodule(fqn), attribute, value)
+    for fqn, counted in traced.counted.items():
+        module = model.get_submodule(fqn)
+        module.forward = WithSizes(module, counted)
     for fqn, parts in traced.parts.items():
         own = tuple(replace(part, edge=at_home(part.edge)) for part in parts)
         module = model.get_submodule(fqn)

@@ -10,7 +10,7 @@ from schedlang.culprit import told
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.mesh import neighbours
 from schedlang.passes.laying.kept_parts import coded_by, experts_of, recomputed
-from schedlang.placement import R, S, Uneven
+from schedlang.placement import EVEN, R, S, Uneven
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from schedlang.runtime.following.notes import Mismatch, Note
     from schedlang.runtime.following.saved import SavedBy
     from schedlang.runtime.following.trace import Recording
+    from schedlang.runtime.sharding.counted import Counted
     from schedlang.runtime.sharding.shard import Edge
 
 Loss = Callable[..., Any]
@@ -153,6 +154,16 @@ def _below(leaves: Mapping[str, Leaf], sizes: Mapping[str, int]) -> dict[str, Be
     return {fqn: tuple(split) for fqn, split in found.items()}
 
 
+def _axes_below(leaves: Mapping[str, Leaf]) -> dict[str, list[str]]:
+    """For every module that holds something sharded: the axes over which something is."""
+    found: dict[str, list[str]] = {}
+    for leaf in leaves.values():
+        names = leaf.fqn.split(".")
+        for depth in range(len(names) + 1):
+            found.setdefault(".".join(names[:depth]), []).extend(w.axis for w in leaf.wanted)
+    return found
+
+
 class Part(NamedTuple):
     """An argument of modules of a class, of which each rank needs its own part along a dim."""
 
@@ -164,7 +175,17 @@ class Part(NamedTuple):
     axis: str
 
 
-Choice = Number | Part
+class Size(NamedTuple):
+    """A size that modules of a class read of an argument, and of which a rank counts its part."""
+
+    kind: str
+    below: Below
+    name: str
+    dim: int
+    parts: int
+
+
+Choice = Number | Part | Size
 
 
 class Run:
@@ -183,12 +204,13 @@ class Run:
         over = (b.axis for boundaries in plan.boundaries.values() for b in boundaries)
         sizes = {name: plan.mesh.size(name) for name in (*plan.mesh.names, *over)}
         self.sizes, self.below = sizes, _below(leaves, sizes)
-        self.follower = Follower(recording, self.stack, sizes)
+        self.follower = Follower(recording, self.stack, sizes, _axes_below(leaves))
         self.edges: dict[str, tuple[Edge, ...]] = {}
         self.numbers: list[tuple[str, str, int]] = []
         self.layouts: dict[tuple[str, int], list[tuple[Note, ...] | None]] = {}
         self.given: dict[tuple[str, int], Any] = {}
         self.parts: dict[str, tuple[Narrowed, ...]] = {}
+        self.counted: dict[str, tuple[Counted, ...]] = {}
         self.saved: SavedBy = {}
         self.stack.seen = self._see
 
@@ -230,6 +252,7 @@ class Run:
         from schedlang.runtime.keeping.through import watch_again
         from schedlang.runtime.recording.meta import hollow_model
         from schedlang.runtime.recording.torch_calls import tensors_in
+        from schedlang.runtime.sharding.counted import WithSizes
         from schedlang.runtime.sharding.numbers import set_number
         from schedlang.runtime.storage.fewer import put_inside, uncoded
 
@@ -251,6 +274,10 @@ class Run:
         for fqn, attribute, value in self._places():
             set_number(model.get_submodule(fqn), attribute, value)
             self.numbers.append((fqn, attribute, value))
+        for fqn, counted in self._read():
+            self.counted[fqn] = counted
+            module = model.get_submodule(fqn)
+            module.forward = WithSizes(module, counted)
         for fqn, parts in self._narrowed():
             self.parts[fqn] = parts
             module = model.get_submodule(fqn)
@@ -281,6 +308,20 @@ class Run:
             if parts:
                 yield fqn, parts
 
+    def _read(self) -> Iterator[tuple[str, tuple[Counted, ...]]]:
+        """The modules that count by sizes of their arguments."""
+        from schedlang.runtime.sharding.counted import Counted
+
+        chosen = [one for one in self.divided if isinstance(one, Size)]
+        for fqn, below in self.below.items() if chosen else ():
+            kind = self.plan.model.sites[fqn].classes[0]
+            counted = tuple(
+                Counted(one.name, one.dim, one.parts)
+                for one in sorted(chosen) if (one.kind, one.below) == (kind, below)
+            )  # fmt: skip
+            if counted:
+                yield fqn, counted
+
     def _group_at(self, fqn: str) -> Callable[[str], Any]:
         from schedlang.runtime.collectives.collective import Group
 
@@ -303,7 +344,25 @@ class Run:
 
     def candidates(self, failure: Mismatch) -> list[Choice]:
         """Numbers and arguments of the modules that were running that might mend the failure."""
-        return [*self._numbers(failure), *self._parts(failure)]
+        return [*self._sizes(failure), *self._numbers(failure), *self._parts(failure)]
+
+    def _sizes(self, failure: Mismatch) -> list[Size]:
+        """Widths and channels of whole arguments of the module that failed, if it holds parts."""
+        from schedlang.runtime.sharding.counted import arguments
+
+        (fqn, _), given = failure.frame, self.given.get(failure.frame)
+        below = self.below.get(fqn, ())
+        ranks = {n for _, axis, n, uneven in below if axis == failure.axis and uneven == EVEN}
+        if not failure.integers or given is None or len(ranks) != 1:
+            return []
+        (parts,), kind = ranks, self.plan.model.sites[fqn].classes[0]
+        found = []
+        for name, tensor in arguments(self.plan.model.model.get_submodule(fqn), *given):
+            whole = failure.axis not in self.follower.note(tensor).tags
+            for dim in {-1, 1 - tensor.ndim} if whole and tensor.is_floating_point() else ():
+                if tensor.ndim > 1 and tensor.shape[dim] % parts == 0:
+                    found.append(Size(kind, below, name, dim, parts))
+        return [one for one in found if one not in self.divided]
 
     def _parts(self, failure: Mismatch) -> list[Part]:
         """Arguments, whole on every rank, of the module that failed, where its heads are split."""

@@ -21,7 +21,7 @@ CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
 POOLS = tuple(f"{kind}Pool{dims}d" for kind in ("Max", "Avg") for dims in (1, 2, 3))
 NORMS = ("GroupNorm", *(f"BatchNorm{dims}d" for dims in (1, 2, 3)))
 # classes that say how they compute
-CLASSES = ("Linear", "Conv1D", "Embedding", *CONVOLUTIONS, *POOLS, *NORMS)
+CLASSES = ("Linear", "Conv1D", "Embedding", "EmbeddingBag", *CONVOLUTIONS, *POOLS, *NORMS)
 
 
 def leaves_of(plan: Plan) -> dict[str, Leaf]:

@@ -9,7 +9,7 @@ all later calls proves the choice.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from schedlang.runtime.following.narrowed import Narrowed
     from schedlang.runtime.following.notes import Mismatch, Note, Tag
     from schedlang.runtime.following.trace import LabelRule, Recording
+    from schedlang.runtime.sharding.counted import Counted
     from schedlang.runtime.sharding.shard import Edge
     from schedlang.runtime.summing.statistics import Statistics
 
 MOST_RUNS = 64
+RESHAPES = ("view", "reshape", "unflatten")
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Traced:
     edges     module -> its edges, with groups that have no processes yet
     kinds     module -> how it computes (Linear, Conv1D, Embedding, or "" for as it is)
     numbers   attributes to be divided: (module, attribute, local value)
+    counted   module -> sizes of its arguments by which it counts what it holds a part of
     parts     module -> its arguments that are whole, and of which it takes a part
     partial   parameter -> axes over which its gradient must still be summed
     masks     (module, turn) of a random draw -> whole shape and split dims by axis
@@ -55,6 +58,7 @@ class Traced:
     edges: Mapping[str, tuple[Edge, ...]] = field(default_factory=dict)
     kinds: Mapping[str, str] = field(default_factory=dict)
     numbers: tuple[tuple[str, str, int], ...] = ()
+    counted: Mapping[str, tuple[Counted, ...]] = field(default_factory=dict)
     parts: Mapping[str, tuple[Narrowed, ...]] = field(default_factory=dict)
     partial: Mapping[str, frozenset[str]] = field(default_factory=dict)
     masks: Mapping[tuple[str, int], tuple[tuple[int, ...], Mapping[str, Tag]]] = field(
@@ -159,6 +163,7 @@ def _traced(plan: Plan, recording: Recording, run: Run | None = None) -> Traced:
         edges=run.edges,
         kinds={fqn: run.leaves[fqn].kind for fqn in run.edges},
         numbers=tuple(run.numbers),
+        counted=run.counted,
         parts=run.parts,
         partial=partial,
         masks=run.follower.masks,
@@ -173,18 +178,35 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
     fqn = failure.frame[0]
     action = _guilty(plan, failure)
     heads = _heads(plan, failure)
-    notes: tuple[str, ...] = (f"in the forward of `{fqn or plan.model.class_name}`",)
+    line = f", at {failure.line}" if failure.line and not heads else ""
+    notes: tuple[str, ...] = (f"in the forward of `{fqn or plan.model.class_name}`{line}",)
     title = heads[0] if heads else failure.reason
     if not heads and failure.raw:
-        title = f"`{fqn or plan.model.class_name}` cannot compute with parts of what it needs whole"
+        split = f"a `{failure.axis}` shard" if failure.axis is not None else "a shard"
+        title = f"`{fqn or plan.model.class_name}` needs the full tensor, but gets {split}"
         notes = (*notes, f"torch says: {failure.reason}")
     label = Label(action.span) if action is not None and action.span is not None else Label()
     helps = (*heads[1:], *failure.helps) if heads else failure.helps or _fitting(plan, action)
+    helps = (*_made(plan, failure), *helps) if not heads else helps
+    if line and failure.call in RESHAPES and failure.integers:
+        helps = (f"write -1 for the size that counts heads, or their width, at {failure.line}",
+                 *helps)  # fmt: skip
     return Refusal(
         Diagnostic(
             "S403" if heads else "S405", title, label, notes=notes, helps=helps
         )
     )  # fmt: skip
+
+
+def _made(plan: Plan, failure: Mismatch) -> Iterator[str]:
+    """How to split parameters of a module's own that its split heads meet whole (a bias table)."""
+    names, size = failure.made
+    for name in sorted(names) if failure.axis is not None else ():
+        fact, site = plan.model.parameters[name], plan.model.owner(name)
+        dims = [dim for dim, whole in enumerate(fact.shape) if whole == size]
+        if len(dims) == 1 and not site.dims and failure.axis not in plan.held(name).axes:
+            own = f"{name.rpartition('.')[2]}=S({dims[0]})"
+            yield f"split what it meets, too: `{site}  shard({own}, over={failure.axis})`"
 
 
 def _fitting(plan: Plan, action: Action | None) -> tuple[str, ...]:
@@ -215,7 +237,7 @@ def _guilty(plan: Plan, failure: Mismatch) -> Action | None:
 
 def _heads(plan: Plan, failure: Mismatch) -> tuple[str, ...]:
     """Where a view takes a split dim apart into heads that the ranks do not divide: say so."""
-    axis, count = failure.axis, failure.counted
+    axis, count = failure.axis, next(iter(failure.counted), None)
     if axis is None or count is None:
         return ()
     ranks, row = plan.mesh.size(axis), _row(plan, failure.by, axis)
@@ -226,6 +248,9 @@ def _heads(plan: Plan, failure: Mismatch) -> tuple[str, ...]:
     helps = [f"`{axis}` may be one of {legal}"]
     if row is not None:
         helps += remedies(f"{failure.by} {row.call}", count, ranks, row.style == "col")
+        if len(failure.counted) > 2 and row.blocks == 1:
+            helps.append(f"if these are no heads, but {count} of them side by side (q, k and v):"
+                         f" `{failure.by} {row.call}, blocks={count})`")  # fmt: skip
     return title, *helps
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 
 from schedlang.amounts import number
 from schedlang.passes.completing.proposal_text import names_text
-from schedlang.passes.shrinking.blocks import Blocks, leaf_kind
+from schedlang.passes.shrinking.blocks import TABLES, Blocks, leaf_kind, splits
 from schedlang.plan import Plan
 
 STYLES = {"colwise": "out", "rowwise": "in", "embedding_rowwise": "vocab"}
@@ -18,15 +18,20 @@ def headline(blocks: Blocks) -> str:
     """What the model is, in one line."""
     facts = blocks.facts
     outer = [name for name in facts.sites if name in blocks.lists and "*" not in name]
-    said = " and ".join(f"{len(facts.children(name))} blocks of {name}" for name in outer)
+    counts = ((len(facts.children(name)), name) for name in outer)
+    said = " and ".join(f"{count} block{'s' * (count > 1)} of {name}" for count, name in counts)
     total = f"{number(facts.numel(''))} parameters"
     return f"{total}, {said}." if said else f"{total}, no repeated blocks."
 
 
 def left_whole(
-    plan: Plan, blocks: Blocks, axis: str, said: Sequence[str], named: Set[str]
-) -> Iterator[str]:
-    """Notes on large weights that no row splits, none of them `named`, nor in what was `said`."""
+    plan: Plan, blocks: Blocks, axis: str, said: Sequence[str], named: Set[str],
+    read: Mapping[str, str],
+) -> Iterator[str]:  # fmt: skip
+    """Notes on large weights that no row splits, none of them `named`, nor in what was `said`.
+
+    `read` has the line of the model at which each module's output is first used.
+    """
     total = blocks.facts.numel("")
     known = " ".join(said)
     groups: dict[str, dict[str, None]] = {}
@@ -37,9 +42,10 @@ def left_whole(
         if split or common in named or len(fact.shape) < 2 or fact.numel * SMALL < total:
             continue
         if not _mentioned(common, known):
-            groups.setdefault(_why(blocks, owner, len(fact.shape)), {})[common] = None
+            why = _why(blocks, owner, len(fact.shape), read)
+            groups.setdefault(why, {})[common] = None
     for why, names in groups.items():
-        yield f"whole: {names_text(list(names))}: {why}"
+        yield f"replicated: {names_text(list(names))}: {why}"
 
 
 def _mentioned(common: str, known: str) -> bool:
@@ -57,15 +63,18 @@ def _in_braces(last: str, text: str) -> bool:
     return last in {front + one + back for one in middle.split(",")}
 
 
-def _why(blocks: Blocks, owner: str, dims: int) -> str:
+def _why(blocks: Blocks, owner: str, dims: int, read: Mapping[str, str]) -> str:
     site = blocks.facts.sites[owner]
-    if leaf_kind(site) == "Embedding":
+    if leaf_kind(site) in TABLES:
         return "a small table"
-    if "Conv" in site.class_name and not leaf_kind(site):
-        return "a convolution"
-    if dims == 3:
+    if dims == 3 and not site.dims:
         return "weights of several experts or heads in one"
-    return "no pair of projections that nothing else reads between"
+    if "Conv" in site.class_name and not splits(blocks.facts, owner):
+        return "a convolution of several groups"
+    if not splits(blocks.facts, owner):
+        return f"no style fits a `{site.class_name}`"
+    elsewhere = f"is used elsewhere, at {read[owner]}" if read.get(owner) else "leaves the model"
+    return f"no column/row pair found: its output {elsewhere}"
 
 
 def differences(plan: Plan, blocks: Blocks, axis: str) -> Iterator[str]:

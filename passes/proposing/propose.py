@@ -13,9 +13,9 @@ from schedlang.passes.completing.tensor_rows import Finder, tensor_rows
 from schedlang.passes.costs.account import account
 from schedlang.passes.proposing.expert_rows import context_rows, expert_rows
 from schedlang.passes.proposing.proposal_notes import differences, headline, left_whole
-from schedlang.passes.proposing.vocabulary_rows import vocabulary_rows
+from schedlang.passes.proposing.vocabulary_rows import bag_rows, vocabulary_rows
 from schedlang.passes.reading.expand import expand
-from schedlang.passes.shrinking.blocks import Blocks, blocks_of, leaf_kind
+from schedlang.passes.shrinking.blocks import TABLES, Blocks, blocks_of, leaf_kind
 from schedlang.source import Source
 from schedlang.syntax import parse
 
@@ -27,6 +27,7 @@ ROLES = {
     "dp": "data", "data": "data", "fsdp": "sliced", "pp": "stages", "pipe": "stages",
     "tp": "parts", "model": "parts", "ep": "experts", "cp": "tokens",
 }  # fmt: skip
+NONE = {"experts": "no experts were found", "tokens": "no attention over a sequence was found"}
 MORE = 2  # microbatches for each stage, where the batch has the rows
 
 
@@ -125,12 +126,14 @@ def _rows(asked: Asked, notes: list[str]) -> dict[str, list[Row]]:
             if asked.axis("experts") is None:
                 expert_rows(finder)
             vocabulary_rows(finder)
+            bag_rows(finder)
         elif role == "experts":
             expert_rows(finder, Row((), f"zero(stage=1, over={axis})"))
         else:
             context_rows(finder)
         if not finder.rows and asked.mesh[axis] > 1:
-            raise _idle(axis, said)
+            more = _remarks(asked, finder, said) if role == "parts" else [NONE[role]] * (not said)
+            raise _idle(axis, [*said, *more])
         found[role] = sorted(finder.rows, key=lambda row: not _first(asked.blocks, row))
         notes += said
         if role == "parts":
@@ -141,7 +144,7 @@ def _rows(asked: Asked, notes: list[str]) -> dict[str, list[Row]]:
 def _first(blocks: Blocks, row: Row) -> bool:
     """Does a row stand above all others: about a table, or its padding?"""
     name = row.names[0]
-    table = leaf_kind(blocks.facts.sites[blocks.named[name][0]]) == "Embedding"
+    table = leaf_kind(blocks.facts.sites[blocks.named[name][0]]) in TABLES
     return row.call.startswith("pad(") or (table and not blocks.inside(name))
 
 
@@ -156,7 +159,9 @@ def _remarks(asked: Asked, finder: Finder, notes: list[str]) -> list[str]:
     plan = asked.trial.plan(finder.rows, finder.axis, finder.ranks)
     blocks, axis = asked.trial.blocks, finder.axis
     named = {name for row in finder.rows for name in row.names}
-    return [*left_whole(plan, blocks, axis, notes, named), *differences(plan, blocks, axis)]
+    read = finder.trial.fed.read
+    whole = left_whole(plan, blocks, axis, notes, named, read)
+    return [*whole, *differences(plan, blocks, axis)]
 
 
 # -- stages and the batch -------------------------------------------------------------------------
@@ -206,9 +211,32 @@ def _cut(asked: Asked, axis: str, stages: int) -> Row:
         first = first or refusal
     if first is not None:
         raise first
-    title = f"this model has no list of blocks to be cut over `{axis}`"
+    return _cut_between(asked, axis, stages)
+
+
+def _cut_between(asked: Asked, axis: str, stages: int) -> Row:
+    """The row that cuts a model without lists of blocks between the modules that it calls.
+
+    Raises Refusal S212 where there are fewer than stages, or the cut itself is refused.
+    """
+    from schedlang.passes.cutting.stages import Unit, balanced
+    from schedlang.runtime.recording.units import units_of
+
+    facts = asked.blocks.facts
+    title = f"this model has no list of blocks, and cannot be cut over `{axis}` between its modules"
+    try:
+        names = list(dict.fromkeys(units_of(facts.model, asked.trial.sample)))
+        stage_of = balanced([Unit(name, facts.numel(name)) for name in names], stages)
+        starts = {stage: name for name, stage in zip(reversed(names), reversed(stage_of)) if stage}
+        row = Row(tuple(starts[stage] for stage in sorted(starts)), f"pipeline_split(over={axis})")
+        refusal = asked.trial.cut(row, axis, stages)
+        if refusal is None:
+            return row
+    except Refusal as refused:
+        refusal = refused
+    notes = [refusal.diagnostic.title, *refusal.diagnostic.notes]
     helps = (f"leave the axis out: `{axis}=1`",)
-    raise Refusal(Diagnostic("S212", title, helps=helps))
+    raise Refusal(Diagnostic("S212", title, notes=tuple(notes), helps=helps)) from refusal
 
 
 # -- the text -------------------------------------------------------------------------------------

@@ -38,6 +38,27 @@ def vocabulary_rows(finder: Finder) -> None:
     finder.whole((*tables, *heads), why)
 
 
+def bag_rows(finder: Finder) -> None:
+    """Add rows for bags of embeddings, each by its rows, else by its columns; note the others."""
+    sites = finder.trial.blocks.facts.sites
+    bags = [fqn for fqn in finder.trial.fed.uses if leaf_kind(sites[fqn]) == "EmbeddingBag"]
+    order, known = list(sites), len(finder.rows)
+    for name in sorted(bags, key=order.index):
+        why = ""
+        for how, said in (("vocab", "split by rows"), ("col, output=R", "split by columns")):
+            row = Row((name,), f"shard({how}, over={finder.axis})", said)
+            pads = _pads(finder, [name]) if how == "vocab" else []
+            made = finder.mended([*pads, row])
+            if isinstance(made, list):
+                finder.rows += made
+                break
+            why = why or made
+        else:
+            finder.whole([name], why)
+    added = finder.rows[known:]
+    finder.rows[known:] = sorted(added, key=lambda row: not row.call.startswith("pad("))
+
+
 def _loss(tied: bool) -> str:
     return "the same weight; logits stay split" if tied else "logits stay split"
 

@@ -16,16 +16,31 @@ if TYPE_CHECKING:
     from schedlang.model import ModelFacts, Site
 
 PROJECTIONS = ("Linear", "Conv1D")
-LEAVES = (*PROJECTIONS, "Embedding")
+TABLES = ("Embedding", "EmbeddingBag")
+LEAVES = (*PROJECTIONS, *TABLES)
 LEAST = 2  # projections in a block
 
 
 def leaf_kind(site: Site) -> str:
-    """Linear, Conv1D or Embedding, whose weights have dims with names; else nothing."""
+    """One of LEAVES, whose weights have dims with names; else nothing."""
     weight = site.parameters.get("weight")
     if weight is None or len(weight.shape) != 2:
         return ""
     return next((kind for kind in LEAVES if site.is_a(kind)), "")
+
+
+CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
+
+
+def splits(facts: ModelFacts, fqn: str) -> bool:
+    """May a module be one of a pair that is split: one of LEAVES, or a convolution of one group?"""
+    site = facts.sites[fqn]
+    convolves = any(site.is_a(kind) for kind in CONVOLUTIONS)
+    return bool(leaf_kind(site)) or convolves and _groups(facts, fqn) == 1
+
+
+def _groups(facts: ModelFacts, fqn: str) -> int:
+    return int(facts.model.get_submodule(fqn).groups)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -71,7 +86,7 @@ def blocks_of(facts: ModelFacts) -> Blocks:
     below: Counter[str] = Counter()
     for fqn, site in facts.sites.items():
         weights = (fact for fact in site.parameters.values() if len(fact.shape) > 1)
-        if any(True for _ in weights) and leaf_kind(site) != "Embedding":
+        if any(True for _ in weights) and leaf_kind(site) not in TABLES:
             parts = fqn.split(".")
             below.update(".".join(parts[:k]) for k in range(1, len(parts)))
     made = Blocks(facts, frozenset())

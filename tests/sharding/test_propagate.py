@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import schedlang
+from schedlang.diagnostic import Refusal
 from schedlang.passes.cutting.staging import local_skeleton
 from schedlang.passes.laying.propagate import Traced, propagate
 from schedlang.placement import R, S
@@ -56,6 +58,37 @@ def test_attributes_are_divided_and_nothing_else() -> None:
         assert by_block[attn, "split_size"] == 8
         assert (attn, "head_dim") not in by_block
     assert {fqn for fqn, _ in by_block} == {f"transformer.h.{k}.attn" for k in range(2)}
+
+
+class Biased(nn.Module):
+    """Attention that fills a bias of its own for each head, as T5's without relative positions."""
+
+    def __init__(self, heads: int = 2, width: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        q, k, v = (
+            part(x).view(rows, length, self.heads, -1).transpose(1, 2)
+            for part in (self.q, self.k, self.v)
+        )
+        bias = torch.zeros(1, self.heads, length, length, dtype=x.dtype, device=x.device)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.requires_grad_())
+        return self.o(mixed.transpose(1, 2).reshape(rows, length, -1)).square().mean()
+
+
+@pytest.mark.parametrize("mesh", ["dp=2, tp=2", "tp=2, dp=2", "ep=2, dp=2, tp=2"])
+def test_what_a_module_fills_is_split_by_the_axis_that_splits_it(mesh: str) -> None:
+    """A bias made for the heads of a rank is split over `tp`, not over another axis as large."""
+    rows = "{q,k,v}  shard(col, over=tp)\no  shard(row, over=tp)\nzero(stage=1, over=dp)"
+    batch = {"x": torch.randn(4, 5, 8, dtype=torch.float64)}
+    traced = _traced(Biased(), rows, mesh, batch)
+    assert traced.numbers == (("", "heads", 1),)
+    assert set(traced.edges) == {"q", "k", "v", "o"}
 
 
 def test_two_numbers_of_one_call() -> None:
@@ -187,6 +220,17 @@ X = {"x": torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().man
 
 def _pair(between: Any, rows: str = BOTH) -> str:
     return refused(Pair(between), rows, "tp=2", X)
+
+
+@pytest.mark.parametrize("given", ["", "heads=2, ", "blocks=3, "])
+def test_a_row_that_says_nothing(given: str) -> None:
+    """A `shard` without style, parameters or activations would do nothing: in text and Python."""
+    said = _pair(lambda m, y, x: y, f"up shard({given}over=tp)")
+    assert "S305" in said and "`shard(col, over=tp)` splits outputs" in said
+    sch = schedlang.create_schedule(Pair(lambda m, y, x: y))
+    sch.mesh(tp=2)
+    with pytest.raises(Refusal, match="S305"):
+        sch["up"].shard(over="tp")
 
 
 def test_a_column_without_its_row() -> None:

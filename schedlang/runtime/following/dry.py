@@ -22,7 +22,8 @@ from schedlang.runtime.sharding.shard import Edge, is_main, on_first, on_result
 from schedlang.runtime.sharding.split_norm import NotSplit
 
 PROJECTIONS = ("Linear", "Conv1D", *CONVOLUTIONS)
-PLAIN = (*PROJECTIONS, "Embedding")  # kinds split along one dim for each axis
+TABLES = ("Embedding", "EmbeddingBag")
+PLAIN = (*PROJECTIONS, *TABLES)  # kinds split along one dim for each axis
 GATHER_NORM = "gather before it: `output=R` on the row before, and leave it whole"
 
 
@@ -202,6 +203,7 @@ def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) ->
         raise _refuse(reason, wanted.axis, leaf.fqn, "use `output=R`, or split the sum")
     if isinstance(computes, S):
         ndim = main.ndim if is_main(main) else main.ndim + 1  # an embedding adds a dim to its ids
+        ndim = 2 if leaf.kind == "EmbeddingBag" else ndim
         computes = replace(computes, dim=dim_of(computes) % ndim)
         if isinstance(leaves, S):
             leaves = replace(computes, dim=dim_of(leaves) % ndim)
@@ -220,6 +222,9 @@ def _check_whole(
     main: Tensor,
 ) -> None:  # fmt: skip
     """Refuse what a split projection or embedding cannot be given, or hand on."""
+    if leaf.kind == "EmbeddingBag" and not isinstance(arrives, Replicate):
+        reason = f"`{leaf.fqn}` is given weights of its entries in parts ({arrives})"
+        raise _refuse(reason, None, leaf.fqn, "gather them first: `output=R` on the row before")
     reason, inner = "", CHANNELS if leaf.kind in CONVOLUTIONS else main.ndim - 1
     if isinstance(computes, S):
         if not isinstance(wants, Replicate):
@@ -230,7 +235,7 @@ def _check_whole(
             reason = f"`{leaf.fqn}` adds its bias to a sum over one axis, and another splits it"
     elif isinstance(wants, S) and wants.blocks != 1 and arrives != wants:
         reason = f"`{leaf.fqn}` splits its inputs in blocks, and they do not arrive so"
-    elif leaf.kind != "Embedding" and not (isinstance(wants, S) and wants.dim == inner):
+    elif leaf.kind not in TABLES and not (isinstance(wants, S) and wants.dim == inner):
         along = "their channels" if leaf.kind in CONVOLUTIONS else "their last dim"
         reason = f"`{leaf.fqn}` splits its inputs along {along}, and is given {wants}"
     if reason:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from schedlang.runtime.recording.constants import on_meta
+from schedlang.runtime.recording.lines import model_line
 from schedlang.runtime.recording.meta import hollow_batch
 from schedlang.runtime.recording.torch_calls import name_of, tensors_in
 
@@ -37,12 +38,23 @@ class Fed:
     """Every projection that was called, by name.
 
     `parts` are the sizes of what was taken out of the last dim of a projection's output, `heads`
-    the size of the last dim where a view adds one to it.
+    the size of the last dim where a view adds one to it; `packed` the first of the sizes where a
+    view adds two: how many lie side by side (q, k and v), or how many heads.  `read` is the line of
+    the model that first uses a projection's output.
     """
 
     uses: dict[str, Use] = field(default_factory=dict)
     parts: dict[str, list[int]] = field(default_factory=dict)
     heads: dict[str, int] = field(default_factory=dict)
+    packed: dict[str, int] = field(default_factory=dict)
+    read: dict[str, str] = field(default_factory=dict)
+
+    def used(self, tensors: Iterable[Tensor]) -> None:
+        """Note where the outputs among some tensors are used, that were not before."""
+        for tensor in tensors:
+            fqn = tensor.__dict__.get(WHOLE)
+            if fqn is not None and fqn not in self.read:
+                self.read[fqn] = model_line()
 
 
 def feeds(
@@ -77,6 +89,7 @@ def _leaf(
 ) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = frozenset().union(*(_of(t) for t in tensors_in((args, kwargs))))
+        fed.used(tensors_in((args, kwargs)))
         known = fed.uses.get(fqn)
         if known is None:
             fed.uses[fqn] = Use(len(fed.uses), given)
@@ -123,6 +136,7 @@ class _Following(TorchFunctionMode):
         out = func(*args, **kwargs)
         if self.muted:
             return out
+        self.fed.used(tensors_in((args, kwargs)))
         given = [_of(tensor) for tensor in tensors_in((args, kwargs))]
         made = frozenset().union(*given)
         if not made:
@@ -152,8 +166,12 @@ class _Following(TorchFunctionMode):
     def _viewed(self, source: Any, made: Tensor) -> None:
         """Note the size of heads where a view takes the last dim of an output apart."""
         fqn = source.__dict__.get(WHOLE) if isinstance(source, Tensor) else None
-        if fqn is not None and made.shape[:-2] == source.shape[:-1]:
+        if fqn is None:
+            return
+        if made.shape[:-2] == source.shape[:-1]:
             self.fed.heads[fqn] = made.shape[-1]
+        elif made.shape[:-3] == source.shape[:-1]:
+            self.fed.packed[fqn] = made.shape[-3]
 
 
 def _of(tensor: Tensor) -> frozenset[str]:

@@ -9,7 +9,7 @@ checked by rule.  Gradients follow the rules of R, V and P types of spmd_types.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,9 +34,13 @@ GATHER = "gather the logits: `output=R` on the row of their module"
 class Follower(TorchFunctionMode):
     """Runs beside one forward of the sharded copy; raises Mismatch at the first disagreement."""
 
-    def __init__(self, recording: Recording, stack: Stack, sizes: Mapping[str, int]) -> None:
+    def __init__(
+        self, recording: Recording, stack: Stack, sizes: Mapping[str, int],
+        splits: Mapping[str, Sequence[str]],
+    ) -> None:  # fmt: skip
         super().__init__()
         self.recording, self.stack, self.sizes = recording, stack, sizes
+        self.splits = splits  # module -> the axes that split something in it
         self.places: dict[Frame, int] = {}
         self.loose = False  # from the split logits on, calls cannot be compared one by one
         self.agreed = 0
@@ -91,8 +95,9 @@ class Follower(TorchFunctionMode):
         try:
             step.finish(outputs)
         except Mismatch as failure:
-            failure.by = unevens.by(inputs, failure.axis)
-            failure.mixed = unevens.mixed([self.note(tensor) for tensor in inputs])
+            failure.by, failure.call = unevens.by(inputs, failure.axis), step.name
+            notes = [self.note(tensor) for tensor in inputs]
+            failure.mixed, failure.made = unevens.mixed(notes), unevens.made_of(notes, failure.axis)
             raise
         self.places[frame] = self.places.get(frame, 0) + 1
         self.agreed += 1
@@ -130,12 +135,13 @@ class Follower(TorchFunctionMode):
         axis = next((a for t in inputs for a in self.note(t).tags), None)
         integers = expected.integers if expected is not None and axis is not None else ()
         failure = Mismatch(frame, str(error).split("\n")[0], axis, integers, self.agreed)
-        failure.raw = True
-        failure.unit = unevens.met_whole([self.note(tensor) for tensor in inputs], axis)
-        failure.mixed = unevens.mixed([self.note(tensor) for tensor in inputs])
+        failure.raw, failure.call = True, expected.name if expected is not None else ""
+        notes = [self.note(tensor) for tensor in inputs]
+        failure.unit, failure.mixed = unevens.met_whole(notes, axis), unevens.mixed(notes)
+        failure.made = unevens.made_of(notes, axis)
         failure.by = unevens.by(inputs, axis)
         if expected is not None and axis is not None and expected.name in RESHAPES:
-            failure.counted = unevens.leading_factor(expected, self.note(inputs[0]).tags.get(axis))
+            failure.counted = unevens.factors(expected, self.note(inputs[0]).tags.get(axis))
         return failure
 
     def partial_over(self, parameters: frozenset[str], axis: str) -> None:
@@ -225,10 +231,13 @@ class Step:
         return tags
 
     def _axes_for(self, differ: list[int], local: Any, shape: Any) -> list[str]:
+        """The axes of a fill, which has no parts to tell: those that split what runs around it."""
         found: list[str] = []
-        sizes = self.follower.sizes
+        names = self.frame[0].split(".")
+        around = [".".join(names[:depth]) for depth in range(len(names), -1, -1)]
+        axes = dict.fromkeys(a for fqn in around for a in self.follower.splits.get(fqn, ()))
         for d in differ:
-            fits = (a for a, n in sizes.items() if n > 1 and self._fits(a, local[d], shape[d]))
+            fits = (a for a in axes if self._fits(a, local[d], shape[d]))
             found.append(next((a for a in fits if a not in found), "?"))
         return found
 

@@ -17,6 +17,8 @@ def computes_like(module: nn.Module, kind: str) -> bool:
     add positions); one that scales its rows is.  Anything that cannot be called with one tensor is
     not, nor what cannot be tried because it has buffers whose values are not known.
     """
+    if kind == "EmbeddingBag":
+        return False  # one with a forward of its own
     if any(buffer.is_meta for buffer in module.buffers()):
         return False
     twin = bare_copy(module, torch.float64, 0).train()

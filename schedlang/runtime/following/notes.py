@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from schedlang.placement import EVEN, Uneven, positions
 from schedlang.runtime.following.trace import Frame
+from schedlang.runtime.recording.lines import model_line
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,14 @@ class Mismatch(Exception):
         super().__init__(reason)
         self.frame, self.reason, self.axis = frame, reason, axis
         self.integers, self.place, self.helps = integers, place, helps
+        self.line = model_line()  # of the model, that ran
+        self.call = ""  # the function that was called there
         self.by = ""  # the sharded module that split what fails
-        self.counted: int | None = None  # into how many parts (heads) a view takes the split dim
+        self.counted: tuple[
+            int, ...
+        ] = ()  # into which sizes (heads first) a view takes a split dim
         self.raw = False  # the reason is in the words of torch
         self.mixed = False  # parts that one rank holds met parts that several do
+        # parameters of which whole tensors that met a split one are made, and how many it has
+        self.made: tuple[frozenset[str], int] = (frozenset(), 0)
         self.unit = 0  # heads of a split tensor that met a whole one; 0: none did

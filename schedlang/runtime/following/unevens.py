@@ -114,16 +114,25 @@ def met_whole(notes: list[Note], axis: str | None) -> int:
     return found if None in tags and found > 1 else 0
 
 
-def leading_factor(expected: Call, tag: Tag | None) -> int | None:
-    """The parts into which a reshape takes a split dim, slowest first: heads, in attention."""
+def made_of(notes: list[Note], axis: str | None) -> tuple[frozenset[str], int]:
+    """The parameters that whole tensors beside a split one are made of, and the size of its dim."""
+    tags = [note.tags.get(axis) for note in notes] if axis is not None else []
+    split = next((tag for tag in tags if tag is not None), None)
+    roots = (note.roots for note, tag in zip(notes, tags) if tag is None)
+    return frozenset().union(*roots), sum(split.blocks) if split is not None else 0
+
+
+def factors(expected: Call, tag: Tag | None) -> tuple[int, ...]:
+    """The sizes into which a reshape takes a split dim, slowest first: heads, in attention."""
     before, after = expected.inputs[0], expected.outputs[0]
     if tag is None:
-        return None
-    outer = math.prod(before[: tag.dim]) * len(tag.blocks)
+        return ()
+    outer, size = math.prod(before[: tag.dim]) * len(tag.blocks), before[tag.dim] // len(tag.blocks)
     for dim in range(len(after)):
         if math.prod(after[:dim]) == outer and after[dim] != 1:
-            return after[dim]
-    return None
+            ends = (k for k in range(dim + 1, len(after) + 1) if math.prod(after[dim:k]) == size)
+            return after[dim : next(ends, dim + 1)]
+    return ()
 
 
 def rows_joined(before: tuple[int, ...], tag: Tag, after: tuple[int, ...], dim: int) -> int:

@@ -12,6 +12,7 @@ from torch import nn
 from schedlang.placement import P
 from schedlang.runtime.forward import layers_of
 from schedlang.runtime.sharding import cube, grid, split_norm
+from schedlang.runtime.sharding.bags import embedding_bag
 from schedlang.runtime.sharding.convolution import CONVOLUTIONS, POOLS, convolution, pool
 from schedlang.runtime.sharding.shard import Edge, Forward, embedding, projection, region
 from schedlang.runtime.sharding.shared_norm import batch_norm, group_norm
@@ -70,6 +71,7 @@ FORWARDS: Mapping[str, Callable[[nn.Module, str, tuple[Edge, ...]], Forward]] = 
     "Linear": projection,
     "Conv1D": projection,
     "Embedding": embedding,
+    "EmbeddingBag": embedding_bag,
     **dict.fromkeys(CONVOLUTIONS, convolution),
     **dict.fromkeys(POOLS, pool),
     **dict.fromkeys((f"BatchNorm{dims}d" for dims in (1, 2, 3)), batch_norm),
