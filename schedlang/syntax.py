@@ -6,12 +6,15 @@ import re
 from pathlib import Path as FilePath
 from typing import Any
 
+from lark.exceptions import UnexpectedInput
+
 from schedlang import nodes as n
 from schedlang.diagnostic import Diagnostic, Label, Refusal, closest
-from schedlang.lalr import Unread
-from schedlang.misread import explain, form_problems, too_deep
+from schedlang.grammar import DEEPEST, TooDeep, parser, span_of
+from schedlang.misread import explain, form_problems
 from schedlang.source import Source, Span
 from schedlang.treemaker import TreeMaker
+from schedlang.uncollected import uncollected
 
 COMMENT = re.compile(r'"[^"\n]*"|`[^`\n]+`|(#[^\n]*)')
 
@@ -27,18 +30,16 @@ def comments(source: Source) -> tuple[n.Comment, ...]:
     return tuple(found)
 
 
+@uncollected()
 def _tree(source: Source, start: str) -> tuple[Any, list[Diagnostic]]:
-    problem = too_deep(source)
-    if problem:
-        raise Refusal(problem)
     maker = TreeMaker(source)
     try:
-        return maker.made(start), maker.problems
-    except Unread as mistake:
+        return maker.transform(parser().parse(source.text, start=start)), maker.problems
+    except UnexpectedInput as mistake:
         raise Refusal(explain(source, mistake)) from None
-    except RecursionError:
-        place = Span(source, 1, 1, 1, 2)
-        raise Refusal(Diagnostic("S004", "this nests too deep to be read", Label(place))) from None
+    except TooDeep as deep:
+        label = Label(span_of(source, deep.token), f"{deep.nested} may stand {DEEPEST} deep")
+        raise Refusal(Diagnostic("S004", "this nests too deep to be read", label)) from None
 
 
 def tree(source: Source) -> tuple[n.File, list[Diagnostic]]:
