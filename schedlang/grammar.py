@@ -13,6 +13,7 @@ from schedlang.source import Source, Span
 
 STARTS = ("start", "path", "expr")
 DEEPEST = 48  # brackets and signs inside one another; nothing a person writes comes near
+LONGEST = 18  # digits of a whole number: what fits a machine word
 OPENS = {"LPAR": "(", "LSQB": "[", "LBRACE": "{"}
 CLOSES = ("RPAR", "RSQB", "RBRACE")
 SIGNS = ("PLUS", "NOT")  # the terminal of + and - is one

@@ -13,9 +13,11 @@ from schedlang.diagnostic import Diagnostic, Label, Refusal, closest
 from schedlang.grammar import DEEPEST, TooDeep, parser, span_of
 from schedlang.misread import explain, form_problems
 from schedlang.source import Source, Span
+from schedlang.texts import bytes_of
 from schedlang.treemaker import TreeMaker
 from schedlang.uncollected import uncollected
 
+LARGEST = 2**20  # bytes of a schedule, some 20,000 rows
 COMMENT = re.compile(r'"[^"\n]*"|`[^`\n]+`|(#[^\n]*)')
 
 
@@ -89,11 +91,12 @@ def read(path: str | FilePath, name: str | None = None) -> Source:
     """A schedule file as a Source; refuses what is not a readable UTF-8 text."""
     shown = name or str(path)
     try:
-        raw = FilePath(path).read_bytes()
+        raw = bytes_of(path, LARGEST)
     except OSError as error:
-        why = (error.strerror or str(error)).lower()
-        there = [each.name for each in FilePath(path).parent.glob("*.sched")]
-        near = closest(FilePath(path).name, there)
+        why = error.strerror or str(error)
+        why = why[:1].lower() + why[1:]
+        there = {each.name for each in FilePath(path).parent.glob("*.sched")}
+        near = closest(FilePath(path).name, there - {FilePath(path).name})
         helps = (f"did you mean `{near}`?",) if near else ("name a file of text: `x.sched`",)
         raise Refusal(Diagnostic("S000", f"cannot read `{shown}`: {why}", helps=helps)) from None
     try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from math import isinf
 from typing import Any
 
 from lark import Token, v_args
@@ -11,10 +13,10 @@ from lark.visitors import Transformer_NonRecursive
 
 from schedlang import nodes as n
 from schedlang.diagnostic import Diagnostic, Label
-from schedlang.grammar import span_of
+from schedlang.grammar import LONGEST, span_of
 from schedlang.source import Source, Span
 
-LONGEST = 18  # digits of an integer: what fits a machine word
+WHOLE = re.compile(r"\d+")
 
 # rules whose parts are the fields of a node, in order
 FIELDS: Mapping[str, Callable[..., n.Node]] = {
@@ -58,15 +60,18 @@ class TreeMaker(Transformer_NonRecursive[Token, Any]):
         return ITEMS[rule](tuple(made), span=self._span(at))
 
     def INT(self, token: Token) -> Token:
-        """A number, which has no more digits than can be counted with."""
-        digits = len(token.lstrip("-"))
-        if digits > LONGEST:
+        """A number, which is not too large to be counted with."""
+        whole = WHOLE.search(token)
+        digits = len(whole[0]) if whole else 0
+        if digits > LONGEST or (token.type == "FLOAT" and isinf(float(token))):
             label = Label(self._span(token), f"{LONGEST} are the most a number may have")
             title = f"this number has {digits} digits"
+            if digits <= LONGEST:
+                label, title = Label(self._span(token)), "this number is too large"
             self.problems.append(Diagnostic("S004", title, label))
         return token
 
-    SIGNED = INT
+    SIGNED = FLOAT = QUANTITY = INT
 
     def call(self, at: Meta, name: n.Name, *args: Any) -> n.Call:
         """shard(col, over=tp)"""
