@@ -334,8 +334,14 @@ def _pattern(text: str) -> re.Pattern[str]:
     """The names that a segment without alternatives matches; one in backquotes is taken as is."""
     if text.startswith("`"):
         return re.compile(re.escape(text[1:]))
-    parts = re.split(r"\*+", text)
-    return re.compile("[^.]*".join(map(re.escape, parts)))
+    first, *middle = map(re.escape, re.split(r"\*+", text))
+    if not middle:
+        return re.compile(first)
+    *middle, last = middle
+    steps = "".join(
+        f"(?>[^.]*?{part})" for part in middle
+    )  # the nearest will do: nothing is retried
+    return re.compile(f"{first}{steps}[^.]*{last}")
 
 
 def _fixed(path: n.Path) -> bool:

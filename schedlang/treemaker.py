@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from math import isinf
+from math import isinf, prod
 from typing import Any
 
 from lark import Token, v_args
@@ -17,6 +17,7 @@ from schedlang.grammar import LONGEST, span_of
 from schedlang.source import Source, Span
 
 WHOLE = re.compile(r"\d+")
+MOST = 1000  # names that a segment may stand for, `{a,b}_{c,d}` for four
 
 # rules whose parts are the fields of a node, in order
 FIELDS: Mapping[str, Callable[..., n.Node]] = {
@@ -68,6 +69,15 @@ class TreeMaker(Transformer_NonRecursive[Token, Any]):
             title = f"this number has {digits} digits"
             if digits <= LONGEST:
                 label, title = Label(self._span(token)), "this number is too large"
+            self.problems.append(Diagnostic("S004", title, label))
+        return token
+
+    def GLOB(self, token: Token) -> Token:
+        """A part of a selector, which stands for no more names than can be looked for."""
+        many = prod(part.count(",") + 1 for part in re.findall(r"\{[^}]*\}", token))
+        if many > MOST:
+            label = Label(self._span(token), f"one selector may have {MOST:,}")
+            title = f"these are {many:,} alternatives" if many < 10**9 else "too many alternatives"
             self.problems.append(Diagnostic("S004", title, label))
         return token
 

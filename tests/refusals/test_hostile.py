@@ -212,6 +212,24 @@ def test_used_files_are_counted_from_python_too(tmp_path: Path) -> None:
     assert "S116" in codes(caught.value)
 
 
+def test_alternatives_are_bounded() -> None:
+    """A segment that stands for a billion names is refused without looking for them."""
+    assert codes(refused("h." + "{a,b}" * 30 + "?  checkpoint()\n")) == {"S004"}
+    assert codes(refused("h." + "{" + ",".join("x" * 1001) + "}  checkpoint()\n")) == {"S004"}
+    parse(Source("a", HEAD + "h." + "{a,b}" * 9 + "?  checkpoint()\n"))
+
+
+def test_globs_do_not_backtrack() -> None:
+    """Many stars on a long name are matched at once, and as one star after the other."""
+    long = "a" * 60
+    sch = create_schedule(nn.ModuleDict({long: nn.Linear(1, 1), "ab_ba": nn.Linear(1, 1)}))
+    with pytest.raises(Refusal):
+        _ = sch["*a" * 25 + "*b"].modules
+    wanted = {"*a" * 25: 1, "a*b*a": 1, "*b*b*": 1, "*_*": 1, "a*": 2, "*a*_*a": 1, "ab*ba": 1,
+              "ab*bba": 0, "*": 2}  # fmt: skip
+    assert {glob: len(sch[f"{glob}?"].modules) for glob in wanted} == wanted
+
+
 # ---- files that are none ------------------------------------------------------------------------
 
 
