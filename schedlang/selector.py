@@ -334,14 +334,9 @@ def _pattern(text: str) -> re.Pattern[str]:
     """The names that a segment without alternatives matches; one in backquotes is taken as is."""
     if text.startswith("`"):
         return re.compile(re.escape(text[1:]))
-    first, *middle = map(re.escape, re.split(r"\*+", text))
-    if not middle:
-        return re.compile(first)
-    *middle, last = middle
-    steps = "".join(
-        f"(?>[^.]*?{part})" for part in middle
-    )  # the nearest will do: nothing is retried
-    return re.compile(f"{first}{steps}[^.]*{last}")
+    first, *rest = map(re.escape, re.split(r"\*+", text))
+    steps = [f"(?>[^.]*?{part})" for part in rest[:-1]]  # the nearest will do: nothing is retried
+    return re.compile("".join([first, *steps, *(f"[^.]*{part}" for part in rest[-1:])]))
 
 
 def _fixed(path: n.Path) -> bool:
