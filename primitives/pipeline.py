@@ -11,6 +11,7 @@ from schedlang.facets import Order
 from schedlang.other_words import ORDER_NAMES
 from schedlang.plan import Plan
 from schedlang.primitive import Primitive, refuse
+from schedlang.texts import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -87,7 +88,7 @@ class pipeline(Primitive):  # noqa: N801
             return self
         path = folder / self.order
         try:
-            text = path.read_text(encoding="utf-8")
+            text = text_of(path)
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is no text"
             refuse("S303", f"the table `{self.order}` cannot be read: {reason}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FunctionType
@@ -14,6 +14,10 @@ from schedlang.source import NOWHERE, Source, Span, python_span
 
 T = TypeVar("T")
 SIMILAR = 0.6  # below this a guess does more harm than good
+MOST = 100  # messages that are shown at once
+WIDEST = 160  # columns of a line that are shown
+LONGEST = 1000  # characters of a sentence
+CONTROL = dict.fromkeys((*range(32), *range(127, 160)), "\ufffd") | {9: " "}
 
 
 @dataclass(frozen=True)
@@ -51,20 +55,20 @@ class Diagnostic:
         return {
             "code": self.code,
             "level": self.level,
-            "title": self.title,
-            "at": {**self.primary.span.to_json(), "label": self.primary.text},
-            "also": [{**label.span.to_json(), "label": label.text} for label in self.also],
-            "notes": list(self.notes),
-            "helps": list(self.helps),
+            "title": _short(self.title),
+            "at": {**self.primary.span.to_json(), "label": _short(self.primary.text)},
+            "also": [{**label.span.to_json(), "label": _short(label.text)} for label in self.also],
+            "notes": list(map(_short, self.notes)),
+            "helps": list(map(_short, self.helps)),
         }
 
 
 class Refusal(Exception):
-    """A user's mistake, or several independent ones, sorted by place."""
+    """A user's mistake, or several independent ones, sorted by place; the first `MOST` of them."""
 
     def __init__(self, *diagnostics: Diagnostic) -> None:
         assert diagnostics, "a refusal says why"
-        self.diagnostics: tuple[Diagnostic, ...] = tuple(sorted(diagnostics, key=_place))
+        self.diagnostics: tuple[Diagnostic, ...] = foremost(sorted(diagnostics, key=_place))
         super().__init__(*self.diagnostics)
 
     @property
@@ -82,6 +86,14 @@ class Refusal(Exception):
 
     def __str__(self) -> str:
         return "\n" + self.render()
+
+
+def foremost(diagnostics: Sequence[Diagnostic]) -> tuple[Diagnostic, ...]:
+    """The first `MOST` messages; the last of them says where there are more."""
+    if len(diagnostics) <= MOST:
+        return tuple(diagnostics)
+    *first, last = diagnostics[:MOST]
+    return (*first, replace(last, notes=(*last.notes, f"there are more; {MOST} are shown")))
 
 
 @contextmanager
@@ -137,32 +149,41 @@ def _width(text: str) -> int:
     return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
 
 
-def _marks(label: Label, sign: str) -> str:
-    """The line of ^^^ or --- under a label, without the gutter."""
+def _short(text: str) -> str:
+    """A sentence, cut where it quotes something very long."""
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
+def _framed(label: Label, sign: str) -> tuple[str, str]:
+    """A label's line, or what of a very long one is around it, and the ^^^ or --- under it."""
     span = label.span
-    row = span.source.line(span.line)
+    row = span.source.line(span.line).translate(CONTROL)
     end = span.end_col if span.end_line == span.line else len(row) + 1
-    before, under = row[: span.col - 1], row[span.col - 1 : end - 1]
-    # a place may lie behind the end of its line: the character that is missing there
-    indent = _width(before) + (span.col - 1 - len(before))
-    return f"{' ' * indent}{sign * max(1, _width(under))} {label.text}".rstrip()
+    missing = max(0, span.col - 1 - len(row))  # it may lie behind the end: what is missing there
+    first = max(0, span.col - WIDEST // 4) if len(row) > WIDEST else 0
+    last = first + WIDEST if len(row) > WIDEST else len(row)
+    left, right = "..." if first else "", "..." if last < len(row) else ""
+    before, under = left + row[first : span.col - 1], row[span.col - 1 : min(end - 1, last)]
+    marks = f"{' ' * (_width(before) + missing)}{sign * max(1, _width(under))}"
+    return f"{left}{row[first:last]}{right}", f"{marks} {_short(label.text)}".rstrip()
 
 
-def _frame(source: Source, labels: list[Label], primary: Label, gutter: int) -> Iterable[str]:
+def _frame(labels: list[Label], primary: Label, gutter: int) -> Iterable[str]:
     """The marked lines of one source, `...` where lines are left out."""
-    last: int | None = None
+    last, shown = None, ""
     for label in sorted(labels, key=lambda x: (x.span.line, x.span.col)):
         number = label.span.line
+        row, marks = _framed(label, "^" if label is primary else "-")
         if last is not None and number > last + 1:
             yield "..."
-        if number != last:
-            yield f"{number:>{gutter}} | {source.line(number).replace(chr(9), ' ')}".rstrip()
-        last = number
-        yield f"{' ' * gutter} | {_marks(label, '^' if label is primary else '-')}"
+        if number != last or row != shown:
+            yield f"{number:>{gutter}} | {row}".rstrip()
+        last, shown = number, row
+        yield f"{' ' * gutter} | {marks}"
 
 
 def _render(d: Diagnostic) -> Iterable[str]:
-    yield f"{d.level}[{d.code}]: {d.title}"
+    yield f"{d.level}[{d.code}]: {_short(d.title)}"
     placed = [label for label in (d.primary, *d.also) if label.span]
     gutter = len(str(max((label.span.line for label in placed), default=0)))
     by_source: dict[Source, list[Label]] = {}
@@ -173,10 +194,10 @@ def _render(d: Diagnostic) -> Iterable[str]:
         arrow = "-->" if number == 0 else ":::"
         yield f"{' ' * gutter}{arrow} {source.name}:{first.line}:{first.col}"
         yield f"{' ' * gutter} |"
-        yield from _frame(source, labels, d.primary, gutter)
+        yield from _frame(labels, d.primary, gutter)
     if placed:
         yield f"{' ' * gutter} |"
     elif d.primary.text:
-        yield f"{' ' * gutter} = note: {d.primary.text}"
-    yield from (f"{' ' * gutter} = note: {note}" for note in d.notes)
-    yield from (f"{' ' * gutter} = help: {text}" for text in d.helps)
+        yield f"{' ' * gutter} = note: {_short(d.primary.text)}"
+    yield from (f"{' ' * gutter} = note: {_short(note)}" for note in d.notes)
+    yield from (f"{' ' * gutter} = help: {_short(text)}" for text in d.helps)

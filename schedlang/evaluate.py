@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
 from typing import Any, NoReturn
 
 from schedlang import nodes as n
 from schedlang import spelling
 from schedlang.diagnostic import Diagnostic, Label, Refusal, guess
+from schedlang.grammar import LONGEST
 from schedlang.placement import P, S
 from schedlang.value import (
     UNKNOWN,
@@ -237,6 +239,9 @@ def _arithmetic(
         help_ = f"set it: `--knob {word}=1`" if word in names.knobs else "divide by another number"
         refused(node, "S107", "division by zero", f"`{word}` is 0", help_)
     result = ARITHMETIC[op](left, right)
+    if not isfinite(result) or (isinstance(result, int) and abs(result) >= 10**LONGEST):
+        label = f"a number has {LONGEST} digits at most"
+        refused(node, "S304", "the result is too large", label)
     kind = Bytes if Bytes in (type(left), type(right)) else Seconds
     return kind(result) if kind in (type(left), type(right)) and op != "/" else result
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
+
+from lark import Token
+from lark.exceptions import UnexpectedInput, UnexpectedToken
 
 from schedlang import nodes as n
 from schedlang.diagnostic import Diagnostic, Label, closest
 from schedlang.editions import misfit
-from schedlang.lalr import Token, Unread
+from schedlang.grammar import CLOSES, OPENS, span_of
 from schedlang.other_words import VERBS
 from schedlang.source import Source, Span
 
-DEEPEST = 48  # brackets inside brackets; nothing a person writes comes near
 DECLARATIONS = (
     "use",
     "mesh",
@@ -52,43 +54,13 @@ WORDS = {
     "$END": "the end of the file",
     "SCHEDULE": "`schedule 1`",
 }
-SIGNS = re.compile(rf"(?:[-+]\s*|\bnot\s+){{{DEEPEST}}}")
-HIDDEN = re.compile(r'#.*|"[^"\n]*"|`[^`\n]+`')
 
 
-def _brackets(source: Source) -> Iterator[tuple[str, int, int]]:
-    """Every bracket outside strings and comments: the character, its line and its column."""
-    for number, row in enumerate(source.lines, 1):
-        bare = HIDDEN.sub(lambda m: " " * len(m[0]), row)
-        for match in re.finditer(r"[()\[\]{}]", bare):
-            yield match[0], number, match.start() + 1
-
-
-def too_deep(source: Source) -> Diagnostic | None:
-    """A text nested deeper than the parser's callers could walk."""
-    depth = 0
-    for char, line, col in _brackets(source):
-        depth += 1 if char in CLOSING else -1
-        if depth > DEEPEST:
-            place = Span(source, line, col, line, col + 1)
-            label = Label(place, f"brackets may stand {DEEPEST} deep")
-            return Diagnostic("S004", "this nests too deep to be read", label)
-    run = SIGNS.search(source.text)
-    if run:
-        line = source.text.count("\n", 0, run.start()) + 1
-        col = run.start() - source.text.rfind("\n", 0, run.start())
-        label = Label(Span(source, line, col, line, col + 1), f"signs may stand {DEEPEST} deep")
-        return Diagnostic("S004", "this nests too deep to be read", label)
-    return None
-
-
-def explain(source: Source, mistake: Unread) -> Diagnostic:
+def explain(source: Source, mistake: UnexpectedInput) -> Diagnostic:
     """The message for what could not be read."""
-    token = mistake.token
-    if token is None:
-        return _bad_character(source, mistake.line, mistake.col)
-    unclosed = _unclosed(source, token, mistake.accepts)
-    return unclosed or _unexpected(source, token, mistake.accepts)
+    if not isinstance(mistake, UnexpectedToken):
+        return _bad_character(source, mistake.line, mistake.column)
+    return _unclosed(source, mistake) or _unexpected(source, mistake.token, mistake.accepts)
 
 
 def _bad_character(source: Source, line: int, col: int) -> Diagnostic:
@@ -109,42 +81,40 @@ def _bad_character(source: Source, line: int, col: int) -> Diagnostic:
     return Diagnostic("S001", f"`{shown}` means nothing here", Label(place), helps=helps)
 
 
-def _unclosed(source: Source, token: Token, accepts: frozenset[str]) -> Diagnostic | None:
+def _unclosed(source: Source, mistake: UnexpectedToken) -> Diagnostic | None:
     """The bracket that is still open where the parser gave up, if it is to blame."""
-    ended = token.type == "$END"
-    opened: list[tuple[str, int, int]] = []
-    for char, line, col in _brackets(source):
-        if not ended and (line, col) >= (token.line, token.col):
-            break
-        if char in CLOSING:
-            opened.append((char, line, col))
-        elif opened and CLOSING[opened[-1][0]] == char:
+    token, ended = mistake.token, mistake.token.type == "$END"
+    opened: list[Token] = []
+    for one in mistake.interactive_parser.parser_state.value_stack:
+        if isinstance(one, Token) and one.type in OPENS:
+            opened.append(one)
+        elif isinstance(one, Token) and one.type in CLOSES:
             opened.pop()
     if not opened:
         return None
-    char, line, col = opened[-1]
+    char, bracket, found = str(opened[-1]), span_of(source, opened[-1]), span_of(source, token)
     close = CLOSING[char]
-    wanted = {"(": "RPAR", "[": "RSQB"}.get(char) in accepts
-    if not ended and not (wanted and token.line > line):
+    wanted = {"(": "RPAR", "[": "RSQB"}.get(char) in mistake.accepts
+    if not ended and not (wanted and found.line > bracket.line):
         return None
-    here = Label(Span(source, line, col, line, col + 1), "opened here")
+    here = Label(bracket, "opened here")
     if ended:
         last = len(source.text.rstrip("\n").split("\n"))
         end = len(source.line(last)) + 1
         label = Label(Span(source, last, end, last, end + 1), f"the file ends; expected `{close}`")
     else:
-        word = re.match(r"[\w*{}]+", source.line(token.line)[token.col - 1 :])
+        word = re.match(r"[\w*{}]+", source.line(found.line)[found.col - 1 :])
         width = min(3, len(word[0])) if word else 1
-        place = Span(source, token.line, token.col, token.line, token.col + width)
+        place = replace(found, end_line=found.line, end_col=found.col + width)
         label = Label(place, f"expected `{close}` or `,` before this")
-    row = source.line(line).partition("#")[0].strip()
+    row = source.line(bracket.line).partition("#")[0].strip()
     closed = (
         "close it with `}` on a line of its own" if char == "{" else f"close it: `{row}{close}`"
     )
     return Diagnostic("S002", f"this `{char}` is never closed", here, (label,), helps=(closed,))
 
 
-def _unexpected(source: Source, token: Token, accepts: frozenset[str]) -> Diagnostic:
+def _unexpected(source: Source, token: Token, accepts: set[str]) -> Diagnostic:
     place, shown = _found(source, token)
     before = source.line(place.line)[: place.col - 1]
     misspelt = _misspelt(before or str(token))
@@ -198,9 +168,9 @@ def _found(source: Source, token: Token) -> tuple[Span, str]:
         end = len(source.line(last)) + 1
         return Span(source, last, end, last, end + 1), "the file ends"
     if token.type == "_NL":
-        place = Span(source, token.line, token.col, token.line, token.col + 1)
-        return place, "the line ends"
-    return Span(source, token.line, token.col, token.line, token.end_col), f"`{token}`"
+        found = span_of(source, token)
+        return replace(found, end_line=found.line, end_col=found.col + 1), "the line ends"
+    return span_of(source, token), f"`{token}`"
 
 
 # ---- what the grammar accepts and the language does not ----------------------------------

@@ -334,8 +334,9 @@ def _pattern(text: str) -> re.Pattern[str]:
     """The names that a segment without alternatives matches; one in backquotes is taken as is."""
     if text.startswith("`"):
         return re.compile(re.escape(text[1:]))
-    parts = re.split(r"\*+", text)
-    return re.compile("[^.]*".join(map(re.escape, parts)))
+    first, *rest = map(re.escape, re.split(r"\*+", text))
+    steps = [f"(?>[^.]*?{part})" for part in rest[:-1]]  # the nearest will do: nothing is retried
+    return re.compile("".join([first, *steps, *(f"[^.]*{part}" for part in rest[-1:])]))
 
 
 def _fixed(path: n.Path) -> bool:

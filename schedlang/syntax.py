@@ -6,13 +6,18 @@ import re
 from pathlib import Path as FilePath
 from typing import Any
 
+from lark.exceptions import UnexpectedInput
+
 from schedlang import nodes as n
 from schedlang.diagnostic import Diagnostic, Label, Refusal, closest
-from schedlang.lalr import Unread
-from schedlang.misread import explain, form_problems, too_deep
+from schedlang.grammar import DEEPEST, TooDeep, parser, span_of
+from schedlang.misread import explain, form_problems
 from schedlang.source import Source, Span
+from schedlang.texts import bytes_of
 from schedlang.treemaker import TreeMaker
+from schedlang.uncollected import uncollected
 
+LARGEST = 2**20  # bytes of a schedule, some 20,000 rows
 COMMENT = re.compile(r'"[^"\n]*"|`[^`\n]+`|(#[^\n]*)')
 
 
@@ -27,18 +32,16 @@ def comments(source: Source) -> tuple[n.Comment, ...]:
     return tuple(found)
 
 
+@uncollected()
 def _tree(source: Source, start: str) -> tuple[Any, list[Diagnostic]]:
-    problem = too_deep(source)
-    if problem:
-        raise Refusal(problem)
     maker = TreeMaker(source)
     try:
-        return maker.made(start), maker.problems
-    except Unread as mistake:
+        return maker.transform(parser().parse(source.text, start=start)), maker.problems
+    except UnexpectedInput as mistake:
         raise Refusal(explain(source, mistake)) from None
-    except RecursionError:
-        place = Span(source, 1, 1, 1, 2)
-        raise Refusal(Diagnostic("S004", "this nests too deep to be read", Label(place))) from None
+    except TooDeep as deep:
+        label = Label(span_of(source, deep.token), f"{deep.nested} may stand {DEEPEST} deep")
+        raise Refusal(Diagnostic("S004", "this nests too deep to be read", label)) from None
 
 
 def tree(source: Source) -> tuple[n.File, list[Diagnostic]]:
@@ -88,11 +91,12 @@ def read(path: str | FilePath, name: str | None = None) -> Source:
     """A schedule file as a Source; refuses what is not a readable UTF-8 text."""
     shown = name or str(path)
     try:
-        raw = FilePath(path).read_bytes()
+        raw = bytes_of(path, LARGEST)
     except OSError as error:
-        why = (error.strerror or str(error)).lower()
-        there = [each.name for each in FilePath(path).parent.glob("*.sched")]
-        near = closest(FilePath(path).name, there)
+        why = error.strerror or str(error)
+        why = why[:1].lower() + why[1:]
+        there = {each.name for each in FilePath(path).parent.glob("*.sched")}
+        near = closest(FilePath(path).name, there - {FilePath(path).name})
         helps = (f"did you mean `{near}`?",) if near else ("name a file of text: `x.sched`",)
         raise Refusal(Diagnostic("S000", f"cannot read `{shown}`: {why}", helps=helps)) from None
     try:

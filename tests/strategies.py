@@ -5,8 +5,8 @@ import re
 from hypothesis import strategies as st
 from hypothesis.extra.lark import from_lark
 
+from schedlang.grammar import parser
 from schedlang.misread import RESERVED
-from tests.grammar_table import grammar
 
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,5}", fullmatch=True).filter(
     lambda name: name not in RESERVED
@@ -15,7 +15,7 @@ NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,5}", fullmatch=True).filter(
 
 def programs() -> st.SearchStrategy[str]:
     """Texts made from the grammar; a few do not parse, because two tokens were glued together."""
-    lark = grammar()
+    lark = parser()
     explicit = {
         t.name: st.just(f" {t.pattern.value} ")
         for t in lark.terminals

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from schedlang import nodes as n
 from schedlang.diagnostic import Diagnostic, Label, Refusal, guess
+from schedlang.passes.reading import limits
 from schedlang.syntax import parse, read
 
 ALONE = "let one of them stand without the other: drop a `use`"
@@ -53,9 +54,11 @@ def opened(use: n.Use, above: tuple[Path, ...]) -> Spliced:
         label = Label(use.span, chain)
         raise Refusal(Diagnostic("S112", "these files use each other", label, helps=(ALONE,)))
     try:
-        file = parse(read(place, str(holder / use.path)))
+        source = read(place, str(holder / use.path))
+        file = parse(source)
     except Refusal:
         return Spliced()
+    limits.use(source.text, use.span)
     splicer = _Splicer((*above, place))
     for item in file.items:
         splicer.take(item)
@@ -70,7 +73,8 @@ def opened(use: n.Use, above: tuple[Path, ...]) -> Spliced:
 
 def is_base(use: n.Use) -> bool:
     """Does a `use` bring in steps or rows?  May refuse."""
-    return bool(opened(use, ()).items)
+    with limits.counted():
+        return bool(opened(use, ()).items)
 
 
 class _Splicer:

@@ -16,15 +16,17 @@ from schedlang.evaluate import evaluate
 from schedlang.knob import alternatives, decided, declare, unknown_settings
 from schedlang.mesh import Mesh
 from schedlang.misread import walk
+from schedlang.passes.reading import limits
 from schedlang.passes.reading.bases import ALONE
 from schedlang.passes.reading.calls import no_primitive
 from schedlang.passes.reading.state import Definition, Settings, State, start
 from schedlang.primitive import find
-from schedlang.source import Span
+from schedlang.source import Source, Span
 from schedlang.syntax import parse, read
 from schedlang.value import UNKNOWN, AxisSize, Bytes, Names, shown
 
 MOST = 2**20  # ranks along one axis
+BEGINS = re.compile(r"(?:\s|#.*)*schedule[ \t]+\d")  # what a schedule begins with
 
 
 def refused(
@@ -239,9 +241,12 @@ def use(node: n.Use, state: State, above: tuple[Path, ...] = ()) -> State:
         chain = " -> ".join(path.name for path in (*above, place))
         refused("S112", "these files use each other", node.span, chain, ALONE)
     try:
-        file = parse(read(place, str(holder / node.path)))
+        source = read(place, str(holder / node.path))
+        _is_schedule(source, node)
+        file = parse(source)
     except Refusal as refusal:
         raise refusal.at(node.span) from None
+    limits.use(source.text, node.span)
     given: dict[str, Any] = {}
     for arg in node.args or ():
         if not isinstance(arg, n.Keyword):
@@ -255,6 +260,14 @@ def use(node: n.Use, state: State, above: tuple[Path, ...] = ()) -> State:
     for name in (*made, *drawn):
         _fresh(name, node.span, state)
     return replace(state, defs={**state.defs, **made}, patterns={**state.patterns, **drawn})
+
+
+def _is_schedule(source: Source, node: n.Use) -> None:
+    """Refuse (S003) a file that does not begin as a schedule does; nothing of it is shown."""
+    if not BEGINS.match(source.text):
+        title = f"`{node.path}` is no schedule"
+        help_ = "a schedule begins with its version and its model: `schedule 1 for Class`"
+        refused("S003", title, node.span, "used here", help_)
 
 
 def pattern(node: n.Pattern, state: State) -> State:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from schedlang import nodes as n
 from schedlang import spelling
 from schedlang.binding import bind
-from schedlang.diagnostic import Diagnostic, Label, Refusal
+from schedlang.diagnostic import MOST, Diagnostic, Label, Refusal
 from schedlang.evaluate import evaluate
 from schedlang.knob import unknown_settings
-from schedlang.passes.reading import bases, calls, declare, expect, legality
+from schedlang.passes.reading import bases, calls, declare, expect, legality, limits
 from schedlang.passes.reading.parameters import arguments_of
 from schedlang.passes.reading.state import Settings, State, current, start
 from schedlang.passes.reading.steps import allowed, open_step
@@ -35,6 +35,7 @@ Roots = Sequence[str] | None  # the modules of a scope; None where there is no m
 
 
 @uncollected()
+@limits.counted()
 def expand(file: n.File, facts: ModelFacts | None, settings: Settings | None = None) -> State:
     """Execute a whole file; every independent mistake is in the refusal.
 
@@ -113,11 +114,18 @@ class Expander:
         self.state = state
         self.problems: list[Diagnostic] = []
         self.failed: list[Failed] = []
+        self.rows: int = 0  # statements executed, those of definitions at each call
+        self.depth: int = 0  # blocks and calls around the one that is executed
         self.selector = selector
         if selector is None and state.facts is not None:
             from schedlang.selector import Selector
 
             self.selector = Selector(state.facts)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the rest is not looked at: there are rows or mistakes enough."""
+        return self.rows > limits.ROWS or len(self.problems) > MOST
 
     def attempt(self, step: Callable[[], State]) -> bool:
         """Take the state that `step` gives, or note why it refuses."""
@@ -132,6 +140,8 @@ class Expander:
 
     def item(self, item: n.Item) -> None:
         """One statement at the top of a file."""
+        if self.stopped:
+            return
         state = self.state
         match item:
             case n.Knob(name):
@@ -159,6 +169,10 @@ class Expander:
     def _use(self, node: n.Use) -> None:
         """A library's definitions; a base's items, where no file has spliced them in before."""
         above = (Path(node.span.source.name).resolve(),) if node.span else ()
+        with limits.counted():
+            self._used(node, above)
+
+    def _used(self, node: n.Use, above: tuple[Path, ...]) -> None:
         base = bases.opened(node, above)
         for header in base.headers:
             self.attempt(partial(declare.header, header, self.state))
@@ -209,10 +223,17 @@ class Expander:
 
     def statement(self, node: n.Stmt, roots: Roots, names: Names) -> None:
         """One statement within a scope."""
+        if self.stopped:
+            return
+        self.rows += 1
+        self.depth += 1
         try:
+            limits.statement(self.rows, self.depth, node.span)
             self._statement(node, roots, names)
         except Refusal as refusal:
             self._note(refusal)
+        finally:
+            self.depth -= 1
 
     def _statement(self, node: n.Stmt, roots: Roots, names: Names) -> None:
         match node:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from schedlang import nodes as n
 from schedlang import spelling
-from schedlang.diagnostic import Diagnostic, Label, Refusal
+from schedlang.diagnostic import Diagnostic, Label, Refusal, foremost
 from schedlang.evaluate import evaluate
 from schedlang.knob import Knob
 from schedlang.misread import walk
@@ -36,7 +36,7 @@ def lint(file: n.File, state: State | None = None) -> list[Diagnostic]:
     if state is not None:
         found += [*_never(file, state), *_of_one_rank(file, state), *_loose(file, state)]
         found += _empty(file.items, state.idle)
-    return sorted(found, key=lambda d: (d.primary.span.line, d.primary.span.col))
+    return list(foremost(sorted(found, key=lambda d: (d.primary.span.line, d.primary.span.col))))
 
 
 # -- declared, and never used ----------------------------------------------------------------------

@@ -20,6 +20,7 @@ from schedlang.plan import Plan
 from schedlang.primitive import Primitive, load_all, registry
 from schedlang.source import NOWHERE, Source, Span
 from schedlang.syntax import parse_expr
+from schedlang.texts import text_of
 from schedlang.value import Names
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 def read_record(path: Path) -> dict[str, Any]:
     """The record in a file; refuses what is none (S907)."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(text_of(path))
     except RecursionError:
         raise _unreadable(path, "it has lists in lists without end") from None
     except OSError as error:

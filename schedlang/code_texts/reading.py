@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 CODES: Mapping[str, tuple[str, str]] = {
-    "S000": ("the file cannot be read", "It is missing, a directory, not permitted, or not UTF-8."),
+    "S000": (
+        "the file cannot be read",
+        "It is missing, a directory or a pipe, not permitted, not UTF-8, or larger than 1 MiB.",
+    ),
     "S001": (
         "a character means nothing here",
         "Strings stand in double quotes and end on their line; comments begin with `#`.",
@@ -78,6 +81,12 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S115": (
         "a base under a name",
         "A file with steps becomes part of this one; only libraries of\ndefinitions take `as`.",
+    ),
+    "S116": (
+        "a schedule that grows too large",
+        "Definitions that call others multiply rows: 25 lines can stand for 30 million.\n"
+        "A schedule has at most 20,000 rows, blocks and calls stand at most 100 deep, and the\n"
+        "files that it uses, each as often as it is used, hold 2 MiB together.",
     ),
     "S201": (
         "a selector matches no module",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from schedlang.editors.declared import declared, used_file
+from schedlang.texts import text_of
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def definition(text: str, offset: int, file: Path) -> Target | None:
 def _in_file(path: Path, name: str) -> Target | None:
     """A declaration in another file; its start where no name is asked for."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = text_of(path)
     except (OSError, UnicodeDecodeError):
         return None
     if not name:

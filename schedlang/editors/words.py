@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from schedlang.lalr import table
+from schedlang.grammar import parser
 from schedlang.primitive import load_all, registry
 
 LOGIC = frozenset({"and", "or", "not", "in"})
@@ -16,7 +16,7 @@ TYPES = ("int", "float", "bool", "choice", "axis")
 @lru_cache
 def spelled() -> dict[str, str]:
     """The text of every terminal that is a word: STEP is `step`."""
-    found = table().texts.items()
+    found = ((one.name, one.pattern.value) for one in parser().terminals)
     return {name: text for name, text in found if text.isalpha() and text.islower()}
 
 
@@ -33,4 +33,4 @@ def verbs() -> tuple[str, ...]:
 
 def regex(terminal: str) -> str:
     """The pattern of a terminal of the grammar: QUANTITY, GLOB, QUOTED."""
-    return table().regexes[terminal]
+    return parser().get_terminal(terminal).pattern.to_regexp()

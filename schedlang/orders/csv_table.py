@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from schedlang.orders.registry import Order, OrderError, Problem, Size
+from schedlang.texts import text_of
 from schedlang.timeline import Kind, Op, Timeline, TimelineError, timeline, timing
 
 WORK = (Kind.F, Kind.B, Kind.I, Kind.W)
@@ -25,8 +25,11 @@ LISTED = (*WORK, *ASIDE, Kind.STEP, Kind.BARRIER)
 PASSED = {kind.name for kind in Kind if kind not in LISTED} | {"REDUCE_GRAD"}
 WORDS = sorted({kind.name for kind in Kind} | PASSED, key=lambda word: -len(word))
 CELL = re.compile(
-    rf"(\d+)({'|'.join(WORDS)})(\d*)(?:r(\d+))?(?:s(\d+))?(?:v(\d+))?(?:~(\d+))?", re.ASCII
+    rf"(\d{{1,9}})({'|'.join(WORDS)})(\d{{0,9}})"
+    r"(?:r(\d{1,9}))?(?:s(\d{1,9}))?(?:v(\d{1,9}))?(?:~(\d{1,9}))?",
+    re.ASCII,
 )
+QUOTED = re.compile(r"[\w~();]{1,40}")  # what may have been meant as a cell
 BOTH = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 LEGAL = "cells are like 0F0, 2I1, 2W1, 3B0, or empty; with replica, slice and version 0F5r1s2v1"
 
@@ -78,7 +81,7 @@ def table_order(path: str) -> Order:
     Raises OrderError where the file cannot be read, and as `read_table`.
     """
     try:
-        t = read_table(Path(path).read_text(encoding="utf-8"))
+        t = read_table(text_of(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
         raise OrderError(
@@ -138,7 +141,8 @@ def _ops(word: str, place: str) -> Iterator[Op]:
         return
     found = CELL.fullmatch(word)
     if found is None:
-        raise OrderError(f"{place}: `{word}` is no operation", LEGAL)
+        said = f"`{word}`" if QUOTED.fullmatch(word) else "what stands there"
+        raise OrderError(f"{place}: {said} is no operation", LEGAL)
     stage, name, *numbers = found.groups()
     if name in PASSED:
         return

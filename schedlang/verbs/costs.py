@@ -6,11 +6,11 @@ import json
 import math
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from schedlang.cost import Cost, Number
 from schedlang.diagnostic import Diagnostic, Refusal, guess
+from schedlang.texts import text_of
 
 if TYPE_CHECKING:
     from schedlang.passes.costs.step_time import Measurement
@@ -55,7 +55,7 @@ def times(text: str) -> Cost | Measurement:
     if not text.strip().lower().endswith(".json"):
         return costs(text)
     try:
-        made = json.loads(Path(text.strip()).read_text(encoding="utf-8"))
+        made = json.loads(text_of(text.strip()))
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "it is no JSON"
         title = f"`{text.strip()}` cannot be read: {why}"

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from schedlang.texts import bytes_of
 from schedlang.verbs.ending import FAILS, show_json
 from schedlang.verbs.outcome import AsJson, verb
 
@@ -65,7 +66,7 @@ def fmt(
 
 def _differs(file: Path, before: str, after: str) -> bool:
     """Whether the bytes would change: also line ends and a byte order mark count."""
-    return before != after or file.read_bytes() != after.encode()
+    return before != after or bytes_of(file) != after.encode()
 
 
 def _write(file: Path, text: str) -> None:

@@ -11,6 +11,7 @@ import typer
 
 from schedlang.cost import Cost
 from schedlang.diagnostic import Diagnostic, Refusal, closest
+from schedlang.texts import text_of
 
 if TYPE_CHECKING:
     from schedlang.orders import Order
@@ -90,7 +91,7 @@ def _table(path: str, asked: Asked, cost: Cost) -> Simulated:
 
     _not_beside(asked, ("chunks", "slices", "every"), "the table")
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = text_of(path)
     except (OSError, UnicodeDecodeError) as error:
         title = f"the table `{path}` cannot be read: {getattr(error, 'strerror', 'it is no text')}"
         helps = ("name a file, or an order: `--order 1F1B`",)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from schedlang.texts import text_of
 from schedlang.verbs.ending import FAILS, show_json
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def compare_lock(schedule: Path, model: str | None) -> Compared:
 
     path = lock_path(schedule)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = text_of(path)
     except (OSError, UnicodeDecodeError) as error:
         why = "there is none" if isinstance(error, FileNotFoundError) else f"{error}"
         title = f"the lock `{path}` cannot be read"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from schedlang.texts import regular
+
 if TYPE_CHECKING:
     from schedlang.modelfile import ModelFile
     from schedlang.verbs.files import Planned
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
 def is_saved(file: Path) -> bool:
     """Whether a file begins as JSON does, and no schedule."""
     try:
-        with file.open("rb") as opened:
+        with regular(file) as opened:
             return opened.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{")
     except OSError:  # whoever reads it as a schedule says why it cannot be read
         return False

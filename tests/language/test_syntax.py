@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from schedlang import nodes as n
 from schedlang.diagnostic import Refusal
+from schedlang.grammar import parser
 from schedlang.source import NOWHERE, Source
 from schedlang.syntax import parse, parse_expr, parse_path, read
-from tests.grammar_table import grammar
 from tests.samples import SAMPLES
 from tests.strategies import damaged
 
@@ -30,7 +30,7 @@ def edited(old: str, new: str) -> str:
 
 def test_grammar_is_strict_lalr() -> None:
     """The grammar has no conflict that would be settled in silence."""
-    grammar()
+    parser(strict=True)
 
 
 def test_nodes_know_their_place() -> None:
@@ -104,6 +104,12 @@ def test_truncated_file(keep: int) -> None:
         assert "step" not in cut
 
 
+def test_closed_brackets_are_not_blamed() -> None:
+    """Of two brackets the one that is open is blamed, though the parser still holds the other."""
+    text = refused("schedule 1\nmesh(dp * size(2)\nh.*  checkpoint()\n").render()
+    assert "this `(` is never closed\n --> gpt2.sched:2:5\n" in text
+
+
 def test_unclosed_block() -> None:
     """A missing brace shows where the block began and where the file ends."""
     text = refused(GPT2.rstrip()[:-2]).render()
@@ -173,6 +179,8 @@ error[S003]: the line ends where `(` or `.` or `:` should be
         ("schedule 1\nrequire " + "(" * 5000 + "1", "S004", "too deep"),
         ("schedule 1\nrequire " + "-" * 5000 + "1", "S004", "too deep"),
         ("schedule 1\nrequire " + "not " * 5000 + "1", "S004", "too deep"),
+        ("schedule 1\nrequire " + "(-" * 25 + "1" + ")" * 25, "S004", "brackets and signs"),
+        ('schedule 1\nstep "s" {\n' + "at a {\n" * 48, "S004", "brackets may stand 48 deep"),
         ("schedule 1\nmesh(tp=" + "9" * 5000 + ")", "S004", "5000 digits"),
     ],
 )
@@ -181,6 +189,21 @@ def test_what_is_said(text: str, code: str, said: str) -> None:
     refusal = refused(text)
     assert refusal.diagnostic.code.startswith(code)
     assert said in refusal.render()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# " + "-" * 80,
+        "# " + "(" * 80,
+        'use "' + "[" * 80 + '"',
+        "require 1 == 1" + " - 1" * 80,
+        "require (1) == -1\n" * 80,
+    ],
+)
+def test_what_is_not_nested_is_not_too_deep(text: str) -> None:
+    """A comment may be a line of dashes, and long is not deep."""
+    parse(Source("x", f"schedule 1\n{text}\n"))
 
 
 def test_all_independent_mistakes() -> None:
