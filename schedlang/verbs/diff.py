@@ -37,14 +37,14 @@ def diff(
     from schedlang.passes.costs.delta import delta
     from schedlang.passes.showing import diff_page
     from schedlang.passes.showing.diff import compare
-    from schedlang.verbs.files import accounted, write_text
+    from schedlang.verbs.files import accounted, write_asked
 
     first, second = _sides((old, new), common)
     found = compare(first.plan, second.plan)
     costs = delta(accounted(first, memory=True), accounted(second, memory=True))
     names = (old.name, new.name) if old.name != new.name else (str(old), str(new))
     if html is not None:
-        write_text(html, diff_page.page(names, found, costs))
+        write_asked(html, diff_page.page(names, found, costs))
     if as_json:
         show_json({**found.to_json(), "costs": [cost.to_json() for cost in costs]})
         return

@@ -53,14 +53,14 @@ class Pictures:
         from schedlang.passes.showing.timeline_page import Shown, timeline_page
         from schedlang.passes.showing.trace import trace
         from schedlang.timeline.svg import drawn
-        from schedlang.verbs.files import write_text
+        from schedlang.verbs.files import write_asked
 
         if self.svg is not None:
-            write_text(self.svg, drawn({"": times}, title=title, transfers=self.transfers))
+            write_asked(self.svg, drawn({"": times}, title=title, transfers=self.transfers))
         if self.trace is not None:
-            write_text(self.trace, trace(times))
+            write_asked(self.trace, trace(times))
         if self.html is not None:
-            write_text(self.html, timeline_page(Shown(order, times.timeline), cost))
+            write_asked(self.html, timeline_page(Shown(order, times.timeline), cost))
 
 
 def in_bars(times: Timing, width: int | None = None) -> str:
@@ -90,10 +90,10 @@ def check_timeline(path: Path | None, plan: Plan) -> None:
 def write_measured(path: Path, found: Measured, title: str) -> None:
     """A measured step beside its simulated one, in the form that the name asks for."""
     from schedlang.passes.showing.measured_page import measured_page, measured_svg, measured_trace
-    from schedlang.verbs.files import write_text
+    from schedlang.verbs.files import write_asked
 
     if path.suffix == ".json":
-        write_text(path, measured_trace(found))
+        write_asked(path, measured_trace(found))
     else:
         make = measured_svg if path.suffix == ".svg" else measured_page
-        write_text(path, make(found, title))
+        write_asked(path, make(found, title))

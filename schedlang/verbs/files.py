@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -61,6 +62,12 @@ def accounted(one: Planned, *, memory: bool = False) -> Account:
 
     batch = one.model.batch(0) if one.model.has_batch else None
     return account(one.plan, batch, one.model.loss, weight=one.model.weight, memory=memory)
+
+
+def write_asked(path: Path, text: str) -> None:
+    """Write a file that an option named, and say so."""
+    write_text(path, text)
+    print(f"wrote {path}", file=sys.stderr)
 
 
 def write_text(path: Path, text: str) -> None:

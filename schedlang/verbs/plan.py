@@ -117,18 +117,18 @@ def _draw(shown: View, asked: Written) -> None:
     from schedlang.passes.showing.picture import page, picture
     from schedlang.passes.showing.trace import trace as traced
     from schedlang.timeline import timing
-    from schedlang.verbs.files import write_text
+    from schedlang.verbs.files import write_asked
 
     if asked.svg is not None:
-        write_text(asked.svg, picture(shown))
+        write_asked(asked.svg, picture(shown))
     if asked.html is not None:
-        write_text(asked.html, page(shown))
+        write_asked(asked.html, page(shown))
     if asked.trace is not None:
         timeline = shown.account.timeline
         if timeline is None:
             title = "this plan has no pipeline, so there is no timeline to trace"
             raise Refusal(Diagnostic("S609", title, helps=("leave out `--trace`",)))
-        write_text(asked.trace, traced(timing(timeline)))
+        write_asked(asked.trace, traced(timing(timeline)))
 
 
 def _save(out: Path, found: Planned) -> None:
@@ -137,7 +137,7 @@ def _save(out: Path, found: Planned) -> None:
 
     from schedlang import printer
     from schedlang.passes.reading.record import record
-    from schedlang.verbs.files import write_text
+    from schedlang.verbs.files import write_asked
 
     path = found.model.path
     saved = {
@@ -147,4 +147,4 @@ def _save(out: Path, found: Planned) -> None:
         "model_file": str(path) if path is not None else found.model.name,
         **{key: value for key, value in record(found.plan).items() if key != "schedule"},
     }
-    write_text(out, json.dumps(saved, indent=1, ensure_ascii=False) + "\n")
+    write_asked(out, json.dumps(saved, indent=1, ensure_ascii=False) + "\n")

@@ -50,6 +50,7 @@ def run(
     from schedlang.diagnostic import Refusal
     from schedlang.passes.costs.expected_time import late
     from schedlang.passes.running.train import Course, check
+    from schedlang.told_once import in_a_job, tell
     from schedlang.verbs.expected import demand_time
 
     first = os.environ.get("RANK", "0") == "0"
@@ -67,9 +68,12 @@ def run(
         title = file or plan
         assert title is not None
         trained = _here(course, shown) if _job() else _local(course, found, shown, as_json)
-    except Refusal:
-        if first:
-            raise
+    except Refusal as refusal:
+        if as_json or not in_a_job():
+            if first:
+                raise
+        else:
+            tell(refusal)
         raise typer.Exit(REFUSED) from None
     if timeline is not None and first and trained.measured is not None:
         write_measured(timeline, trained.measured, title.name)

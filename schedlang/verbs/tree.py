@@ -18,6 +18,9 @@ def tree(
     ] = None,
     model: Model = None,
     each: Annotated[bool, typer.Option("--each", help="Repeated blocks one by one.")] = False,
+    depth: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Only so many levels of modules.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the model as a schedule sees it: paths, classes, parameters with named dims, ties."""
@@ -33,4 +36,4 @@ def tree(
     if as_json:
         show_json(root.to_json())
     else:
-        print(text(root))
+        print(text(root, depth))
