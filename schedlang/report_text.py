@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
+
+from schedlang.tables import GAP, wrapped
 
 if TYPE_CHECKING:
     from schedlang.report import Report, Row, Summary
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
 WIDTH = 100
 _SHORT = 36  # characters of a fact that stands beside others
 _HEADS = ("vs the original", "compared", "worst", "gate", "verdict")
-_GAP = "  "
 Line: TypeAlias = tuple[str, str]  # a style of rich, and the text
 EQUAL = {"exact": "bit by bit", "algebraic": "up to floating-point rounding"}
 WORDS = {0: "PASS", 1: "FAIL", 3: "NOT FULLY CHECKED"}
@@ -28,7 +28,7 @@ def lines(
     if report.title:
         yield "bold", report.title
     for text in _facts(report.facts):
-        yield from (("", line) for line in _wrapped(text, width, "  "))
+        yield from (("", line) for line in wrapped(text, width, "  "))
     yield "", ""
     yield from _table(report, width)
     yield "", ""
@@ -38,7 +38,7 @@ def lines(
         yield styles[bound.holds], f" expected           {bound}"
         yield from ((styles[bound.holds], f"   {text}") for text in bound.why)
     for what in report.unchecked:
-        yield from (("yellow", line) for line in _wrapped(f"not checked: {what}", width, " "))
+        yield from (("yellow", line) for line in wrapped(f"not checked: {what}", width, " "))
     yield "bold green" if report.ok else "bold red", f" {verdict(report)}"
     yield from (("yellow", text) for text in _unexercised(report, width, "" if verbose else more))
 
@@ -67,26 +67,18 @@ def _facts(facts: Sequence[tuple[str, str]]) -> Iterator[str]:
     yield from (one for one in said if len(one) > _SHORT)
 
 
-def _wrapped(text: str, width: int, indent: str) -> list[str]:
-    """Lines broken between words, never within one."""
-    return textwrap.wrap(
-        text, max(width, 40), initial_indent=indent, subsequent_indent=indent + "  ",
-        break_long_words=False, break_on_hyphens=False,
-    ) or [""]  # fmt: skip
-
-
 def _table(report: Report, width: int) -> Iterator[Line]:
     """A line for each kind; where names do not fit beside the numbers, they stand below."""
     rows = [(one, _cells(one)) for one in report.summary]
     widths = [max(map(len, column)) for column in zip(_HEADS, *(cells for _, cells in rows))]
-    others = sum(widths) - widths[1] + len(_GAP) * (len(widths) - 1) + 1
+    others = sum(widths) - widths[1] + len(GAP) * (len(widths) - 1) + 1
     fits = others + widths[1] <= width
     if not fits:
         shorts = [cells[1].partition("   ")[0] for _, cells in rows]
         room = max(len(_HEADS[1]), width - others)
         widths[1] = max([len(_HEADS[1]), *(len(s) for s in shorts if len(s) <= room)])
     yield "bold", _row(_HEADS, widths)
-    yield "", " " + "─" * (sum(widths) + len(_GAP) * (len(widths) - 1))
+    yield "", " " + "─" * (sum(widths) + len(GAP) * (len(widths) - 1))
     for one, cells in rows:
         style = "" if one.ok else "red"
         beside, below = cells[1], ""
@@ -96,7 +88,7 @@ def _table(report: Report, width: int) -> Iterator[Line]:
             beside, below = "", f"{beside}   {below}".strip()
         yield style, _row((cells[0], beside, *cells[2:]), widths)
         if below:
-            yield from ((style, line) for line in _wrapped(below, width, "     "))
+            yield from ((style, line) for line in wrapped(below, width, "     "))
 
 
 def _cells(one: Summary) -> tuple[str, ...]:
@@ -109,7 +101,7 @@ def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
     left, compared, *numbers, verdict = cells
     shown = [left.ljust(widths[0]), compared.ljust(widths[1])]
     shown += [text.rjust(wide) for text, wide in zip(numbers, widths[2:])]
-    return " " + _GAP.join([*shown, verdict]).rstrip()
+    return " " + GAP.join([*shown, verdict]).rstrip()
 
 
 def _failure(report: Report) -> Iterator[Line]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from schedlang.plan import PRINTED, Plan
+from schedlang.tables import columns
 
 
 class _Printed:
@@ -12,7 +13,7 @@ class _Printed:
         from schedlang.passes.showing.show import view
         from schedlang.passes.showing.show_text import text
 
-        return text(view(plan, account(plan, None)))
+        return text(view(plan, account(plan, None)), width=columns())
 
     def picture(self, plan: Plan) -> str:
         """The picture of `plan --svg`."""

@@ -124,12 +124,23 @@ def _joined(node: Node) -> Node:
     return replace(node.children[0], name=f"{node.name}.{node.children[0].name}")
 
 
-def text(root: Node, depth: int | None = None) -> str:
-    """The tree for a terminal, `depth` levels of it: what lies below is counted."""
+def text(root: Node, depth: int | None = None, width: int | None = None) -> str:
+    """The tree for a terminal, `depth` levels of it: what lies below is counted.
+
+    Where lines are longer than `width`, parameters stand below their module.
+    """
     rows = list(_rows(root if depth is None else _cut(root, depth), "", ""))
     left = max(len(row[0]) for row in rows)
     middle = max(len(row[1]) for row in rows)
-    lines = (f"{a.ljust(left)}  {b.ljust(middle)}  {c}".rstrip() for a, b, c in rows)
+    lines = []
+    for before, label, said in rows:
+        line = f"{before.ljust(left)}  {label.ljust(middle)}  {said}".rstrip()
+        if width is not None and len(line) > width:
+            stem = before[: len(before) - len(before.lstrip("│├└─ "))]
+            if before != stem:  # a module, and not a further parameter of one
+                lines.append(f"{before.ljust(left)}  {label}".rstrip())
+            line = f"{stem.replace('├', '│').translate({ord(c): ' ' for c in '└─'})}    {said}"
+        lines.append(line)
     return "\n".join(lines)
 
 

@@ -70,6 +70,7 @@ def plan(
     """
     from schedlang.passes.showing.show import view
     from schedlang.passes.showing.show_text import text
+    from schedlang.tables import columns
     from schedlang.verbs.expected import demand_expected, step_of
     from schedlang.verbs.files import accounted, planned
     from schedlang.verbs.lockfile import demand_lock, write_lock
@@ -93,7 +94,7 @@ def plan(
     if as_json:
         show_json({**value, "warnings": [one.to_json() for one in found.warnings]})
     else:
-        print(text(shown, each=each))
+        print(text(shown, each=each, width=columns()))
         if took is not None:
             print(f"\na step takes {took.seconds * 1e3:.4g} ms, {took.how[0]}")
         spent = time.perf_counter() - start - found.imports

@@ -28,6 +28,7 @@ def tree(
     from schedlang.modelfile import load_model_file
     from schedlang.passes.showing.tree import text
     from schedlang.passes.showing.tree import tree as tree_of
+    from schedlang.tables import columns
 
     if file is not None and file.suffix == ".py" and model is None:
         model = str(file)
@@ -36,4 +37,4 @@ def tree(
     if as_json:
         show_json(root.to_json())
     else:
-        print(text(root, depth))
+        print(text(root, depth, columns()))

@@ -12,7 +12,9 @@ from schedlang.verbs.ending import FAILS, HOLDS, UNCHECKED, show_json
 from schedlang.verbs.outcome import AsJson, Common, verb
 
 if TYPE_CHECKING:
+    from schedlang.modelfile import ModelFile
     from schedlang.report import Report
+    from schedlang.verbs.posed import Posed
 
 
 @verb
@@ -51,13 +53,9 @@ def verify(
     """
     from schedlang.modelfile import load_model_file
     from schedlang.passes.shrinking.shrink import remarked
-    from schedlang.passes.verifying.prove import prove
-    from schedlang.runtime.launching.launch import Hang, Pool, RankDied
-    from schedlang.runtime.launching.preload import BASE, PROGRAMS
     from schedlang.verbs.lockfile import demand_lock
     from schedlang.verbs.posed import posed
     from schedlang.verbs.settings import settings
-    from schedlang.verbs.telling import Telling
 
     if locked:
         demand_lock(file, common.model, as_json)
@@ -67,19 +65,27 @@ def verify(
         file, found, given, model=common.model,
         seed=seed, only=only, dtype=dtype, shrink=shrink,
     )  # fmt: skip
+    report = _proven(one, found, file.name, as_json)
+    _show(remarked(report, one.small), as_json, html, verbose)
+    raise typer.Exit(report.exit_code if report.exit_code in (HOLDS, FAILS) else UNCHECKED)
+
+
+def _proven(one: Posed, found: ModelFile, title: str, as_json: bool) -> Report:
+    """What the ranks and the original show; exit 3 where a rank died or nothing moved."""
+    from schedlang.passes.verifying.prove import prove
+    from schedlang.runtime.launching.launch import Hang, Pool, RankDied
+    from schedlang.runtime.launching.preload import BASE, PROGRAMS
+    from schedlang.verbs.telling import Telling
+
     with Pool(preload=(*BASE, *PROGRAMS), files=found.files) as pool:
         try:
             with Telling(quiet=as_json) as said:
-                report = prove(
-                    one.case, pool=pool, title=file.name, command=one.command, progress=said
-                )
+                return prove(one.case, pool=pool, title=title, command=one.command, progress=said)
         except (RankDied, Hang) as failure:
             if as_json:
                 show_json({"exit": UNCHECKED, "error": str(failure)})
             print(failure, file=sys.stderr)
             raise typer.Exit(UNCHECKED) from None
-    _show(remarked(report, one.small), as_json, html, verbose)
-    raise typer.Exit(report.exit_code if report.exit_code in (HOLDS, FAILS) else UNCHECKED)
 
 
 def _show(report: Report, as_json: bool, html: Path | None, verbose: bool) -> None:
