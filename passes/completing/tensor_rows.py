@@ -95,8 +95,8 @@ class Finder:
         return replace(row, comment="the same weight")
 
     def whole(self, names: Sequence[str], why: str) -> None:
-        """Note what stays whole, and why."""
-        self.notes.append(f"whole: {names_text(names)}: {why}")
+        """Note what stays replicated, and why."""
+        self.notes.append(f"replicated: {names_text(names)}: {why}")
 
 
 def tensor_rows(finder: Finder) -> None:

@@ -1,4 +1,4 @@
-"""What a proposed schedule says of itself: what stays whole, and where transformers differs."""
+"""What a proposed schedule says of itself: what stays replicated, where transformers differs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def left_whole(
         if not _mentioned(common, known):
             groups.setdefault(_why(blocks, owner, len(fact.shape)), {})[common] = None
     for why, names in groups.items():
-        yield f"whole: {names_text(list(names))}: {why}"
+        yield f"replicated: {names_text(list(names))}: {why}"
 
 
 def _mentioned(common: str, known: str) -> bool:
@@ -80,7 +80,7 @@ def differences(plan: Plan, blocks: Blocks, axis: str) -> Iterator[str]:
         for fqn in filter(regex.fullmatch, blocks.facts.sites):
             ours = _ours(plan, blocks, fqn, axis)
             if ours not in (wanted, None):
-                words = f"`{style}` there, {f'split along {ours}' if ours else 'whole'} here"
+                words = f"`{style}` there, {f'split along {ours}' if ours else 'replicated'} here"
                 found.setdefault(words, {})[blocks.common(fqn)] = None
     for words, names in found.items():
         yield f"transformers' own plan differs: {names_text(list(names))}: {words}"

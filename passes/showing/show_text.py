@@ -135,9 +135,11 @@ def _ranks(view: View, each: bool, width: int | None) -> Iterator[str]:
     away = [
         tier for tier in ("cpu", "disk", "peer") if any(getattr(c, tier) for c in account.classes)
     ]
-    head: Row = ("per rank", "", f"parameters (of {whole})", "gradients", "optimizer", "in a step",
-                 *("for a peer" if tier == "peer" else f"on {tier}" for tier in away),
-                 "activations")  # fmt: skip
+    head: Row = (
+        "per rank", "", f"parameters (of {whole})", "gradients", "optimizer",
+        "temporary, during a step",
+        *("for a peer" if tier == "peer" else f"on {tier}" for tier in away), "activations",
+    )  # fmt: skip
     classes = account.classes if each else account.classes[:MOST_CLASSES]
     rows = [head, *(_rank(view, one, away) for one in classes)]
     if len(classes) < len(account.classes):

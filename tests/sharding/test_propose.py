@@ -157,7 +157,7 @@ def test_whole_weights_are_said() -> None:
     """A table of positions is large and is not split, so a note says it."""
     model, batch = tiny("gpt2")
     found = propose(model, batch, {"tp": 2})
-    assert found.notes == ("whole: transformer.wpe: a small table",)
+    assert found.notes == ("replicated: transformer.wpe: a small table",)
 
 
 def test_fewest() -> None:
