@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from schedlang import lift, spelling
 from schedlang import nodes as n
-from schedlang.diagnostic import Diagnostic, Label, Refusal, at_their_callers_lines
+from schedlang.diagnostic import Diagnostic, Label, Refusal, at_their_callers_lines, closest
 from schedlang.primitive import Primitive
 from schedlang.source import python_span
 from schedlang.syntax import parse_path
@@ -104,7 +104,16 @@ def called(one: Caller, args: tuple[object, ...], named: dict[str, object]) -> N
     if isinstance(named.get("axis"), str) and "over" not in named:  # of torch and numpy
         named = {"over" if key == "axis" else key: value for key, value in named.items()}
     call = lift.call(one._name, args, named, span)
-    one._schedule._record_call(one._roots, one._path, call, span)
+    try:
+        one._schedule._record_call(one._roots, one._path, call, span)
+    except Refusal as refusal:
+        first = refusal.diagnostic
+        public = (name for name in dir(type(one._schedule)) if not name.startswith("_"))
+        near = closest(one._name, public) if first.code == "S301" and one._path is None else None
+        if near is None or any(text.startswith("did you mean") for text in first.helps):
+            raise
+        help_ = f"did you mean `sch.{near}`?"  # no verb of a row, but what Python has beside them
+        raise Refusal(replace(first, helps=(help_,))) from None
 
 
 def joined(path: n.Path, inner: str | int | slice) -> n.Path:

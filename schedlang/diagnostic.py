@@ -188,8 +188,11 @@ def _render(d: Diagnostic) -> Iterable[str]:
             yield f"{' ' * gutter} |"
             yield from _frame(source, labels, d.primary, gutter)
             yield f"{' ' * gutter} |"
-    unframed = [label.text for label in (d.primary, *d.also) if not label.span.source.text]
-    yield from (f"{' ' * gutter} = note: {text}" for text in unframed if text)
+    if d.primary.text and not d.primary.span.source.text:
+        yield f"{' ' * gutter} = note: {d.primary.text}"
+    for label in d.also:
+        if label.span and label.text and not label.span.source.text:
+            yield f"{' ' * gutter} = note: {label.span}: {label.text}"
     yield from (f"{' ' * gutter} = note: {note}" for note in d.notes)
     yield from (f"{' ' * gutter} = help: {text}" for text in _helps(d))
 

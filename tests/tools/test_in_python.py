@@ -216,6 +216,25 @@ def test_nothing_is_framed_where_there_are_no_lines(sch: Schedule) -> None:
         assert "has no child `wrong`" in said
 
 
+@pytest.mark.parametrize(("call", "meant"), [("sch.pln()", "plan"), ("sch.undoo()", "undo")])
+def test_a_method_that_was_meant(sch: Schedule, call: str, meant: str) -> None:
+    """What is no verb may be one of the schedule's own methods, misspelled."""
+    with pytest.raises(Refusal) as caught:
+        eval(call)
+    assert f"did you mean `sch.{meant}`?" in caught.value.render()
+    with pytest.raises(Refusal) as caught:
+        sch["blocks"].chekpoint()
+    assert "did you mean `checkpoint`?" in caught.value.render()
+
+
+def test_other_places_are_named_without_their_lines(sch: Schedule) -> None:
+    """A second place that cannot be shown is told with its file and line."""
+    code = 'sch["blocks"].checkpoint()\nsch["blocks.0.up"].shard("col", over="tp")\n'
+    with pytest.raises(Refusal) as caught:
+        exec(compile(code, "<string>", "exec"), {"sch": sch})
+    assert "= note: <string>:1: " in caught.value.render()
+
+
 # -- small things -----------------------------------------------------------------------------
 
 
