@@ -323,7 +323,7 @@ def test_in_python_as_in_text() -> None:
     sch = schedlang.create_schedule(nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(Refusal, match=re.escape('write `.checkpoint(save=["attention"])`')):
         sch["0"].checkpoint(save=["flash_attention"])
-    with pytest.raises(Refusal, match=re.escape("`layers.*  checkpoint()` recomputes")):
+    with pytest.raises(Refusal, match=re.escape('`sch["layers.*"].checkpoint()` recomputes')):
         sch["0"].recompute()
 
 
