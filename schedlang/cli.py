@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 if TYPE_CHECKING:
     import typer
@@ -20,6 +20,11 @@ HELP = "The model says what to compute, the schedule says how, and the two are p
 def main() -> None:
     """Run the command line."""
     words = sys.argv[1:]
+    if words == ["--version"]:
+        from schedlang import __version__
+
+        print(f"schedlang {__version__}")
+        sys.exit()
     if words[:1] == ["check"]:
         from schedlang.verbs.checking import plain
 
@@ -43,15 +48,32 @@ def made(verbs: Sequence[str]) -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(_group)
+    app.callback()(_group())
     for name in verbs:
         app.command(name)(getattr(importlib.import_module(f"schedlang.verbs.{name}"), name))
     return app
 
 
-def _group() -> None:
-    # with a callback of its own, the command line has verbs even where only one was imported
-    pass
+def _group() -> Callable[[bool], None]:
+    """What stands before a verb; with it the command line has verbs even where one is imported."""
+    import typer
+
+    from schedlang import __version__
+
+    def tell(wanted: bool) -> None:
+        if wanted:
+            print(f"schedlang {__version__}")
+            raise typer.Exit
+
+    option = typer.Option(
+        "--version", help="Show the version and exit.", callback=tell, is_eager=True
+    )
+
+    def group(version: bool = False) -> None:
+        pass
+
+    group.__annotations__["version"] = Annotated[bool, option]
+    return group
 
 
 def __getattr__(name: str) -> Any:

@@ -5,18 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from schedlang import lift
+from schedlang import lift, spelling
 from schedlang import nodes as n
-from schedlang.diagnostic import at_their_callers_lines
+from schedlang.diagnostic import Diagnostic, Label, Refusal, at_their_callers_lines, closest
 from schedlang.primitive import Primitive
 from schedlang.source import python_span
+from schedlang.syntax import parse_path
 
 if TYPE_CHECKING:
     from schedlang.schedule import Schedule
 
 
+MOST = 3  # names that stand in a repr
+
+
 @at_their_callers_lines
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Cursor:
     """The modules of one path: `sch["transformer.h.*"].checkpoint()`."""
 
@@ -29,10 +33,30 @@ class Cursor:
         """Their names, in model order."""
         return self._schedule._select(self._path, self._roots)
 
+    def __getitem__(self, path: str | int | slice) -> Cursor:
+        """Modules inside of these: `sch["transformer"]["h"][0]`, `sch["transformer.h"][:2]`."""
+        return replace(self, _path=joined(self._path, path))
+
     def __getattr__(self, name: str) -> Caller:
         if name.startswith("_"):
             raise AttributeError(name)
         return Caller(self._schedule, self._roots, self._path, name)
+
+    def row(self, verb: str, *args: object, **named: object) -> None:
+        """Add the row of a verb by its name: `sch["h.*"].row("checkpoint")`."""
+        called(Caller(self._schedule, self._roots, self._path, verb), args, named)
+
+    def __repr__(self) -> str:
+        said = spelling.path(self._path)
+        try:
+            found = self.modules
+        except Refusal as refusal:
+            return f'<sch["{said}"]: {refusal.diagnostic.title}>'
+        kinds = dict.fromkeys(self._schedule._facts.sites[fqn].class_name for fqn in found)
+        count = f"{len(found)} modules" if len(found) != 1 else "1 module"
+        shown = ", ".join(name or "the model" for name in found[:MOST])
+        more = f", .. {found[-1]}" if len(found) > MOST else ""
+        return f'<sch["{said}"]: {count} ({", ".join(kinds)}): {shown}{more}>'
 
     def do(self, primitive: Primitive) -> Cursor:
         """Apply a bound primitive; the typed way to say what `sch[...].name(...)` says."""
@@ -42,7 +66,7 @@ class Cursor:
 
 
 @at_their_callers_lines
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Caller:
     """A primitive or a definition about to be called; a dotted name is one of a library."""
 
@@ -56,11 +80,54 @@ class Caller:
             raise AttributeError(name)
         return replace(self, _name=f"{self._name}.{name}")
 
+    def __getitem__(self, path: object) -> Cursor:
+        """Refused: modules are named by a text."""
+        title = f"`{self._name}` is called as a row is; modules are selected by a text"
+        helps = (f'select them: `sch["{self._name}.{path}"]`',)
+        raise Refusal(Diagnostic("S301", title, Label(python_span()), helps=helps))
+
     def __call__(self, *args: object, **named: object) -> None:
         """Check the row, add it to the plan and record it; or refuse and change nothing."""
-        span = python_span()
-        if self._name == "replace":
-            name = self._schedule._facts.named
-            args, named = tuple(map(name, args)), {k: name(v) for k, v in named.items()}
-        call = lift.call(self._name, args, named, span)
-        self._schedule._record_call(self._roots, self._path, call, span)
+        called(self, args, named)
+
+    def __repr__(self) -> str:
+        on = "sch" if self._path is None else f'sch["{spelling.path(self._path)}"]'
+        return f"<{on}.{self._name}: call it to add the row>"
+
+
+def called(one: Caller, args: tuple[object, ...], named: dict[str, object]) -> None:
+    """Check the row of a call, add it to the plan and record it; or refuse and change nothing."""
+    span = python_span()
+    if one._name == "replace":
+        name = one._schedule._facts.named
+        args, named = tuple(map(name, args)), {k: name(v) for k, v in named.items()}
+    if isinstance(named.get("axis"), str) and "over" not in named:  # of torch and numpy
+        named = {"over" if key == "axis" else key: value for key, value in named.items()}
+    call = lift.call(one._name, args, named, span)
+    try:
+        one._schedule._record_call(one._roots, one._path, call, span)
+    except Refusal as refusal:
+        first = refusal.diagnostic
+        public = (name for name in dir(type(one._schedule)) if not name.startswith("_"))
+        near = closest(one._name, public) if first.code == "S301" and one._path is None else None
+        if near is None or any(text.startswith("did you mean") for text in first.helps):
+            raise
+        help_ = f"did you mean `sch.{near}`?"  # no verb of a row, but what Python has beside them
+        raise Refusal(replace(first, helps=(help_,))) from None
+
+
+def joined(path: n.Path, inner: str | int | slice) -> n.Path:
+    """The path of what lies at `inner` in the modules of `path`; numbers pick among children."""
+    span = python_span()
+    if isinstance(inner, str):
+        more = parse_path(inner, span)
+        return replace(more, segs=(*path.segs, *more.segs), maybe=path.maybe or more.maybe)
+    *before, last = path.segs
+    if last.index:  # h[:2][0]: rows cannot say it
+        title = "modules that were picked by number are not picked from again"
+        helps = ('name one by its path: `sch["h.0"]`',)
+        raise Refusal(Diagnostic("S202", title, Label(span), helps=helps))
+    if isinstance(inner, int):
+        return replace(path, segs=(*before, replace(last, index=(str(inner),))))
+    bounds = ((None if b is None else str(b)) for b in (inner.start, inner.stop, inner.step))
+    return replace(path, segs=(*before, replace(last, index=(n.Slice(*bounds),))))

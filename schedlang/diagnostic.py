@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import difflib
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import TypeVar
 
 from schedlang.source import NOWHERE, Source, Span, python_span
+from schedlang.told_once import in_a_job, install
 
 T = TypeVar("T")
+Spell = Callable[[str], str]
+# how helps are spelled for a caller in Python: `schedlang.in_python` knows the language and says so
+SPELLED: list[Spell] = []
+TYPED = {"<stdin>"}  # lines that Python does not keep: there is nothing to show of them
 SIMILAR = 0.6  # below this a guess does more harm than good
 MOST = 100  # messages that are shown at once
 WIDEST = 160  # columns of a line that are shown
@@ -28,7 +33,7 @@ class Label:
     text: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnostic:
     """One message: a sentence that stands alone, the place, other places, facts, and remedies."""
 
@@ -45,6 +50,10 @@ class Diagnostic:
         if self.primary.span:
             return self
         return replace(self, primary=Label(span, self.primary.text))
+
+    def __repr__(self) -> str:
+        at = f" ({self.primary.span})" if self.primary.span else ""
+        return f"<{self.level}[{self.code}]: {self.title}{at}>"
 
     def render(self) -> str:
         """The message as text, framed as rustc frames its own."""
@@ -102,6 +111,8 @@ def at_the_callers_line() -> Iterator[None]:
     try:
         yield
     except Refusal as refusal:
+        if in_a_job():
+            install()
         raise refusal.at(python_span()) from refusal.__cause__
 
 
@@ -192,12 +203,22 @@ def _render(d: Diagnostic) -> Iterable[str]:
     for number, (source, labels) in enumerate(by_source.items()):
         first = d.primary.span if number == 0 and d.primary.span else labels[0].span
         arrow = "-->" if number == 0 else ":::"
-        yield f"{' ' * gutter}{arrow} {source.name}:{first.line}:{first.col}"
-        yield f"{' ' * gutter} |"
-        yield from _frame(labels, d.primary, gutter)
-    if placed:
-        yield f"{' ' * gutter} |"
-    elif d.primary.text:
+        if source.name not in TYPED or source.text:
+            yield f"{' ' * gutter}{arrow} {source.name}:{first.line}:{first.col}"
+        if source.text:
+            yield f"{' ' * gutter} |"
+            yield from _frame(labels, d.primary, gutter)
+            yield f"{' ' * gutter} |"
+    if d.primary.text and not d.primary.span.source.text:
         yield f"{' ' * gutter} = note: {_short(d.primary.text)}"
+    for label in d.also:
+        if label.span and label.text and not label.span.source.text:
+            yield f"{' ' * gutter} = note: {label.span}: {_short(label.text)}"
     yield from (f"{' ' * gutter} = note: {_short(note)}" for note in d.notes)
-    yield from (f"{' ' * gutter} = help: {_short(text)}" for text in d.helps)
+    yield from (f"{' ' * gutter} = help: {_short(text)}" for text in _helps(d))
+
+
+def _helps(d: Diagnostic) -> Iterator[str]:
+    """What would be legal, in the words of who asked: a schedule's, or Python's."""
+    spell = SPELLED[-1] if SPELLED and d.primary.span.source.python else str
+    yield from map(spell, d.helps)

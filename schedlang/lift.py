@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -16,7 +17,9 @@ from schedlang.misread import KEYWORDS
 from schedlang.placement import P, Replicate, S
 from schedlang.primitive import Primitive
 from schedlang.source import NOWHERE, Span, python_span
-from schedlang.value import Names, Symbolic
+from schedlang.value import UNITS, Names, Symbolic
+
+MEASURED = re.compile(rf"\d+(\.\d+)?({'|'.join(UNITS)})")  # "40GiB": a number of bytes or seconds
 
 
 class Remembered:
@@ -190,6 +193,8 @@ def _text(value: str, span: Span) -> n.Expr:
         return n.Name(parts, span=span)
     if '"' in value or "\n" in value:
         _strange(value, span)
+    if MEASURED.fullmatch(value):
+        return n.Lit(value, span=span)
     return n.Lit(f'"{value}"', span=span)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -165,18 +165,30 @@ def _run(load: Callable[[], Any], what: str) -> Any:
     except Refusal:
         raise
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        places = [f"{Path(f.filename).name}:{f.lineno}: {f.line}" for f in frames[-1:]]
         raise Refusal(
             Diagnostic(
                 "S905",
                 f"the model file `{what}` fails to import",
-                notes=(f"{type(error).__name__}: {error}".split("\n")[0], *places),
+                notes=tuple(_chain(error)),
                 helps=(
                     f"see the whole error: `python -c 'import runpy; runpy.run_path(\"{what}\")'`",
                 ),
             )
         ) from error
+
+
+def _chain(error: BaseException | None) -> Iterator[str]:
+    """Each exception and the line that raised it, the outermost first, down to the cause."""
+    seen: set[int] = set()
+    link = ""
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield f"{link}{type(error).__name__}: {error}".split("\n")[0]
+        for frame in traceback.extract_tb(error.__traceback__)[-1:]:
+            yield f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}"
+        cause = error.__cause__
+        link = "caused by " if cause is not None else "while handling "
+        error = cause if cause is not None or error.__suppress_context__ else error.__context__
 
 
 def _checked(module: ModuleType, name: str, path: Path | None) -> ModelFile:

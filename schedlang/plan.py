@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from schedlang.alike import holders
 from schedlang.facets import (
@@ -60,7 +61,22 @@ class Action:
         return iter(self.primitive.taken(self.sites))
 
 
-@dataclass(frozen=True)
+class Printed(Protocol):
+    """How a plan is shown to a user; `passes.showing` does it, and says so."""
+
+    def text(self, plan: Plan) -> str:
+        """For a terminal."""
+        ...
+
+    def picture(self, plan: Plan) -> str:
+        """For a notebook."""
+        ...
+
+
+PRINTED: list[Printed] = []
+
+
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Mesh, decisions, actions, and what follows from the actions.  Every change makes a new plan.
 
@@ -103,7 +119,20 @@ class Plan:
         """The plan that does nothing: the untouched model's, whatever rows have changed in it."""
         return Plan(model.base, mesh or Mesh())
 
+    def __repr__(self) -> str:
+        rows = f"{len(self.actions)} row{'s' * (len(self.actions) != 1)}"
+        differs = f", may differ in {', '.join(sorted(self.gives_up))}" if self.gives_up else ""
+        return f"<Plan for {self.model.class_name} on {self.mesh}: {rows}{differs}>"
+
     def __str__(self) -> str:
+        """What the verb `plan` shows, without a batch."""
+        return PRINTED[-1].text(self) if PRINTED else self.rows()
+
+    def _repr_html_(self) -> str:
+        """The plan as a picture, for notebooks: placements on the model's tree, and memory."""
+        return PRINTED[-1].picture(self) if PRINTED else f"<pre>{html.escape(self.rows())}</pre>"
+
+    def rows(self) -> str:
         """One line for each row: its step, where it acts and what it does."""
         lines = [f"{self.model.class_name} on {self.mesh}, {len(self.actions)} rows"]
         for action in self.actions:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.table import Table
+    from collections.abc import Iterator
 
-
-_SHORT = 36  # characters of a fact that stands beside others
+    from rich.console import Console, ConsoleOptions
+    from rich.text import Text
 
 
 @dataclass(frozen=True)
@@ -76,9 +74,9 @@ class Summary:
     ok: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
-    """The outcome of one verification; `str()` is the table."""
+    """The outcome of one verification; `str()` is the table, `text(verbose=True)` all of it."""
 
     rows: tuple[Row, ...]
     title: str = ""
@@ -134,12 +132,22 @@ class Report:
         plain: dict[str, Any] = json.loads(json.dumps(_finite(found)))
         return plain
 
-    def __str__(self) -> str:
-        from rich.console import Console
+    def text(self, width: int = 100, *, verbose: bool = False) -> str:
+        """The table and the verdict; `verbose`: also what was not exercised, line by line."""
+        from schedlang.report_text import lines
 
-        text = io.StringIO()
-        Console(file=text, width=118, color_system=None).print(self)
-        return text.getvalue().rstrip()
+        told = lines(self, width, verbose=verbose, more="report.gaps")
+        return "\n".join(text for _, text in told).rstrip()
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __repr__(self) -> str:
+        from schedlang.report_text import verdict
+
+        of = f" of {self.title}" if self.title else ""
+        failed = f", first: {self.first.place}" if self.first is not None else ""
+        return f"<Report{of}: {verdict(self)}, {len(self.rows)} comparisons{failed}>"
 
     def _repr_html_(self) -> str:
         """The table with its errors on a scale, for notebooks."""
@@ -147,21 +155,12 @@ class Report:
 
         return fragment(self)
 
-    def __rich__(self) -> Group:
-        from rich.console import Group
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         from rich.text import Text
 
-        head = [Text(self.title, style="bold")] if self.title else []
-        head += [Text(f"  {line}") for line in _lines(self.facts)]
-        parts = (*_failure(self), *_bounds(self), *_remarks(self), _verdict(self))
-        return Group(*head, _table(self), *parts)
+        from schedlang.report_text import lines
 
-
-def _lines(facts: tuple[tuple[str, str], ...]) -> list[str]:
-    """Short facts side by side, then each that is a sentence on a line of its own."""
-    said = [f"{name} {value}".strip() for name, value in facts]
-    short = [one for one in said if len(one) <= _SHORT]
-    return [" · ".join(short)] * bool(short) + [one for one in said if len(one) > _SHORT]
+        yield from (Text(text, style=style) for style, text in lines(self, options.max_width))
 
 
 def _closeness(row: Row) -> float:
@@ -200,66 +199,5 @@ def _summed(kind: str, rows: list[Row]) -> Summary:
     return Summary(kind, detail, worst, not failed)
 
 
-def _table(report: Report) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
-    table.add_column("equivalence vs the original")
-    table.add_column("compared", overflow="fold")
-    for name in ("worst", "gate", "verdict"):
-        table.add_column(name, justify="left" if name == "verdict" else "right")
-    for one in report.summary:
-        style = "green" if one.ok else "red"
-        verdict = f"[{style}]{'equal' if one.ok else 'DIFFERENT'}[/]"
-        gate = f"{one.worst.gate:.0e}" if one.worst.gate else "exact"
-        table.add_row(one.kind, one.compared, f"{one.worst.error:.1e}", gate, verdict)
-    return table
-
-
 def _single(row: Row) -> str:
     return "×".join(map(str, row.shape)) if row.shape else row.name
-
-
-def _failure(report: Report) -> list[Any]:
-    from rich.text import Text
-
-    if report.first is None:
-        return []
-    lines = [f" first difference   {report.first.place}   error {report.first.error:.1e}"]
-    if report.first.note:
-        lines.append(f" what               {report.first.note}")
-    if report.diagnosis:
-        lines.append(f" pattern            {report.diagnosis}")
-    lines += [f" {head:17}  {text}" for head, text in report.localised]
-    lines += [f" to blame           {row}" for row in report.blamed]
-    if report.command:
-        lines.append(f" repeat             {report.command}")
-    return [Text(line, style="red") for line in lines]
-
-
-def _bounds(report: Report) -> list[Any]:
-    from rich.text import Text
-
-    styles = {True: "green", False: "red", None: "yellow"}
-    return [
-        Text(line, style=styles[bound.holds])
-        for bound in report.bounds
-        for line in (f" expected           {bound}", *(f"   {text}" for text in bound.why))
-    ]
-
-
-def _remarks(report: Report) -> list[Any]:
-    from rich.text import Text
-
-    gaps = [f" not exercised: {gap.condition} (could hide {gap.hides})" for gap in report.gaps]
-    missing = [f" not checked: {what}" for what in report.unchecked]
-    return [Text(line, style="yellow") for line in (*gaps, *missing)]
-
-
-def _verdict(report: Report) -> Any:
-    from rich.text import Text
-
-    word = {0: "PASS", 1: "FAIL", 3: "NOT FULLY CHECKED"}[report.exit_code]
-    text = f" {word} in {report.seconds:.1f} s · class {report.equivalence}"
-    return Text(text, style="bold green" if report.ok else "bold red")

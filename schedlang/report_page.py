@@ -10,11 +10,12 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from schedlang.report_text import verdict
+
 if TYPE_CHECKING:
     from schedlang.report import Bound, Report, Summary
 
 LOW, HIGH, WIDE = -18.0, 1.0, 228.0  # decades that a scale shows, and its points
-VERDICTS = {0: "PASS", 1: "FAIL", 3: "NOT FULLY CHECKED"}
 HOLDS: dict[bool | None, str] = {True: "equal", False: "different", None: "open"}
 # Okabe and Ito's blue and vermilion; what fails has another mark, and a word
 STYLE = (
@@ -62,9 +63,7 @@ def _head(report: Report) -> Iterator[str]:
     if report.title:
         yield f"<h1>{html.escape(report.title)}</h1>"
     kind = {0: "equal", 1: "different"}.get(report.exit_code, "open")
-    word = VERDICTS[report.exit_code]
-    yield (f'<p class="verdict {kind}">{word} in {report.seconds:.1f} s · '
-           f"class {html.escape(report.equivalence)}</p>")  # fmt: skip
+    yield f'<p class="verdict {kind}">{html.escape(verdict(report))}</p>'
     said = " · ".join(f"{name} {value}".strip() for name, value in report.facts)
     if said:
         yield f'<p class="s">{html.escape(said)}</p>'

@@ -8,9 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from schedlang import lift, patterns, printer
+from schedlang import (
+    in_python,  # noqa: F401  (helps are spelled by it)
+    lift,
+    patterns,
+    printer,
+)
 from schedlang import nodes as n
-from schedlang.cursor import Caller, Cursor
+from schedlang.cursor import Caller, Cursor, called
 from schedlang.diagnostic import (
     Diagnostic,
     Label,
@@ -25,6 +30,7 @@ from schedlang.passes.reading.lint import lint
 from schedlang.passes.reading.same_plan import comes_to
 from schedlang.passes.reading.state import Settings, State, current, job_size, start
 from schedlang.passes.reading.steps import open_step
+from schedlang.passes.showing import printed  # noqa: F401  (a plan is printed by it)
 from schedlang.passes.showing.diff import Difference, compare
 from schedlang.passes.showing.why import why
 from schedlang.primitive import Primitive, load_all, registry
@@ -37,6 +43,7 @@ if TYPE_CHECKING:
 
     from schedlang.model import ModelFacts
     from schedlang.plan import Plan
+    from schedlang.report import Report
     from schedlang.runtime.program import Program
     from schedlang.runtime.waiting import Waiting
 
@@ -68,6 +75,13 @@ class Scope:
         if name.startswith("_"):
             raise AttributeError(name)
         return Caller(self._schedule, self._roots, None, name)
+
+    def row(self, verb: str, *args: object, **named: object) -> None:
+        """Add the row of a verb by its name: `sch.row("verify", "forward")`."""
+        called(Caller(self._schedule, self._roots, None, verb), args, named)
+
+    def __repr__(self) -> str:
+        return f"<{len(self._roots)} modules of {self._schedule._facts.class_name}>"
 
     def do(self, primitive: Primitive) -> None:
         """Apply a bound primitive to the scope."""
@@ -127,9 +141,44 @@ class Schedule(Scope):
         return lift.Facts(("model",), self._facts.model, lambda: self._state.names)
 
     def plan(self) -> Plan:
-        """What will be done, as an immutable value."""
+        """What will be done, as an immutable value; printed as `schedlang plan` prints it."""
         assert self._state.plan is not None
         return self._state.plan
+
+    def verify(
+        self,
+        *what: object,
+        batch: Mapping[str, Any] | Callable[..., Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> Report:
+        """Compare with the model on local ranks, in float64: `schedlang.verify(sch, batch=batch)`.
+
+        Takes what `schedlang.verify` takes.  `sch.row("verify", "forward")` adds a row.
+        """
+        from schedlang.equivalence import verify
+
+        if what or batch is None:
+            said = ", ".join(["'verify'", *map(repr, what)]).replace("'", '"')
+            raise Refusal(
+                Diagnostic(
+                    "S618", "`verify` compares with the model, and needs a batch for that",
+                    Label(python_span()),
+                    helps=("give it: `sch.verify(batch=batch)`, and `loss=loss` where the model "
+                           "returns none",
+                           f"or add the row: `sch.row({said})`"),
+                )
+            )  # fmt: skip
+        return verify(self, batch=batch, **options)
+
+    def __repr__(self) -> str:
+        plan = self.plan()
+        steps = sum(isinstance(item, n.Step) for item in self._stack[0])
+        rows = f"{len(plan.actions)} row{'s' * (len(plan.actions) != 1)}"
+        within = f" in {steps} step{'s' * (steps != 1)}" if steps else ""
+        return f"<Schedule for {plan.model.class_name} on {plan.mesh}: {rows}{within}>"
+
+    def __str__(self) -> str:
+        return self.to_sched().rstrip()
 
     @property
     def grade(self) -> frozenset[str]:
@@ -161,11 +210,7 @@ class Schedule(Scope):
 
     def _repr_html_(self) -> str:
         """The plan as a picture, for notebooks: placements on the model's tree, and memory."""
-        from schedlang.passes.costs.account import account
-        from schedlang.passes.showing.picture import picture
-        from schedlang.passes.showing.show import view
-
-        return picture(view(self.plan(), account(self.plan(), None)))
+        return self.plan()._repr_html_()
 
     def warnings(self) -> list[Diagnostic]:
         """What has no effect, and what is not verified as usual; none of it is an error."""
@@ -195,7 +240,8 @@ class Schedule(Scope):
         """This rank's program, in the running job (torchrun's) or a world of one.
 
         batch      keyword arguments of the model for one whole step; only shapes count.  Without
-                   it the program is built at its first `train_step` or `eval_step`
+                   it the program is built at its first `train_step` or `eval_step`: until then it
+                   has no `optimizer` for an LR scheduler, no `module`, and can load nothing
         loss       loss(output, batch), where the model returns none
         optimizer  a function from (name, parameter) pairs to an optimizer
         clip       bound for the global norm of the gradients
@@ -224,7 +270,7 @@ class Schedule(Scope):
             demand(plan, batch, loss, weight)
             gained(plan, batch)
             return telling(build(plan, batch, **options))
-        check_job(plan)
+        ranks = check_job(plan)
 
         def later(first: Mapping[str, Any], local: bool) -> Program:
             whole = repeated(first, plan.shares) if local else first
@@ -232,7 +278,7 @@ class Schedule(Scope):
             gained(plan, whole)
             return telling(build(plan, first, local=local, **options))
 
-        return Waiting(later)
+        return Waiting(later, ranks, plan.row_axes)
 
     # ---- declarations -------------------------------------------------------------------
 
@@ -261,11 +307,11 @@ class Schedule(Scope):
         args = [n.Keyword(k, lift.lift(v, span), span=span) for k, v in axes.items()]
         self._declare(n.Mesh(tuple(args), on, span=span))
 
-    def view(self, name: str, of: Sequence[str], size: object | None = None) -> None:
+    def view(self, name: str, of: str | Sequence[str], size: object | None = None) -> None:
         """A second name for several axes folded together."""
         span = python_span()
         said = lift.lift(size, span) if size is not None else None
-        self._declare(n.View(name, said, tuple(of), span=span))
+        self._declare(n.View(name, said, (of,) if isinstance(of, str) else tuple(of), span=span))
 
     def require(self, test: lift.Remembered | str | bool) -> None:
         """A condition on knobs, mesh and model; a plain bool is checked and not recorded."""
@@ -306,10 +352,11 @@ class Schedule(Scope):
         self._replay(self._stack[0], replace(self._settings, knobs=merged))
 
     @contextmanager
-    def step(self, name: str, relax: Sequence[str] = ()) -> Iterator[Schedule]:
-        """A phase; if the block raises, all of it is taken back."""
+    def step(self, name: str, relax: str | Sequence[str] = ()) -> Iterator[Schedule]:
+        """A phase that may give up what `relax` names; if the block raises, all is taken back."""
         span = python_span()
-        node = n.Step(name, tuple(relax), n.Block((), span=span), span=span)
+        relaxed = (relax,) if isinstance(relax, str) else tuple(relax)
+        node = n.Step(name, relaxed, n.Block((), span=span), span=span)
         if self._state.step is not None or len(self._stack) > 1:
             title = "a step stands outside of steps and blocks"
             helps = ("leave the block above first: steps stand side by side",)
@@ -318,16 +365,18 @@ class Schedule(Scope):
         with self._block(lambda body: replace(node, block=body), opened):
             yield self
 
-    def undo(self, to: str | None = None) -> None:
-        """Take back the last row, or everything from the start of the step `to`."""
+    def undo(self, to: str | int | None = None) -> None:
+        """Take back the last row, the last `to` rows, or all from the start of the step `to` on."""
         if len(self._stack) > 1:
             title = "`undo` inside an open step or scope"
             raise Refusal(
                 Diagnostic("S113", title, Label(python_span()), helps=("leave it first",))
             )
         items = self._stack[0]
-        if to is None:
-            self._replay(without_last(items), self._settings)
+        if to is None or isinstance(to, int):
+            for _ in range(1 if to is None else to):
+                items = without_last(items)
+            self._replay(items, self._settings)
             return
         steps = [item.name for item in items if isinstance(item, n.Step)]
         if to not in steps:
@@ -401,4 +450,4 @@ class Schedule(Scope):
         self._stack, self._settings = [list(items)], settings
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *registry()]
+        return sorted({*super().__dir__(), *registry()})

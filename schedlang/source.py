@@ -15,10 +15,11 @@ HOME = os.path.dirname(os.path.abspath(__file__))
 
 @dataclass(frozen=True)
 class Source:
-    """A text and the name a user knows it by."""
+    """A text and the name a user knows it by; `python`: it is a program, not a schedule."""
 
     name: str
     text: str = field(repr=False)
+    python: bool = False
 
     @property
     def lines(self) -> list[str]:
@@ -68,7 +69,7 @@ NOWHERE = Span(Source("", ""), 0, 0, 0, 0)
 @lru_cache(maxsize=64)
 def _interned(name: str, text: str) -> Source:
     """One object per text, so that a pickled plan carries each file once."""
-    return Source(name, text)
+    return Source(name, text, python=True)
 
 
 def shown_path(filename: str) -> str:

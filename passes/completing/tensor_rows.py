@@ -100,7 +100,7 @@ class Finder:
         return replace(row, comment="the same weight")
 
     def whole(self, names: Sequence[str], why: str) -> None:
-        """Note what every rank holds all of, and why."""
+        """Note what stays replicated, and why."""
         self.notes.append(f"replicated: {names_text(names)}: {why}")
 
 

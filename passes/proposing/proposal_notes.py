@@ -1,4 +1,4 @@
-"""What a proposed schedule says of itself: what stays whole, and where transformers differs."""
+"""What a proposed schedule says of itself: what stays replicated, where transformers differs."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def differences(plan: Plan, blocks: Blocks, axis: str) -> Iterator[str]:
         for fqn in filter(regex.fullmatch, blocks.facts.sites):
             ours = _ours(plan, blocks, fqn, axis)
             if ours not in (wanted, None):
-                words = f"`{style}` there, {f'split along {ours}' if ours else 'whole'} here"
+                words = f"`{style}` there, {f'split along {ours}' if ours else 'replicated'} here"
                 found.setdefault(words, {})[blocks.common(fqn)] = None
     for words, names in found.items():
         yield f"transformers' own plan differs: {names_text(list(names))}: {words}"

@@ -147,8 +147,8 @@ def check_parts(case: Case) -> Case:
     check_microbatches(case)
     raise Refusal(
         Diagnostic(
-            "S703", "the loss of this model is not the weighed mean of the losses of parts",
-            notes=(f"on the original in {count} parts {bad.place} differs by {bad.error:.1e}",
+            "S703", "splitting the batch changes the loss of this model",
+            notes=(f"on the original in {count} parts, {bad.place} differs by {bad.error:.1e}",
                    "statistics over the batch (batch norm, router losses) would differ by rank"),
             helps=("say what a part weighs: `weight(batch)` in the model file",
                    "or allow it: `step \"...\" relax(batch_stats) {`"),

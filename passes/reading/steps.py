@@ -44,7 +44,7 @@ def allowed(primitive: Primitive, state: State, span: Span) -> None:
     if not beyond:
         return
     name = beyond[0]
-    title = f"this action gives up `{name}`, which its step has not allowed"
+    title = f"this row changes numerics (`{name}`), which its step does not allow"
     also = (Label(step_head(step), "allows nothing beyond " + _allows(step)),) if step else ()
     if step:
         names = ", ".join((*step.relax, *beyond))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from schedlang.amounts import number, size
 from schedlang.passes.reading.words import arguments, short
 from schedlang.passes.showing import pairs_picture
-from schedlang.passes.showing.show_text import text
+from schedlang.passes.showing.show_text import result, text
 from schedlang.passes.showing.tree import Node, tree
 from schedlang.passes.showing.words_at import say
 
@@ -92,7 +92,7 @@ def _head(view: View, y: int) -> Drawn:
     plan = view.plan
     mesh = f"{plan.mesh.world} ranks: {plan.mesh}" if plan.mesh.axes else "one rank"
     said = f"{plan.model.class_name}, {number(_numel(view))} parameters   ·   {mesh}   ·   "
-    said += f"equal up to: {view.grade}" if plan.gives_up else "equal bit by bit"
+    said += result(plan)
     return [say(MARGIN, y, view.title, "h"), say(MARGIN, y + 24, said, "s")], 48
 
 

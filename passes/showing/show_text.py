@@ -2,38 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from schedlang.amounts import number, size
 from schedlang.memory import CLASSES
 from schedlang.passes.costs.account import ACTIVATIONS
 from schedlang.passes.reading.fold import pattern
+from schedlang.report_text import equal
+from schedlang.tables import joined, table, widths, wrapped
 from schedlang.value import shown
 
 if TYPE_CHECKING:
     from schedlang.passes.costs.memory import RankClass
     from schedlang.passes.costs.sent import Collective
     from schedlang.passes.showing.show import Effect, Line, View
+    from schedlang.plan import Plan
 
 WIDTH = 100
 MOST_CLASSES = 16
 Row = tuple[str, ...]
 
 
-def text(view: View, *, each: bool = False, width: int = WIDTH) -> str:
-    """The plan as the terminal shows it; `each` shows all kinds of ranks, however many."""
-    lines = [_head(view), ""]
+def text(view: View, *, each: bool = False, width: int | None = None) -> str:
+    """The plan as the terminal shows it; `each` shows all kinds of ranks, however many.
+
+    Tables that are wider than `width` are laid out in more lines; None: they may be any width.
+    """
+    lines = [*wrapped(_head(view), width), ""]
     cells = [(step, [_cells(line) for line in step.lines]) for step in view.steps]
-    widths = _widths([row for _, rows in cells for line in rows for row in line])
+    lay = _layout([line for _, rows in cells for line in rows], width)
     for step, rows in cells:
         relaxed = f"  relax({', '.join(step.relaxed)})" if step.relaxed else ""
         lines.append((f'step "{step.name}"' if step.name else "outside of steps") + relaxed)
-        lines += [_join(row, widths) for line in rows for row in line]
+        lines += [text for line in rows for text in lay(line)]
         lines.append("")
-    return "\n".join([*lines, *_ranks(view, each), *_fused(view), *_traffic(view),
-                      *_timeline(view, width),
-                      *_foot(view)])  # fmt: skip
+    return "\n".join([*lines, *_ranks(view, each, width), *_fused(view, width),
+                      *_traffic(view, width), *_timeline(view, width or WIDTH),
+                      *_foot(view, width)])  # fmt: skip
+
+
+def _layout(lines: Sequence[list[Row]], width: int | None) -> Callable[[list[Row]], list[str]]:
+    """How lines of rows are set: all in columns, else collectives below, else arguments below."""
+    wide = widths([row for line in lines for row in line])
+    if width is None or sum(w + 2 for w in wide if w) <= width:
+        return lambda line: [joined(row, wide) for row in line]
+    own = widths([_own(line) for line in lines])
+    sent = widths([row[5:8] for line in lines for row in line])
+    narrow = sum(w + 2 for w in own if w) > width
+    if narrow:
+        own = widths([_own(line)[:3] for line in lines])
+
+    def lay(line: list[Row]) -> list[str]:
+        first = _own(line)
+        if narrow:
+            head, rest = joined(first[:3], own), "  ".join(cell for cell in first[3:] if cell)
+            fits = len(head) + len(rest) + 2 <= width
+            said = [f"{head}  {rest}".rstrip()] if fits else [head, *wrapped(rest, width, " " * 5)]
+        else:
+            said = [joined(first, own)]
+        return said + [" " * 5 + joined(row[5:8], sent) for row in line if row[5]]
+
+    return lay
+
+
+def _own(line: list[Row]) -> Row:
+    """A row without what it sends."""
+    return (*line[0][:5], line[0][8])
 
 
 def _head(view: View) -> str:
@@ -69,24 +104,15 @@ def _effect(effect: Effect) -> Row:
     return f"+ {effect.kind} {'x'.join(effect.axes)}", effect.what, f"{effect.count} x {each}"
 
 
-def _widths(rows: Sequence[Row]) -> list[int]:
-    return [max(len(cell) for cell in column) for column in zip(*rows)]
-
-
-def _join(row: Row, widths: Sequence[int]) -> str:
-    return ("  " + "  ".join(c.ljust(w) for c, w in zip(row, widths) if w)).rstrip()
-
-
 # -- totals ------------------------------------------------------------------------------------
 
 
-def _table(rows: Sequence[Row]) -> Iterator[str]:
-    widths = _widths(rows)
-    yield from (_join(row, widths) for row in rows)
+def _table(rows: Sequence[Row], width: int | None, keys: int = 2) -> Iterator[str]:
+    yield from table(rows, width, keys)
     yield ""
 
 
-def _fused(view: View) -> Iterator[str]:
+def _fused(view: View, width: int | None) -> Iterator[str]:
     """Kernels and bytes of fused modules, as they are and as they will be."""
     if not view.account.gains:
         return
@@ -97,10 +123,10 @@ def _fused(view: View) -> Iterator[str]:
         rows.append((where, one.what, f"{before.forward} -> {after.forward}",
                      f"{before.backward} -> {after.backward}",
                      f"{size(before.bytes)} -> {size(after.bytes)}"))  # fmt: skip
-    yield from _table(rows)
+    yield from _table(rows, width)
 
 
-def _ranks(view: View, each: bool) -> Iterator[str]:
+def _ranks(view: View, each: bool, width: int | None) -> Iterator[str]:
     account = view.account
     whole = number(sum(fact.numel for fact in view.plan.model.unique.values()))
     if account.classes is None:
@@ -109,20 +135,22 @@ def _ranks(view: View, each: bool) -> Iterator[str]:
     away = [
         tier for tier in ("cpu", "disk", "peer") if any(getattr(c, tier) for c in account.classes)
     ]
-    head: Row = ("per rank", "", f"parameters (of {whole})", "gradients", "optimizer", "in a step",
-                 *("for a peer" if tier == "peer" else f"on {tier}" for tier in away),
-                 "activations")  # fmt: skip
+    head: Row = (
+        "per rank", "", f"parameters (of {whole})", "gradients", "optimizer",
+        "temporary, during a step",
+        *("for a peer" if tier == "peer" else f"on {tier}" for tier in away), "activations",
+    )  # fmt: skip
     classes = account.classes if each else account.classes[:MOST_CLASSES]
     rows = [head, *(_rank(view, one, away) for one in classes)]
     if len(classes) < len(account.classes):
         more = len(account.classes) - len(classes)
         blank = ("",) * (len(head) - 2)
         rows.append((f"and {more} more", *blank, "(--each)"))
-    yield from _table(rows)
-    yield from _peaks(view, each)
+    yield from _table(rows, width)
+    yield from _peaks(view, each, width)
 
 
-def _peaks(view: View, each: bool) -> Iterator[str]:
+def _peaks(view: View, each: bool, width: int | None) -> Iterator[str]:
     """Where each kind of rank holds most, and what for."""
     memory = view.account.memory
     if memory is None:
@@ -132,7 +160,7 @@ def _peaks(view: View, each: bool) -> Iterator[str]:
         where = _where(view, one.place) or f"rank {one.first}"
         cells = (size(count) if count else "-" for count in one.classes.values())
         rows.append((where, _count(one.ranks, "rank"), one.top.what, size(one.peak), *cells))
-    yield from _table(rows)
+    yield from _table(rows, width)
 
 
 def _rank(view: View, one: RankClass, away: Sequence[str]) -> Row:
@@ -158,7 +186,7 @@ def _where(view: View, place: int | None) -> str:
     return "" if place is None else f"{view.plan.cuts[0].axis}={place}"
 
 
-def _traffic(view: View) -> Iterator[str]:
+def _traffic(view: View, width: int | None) -> Iterator[str]:
     """Per place of the pipeline: times and bytes of each kind over each axis."""
     account = view.account
     if not account.collectives:
@@ -176,7 +204,7 @@ def _traffic(view: View) -> Iterator[str]:
         mine = account.at(place)
         cells = [_sum([one for one in mine if (one.axes, one.kind) == kind]) for kind in kinds]
         rows.append((_where(view, place) or "each rank", *cells, _sum(mine)))
-    yield from _table(rows)
+    yield from _table(rows, width, keys=1)
 
 
 def _sum(found: Sequence[Collective]) -> str:
@@ -197,6 +225,15 @@ def _timeline(view: View, width: int) -> Iterator[str]:
     yield ""
 
 
-def _foot(view: View) -> Iterator[str]:
-    yield f"grade   {view.grade}"
-    yield from (f"note    {note}" for note in view.account.notes)
+def _foot(view: View, width: int | None) -> Iterator[str]:
+    yield f"result  {result(view.plan)}"
+    for note in view.account.notes:
+        yield from wrapped(f"note    {note}", width, more=" " * 8)
+
+
+def result(plan: Plan) -> str:
+    """How far the result may be from the original's, in words."""
+    gives_up = sorted(plan.gives_up)
+    if gives_up in ([], ["rounding"]):
+        return f"equal to the original {equal('algebraic' if gives_up else 'exact')}"
+    return f"may differ from the original in {', '.join(gives_up)}"

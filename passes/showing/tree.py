@@ -43,6 +43,7 @@ class Node:
     tensors: tuple[Tensor, ...]
     children: tuple[Node, ...]
     note: object = None  # what else must be equal for modules to be folded
+    cut: bool = False  # it holds modules that are not shown
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -123,13 +124,30 @@ def _joined(node: Node) -> Node:
     return replace(node.children[0], name=f"{node.name}.{node.children[0].name}")
 
 
-def text(root: Node) -> str:
-    """The tree for a terminal."""
-    rows = list(_rows(root, "", ""))
+def text(root: Node, depth: int | None = None, width: int | None = None) -> str:
+    """The tree for a terminal, `depth` levels of it: what lies below is counted.
+
+    Where lines are longer than `width`, parameters stand below their module.
+    """
+    rows = list(_rows(root if depth is None else _cut(root, depth), "", ""))
     left = max(len(row[0]) for row in rows)
     middle = max(len(row[1]) for row in rows)
-    lines = (f"{a.ljust(left)}  {b.ljust(middle)}  {c}".rstrip() for a, b, c in rows)
+    lines = []
+    for before, label, said in rows:
+        line = f"{before.ljust(left)}  {label.ljust(middle)}  {said}".rstrip()
+        if width is not None and len(line) > width:
+            stem = before[: len(before) - len(before.lstrip("│├└─ "))]
+            if before != stem:  # a module, and not a further parameter of one
+                lines.append(f"{before.ljust(left)}  {label}".rstrip())
+            line = f"{stem.replace('├', '│').translate({ord(c): ' ' for c in '└─'})}    {said}"
+        lines.append(line)
     return "\n".join(lines)
+
+
+def _cut(node: Node, depth: int) -> Node:
+    """A node without what lies more than `depth` levels below it; a run counts its own path."""
+    children = tuple(_cut(child, depth - 1) for child in node.children) if depth > 0 else ()
+    return replace(node, children=children, cut=bool(node.children) and not children)
 
 
 def _rows(node: Node, here: str, below: str) -> Iterator[tuple[str, str, str]]:
@@ -138,7 +156,7 @@ def _rows(node: Node, here: str, below: str) -> Iterator[tuple[str, str, str]]:
     times = f" x{node.count}" if node.count > 1 else ""
     label = node.class_name + times if here or below else ""
     said = [str(tensor) for tensor in node.tensors]
-    if not node.tensors and node.children:
+    if not node.tensors and (node.children or node.cut):
         said = [f"{number(node.numel)} parameters" + (" each" if times else "")]
     for place, words in enumerate(said or [""]):
         yield (here + node.name, label, words) if not place else (_stem(below, node), "", words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -50,14 +51,14 @@ if TYPE_CHECKING:
     from schedlang.runtime.replacing.left import Left
 
 MOST_RANKS = 8
-Progress = Callable[[str], None]
+Progress = Callable[..., None]  # progress(stage), and progress(stage, done, total) of its steps
 # in float64, in the working dtype, saved; and what kernels left to the model
 _Ran = tuple[Observation, Observation, dict[str, Any], tuple["Left", ...]]
 
 
 def prove(
     case: Case, *, pool: Pool | None = None, title: str = "", command: str = "",
-    progress: Progress = lambda stage: None,
+    progress: Progress = lambda stage, done=0, total=0: None,
 ) -> Report:  # fmt: skip
     """Compare a plan with its original in float64; on failure name the rows to blame.
 
@@ -82,8 +83,7 @@ def prove(
     ran = runs(case, wanted.evaluate)
     told = ran.told
     expected, drawn = original(case, told)
-    progress(f"{case.plan.mesh.world} ranks")
-    seen = _ranks(case, working, told, pool)
+    seen = _ranks(case, working, told, pool, progress)
     actual = seen[0]
     rows = _compared(case, working, told, expected, seen)
     rows, unsure = undecided(rows, case, working, told, seen[1])
@@ -172,14 +172,28 @@ def _product(values: Iterable[int]) -> int:
 # -- the two sides -----------------------------------------------------------------------------
 
 
-def _ranks(case: Case, working: Case | None, told: Sequence[Condition], pool: Pool) -> _Ran:
+def _ranks(
+    case: Case, working: Case | None, told: Sequence[Condition], pool: Pool,
+    progress: Progress | None = None,
+) -> _Ran:  # fmt: skip
     """What the ranks saw in float64 and in the working dtype, and their saved state, loaded."""
     from schedlang.runtime.launching.folders import temporary
     from schedlang.runtime.replacing.left import merged
 
+    world = case.plan.mesh.world
+    steps = sum(len(condition.batches) for condition in told)
+    steps += 0 if working is None else len(working.batches)
+    done = itertools.count(1)
+
+    def heard(rank: int, message: object) -> None:
+        if rank == 0 and progress is not None:  # the first rank speaks for all
+            progress(stage, min(next(done), steps), steps)
+
+    stage = f"{world} rank{'s' * (world > 1)}"
+    if progress is not None:
+        progress(stage, 0, steps)
     with temporary() as folder:
-        world = case.plan.mesh.world
-        every = pool.run(_rank, world, case, working, tuple(told), folder)
+        every = pool.run(_rank, world, case, working, tuple(told), folder, on_progress=heard)
         seen, rounded, again, _ = every[0]
         outputs = NO_OUTPUTS if case.parted else again  # each replica has statistics of its own
         left = merged(one for ran in every for one in ran[3])

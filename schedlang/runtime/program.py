@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from schedlang.amounts import number
 from schedlang.diagnostic import Diagnostic, Refusal, at_their_callers_lines
 from schedlang.runtime import whole
 from schedlang.runtime.assembly import Assembly
@@ -46,7 +47,7 @@ from schedlang.timeline import Op
 
 
 @at_their_callers_lines
-@dataclass
+@dataclass(repr=False)
 class Program:
     """A scheduled model on this rank.
 
@@ -81,6 +82,31 @@ class Program:
         a = self.assembly
         self._at = At(a.tokens)
         self._versions: Versions | None = versions_of(a.pipeline, a.parameters, self._update)
+
+    def __repr__(self) -> str:
+        a = self.assembly
+        at = ", ".join(f"{axis}={place}" for axis, place in a.ranks.at.items())
+        where = f", rank {a.ranks.rank} of {a.ranks.mesh.world} ({at})" if at else ""
+        held = sum(parameter.numel() for parameter in a.parameters.values())
+        micro = f", {a.micro} microbatches" if a.micro > 1 else ""
+        optimizer = type(self.optimizer).__name__ if self.optimizer is not None else "no optimizer"
+        said = f"{number(held)} parameters here{micro}, {optimizer}, step {self.step}"
+        return f"<Program of {type(a.module).__name__}{where}: {said}>"
+
+    @property
+    def dp_size(self) -> int:
+        """Into how many parts the rows of a batch are split: a sampler's `num_replicas`."""
+        return self.assembly.ranks.mesh.size(self.assembly.row_axes)
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of these parts is this rank's: a sampler's `rank`.  Ranks may share one."""
+        a = self.assembly
+        return a.ranks.mesh.index(a.ranks.rank, a.row_axes)
+
+    def rank_of(self, axis: str) -> int:
+        """The place of this rank along an axis of the mesh, from 0."""
+        return self.assembly.ranks.place(axis)
 
     @property
     def module(self) -> nn.Module:

@@ -8,27 +8,44 @@ from typing import Any
 from torch import Tensor
 
 from schedlang.diagnostic import Diagnostic, Label, Refusal, at_their_callers_lines
+from schedlang.runtime.collectives.ranks import Ranks
 from schedlang.runtime.parts import Batch
 from schedlang.runtime.program import Program
 from schedlang.source import python_span
 
 Make = Callable[[Batch, bool], Program]  # from a batch, and whether it is this rank's own rows
-_OWN = ("_make", "_program")
+_OWN = ("_make", "_program", "_ranks", "_row_axes")
+# what must be there before the first step, and why
+_NEEDS = {"optimizer": "an LR scheduler and `load` need the optimizer, which needs the parameters"}
 
 
 @at_their_callers_lines
 class Waiting:
     """A `Program` to come: `train_step` and `eval_step` build it, then all of it is there.
 
-    All ranks take their first step together, so they build together.  Whatever a program offers
-    besides is refused before that (S616).
+    All ranks take their first step together, so they build together.  The place of this rank is
+    known before; whatever a program offers besides is refused until then (S616).
     """
 
     _make: Make
     _program: Program | None
 
-    def __init__(self, make: Make) -> None:
-        self._make, self._program = make, None
+    def __init__(self, make: Make, ranks: Ranks, row_axes: tuple[str, ...]) -> None:
+        self._make, self._program, self._ranks, self._row_axes = make, None, ranks, row_axes
+
+    @property
+    def dp_size(self) -> int:
+        """As `Program.dp_size`: a sampler needs it before there is a batch."""
+        return self._ranks.mesh.size(self._row_axes)
+
+    @property
+    def dp_rank(self) -> int:
+        """As `Program.dp_rank`."""
+        return self._ranks.mesh.index(self._ranks.rank, self._row_axes)
+
+    def rank_of(self, axis: str) -> int:
+        """As `Program.rank_of`."""
+        return self._ranks.place(axis)
 
     def train_step(self, batch: Batch, *, local: bool = False) -> Tensor:
         """As `Program.train_step`."""
@@ -61,7 +78,8 @@ class Waiting:
 
     def __repr__(self) -> str:
         return (
-            "<a program to be built at its first batch>"
+            "<Program to be built at its first batch: give one to build it now, "
+            "`sch.build(batch=batch, ...)`>"
             if self._program is None
             else repr(self._program)
         )
@@ -74,7 +92,8 @@ class Waiting:
             Diagnostic(
                 "S616", f"`{name}` is not there yet: the program is built at its first batch",
                 Label(python_span()),
-                notes=("shapes are known from a batch, and none was given to `build`",),
+                notes=("shapes are known from a batch, and none was given to `build`",
+                       *([_NEEDS[name]] if name in _NEEDS else [])),
                 helps=("give one, only its shapes count: `sch.build(batch=batch, ...)`",
                        f"or use `{name}` after the first `train_step` or `eval_step`"),
             )

@@ -37,7 +37,7 @@ def diff(
     from schedlang.passes.costs.delta import delta
     from schedlang.passes.showing import diff_page
     from schedlang.passes.showing.diff import compare
-    from schedlang.verbs.files import accounted, check_folders, write_text
+    from schedlang.verbs.files import accounted, check_folders, write_asked
 
     check_folders(html=html)
     first, second = _sides((old, new), common)
@@ -45,7 +45,7 @@ def diff(
     costs = delta(accounted(first, memory=True), accounted(second, memory=True))
     names = (old.name, new.name) if old.name != new.name else (str(old), str(new))
     if html is not None:
-        write_text(html, diff_page.page(names, found, costs))
+        write_asked(html, diff_page.page(names, found, costs))
     if as_json:
         show_json({**found.to_json(), "costs": [cost.to_json() for cost in costs]})
         return

@@ -58,16 +58,16 @@ class Pictures:
         from schedlang.passes.showing.timeline_page import Shown, timeline_page
         from schedlang.passes.showing.trace import trace
         from schedlang.timeline.svg import drawn
-        from schedlang.verbs.files import write_text
+        from schedlang.verbs.files import write_asked
 
         if self.svg is not None:
             who = f"{axis}=" if axis else "rank "
             text = drawn({"": times}, title=title, transfers=self.transfers, who=who)
-            write_text(self.svg, text)
+            write_asked(self.svg, text)
         if self.trace is not None:
-            write_text(self.trace, trace(times))
+            write_asked(self.trace, trace(times))
         if self.html is not None:
-            write_text(self.html, timeline_page(Shown(order, times.timeline, axis, unit), cost))
+            write_asked(self.html, timeline_page(Shown(order, times.timeline, axis, unit), cost))
 
 
 def in_bars(times: Timing, width: int | None = None) -> str:
@@ -100,10 +100,10 @@ def write_measured(path: Path, found: Measured, title: str, axis: str) -> None:
     `axis` is that of the pipeline, whose places the lanes are.
     """
     from schedlang.passes.showing.measured_page import measured_page, measured_svg, measured_trace
-    from schedlang.verbs.files import write_text
+    from schedlang.verbs.files import write_asked
 
     if path.suffix == ".json":
-        write_text(path, measured_trace(found))
+        write_asked(path, measured_trace(found))
     else:
         make = measured_svg if path.suffix == ".svg" else measured_page
-        write_text(path, make(found, title, f"{axis}="))
+        write_asked(path, make(found, title, f"{axis}="))

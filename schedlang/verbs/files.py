@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -79,6 +80,12 @@ def check_folders(**written: Path | None) -> None:
         if not os.access(path.parent, os.W_OK):
             title = f"`--{option} {path}` cannot be written: `{path.parent}` is not yours to write"
             raise Refusal(Diagnostic("S109", title, helps=("name a file in a folder of yours",)))
+
+
+def write_asked(path: Path, text: str) -> None:
+    """Write a file that an option named, and say so."""
+    write_text(path, text)
+    print(f"wrote {path}", file=sys.stderr)
 
 
 def write_text(path: Path, text: str) -> None:

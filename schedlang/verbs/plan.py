@@ -70,6 +70,7 @@ def plan(
     """
     from schedlang.passes.showing.show import view
     from schedlang.passes.showing.show_text import text
+    from schedlang.tables import columns
     from schedlang.verbs.expected import demand_expected, step_of
     from schedlang.verbs.files import accounted, check_folders, planned
     from schedlang.verbs.lockfile import demand_lock, write_lock
@@ -94,7 +95,7 @@ def plan(
     if as_json:
         show_json({**value, "warnings": [one.to_json() for one in found.warnings]})
     else:
-        print(text(shown, each=each))
+        print(text(shown, each=each, width=columns()))
         if took is not None:
             print(f"\na step takes {took.seconds * 1e3:.4g} ms, {took.how[0]}")
         spent = time.perf_counter() - start - found.imports
@@ -118,18 +119,18 @@ def _draw(shown: View, asked: Written) -> None:
     from schedlang.passes.showing.picture import page, picture
     from schedlang.passes.showing.trace import trace as traced
     from schedlang.timeline import timing
-    from schedlang.verbs.files import write_text
+    from schedlang.verbs.files import write_asked
 
     if asked.svg is not None:
-        write_text(asked.svg, picture(shown))
+        write_asked(asked.svg, picture(shown))
     if asked.html is not None:
-        write_text(asked.html, page(shown))
+        write_asked(asked.html, page(shown))
     if asked.trace is not None:
         timeline = shown.account.timeline
         if timeline is None:
             title = "this plan has no pipeline, so there is no timeline to trace"
             raise Refusal(Diagnostic("S609", title, helps=("leave out `--trace`",)))
-        write_text(asked.trace, traced(timing(timeline)))
+        write_asked(asked.trace, traced(timing(timeline)))
 
 
 def _save(out: Path, found: Planned) -> None:
@@ -138,7 +139,7 @@ def _save(out: Path, found: Planned) -> None:
 
     from schedlang import printer
     from schedlang.passes.reading.record import record
-    from schedlang.verbs.files import write_text
+    from schedlang.verbs.files import write_asked
 
     path = found.model.path
     saved = {
@@ -148,4 +149,4 @@ def _save(out: Path, found: Planned) -> None:
         "model_file": str(path) if path is not None else found.model.name,
         **{key: value for key, value in record(found.plan).items() if key != "schedule"},
     }
-    write_text(out, json.dumps(saved, indent=1, ensure_ascii=False) + "\n")
+    write_asked(out, json.dumps(saved, indent=1, ensure_ascii=False) + "\n")

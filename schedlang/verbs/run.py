@@ -51,6 +51,7 @@ def run(
     from schedlang.diagnostic import Refusal
     from schedlang.passes.costs.expected_time import late
     from schedlang.passes.running.train import Course, check
+    from schedlang.told_once import in_a_job, tell
     from schedlang.verbs.expected import demand_time
     from schedlang.verbs.files import check_folders
 
@@ -71,9 +72,12 @@ def run(
             title = file or plan
             assert title is not None
             trained = _here(course, shown) if _job() else _local(course, found, shown)
-    except Refusal:
-        if first:
-            raise
+    except Refusal as refusal:
+        if as_json or not in_a_job():
+            if first:
+                raise
+        else:
+            tell(refusal)
         raise typer.Exit(REFUSED) from None
     if timeline is not None and first and trained.measured is not None:
         write_measured(timeline, trained.measured, title.name, course.plan.cuts[0].axis)

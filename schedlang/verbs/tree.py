@@ -18,6 +18,9 @@ def tree(
     ] = None,
     model: Model = None,
     each: Annotated[bool, typer.Option("--each", help="Repeated blocks one by one.")] = False,
+    depth: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Only so many levels of modules.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the model as a schedule sees it: paths, classes, parameters with named dims, ties."""
@@ -25,6 +28,7 @@ def tree(
     from schedlang.modelfile import load_model_file
     from schedlang.passes.showing.tree import text
     from schedlang.passes.showing.tree import tree as tree_of
+    from schedlang.tables import columns
 
     if file is not None and file.suffix == ".py" and model is None:
         model = str(file)
@@ -33,4 +37,4 @@ def tree(
     if as_json:
         show_json(root.to_json())
     else:
-        print(text(root))
+        print(text(root, depth, columns()))

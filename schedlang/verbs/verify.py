@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from schedlang.verbs.ending import FAILS, HOLDS, UNCHECKED, show_json
 from schedlang.verbs.outcome import AsJson, Common, Timeout, unchecked, verb
+
+if TYPE_CHECKING:
+    from schedlang.report import Report
 
 
 @verb
@@ -38,6 +39,9 @@ def verify(
         Path | None, typer.Option("--html", help="Write the report as a page into this file.")
     ] = None,
     timeout: Timeout = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Say what each gap of the proof could hide.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Prove that a schedule computes what the model computes; a CPU is enough.
@@ -54,13 +58,13 @@ def verify(
     from schedlang.verbs.lockfile import demand_lock
     from schedlang.verbs.posed import posed
     from schedlang.verbs.settings import settings
+    from schedlang.verbs.telling import Telling
 
     check_folders(html=html)
     if locked:
         demand_lock(file, common.model, as_json)
     given = settings(common.knob, common.mesh)
-    said = _Said(quiet=as_json or not sys.stderr.isatty())
-    with unchecked(timeout, as_json, said.done):
+    with Telling(quiet=as_json) as said, unchecked(timeout, as_json, said.close):
         found = load_model_file(common.model, file)
         one = posed(
             file, found, given, model=common.model,
@@ -68,37 +72,24 @@ def verify(
         )  # fmt: skip
         with Pool(preload=(*BASE, *PROGRAMS), files=found.files) as pool:
             report = prove(one.case, pool=pool, title=file.name, command=one.command, progress=said)
-    said.done()
-    _show(remarked(report, one.small), as_json, html)
+    _show(remarked(report, one.small), as_json, html, verbose)
     raise typer.Exit(report.exit_code if report.exit_code in (HOLDS, FAILS) else UNCHECKED)
 
 
-def _show(report: Any, as_json: bool, html: Path | None) -> None:
+def _show(report: Report, as_json: bool, html: Path | None, verbose: bool) -> None:
     from schedlang.report_page import page
-    from schedlang.verbs.files import write_text
+    from schedlang.report_text import WIDTH, lines
+    from schedlang.verbs.files import write_asked
 
     if html is not None:
-        write_text(html, page(report))
+        write_asked(html, page(report))
     if as_json:
         show_json(report.to_json())
         return
     from rich.console import Console
+    from rich.text import Text
 
-    Console(width=max(100, Console().width)).print(report)
-
-
-class _Said:
-    """A line on the terminal that says what runs now and since when."""
-
-    def __init__(self, quiet: bool) -> None:
-        self.quiet, self.start = quiet, time.perf_counter()
-
-    def __call__(self, stage: str) -> None:
-        if not self.quiet:
-            seconds = time.perf_counter() - self.start
-            print(f"\r\033[K {seconds:5.1f} s  {stage} ...", end="", file=sys.stderr, flush=True)
-
-    def done(self) -> None:
-        """Clear the line."""
-        if not self.quiet:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+    console = Console()
+    width = console.width if console.is_terminal else WIDTH
+    for style, text in lines(report, width, verbose=verbose):
+        console.print(Text(text, style=style), soft_wrap=True)

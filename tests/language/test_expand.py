@@ -311,7 +311,7 @@ step "kernels" {
     assert (
         refused(text).render()
         == """\
-error[S505]: this action gives up `rng`, which its step has not allowed
+error[S505]: this row changes numerics (`rng`), which its step does not allow
  --> gpt2.sched:3:12
   |
 2 | step "kernels" {

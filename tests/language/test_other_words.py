@@ -319,11 +319,11 @@ def test_a_view_of_tokens_names_the_attention() -> None:
 
 
 def test_in_python_as_in_text() -> None:
-    """A call from Python gets the same answer, at its line."""
+    """A call from Python gets the same answer in Python, at its line."""
     sch = schedlang.create_schedule(nn.Sequential(nn.Linear(2, 2)))
-    with pytest.raises(Refusal, match=re.escape("write `checkpoint(save=[attention])`")):
+    with pytest.raises(Refusal, match=re.escape('write `.checkpoint(save=["attention"])`')):
         sch["0"].checkpoint(save=["flash_attention"])
-    with pytest.raises(Refusal, match=re.escape("`layers.*  checkpoint()` recomputes")):
+    with pytest.raises(Refusal, match=re.escape('`sch["layers.*"].checkpoint()` recomputes')):
         sch["0"].recompute()
 
 

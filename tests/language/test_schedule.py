@@ -46,7 +46,7 @@ def built() -> Schedule:
             h["attn.c_proj"].shard("row", over="tp")
             h["mlp.c_fc"].shard("col", over="tp")
             h["mlp.c_proj"].shard("row", over="tp")
-        sch.verify("forward", "backward")
+        sch.row("verify", "forward", "backward")
     return sch
 
 

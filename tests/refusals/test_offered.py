@@ -34,11 +34,11 @@ def _texts() -> list[tuple[str, str]]:
 
 @cache
 def _options() -> dict[str, set[str]]:
-    """Of each verb of the command line, its options."""
+    """Of each verb of the command line, its options; those that stand before a verb under ""."""
     group: Any = typer.main.get_command(app)
     return {
         name: {option for one in verb.params for option in (*one.opts, *one.secondary_opts)}
-        for name, verb in group.commands.items()
+        for name, verb in (("", group), *group.commands.items())
     }
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.diagnostic import Diagnostic, Refusal, guess
 from schedlang.mesh import Mesh
 from schedlang.runtime.collectives.collective import Group
 
@@ -90,6 +90,17 @@ class Ranks:
         self.at = mesh.coordinates(self.rank)
         self._groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
         self._along: dict[tuple[str, ...], Group] = {}  # asked for by every sharded module
+
+    def place(self, axis: str) -> int:
+        """The place of this rank along an axis or a view, from 0; refuses others (S204)."""
+        if axis not in self.mesh.names:
+            raise Refusal(
+                Diagnostic(
+                    "S204", f"the mesh has no axis `{axis}`", notes=(f"the mesh is {self.mesh}",),
+                    helps=(guess(axis, self.mesh.names, "it has"),) if self.mesh.names else (),
+                )
+            )  # fmt: skip
+        return self.mesh.index(self.rank, axis)
 
     def group(self, over: str | Sequence[str]) -> Group:
         """This rank's group along axes; a group of one has no process group."""

@@ -64,7 +64,7 @@ Slices = Callable[[str, int, tuple[int, ...]], Window | None]
 
 
 class LogicalDropout(Ambient):
-    """Draw dropout logically; refuse other randomness that has no logical form.
+    """Draw dropout logically; refuse other randomness, which other ranks cannot reproduce.
 
     `slices(site, call, shape)` says which part of the logical tensor a local tensor with per-sample
     shape `shape` is, None: all of it. Rows (dim 0) are the samples of the current scope; a tensor
@@ -84,7 +84,7 @@ class LogicalDropout(Ambient):
         kwargs = dict(kwargs or {})
         if scope.current() is not None:
             if illogical(func, args, kwargs):
-                raise _refusal(f"`{_name(func)}` in {_here()} has no logical form")
+                raise _refusal(f"`{_name(func)}` in {_here()} cannot be reproduced on other ranks")
             if func in LOGICAL:
                 if any(hasattr(x, "placements") for x in args):
                     raise _refusal(f"`{_name(func)}` in {_here()} is given a DTensor")

@@ -1,0 +1,55 @@
+"""Tables of a terminal: columns that are too many for a line go below, names are never cut."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+
+Row = Sequence[str]
+GAP = "  "
+
+
+def columns() -> int | None:
+    """The columns of the terminal; None where the output goes elsewhere, and may be any width."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def wrapped(text: str, width: int | None, indent: str = "", more: str = "  ") -> list[str]:
+    """Lines broken between words, never within one; those after the first stand `more` in."""
+    if width is None or len(indent) + len(text) <= width:
+        return [indent + text]
+    return textwrap.wrap(
+        text, max(width, 40), initial_indent=indent, subsequent_indent=indent + more,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def widths(rows: Sequence[Row]) -> list[int]:
+    """The width of each column."""
+    return [max(len(cell) for cell in column) for column in zip(*rows)]
+
+
+def joined(row: Row, wide: Sequence[int]) -> str:
+    """One line; a column that is empty everywhere takes no room."""
+    return (GAP + GAP.join(c.ljust(w) for c, w in zip(row, wide) if w)).rstrip()
+
+
+def table(rows: Sequence[Row], width: int | None = None, keys: int = 1) -> Iterator[str]:
+    """The lines of a table; too wide, it comes in parts, each with the first `keys` columns."""
+    wide = widths(rows)
+    start, count = keys, len(wide)
+    while True:
+        end = count
+        if width is not None:
+            used = sum(len(GAP) + w for w in wide[:keys] if w)
+            end = start
+            while end < count and (end == start or used + len(GAP) + wide[end] <= width):
+                used += len(GAP) + wide[end] if wide[end] else 0
+                end += 1
+        part = [*range(keys), *range(start, end)]
+        yield from (joined([row[k] for k in part], [wide[k] for k in part]) for row in rows)
+        if end >= count:
+            return
+        start = end

@@ -1,0 +1,69 @@
+"""How far something long has come: one changing line on a terminal, some plain ones elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from types import TracebackType
+
+FIRST, EVERY = 10.0, 10.0  # seconds until the first plain line, and between two
+REFRESH = 0.5  # of the line on a terminal
+
+
+class Telling:
+    """Says what runs, since when and for about how much longer: `said("4 ranks", 3, 9)`.
+
+    A thread speaks, so that a step of minutes is not silent.  What is left is told from what the
+    steps of this stage have taken; before the first one nobody knows.
+    """
+
+    def __init__(self, quiet: bool = False, *, first: float = FIRST, every: float = EVERY) -> None:
+        self.live = sys.stderr.isatty()
+        self.first, self.every = (REFRESH, REFRESH) if self.live else (first, every)
+        self.start = self.since = time.perf_counter()
+        self.stage, self.done, self.total = "", 0, 0
+        self._stop = threading.Event()
+        self._thread = None if quiet else threading.Thread(target=self._speak, daemon=True)
+
+    def __call__(self, stage: str, done: int = 0, total: int = 0) -> None:
+        """A stage begins, or so many of its steps are done."""
+        if stage != self.stage:
+            self.since = time.perf_counter()
+        self.stage, self.done, self.total = stage, done, total
+
+    def __str__(self) -> str:
+        now = time.perf_counter()
+        parts = [f"{now - self.start:5.1f} s  {self.stage}"]
+        if self.total:
+            parts.append(f"step {self.done} of {self.total}")
+        if 0 < self.done < self.total:
+            left = (now - self.since) / self.done * (self.total - self.done)
+            parts.append(f"about {max(1, round(left))} s left")
+        return ", ".join(parts)
+
+    def __enter__(self) -> Telling:
+        if self._thread is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self.close()
+
+    def close(self) -> None:
+        """Speak no more; clear the line on a terminal."""
+        self._stop.set()
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join()
+            if self.live:
+                print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    def _speak(self) -> None:
+        wait = self.first
+        while not self._stop.wait(wait):
+            wait = self.every
+            line = f"\r\033[K {self} ..." if self.live else f" {self} ..."
+            print(line, end="" if self.live else "\n", file=sys.stderr, flush=True)

@@ -1,0 +1,237 @@
+"""What the command line says beside its results: progress, files, versions, causes, widths."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import schedlang
+from schedlang.cli import app
+from schedlang.code_example import model
+from schedlang.tables import table, wrapped
+from schedlang.verbs.telling import Telling
+
+ROOT = Path(__file__).parents[2]
+SCHEDULE = "schedule 1\n\nmesh(tp=2)\n\nlayers.*.up  shard(col, output=R, over=tp)\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "model.py").write_text(model())
+    (tmp_path / "x.sched").write_text(SCHEDULE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# -- progress ---------------------------------------------------------------------------------
+
+
+def test_short_runs_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where there is no terminal, nothing is said of what ends before the first line is due."""
+    with Telling(first=60) as said:
+        said("the original")
+    assert capsys.readouterr().err == ""
+
+
+def test_plain_lines_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a terminal each line is a whole one, with what runs and what is left of it."""
+    with Telling(first=0.05, every=0.05) as said:
+        said("4 ranks", 0, 9)
+        said("4 ranks", 3, 9)
+        time.sleep(0.4)
+    lines = capsys.readouterr().err.splitlines()
+    assert 2 <= len(lines) <= 9
+    assert all("s  4 ranks, step 3 of 9, about 1 s left ..." in line for line in lines)
+    assert "\r" not in "".join(lines)
+
+
+def test_nothing_is_left_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """A quiet one says nothing at all; a failure inside ends the thread, too."""
+    with pytest.raises(ZeroDivisionError), Telling(quiet=True, first=0.0) as said:
+        said("a stage")
+        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), Telling(first=0.01) as said:
+        raise ZeroDivisionError
+    thread = said._thread
+    assert thread is not None and not thread.is_alive()
+
+
+def test_on_a_terminal_one_line_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line is written over, and taken away at the end."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setattr("schedlang.verbs.telling.REFRESH", 0.02)
+    with Telling() as said:
+        said("the original")
+        time.sleep(0.2)
+    assert shown.getvalue().count("the original") > 1 and "\n" not in shown.getvalue()
+    assert shown.getvalue().endswith("\r\033[K")
+
+
+def test_what_is_left_is_that_of_the_stage() -> None:
+    """What is left is told from this stage's steps: not before the first, nor after the last."""
+    said = Telling(quiet=True)
+    said("the original")
+    assert "left" not in str(said) and "step" not in str(said)
+    said("2 ranks", 0, 4)
+    assert "step 0 of 4" in str(said) and "left" not in str(said)
+    said.since -= 30
+    said("2 ranks", 1, 4)
+    assert "about 90 s left" in str(said)
+    said("2 ranks", 4, 4)
+    assert "left" not in str(said)
+
+
+def test_ranks_tell_their_steps() -> None:
+    """A proof says how many steps its ranks have, and each one that is done."""
+    import torch
+    from torch import nn
+
+    from schedlang.passes.proving.sides import Case
+    from schedlang.passes.verifying.prove import prove
+
+    heard: list[tuple[str, int, int]] = []
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.up(x).square().mean()
+
+    sch = schedlang.create_schedule(Net())
+    sch.mesh(tp=2)
+    sch["up"].shard("col", output="R", over="tp")
+    case = Case(sch.plan(), ({"x": torch.randn(4, 4)},) * 3, None, None, 0, "none")
+
+    def note(stage: str, done: int = 0, total: int = 0) -> None:
+        heard.append((stage, done, total))
+
+    assert prove(case, progress=note).ok
+    steps = [(done, total) for stage, done, total in heard if stage == "2 ranks"]
+    assert steps[0][0] == 0 and steps[-1][0] == steps[-1][1] >= 6
+    assert [done for done, _ in steps] == sorted(done for done, _ in steps)
+
+
+# -- files, versions, causes ------------------------------------------------------------------
+
+
+def test_the_version() -> None:
+    """It is that of the package, before any verb."""
+    done = subprocess.run(
+        [sys.executable, "-m", "schedlang", "--version"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, f"schedlang {schedlang.__version__}\n")
+    assert CliRunner().invoke(app, ["--version"]).stdout == done.stdout
+    assert "--version" in CliRunner().invoke(app, ["--help"]).stdout
+
+
+def test_what_is_written_is_said(folder: Path) -> None:
+    """Each file that an option names is named on standard error; standard output stays as it is."""
+    plain = CliRunner().invoke(app, ["plan", "x.sched"])
+    words = ["--svg", "a.svg", "--html", "b.html", "--out", "p.json"]
+    done = CliRunner().invoke(app, ["plan", "x.sched", *words])
+    assert done.stdout == plain.stdout
+    for name in words[1::2]:
+        assert f"wrote {name}\n" in done.stderr and (folder / name).exists()
+    assert "wrote" not in plain.stderr
+
+
+def test_the_cause_of_an_import_error(folder: Path) -> None:
+    """All exceptions of a chain are told with their lines, whichever way they are linked."""
+    (folder / "low.py").write_text(
+        "try:\n    import no_such_module\nexcept ImportError as e:\n"
+        "    raise RuntimeError('low needs it') from e\n"
+    )
+    (folder / "model.py").write_text(
+        "import sys\nsys.path.insert(0, '.')\ntry:\n    import low\nexcept RuntimeError:\n"
+        "    raise ValueError('there is no model')\n"
+    )
+    done = CliRunner().invoke(app, ["plan", "x.sched"])
+    assert done.exit_code == 2
+    said = [line for line in done.stderr.splitlines() if "= note:" in line]
+    assert [line.split("note: ")[1] for line in said] == [
+        "ValueError: there is no model",
+        "model.py:6: raise ValueError('there is no model')",
+        "while handling RuntimeError: low needs it",
+        "low.py:4: raise RuntimeError('low needs it') from e",
+        "caused by ModuleNotFoundError: No module named 'no_such_module'",
+        "low.py:2: import no_such_module",
+    ]
+
+
+def test_a_tree_of_some_levels(folder: Path) -> None:
+    """`--depth` leaves out what lies below, and says how many parameters are there."""
+    whole, one, none = (
+        CliRunner().invoke(app, ["tree", "model.py", *words]).stdout
+        for words in ([], ["--depth", "1"], ["--depth", "0"])
+    )
+    assert len(none.splitlines()) == 1 and "parameters" in none
+    assert len(none.splitlines()) < len(one.splitlines()) < len(whole.splitlines())
+    assert all("├─" not in line.lstrip("├└")[2:] for line in one.splitlines())
+
+
+# -- widths -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [40, 80, 100])
+def test_wide_tables_come_in_parts(width: int) -> None:
+    """Each part has the first columns and fits; every cell stands in it whole, and once."""
+    head = ("rank", *(f"a column {n}" for n in range(12)))
+    rows = [head, *((f"pp={k}", *(f"{k}.{n} KiB" for n in range(12))) for k in range(2))]
+    lines = list(table(rows, width))
+    assert max(map(len, lines)) <= width
+    assert sum(line.split()[0] == "pp=0" for line in lines) == len(lines) // 3
+    for row in rows:
+        for cell in row[1:]:
+            assert sum(f"  {cell}  " in f"{line}  " for line in lines) == 1, cell
+    assert len(list(table(rows))) == 3
+
+
+def test_words_are_never_cut() -> None:
+    """A name that is longer than the line stands on it whole."""
+    name = "transformer.h.11.attn.c_attn.weight" * 2
+    lines = wrapped(f"not checked: {name} was not run", 50, " ")
+    assert any(name in line for line in lines) and len(lines) > 1
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_plan_and_tree_fit(folder: Path, width: int) -> None:
+    """Every line of a plan and of a tree fits the terminal; the same names stand in it."""
+    from schedlang.code_example import model as text_of
+    from schedlang.model import ModelFacts
+    from schedlang.passes.costs.account import account
+    from schedlang.passes.showing import tree
+    from schedlang.passes.showing.show import view
+    from schedlang.passes.showing.show_text import text
+
+    names: dict[str, object] = {}
+    exec(text_of(), names)
+    net, batch = names["model"](), names["batch"](0)  # type: ignore[operator]
+    sch = schedlang.create_schedule(net)
+    sch.mesh(dp=2, tp=2)
+    sch["layers.*.up"].shard("col", over="tp")
+    sch["layers.*.down"].shard("row", over="tp")
+    sch["layers.*"].checkpoint(save=["attention", "linear"])
+    sch.zero(stage=1, over="dp")
+    shown = view(sch.plan(), account(sch.plan(), batch, memory=True))
+    free, tight = text(shown), text(shown, width=width)
+    assert max(map(len, tight.splitlines())) <= width
+    assert max(map(len, free.splitlines())) > width or width == 100
+    assert set(free.split()) == set(tight.split())
+    root = tree.tree(ModelFacts(net))
+    narrow = tree.text(root, width=50)
+    assert set(narrow.split()) >= {"Net", "up", "down"}
+    assert set(narrow.replace("│", "").split()) == set(tree.text(root).replace("│", "").split())

@@ -1,0 +1,306 @@
+"""Python as the first way in: what is printed is short, and helps are spelled in Python."""
+
+from __future__ import annotations
+
+import linecache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import schedlang
+from schedlang.diagnostic import Refusal
+from schedlang.in_python import spelled
+from schedlang.schedule import Schedule
+
+
+class Block(nn.Module):
+    """A pair of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Net(nn.Module):
+    """Three blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def batch(seed: int = 0) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(6, 8, generator=torch.Generator().manual_seed(seed))}
+
+
+@pytest.fixture
+def sch() -> Schedule:
+    made = schedlang.create_schedule(Net())
+    made.mesh(tp=2)
+    return made
+
+
+def both(sch: Schedule) -> None:
+    sch["blocks.*.up"].shard("col", over="tp")
+    sch["blocks.*.down"].shard("row", over="tp")
+
+
+# -- verify -----------------------------------------------------------------------------------
+
+
+def test_verify_verifies(sch: Schedule) -> None:
+    """`sch.verify(batch=...)` is the report of `schedlang.verify`; a wrong schedule would fail."""
+    both(sch)
+    report = sch.verify(batch=batch, dtype="none")
+    assert isinstance(report, schedlang.Report) and report.ok and len(report.rows) > 20
+    assert not any(action.name == "verify" for action in sch.plan().actions)
+
+
+def test_a_verify_row_is_added_by_its_name(sch: Schedule) -> None:
+    """`row` adds what stands in a file, of any verb, on the schedule, a scope and a path."""
+    sch.row("verify", "forward", "backward")
+    sch["blocks[1:]"].row("checkpoint")
+    with sch.at("blocks.0") as scope:
+        scope.row("offload", "activations")
+    assert [a.name for a in sch.plan().actions] == ["verify", "checkpoint", "offload"]
+    assert "verify(forward, backward)" in sch.to_sched()
+
+
+@pytest.mark.parametrize("call", ["sch.verify()", "sch.verify('forward')"])
+def test_verify_without_a_batch_says_what_it_needs(sch: Schedule, call: str) -> None:
+    """What once added a row in silence is refused, with both ways to go on."""
+    with pytest.raises(Refusal) as caught:
+        eval(call)
+    said = caught.value.render()
+    assert "sch.verify(batch=batch)" in said and 'sch.row("verify"' in said
+    assert "loss=loss" in said  # Python as it is stays as it is
+    assert not sch.plan().actions
+
+
+# -- what is printed --------------------------------------------------------------------------
+
+
+def test_reprs_are_short(sch: Schedule) -> None:
+    """One line each, which says of what, where and how much."""
+    both(sch)
+    with sch.step("less memory"):
+        sch["blocks.*"].checkpoint()
+    assert repr(sch) == "<Schedule for Net on tp=2: 3 rows in 1 step>"
+    assert str(sch) == sch.to_sched().rstrip()
+    assert repr(sch.plan()) == "<Plan for Net on tp=2: 3 rows, may differ in rounding>"
+    assert repr(sch["blocks.*.up"]) == (
+        '<sch["blocks.*.up"]: 3 modules (Linear): blocks.0.up, blocks.1.up, blocks.2.up>'
+    )
+    assert repr(sch["blocks.7"]) == '<sch["blocks.7"]: index 7 is out of range>'
+    assert repr(sch["blocks"].checkpoint) == '<sch["blocks"].checkpoint: call it to add the row>'
+    warning = repr(sch.warnings())
+    assert warning.startswith("[<warning[W") and warning.count("\n") == 0 and "Span" not in warning
+
+
+def test_a_printed_plan_is_that_of_the_verb(sch: Schedule, tmp_path: Path) -> None:
+    """`print(sch.plan())` has the table and the memory that `schedlang plan` prints."""
+    from typer.testing import CliRunner
+
+    from schedlang.cli import app
+
+    both(sch)
+    (tmp_path / "a.sched").write_text(sch.to_sched())
+    code = Path(__file__).read_text()
+    (tmp_path / "model.py").write_text(f"{code}\n\ndef model():\n    return Net()\n\ndel batch\n")
+    verb = CliRunner().invoke(app, ["plan", str(tmp_path / "a.sched")])
+    assert verb.exit_code == 0, verb.output
+
+    def rows(text: str) -> list[str]:
+        lines = text.splitlines()[
+            1:
+        ]  # the first one names the file, and lines end with their place
+        return [line.rpartition(" :")[0].rstrip() or line.rstrip() for line in lines]
+
+    assert rows(verb.stdout) == rows(str(sch.plan()))
+    assert "per rank" in str(sch.plan()) and "f32[12@tp, 8]" in str(sch.plan())
+
+
+def test_a_printed_program_has_no_weights() -> None:
+    """Before and after it is built: one line, of any model."""
+    sch = schedlang.create_schedule(Net())
+    program: Any = sch.build()
+    assert "sch.build(batch=batch, ...)" in repr(program) and len(repr(program)) < 120
+    program.train_step(batch())
+    assert str(program) == "<Program of Net: 636 parameters here, no optimizer, step 1>"
+
+
+def test_notebooks_show_pictures(sch: Schedule) -> None:
+    """A plan, a schedule and a report have HTML of their own."""
+    both(sch)
+    assert sch.plan()._repr_html_().startswith("<svg")
+    assert sch._repr_html_() == sch.plan()._repr_html_()
+
+
+# -- what is said in Python's words -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "python"),
+    [
+        ("`mlp.up  shard(col, over=tp)`", '`sch["mlp.up"].shard("col", over="tp")`'),
+        ("use `zero(stage=1, over=dp)` here", 'use `sch.zero(stage=1, over="dp")` here'),
+        ("`shard(col, output=R, over=tp)`", '`.shard("col", output=R, over="tp")`'),
+        ("`h  shard(input=S(1), over=cp)`", '`sch["h"].shard(input=S(1), over="cp")`'),
+        ('`step "..." relax(dtype) {`', '`with sch.step("...", relax="dtype"):`'),
+        ("add `relax(dtype)`", 'add `sch.step(..., relax="dtype")`'),
+        ('`step "a" relax(dtype, model) {`', '`with sch.step("a", relax=["dtype", "model"]):`'),
+        ("did you mean `over=tp`?", 'did you mean `over="tp"`?'),
+        ("`checkpoint(plan=rotor, memory=2GiB)`", '`.checkpoint(plan="rotor", memory="2GiB")`'),
+        ('`pipeline(order="1F1B", micro=...)`', '`sch.pipeline(order="1F1B", micro=...)`'),
+        ("`x  fuse(p, with=triton)`", '`sch["x"].fuse("p", with_="triton")`'),
+        ("`h  offload(params), checkpoint()`", "`h  offload(params), checkpoint()`"),
+        ("`mesh(dp=_, tp=2)`", '`sch.mesh(dp="_", tp=2)`'),
+        ("`expect bubble < 0.2`", '`sch.expect("bubble < 0.2")`'),
+        ("`verify(forward)`", '`sch.row("verify", "forward")`'),
+        ("`--mesh dp=2,tp=1`, `--knob n=3`", "`sch.mesh(dp=2, tp=1)`, `sch.set(n=3)`"),
+        # what is Python already, or a command, or a name, stays
+        ("`sch.build(batch=batch, ...)`", "`sch.build(batch=batch, ...)`"),
+        ("`loss(output, batch)`, `loss=loss`", "`loss(output, batch)`, `loss=loss`"),
+        ("`schedlang init model.py`", "`schedlang init model.py`"),
+        ("did you mean `c_fc`?", "did you mean `c_fc`?"),
+        ("`with sch.step(...)`", "`with sch.step(...)`"),
+    ],
+)
+def test_spelled(schedule: str, python: str) -> None:
+    """Rows become calls, and only rows."""
+    assert spelled(schedule) == python
+
+
+def test_a_file_is_answered_in_its_own_words(sch: Schedule, tmp_path: Path) -> None:
+    """The same mistake: helped in Python where Python asked, in a schedule where a file did."""
+    with pytest.raises(Refusal) as caught:
+        sch["blocks.*.up"].shard("col")
+    assert 'for example `sch["mlp.up"].shard("col", over="tp")`' in caught.value.render()
+    path = tmp_path / "a.sched"
+    path.write_text("schedule 1 for Net\n\nmesh(tp=2)\n\nblocks.*.up  shard(col)\n")
+    with pytest.raises(Refusal) as caught:
+        schedlang.load(path, Net())
+    assert "for example `mlp.up  shard(col, over=tp)`" in caught.value.render()
+
+
+def test_what_is_offered_in_python_is_legal(sch: Schedule) -> None:
+    """The step that a refusal offers can be typed as it stands."""
+    with pytest.raises(Refusal) as caught:
+        sch.cast("bf16")
+    offered = 'with sch.step("...", relax="dtype"):'
+    assert offered in caught.value.render()
+    exec(f"{offered}\n    sch.cast('bf16')", {"sch": sch})
+    assert "dtype" in sch.grade
+
+
+def test_nothing_is_framed_where_there_are_no_lines(sch: Schedule) -> None:
+    """In a prompt whose lines Python does not keep there is no place, and all is said in notes."""
+    for name, shown in (("<stdin>", False), ("<string>", True)):
+        linecache.cache.pop(name, None)
+        with pytest.raises(Refusal) as caught:
+            exec(compile('sch["blocks.*.wrong"].modules', name, "exec"), {"sch": sch})
+        said = caught.value.render()
+        assert (f"--> {name}:1:1" in said) is shown
+        assert " |" not in said
+        assert "has no child `wrong`" in said
+
+
+@pytest.mark.parametrize(("call", "meant"), [("sch.pln()", "plan"), ("sch.undoo()", "undo")])
+def test_a_method_that_was_meant(sch: Schedule, call: str, meant: str) -> None:
+    """What is no verb may be one of the schedule's own methods, misspelled."""
+    with pytest.raises(Refusal) as caught:
+        eval(call)
+    assert f"did you mean `sch.{meant}`?" in caught.value.render()
+    with pytest.raises(Refusal) as caught:
+        sch["blocks"].chekpoint()
+    assert "did you mean `checkpoint`?" in caught.value.render()
+
+
+def test_other_places_are_named_without_their_lines(sch: Schedule) -> None:
+    """A second place that cannot be shown is told with its file and line."""
+    code = 'sch["blocks"].checkpoint()\nsch["blocks.0.up"].shard("col", over="tp")\n'
+    with pytest.raises(Refusal) as caught:
+        exec(compile(code, "<string>", "exec"), {"sch": sch})
+    assert "= note: <string>:1: " in caught.value.render()
+
+
+# -- small things -----------------------------------------------------------------------------
+
+
+def test_paths_are_chained(sch: Schedule) -> None:
+    """Names go on, numbers and slices pick; what is recorded is one path."""
+    assert sch["blocks"]["0"].modules == sch["blocks"][0].modules == ("blocks.0",)
+    assert sch["blocks"][1]["up"].modules == ("blocks.1.up",)
+    assert sch["blocks"][-1].modules == ("blocks.2",)
+    assert sch["blocks"][1:].modules == ("blocks.1", "blocks.2")
+    assert sch["blocks"][::2].modules == ("blocks.0", "blocks.2")
+    sch["blocks"][:2]["up"].shard("col", over="tp")
+    assert "blocks[:2].up  shard(col, over=tp)" in sch.to_sched()
+    for wrong in (
+        lambda: sch["blocks"][:2][0],
+        lambda: sch.blocks[0],
+        lambda: sch["blocks"][9].modules,
+    ):
+        with pytest.raises(Refusal):
+            wrong()
+
+
+def test_undo_takes_back_several(sch: Schedule) -> None:
+    """`undo(2)` takes two rows back, and an empty step with its last; too many are all."""
+    empty = sch.to_sched()
+    both(sch)
+    one = sch.to_sched()
+    with sch.step("last"):
+        sch["blocks.0"].checkpoint()
+        sch["blocks.1"].checkpoint()
+    sch.undo(2)
+    assert sch.to_sched() == one
+    sch.undo()
+    assert len(sch.plan().actions) == 1
+    sch.undo(9)
+    assert "shard" not in sch.to_sched()
+    assert empty != one
+
+
+def test_plain_texts_do(sch: Schedule) -> None:
+    """One name needs no tuple; `axis=` is what torch calls `over=`; sizes may have units."""
+    with sch.step("a", relax="dtype"):
+        sch.cast("bf16")
+    assert sch.plan().relaxed == (("a", ("dtype",)),)
+    sch["blocks.*.up"].shard("col", axis="tp")
+    assert "shard(col, over=tp)" in sch.to_sched()
+    sch.view("all", of="tp")
+    sch["blocks"].checkpoint(plan="rotor", memory="2GiB")
+    assert "memory=2GiB" in sch.to_sched()
+
+
+def test_a_program_knows_its_place() -> None:
+    """Before its first batch and after it; a wrong axis is refused with the mesh."""
+    sch = schedlang.create_schedule(Net())
+    sch.mesh(dp=1)
+    sch.zero(stage=1, over="dp")
+    for program in (sch.build(), sch.build(batch=batch())):
+        assert (program.dp_size, program.dp_rank, program.rank_of("dp")) == (1, 0, 0)
+        with pytest.raises(Refusal, match="the mesh has no axis `tp`"):
+            program.rank_of("tp")
+
+
+def test_no_optimizer_before_the_first_batch() -> None:
+    """What an LR scheduler asks for says that `batch=` is what it lacks."""
+    sch = schedlang.create_schedule(Net())
+    program: Any = sch.build(optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
+    with pytest.raises(Refusal) as caught:
+        torch.optim.lr_scheduler.StepLR(program.optimizer, 1)
+    said = caught.value.render()
+    assert "sch.build(batch=batch, ...)" in said and "LR scheduler" in said
