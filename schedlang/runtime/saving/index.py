@@ -245,7 +245,8 @@ def _of_dcp(data: bytes) -> Index:
         where, told = _fields(at, "MetadataIndex"), _fields(info, "_StorageInfo")
         if told.get("transform_descriptors"):
             raise Unreadable("its files are encoded")
-        whole = None if where["offset"] is None else _size(where["offset"])
+        offset = where.get("offset")  # a field that was never set is not in its state
+        whole = None if offset is None else _size(offset)
         start, length = _sizes([told["offset"], told["length"]])
         places[where["fqn"], whole] = Place(str(told["relative_path"]), start, length, None)
     tensors, values = {}, {}
