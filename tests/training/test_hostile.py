@@ -234,12 +234,27 @@ INDEXES: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
+SAID = {
+    "box smaller": "parts of `model.row` are not in it",
+    "boxes missing": "parts of `model.row` are not in it",
+    "other dtype": "`model.row` is float32 in it, and should be float64",
+    "tensor missing": "`model.row` of [1, 7] is not in it",
+    "another's data": "`model.row` of [1, 7] is not in it",
+    "value missing": "there is no `schedlang` in it",
+    "place beyond": "`__0_0.distcp` ends before box [0:1, 0:7] of `model.row` does",
+    "length beyond": "`__0_0.distcp` ends before box [0:1, 0:7] of `model.row` does",
+}
+
+
 @pytest.mark.parametrize("name", INDEXES)
 def test_crafted_indexes(tmp_path: Path, name: str) -> None:
     """Each is refused with the file or the tensor, before anything is changed."""
     trained().save(tmp_path / "a")
-    reindexed(last(tmp_path / "a"), INDEXES[name])
-    unchanged(lambda p: p.load(tmp_path / "a"))
+    step = last(tmp_path / "a")
+    (tmp_path / "x").write_bytes((step / "__0_0.distcp").read_bytes())
+    reindexed(step, INDEXES[name])
+    told = unchanged(lambda p: p.load(tmp_path / "a"))
+    assert SAID.get(name, "`schedlang.json` is damaged") in told, told
 
 
 def test_files_of_two_saves(tmp_path: Path) -> None:

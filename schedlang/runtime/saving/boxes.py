@@ -11,10 +11,8 @@ import io
 import math
 import os
 import pickle
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.utils.serialization import config
 
+from schedlang.runtime.saving.checksum import NEAR, Checksum, checksum
 from schedlang.runtime.saving.holding import Block
 from schedlang.runtime.saving.index import (
     DCPS,
@@ -50,7 +49,6 @@ from schedlang.runtime.storage.folder import sync
 
 Path_ = tuple[str, ...]
 HEAD = 64  # bytes before the first box of a file: the id of the save
-_LARGE = 1 << 20  # bytes from which on their checksum is computed while they are written
 _DCP_VERSION = "1.0.0"
 
 
@@ -112,19 +110,17 @@ def write(
     Raises OSError.
     """
     name, done = f"__{rank}_0.distcp", _Written({}, {}, {})
-    with (
-        (folder / name).open("xb", buffering=0) as file, ThreadPoolExecutor(1) as worker,
-        plain_torch(), config.patch({"save.compute_crc32": False}),  # type: ignore[attr-defined]
-    ):  # fmt: skip
+    fewer = config.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]
+    with plain_torch(), fewer, (folder / name).open("xb", buffering=0) as file:
         file.write(_head(id_, name))
         for key, path, value in ((".".join(path), path, value) for path, value in values.items()):
-            done.values[key] = _item(file, worker, name, value)
+            done.values[key] = _item(file, name, value)
             done.paths[key] = path
         for tensor in (tensor for tensor in tensors if tensor.speaks):
             boxes = []
             for box in tensor.boxes:
                 part = _packed(box.of_local(tensor.local))
-                boxes.append(Stored(box.whole, box.size, _item(file, worker, name, part)))
+                boxes.append(Stored(box.whole, box.size, _item(file, name, part)))
             if boxes:
                 kind = str(tensor.local.dtype).removeprefix("torch.")
                 done.tensors[tensor.key] = Entry(tensor.shape, kind, tuple(boxes))
@@ -166,9 +162,9 @@ def _packed(part: Tensor) -> Tensor:
     return part if alone else part.clone()
 
 
-def _item(file: IO[bytes], worker: ThreadPoolExecutor, name: str, value: Any) -> Place:
+def _item(file: IO[bytes], name: str, value: Any) -> Place:
     """One box or value, as `torch.save` writes it; the checksum stands in for torch's own."""
-    at, seen = file.tell(), _Checked(file, worker)
+    at, seen = file.tell(), _Checked(file)
     try:
         torch.save(value, seen)  # type: ignore[arg-type]
     except Exception:
@@ -176,29 +172,29 @@ def _item(file: IO[bytes], worker: ThreadPoolExecutor, name: str, value: Any) ->
             raise
     if seen.failure is not None:  # torch tells of it in other words, or not at all
         raise seen.failure
-    return Place(name, at, file.tell() - at, seen.check)
+    return Place(name, at, file.tell() - at, seen.sum.value)
 
 
 class _Checked:
     """A file, and the checksum of what is written into it."""
 
-    def __init__(self, file: IO[bytes], worker: ThreadPoolExecutor) -> None:
-        self.file, self.worker, self.check = file, worker, 0
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.sum = file, Checksum()
         self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write all of it; of much of it the checksum is computed at the same time."""
-        rest, size = memoryview(data), len(data)
-        check = self.worker.submit(zlib.crc32, rest, self.check) if size >= _LARGE else None
+        """Write all of it; each piece is summed when it is about to be copied anyhow."""
+        view = memoryview(data).cast("B")
         try:
-            while len(rest):
-                rest = rest[self.file.write(rest) :]
+            for start in range(0, len(view), NEAR):
+                rest = view[start : start + NEAR]
+                self.sum.add(rest)
+                while len(rest):
+                    rest = rest[self.file.write(rest) :]
         except OSError as error:
             self.failure = self.failure or error
             raise
-        finally:
-            self.check = check.result() if check else zlib.crc32(data, self.check)
-        return size
+        return len(view)
 
     def flush(self) -> None:
         """Nothing is kept back."""
@@ -324,7 +320,7 @@ def _value(file: IO[bytes], place: Place, what: str) -> Any:
     if os.fstat(file.fileno()).st_size < place.at + place.length:
         raise Unreadable(f"`{place.file}` ends before {what} does")
     data = file.read(place.length)
-    if place.check is not None and zlib.crc32(data) != place.check:
+    if place.check is not None and checksum(data) != place.check:
         raise Unreadable(f"`{place.file}` is damaged: the checksum of {what} is another")
     try:
         with plain_torch():

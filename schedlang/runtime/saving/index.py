@@ -46,7 +46,7 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Bytes in a file of the folder; `check`: their CRC-32, None in folders of before."""
+    """Bytes in a file of the folder; `check`: their checksum, None in folders of before."""
 
     file: str
     at: int
