@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from schedlang.equivalence import assert_equivalent, verify
     from schedlang.placement import P, R, S
     from schedlang.report import Report
+    from schedlang.runtime.saving.steps import last_checkpoint
     from schedlang.schedule import create_schedule, load
 
 __version__ = "0.1.0"
@@ -24,6 +25,7 @@ __all__ = [
     "__version__",
     "assert_equivalent",
     "create_schedule",
+    "last_checkpoint",
     "load",
     "verify",
 ]
@@ -37,6 +39,7 @@ _HOMES = {
     "S": "placement",
     "assert_equivalent": "equivalence",
     "create_schedule": "schedule",
+    "last_checkpoint": "runtime.saving.steps",
     "load": "schedule",
     "verify": "equivalence",
 }

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from schedlang import last_checkpoint
 from schedlang.diagnostic import Refusal
 from schedlang.mesh import Mesh
 from schedlang.model import ModelFacts
@@ -170,6 +177,30 @@ def trained() -> Program:
     program = odd_program()
     program.train_step(points(0))
     return program
+
+
+def last(folder: Path) -> Path:
+    """The last whole checkpoint of a folder."""
+    found = last_checkpoint(folder)
+    assert found is not None
+    return found
+
+
+def former(step: Path, folder: Path) -> Path:
+    """The same checkpoint as it was written before: by torch alone, in the folder itself."""
+    whole = folder.with_name("whole.pt")
+    dcp_to_torch_save(step, whole)
+    found = torch.load(whole)
+    flat: dict[str, Any] = {"schedlang": found["schedlang"]}
+    flat |= {f"model.{name}": tensor for name, tensor in found["model"].items()}
+    for name, state in found.get("optim", {}).get("state", {}).items():
+        flat |= {f"optim.state.{name}.{key}": tensor for key, tensor in state.items()}
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp_save(flat, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
+    whole.unlink()
+    return folder
 
 
 def program_of(model: nn.Module, optimizer: Any = adamw) -> Program:

@@ -46,12 +46,24 @@ CODES: Mapping[str, tuple[str, str]] = {
         "times a step: no norm over all stages exists to clip by, and no stage shares a weight.",
     ),
     "S631": ("a checkpoint cannot be written", "Nothing was changed; the message gives the cause."),
-    "S632": ("not a place for a checkpoint", "Only a checkpoint or an empty folder is replaced."),
-    "S633": ("no readable checkpoint", "Nothing was changed; the message gives the cause."),
+    "S632": (
+        "not a place for a checkpoint",
+        "Checkpoints are added to a folder of checkpoints or to an empty one; `export` replaces\n"
+        "what it has written, or fills an empty folder.",
+    ),
+    "S633": (
+        "no readable checkpoint",
+        "It is not there, damaged, not whole, or not what `program.save` writes: checksums, sizes\n"
+        "and kinds are looked at before anything is changed. The message names file and tensor.",
+    ),
     "S634": ("names are missing or unknown", "A checkpoint fits the model that it was saved from."),
     "S635": ("another shape or dtype", "Layouts may differ, whole tensors may not."),
     "S636": ("another optimizer", "It must be of the same class and train the same parameters."),
     "S637": ("state that no checkpoint can hold", "Tensors, and plain numbers alike on all ranks."),
+    "S638": (
+        "two jobs save into one folder",
+        "One job at a time: the message names the other one. A job that has ended holds nothing.",
+    ),
     "S641": (
         "a state dict of another model",
         "Nothing was changed; the message lists names and shapes.",

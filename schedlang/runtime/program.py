@@ -371,12 +371,12 @@ class Program:
         return whole.optimizer_state(self.assembly, self.optimizer)
 
     @at_home
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Save the state in a folder, whole or not at all; see `archive.save`."""
-        archive.save(self, path)
+    def save(self, path: str | os.PathLike[str], keep: int | None = 3) -> None:
+        """Save the state into a folder of checkpoints, of which `keep` stay; see `archive.save`."""
+        archive.save(self, path, keep)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Take over what a program of any layout saved; see `archive.load`."""
+        """Take over the last checkpoint of a folder, of any layout; see `archive.load`."""
         archive.load(self, path)
         self._loaded()
 

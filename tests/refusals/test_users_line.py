@@ -64,6 +64,7 @@ CASES = {
     "Waiting.eval_step": "program.eval_step({'ids': 3})",
 }
 NEVER = {  # why they refuse nothing
+    "last_checkpoint": "None where there is none",
     "Schedule.model": "facts are read one by one", "Schedule.plan": "the plan is there already",
     "Schedule.grade": "a value",
     "Schedule.tree": "a value", "Schedule.to_sched": "text of what is there",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from schedlang import last_checkpoint
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.program import Program
@@ -19,6 +20,8 @@ from tests.layouts import (
     Odd,
     batch_of,
     equal,
+    former,
+    last,
     odd_program,
     program_of,
     program_under,
@@ -130,7 +133,7 @@ def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
     """dcp_to_torch_save gives nested whole tensors; a program without optimizer takes the model."""
     gpt2(layers=1)
     (saved, _), _ = (ranks["tp2"] for ranks in run_ranks(2, _saving, ["tp2"], str(tmp_path), False))
-    dcp_to_torch_save(tmp_path / "tp2", tmp_path / "whole.pt")
+    dcp_to_torch_save(last(tmp_path / "tp2"), tmp_path / "whole.pt")
     found = torch.load(tmp_path / "whole.pt")
     model = gpt2(layers=2)
     lost = model.load_state_dict(found["model"], strict=False)
@@ -144,21 +147,30 @@ def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
         assert step == 2
 
 
-@pytest.mark.parametrize("damage", ["truncated", "lost", "index", "emptied"])
-def test_damage_changes_nothing(tmp_path: Path, damage: str) -> None:
-    """A checkpoint with lost bytes is refused, and the program is as it was."""
+@pytest.mark.parametrize("before", [False, True], ids=["now", "before"])
+@pytest.mark.parametrize("damage", ["truncated", "lost", "index", "emptied", "no index"])
+def test_damage_changes_nothing(tmp_path: Path, damage: str, before: bool) -> None:
+    """A checkpoint with lost bytes is refused, in the format of today and of before."""
     trained().save(tmp_path / "a")
-    data, listing = tmp_path / "a" / "__0_0.distcp", tmp_path / "a" / ".metadata"
+    step = former(last(tmp_path / "a"), tmp_path / "b") if before else last(tmp_path / "a")
+    assert last_checkpoint(step) == step
+    odd_program().load(step)
+    data, listing = step / "__0_0.distcp", step / (".metadata" if before else "schedlang.json")
     if damage == "truncated":
         data.write_bytes(data.read_bytes()[:-3000])
     elif damage == "lost":
         data.unlink()
+    elif damage == "no index":
+        listing.unlink()
+        (step / ".metadata").unlink(missing_ok=True)
     else:
         listing.write_bytes(b"" if damage == "emptied" else listing.read_bytes()[:50])
     program = program_under("one", True, fresh=True)
-    before = seen(program)
-    refused(lambda: program.load(tmp_path / "a"), "S633", "the program is as it was")
-    equal(seen(program), before)
+    as_it_was = seen(program)
+    for folder in (step, step if before else tmp_path / "a"):
+        refused(lambda folder=folder: program.load(folder), "S633", "the program is as it was")
+    equal(seen(program), as_it_was)
+    assert last_checkpoint(step) is None
 
 
 class Wider(Odd):
@@ -208,7 +220,7 @@ def test_before_the_first_step(tmp_path: Path) -> None:
 
 def test_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint of another version is refused."""
-    monkeypatch.setattr(archive, "VERSION", 2)
+    monkeypatch.setattr(archive, "VERSION", 2)  # of the contents
     trained().save(tmp_path / "a")
     monkeypatch.undo()
     refused(lambda: odd_program().load(tmp_path / "a"), "S633", "another version")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +14,10 @@ import torch
 from torch import Tensor
 
 from schedlang.diagnostic import Diagnostic, Refusal, quoted
-from schedlang.runtime.saving import residue
+from schedlang.runtime.saving import residue, steps
 from schedlang.runtime.saving.boxes import (
-    FAILURES,
-    INDEX,
     Boxed,
-    Unreadable,
-    index,
+    indexed,
     plain_torch,
     read,
     read_value,
@@ -25,7 +25,9 @@ from schedlang.runtime.saving.boxes import (
     whole,
     write,
 )
+from schedlang.runtime.saving.contents import VERSION, checked
 from schedlang.runtime.saving.holding import blocks
+from schedlang.runtime.saving.index import Index, Unreadable, state_of
 from schedlang.runtime.saving.moments import (
     Moments,
     described,
@@ -34,30 +36,37 @@ from schedlang.runtime.saving.moments import (
     local,
     named,
     put_back,
+    unfit,
 )
-from schedlang.runtime.storage.folder import agreed, gathered, newest, replace_folder, together
+from schedlang.runtime.storage.folder import agreed, gathered, together
 from schedlang.runtime.summing.replicas import reshard
 
 if TYPE_CHECKING:
     from schedlang.runtime.program import Program
 
 CONTENTS = ("schedlang",)  # where the small things lie
-VERSION = 1
+TRIES = 8  # of a load while another job saves and takes old checkpoints away
+
+FAILURES = (OSError, Unreadable)
 
 SAME_MODEL = "build the program of a model with these names: the one that was saved"
 TRAINED = "build the program with the `freeze` rows and `requires_grad` that it was saved under"
 
 
-def save(program: Program, path: str | os.PathLike[str]) -> None:
-    """Save parameters, buffers, optimizer and step count in a folder; all ranks together.
+def save(program: Program, path: str | os.PathLike[str], keep: int | None = 3) -> None:
+    """Save parameters, buffers, optimizer and step count as a new checkpoint; all ranks together.
 
-    Each rank writes the parts that it speaks for, as boxes of whole tensors by original name, in
-    the format of torch.distributed.checkpoint.  The path is rank 0's.  Raises Refusal S631, S632 or
-    S637 on all ranks, leaving an older checkpoint at the path as it was.
+    `path` is a folder of checkpoints, rank 0's: each lies in a folder of its own, `step-00000012`,
+    and `latest` names the last when all of it is on the disk.  Then of the older ones `keep - 1`
+    stay (None: all).  Each rank writes the parts that it speaks for, as boxes of whole tensors by
+    original name, in the format of torch.distributed.checkpoint.  Raises Refusal S631, S632, S637
+    or S638 on all ranks, leaving every older checkpoint as it was.
     """
     a = program.assembly
     world, rank = a.ranks.mesh.world, a.ranks.rank
-    target = _target(path, world)
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise _keeps(keep)
+    target, id_ = agreed((steps.resolved(path), secrets.token_hex(8)), world)
     moments = described(program)
     contents = {
         "version": VERSION, "step": program.step, "optimizer": moments.plain(),
@@ -69,38 +78,103 @@ def save(program: Program, path: str | os.PathLike[str]) -> None:
     }  # fmt: skip
     values: dict[tuple[str, ...], Any] = {CONTENTS: contents} if rank == 0 else {}
     tensors = [*_model_tensors(program), *_moment_tensors(program), *residue.tensors(program)]
-    replace_folder(
-        target, rank, world, lambda folder: write(folder, tensors, values), mark=INDEX,
-        told=lambda error: _unwritten(target, error), failures=FAILURES,
-    )  # fmt: skip
+    told = partial(_unwritten, target, f"rank {rank}: " if world > 1 else "")
+
+    def fill(folder: Path) -> None:
+        mine = together(
+            world, lambda: write(folder, id_, rank, tensors, values), told, (Exception,)
+        )
+        everyone = gathered(mine, world)
+        together(world, lambda: indexed(folder, id_, everyone) if rank == 0 else None, told)
+
+    steps.save_step(target, id_, program.step, rank, world, keep, fill, told)
+
+
+@dataclass
+class _Found:
+    """What a checkpoint has for this rank, read whole and looked at."""
+
+    contents: dict[str, Any]
+    told: Moments
+    model: dict[str, Boxed]
+    moments: dict[tuple[str, str], Boxed]
+    kept: dict[tuple[str, str], Boxed]
 
 
 def load(program: Program, path: str | os.PathLike[str]) -> None:
     """Take over what `save` wrote, under whatever layout; all ranks together.
 
-    A program without an optimizer takes over the rest.  Raises Refusal S633 (unreadable), S634
-    (names), S635 (shapes, dtypes) or S636 (optimizer) on all ranks, before anything is changed.
+    `path` is a folder of checkpoints, of which the last is taken, or one of these.  A program
+    without an optimizer takes over the rest.  Nothing that is read is run.  Raises Refusal S633
+    (unreadable, damaged), S634 (names), S635 (shapes, dtypes) or S636 (optimizer) on all ranks,
+    before anything is changed.
     """
-    a = program.assembly
-    world = a.ranks.mesh.world
-    target = agreed(newest(_target(path, world)), world)
+    world = program.assembly.ranks.mesh.world
+    folder = agreed(steps.resolved(path), world)
+    for _ in range(TRIES):
+        target, id_ = agreed(together(
+            world, lambda: _last(program, folder), partial(_unread, folder, folder), FAILURES
+        ), world)  # fmt: skip
+        try:
+            found = _read(program, folder, target, id_)
+            break
+        except Refusal as refusal:  # another job may have saved, and taken this one away
+            if refusal.diagnostic.code != "S633" or not agreed(_moved(folder, target), world):
+                raise
+            missed = refusal
+    else:
+        raise missed
+    _take_over(program, {name: tensor.local for name, tensor in found.model.items()})
+    put_back(program, found.told, {key: tensor.local for key, tensor in found.moments.items()})
+    residue.put_back(program, found.contents.get("sums"), found.kept)
+    if program.loss_scale is not None:
+        program.loss_scale.put_back(found.contents.get("loss scale"))
+    program.step = found.contents["step"]
 
-    def reading(step: Callable[[], Any]) -> Any:
-        return together(world, step, lambda e: _unread(target, e), (OSError, Unreadable))
 
-    contents = reading(lambda: _contents(target))
+def _last(program: Program, folder: Path) -> tuple[Path, str | None]:
+    """On the first rank: what is to be loaded."""
+    return steps.to_load(folder) if program.assembly.ranks.rank == 0 else (folder, None)
+
+
+def _moved(folder: Path, target: Path) -> bool:
+    """Is another checkpoint the last one now?"""
+    try:
+        return steps.to_load(folder)[0] != target
+    except FAILURES:
+        return False
+
+
+def _read(program: Program, folder: Path, target: Path, id_: str | None) -> _Found:
+    """All of this rank's parts, none of which is in the program yet."""
+    world = program.assembly.ranks.mesh.world
+
+    def reading(step: Callable[[], Any]) -> Any:  # whatever a crafted folder leads to
+        return together(world, step, partial(_unread, folder, target), (Exception,))
+
+    before, index, contents = reading(lambda: _contents(target, id_))
+    first = agreed(index.mark, world)
     told = Moments(**contents["optimizer"])
     _check(program, contents, told)
+    model, moments, kept = reading(lambda: _blank(program, contents, told))
+    every = [*model.values(), *moments.values(), *kept.values()]
+    reading(lambda: read(target, index, every))
+    reading(lambda: _unmoved(target, before, index.mark == first))
+    return _Found(contents, told, model, moments, kept)
+
+
+def _blank(program: Program, contents: Mapping[str, Any], told: Moments) -> Any:
+    """Room for this rank's parts: of the model, of the optimizer's state, of compressed sums."""
     model = {t.path[-1]: t for t in _model_tensors(program, blank=True)}
-    moments = _blank_moments(program, told)
-    kept = residue.blank(program, contents.get("sums"))
-    reading(lambda: read(target, [*model.values(), *moments.values(), *kept.values()]))
-    _take_over(program, {name: tensor.local for name, tensor in model.items()})
-    put_back(program, told, {key: tensor.local for key, tensor in moments.items()})
-    residue.put_back(program, contents.get("sums"), kept)
-    if program.loss_scale is not None:
-        program.loss_scale.put_back(contents.get("loss scale"))
-    program.step = contents["step"]
+    sums = residue.blank(program, contents.get("sums"))
+    return model, _blank_moments(program, told), sums
+
+
+def _unmoved(target: Path, before: tuple[int, ...], same: bool) -> None:
+    if not same:
+        raise Unreadable("ranks have read different saves")
+    if state_of(target) != before:
+        raise Unreadable("it was changed while it was read")
 
 
 # -- what there is to save -------------------------------------------------------------------------
@@ -185,15 +259,10 @@ def _dtypes(program: Program) -> dict[str, str]:
 # -- what is read ----------------------------------------------------------------------------------
 
 
-def _contents(target: Path) -> dict[str, Any]:
-    """The small things of a checkpoint, whole and of a version that we know."""
-    if not target.is_dir():
-        raise Unreadable("there is no such folder")
-    index(target)
-    found = read_value(target, CONTENTS)
-    if not isinstance(found, dict) or found.get("version") != VERSION:
-        raise Unreadable(f"it is of another version than {VERSION}")
-    return found
+def _contents(target: Path, id_: str | None) -> tuple[tuple[int, ...], Index, dict[str, Any]]:
+    """The index and the small things of a checkpoint, and how the index looks on the disk."""
+    index = steps.checked_index(target, id_)
+    return state_of(target), index, checked(read_value(target, index, CONTENTS))
 
 
 def _check(program: Program, contents: Mapping[str, Any], told: Moments) -> None:
@@ -222,6 +291,9 @@ def _check(program: Program, contents: Mapping[str, Any], told: Moments) -> None
         mixed = next((m for m in gathered(grouped_otherwise(program, told), world) if m), None)
         if mixed:
             raise _other_optimizer(f"it had other groups: {quoted(mixed)} were in two")
+        odd = next((key for key in gathered(unfit(program, told), world) if key), None)
+        if odd:
+            raise _other_optimizer(f"`{odd}` of its groups is of another kind here")
 
 
 def _check_optimizer(kind: str, names: set[str], told: Moments) -> None:
@@ -257,27 +329,35 @@ def _take_over(program: Program, values: Mapping[str, Tensor]) -> None:
 # -- messages --------------------------------------------------------------------------------------
 
 
-def _target(path: str | os.PathLike[str], world: int) -> Path:
-    return Path(agreed(os.path.abspath(path), world))
-
-
 def _kind(found: tuple[str, list[int]]) -> str:
     return f"{found[0]}{found[1]}"
 
 
-def _unwritten(target: Path, error: BaseException) -> Diagnostic:
+def _unwritten(target: Path, where: str, error: BaseException) -> Diagnostic:
     return Diagnostic(
-        "S631", f"the checkpoint `{target}` cannot be written",
-        notes=(reason(error), "what was there before is as it was"),
+        "S631", f"no checkpoint can be written into `{target}`",
+        notes=(where + reason(error), "what was there before is as it was"),
         helps=("give another folder, one that every rank can write",),
     )  # fmt: skip
 
 
-def _unread(target: Path, error: BaseException) -> Diagnostic:
+def _keeps(keep: Any) -> Refusal:
+    return Refusal(
+        Diagnostic(
+            "S631", f"`keep={keep!r}` is no number of checkpoints",
+            notes=("the one that is saved is always kept",),
+            helps=("`keep=3`: it and the two before it", "`keep=None`: all"),
+        )
+    )  # fmt: skip
+
+
+def _unread(folder: Path, target: Path, error: BaseException) -> Diagnostic:
+    older = steps.last_whole(folder, target)
     return Diagnostic(
         "S633", f"the checkpoint `{target}` cannot be read",
         notes=(reason(error), "the program is as it was"),
-        helps=("name the folder that `program.save` wrote",),
+        helps=("name the folder that `program.save` wrote",) if older is None
+        else (f"load another of this folder: `{older}`",),
     )  # fmt: skip
 
 

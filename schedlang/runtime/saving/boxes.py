@@ -1,56 +1,55 @@
 """Whole tensors in a folder as boxes, each written by one rank and read back in any other boxes.
 
-The one place that touches torch.distributed.checkpoint (DCP).  Its protocol for tensors in parts
-asks for tensor subclasses of one box list each, so we give it planners instead, which are public:
-what is written are plain boxes, and DCP finds those that overlap the ones asked for.
+The files are those of torch.distributed.checkpoint (DCP), so that its tools read them: in each, one
+box after the other as `torch.save` writes it, and an index of all.  Written and read by ourselves:
+every box has a checksum, every file the id of its save, and nothing that is read is run.
 """
 
 from __future__ import annotations
 
 import io
 import math
-import warnings
+import os
+import pickle
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.utils.serialization import config
 
+from schedlang.runtime.saving.checksum import NEAR, Checksum, checksum
 from schedlang.runtime.saving.holding import Block
+from schedlang.runtime.saving.index import (
+    DCPS,
+    DTYPES,
+    MINE,
+    Entry,
+    Index,
+    Place,
+    Stored,
+    Unreadable,
+    encoded,
+)
+from schedlang.runtime.storage.folder import sync
 
 Path_ = tuple[str, ...]
-INDEX = ".metadata"  # the file by which DCP knows a folder
-FAILURES = (OSError, CheckpointException)  # what `write` may raise
-
-
-class Unreadable(Exception):
-    """What was found is not what DCP wrote, or not all of it."""
+HEAD = 64  # bytes before the first box of a file: the id of the save
+_DCP_VERSION = "1.0.0"
 
 
 @dataclass(frozen=True)
@@ -82,61 +81,6 @@ def whole(path: Path_, tensor: Tensor, *, speaks: bool = True) -> Boxed:
     return Boxed(path, tensor, shape, boxes, speaks)
 
 
-def write(folder: Path, tensors: Sequence[Boxed], values: Mapping[Path_, Any]) -> None:
-    """Write what this rank speaks for; all ranks of the job together.
-
-    values  anything that `torch.load(weights_only=True)` reads; one rank gives each
-    Raises CheckpointException, on all ranks alike.
-    """
-    writer = FileSystemWriter(folder, overwrite=False)
-    with plain_torch(), _no_warning():
-        save({}, storage_writer=writer, planner=_Writer(tensors, values), no_dist=_alone())
-
-
-def index(folder: Path) -> Metadata:
-    """What a folder holds.  Raises Unreadable or OSError."""
-    try:
-        found = FileSystemReader(folder).read_metadata()
-    except OSError:
-        raise
-    except Exception as error:
-        raise Unreadable(f"{INDEX}: {error}") from error
-    if not isinstance(found, Metadata):
-        raise Unreadable(f"{INDEX} is not an index of DCP")
-    return found
-
-
-def read(folder: Path, tensors: Sequence[Boxed]) -> None:
-    """Read the parts of this rank, by itself.  Raises Unreadable or OSError."""
-    _read(folder, _Reader(tensors, ()))
-
-
-def read_value(folder: Path, path: Path_) -> Any:
-    """Read one value, by itself.  Raises Unreadable or OSError."""
-    reader = _Reader((), (".".join(path),))
-    _read(folder, reader)
-    return reader.values[".".join(path)]
-
-
-def reason(error: BaseException) -> str:
-    """The first cause of a failure in one line."""
-    if isinstance(error, CheckpointException):
-        rank, (cause, _) = min(error.failures.items())
-        several = len(error.failures) > 1 or not _alone()
-        return f"rank {rank}: {_line(cause)}" if several else _line(cause)
-    return _line(error)
-
-
-def _line(error: BaseException) -> str:
-    text = str(error).strip().partition("\n")[0]
-    named = isinstance(error, OSError | Unreadable)
-    return text if named and text else f"{type(error).__name__}: {text}".rstrip(": ")
-
-
-def _alone() -> bool:
-    return not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
-
-
 @contextmanager
 def plain_torch() -> Iterator[None]:
     """No function modes: one that widens float32 would misread stored bytes."""
@@ -144,107 +88,263 @@ def plain_torch() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _no_warning() -> Iterator[None]:
-    """DCP warns where a job of one process is just what is meant."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+# -- writing ---------------------------------------------------------------------------------------
 
 
-def _read(folder: Path, reader: _Reader) -> None:
-    try:
-        with plain_torch(), _no_warning():
-            load({}, storage_reader=FileSystemReader(folder), planner=reader, no_dist=True)
-    except CheckpointException as error:
-        cause = error.failures[min(error.failures)][0]
-        if isinstance(cause, OSError | Unreadable):
-            raise cause from error
-        raise Unreadable(_line(cause)) from error
+@dataclass
+class _Written:
+    """What a rank has written: the entries of its boxes and values, and their paths."""
+
+    tensors: dict[str, Entry]
+    values: dict[str, Place]
+    paths: dict[str, Path_]
+    length: int = 0
 
 
-def _chunk(box: Block) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(box.whole), torch.Size(box.size))
+def write(
+    folder: Path, id_: str, rank: int, tensors: Sequence[Boxed], values: Mapping[Path_, Any]
+) -> _Written:
+    """Write what this rank speaks for into its file; `indexed` completes the folder.
 
-
-class _Writer(DefaultSavePlanner):
-    """Plans one item for every box that this rank writes, and for every value."""
-
-    def __init__(self, tensors: Sequence[Boxed], values: Mapping[Path_, Any]) -> None:
-        super().__init__()
-        self.tensors = [t for t in tensors if t.speaks]
-        self.extra = {".".join(path): (path, value) for path, value in values.items()}
-        self.found: dict[MetadataIndex, Any] = {}
-
-    def create_local_plan(self) -> SavePlan:
-        """All items of this rank; the paths let DCP's tools rebuild a nested dict."""
-        items = []
-        for tensor in self.tensors:
+    values  anything that `torch.load(weights_only=True)` reads; one rank gives each
+    Raises OSError.
+    """
+    name, done = f"__{rank}_0.distcp", _Written({}, {}, {})
+    fewer = config.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]
+    with plain_torch(), fewer, (folder / name).open("xb", buffering=0) as file:
+        file.write(_head(id_, name))
+        for key, path, value in ((".".join(path), path, value) for path, value in values.items()):
+            done.values[key] = _item(file, name, value)
+            done.paths[key] = path
+        for tensor in (tensor for tensor in tensors if tensor.speaks):
+            boxes = []
             for box in tensor.boxes:
-                items.append(self._item(tensor, box))
-        for key, (_, value) in self.extra.items():
-            at = MetadataIndex(key)
-            self.found[at] = value
-            items.append(WriteItem(at, WriteItemType.BYTE_IO))
-        paths = {t.key: t.path for t in self.tensors}
-        paths |= {key: path for key, (path, _) in self.extra.items()}
-        self.plan = SavePlan(items, planner_data=paths)
-        return self.plan
-
-    def _item(self, tensor: Boxed, box: Block) -> WriteItem:
-        view, at = box.of_local(tensor.local), MetadataIndex(tensor.key, torch.Size(box.whole))
-        self.found[at] = view
-        data = TensorWriteData(
-            _chunk(box), TensorProperties.create_from_tensor(view), torch.Size(tensor.shape)
-        )
-        return WriteItem(at, WriteItemType.SHARD, tensor_data=data)
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """The box or the value of an item."""
-        found = self.found[index]
-        return found.detach().contiguous() if isinstance(found, Tensor) else found
+                part = _packed(box.of_local(tensor.local))
+                boxes.append(Stored(box.whole, box.size, _item(file, name, part)))
+            if boxes:
+                kind = str(tensor.local.dtype).removeprefix("torch.")
+                done.tensors[tensor.key] = Entry(tensor.shape, kind, tuple(boxes))
+                done.paths[tensor.key] = tensor.path
+        done.length = file.tell()
+        os.fsync(file.fileno())
+    return done
 
 
-class _Reader(DefaultLoadPlanner):
-    """Plans one read for every stored box that overlaps one of this rank's."""
+def indexed(folder: Path, id_: str, everyone: Sequence[_Written]) -> None:
+    """Write what says where everything is: our own index, and that of DCP.  Raises OSError."""
+    tensors: dict[str, Entry] = {}
+    values: dict[str, Place] = {}
+    paths: dict[str, Path_] = {}
+    for found in everyone:
+        for key, entry in found.tensors.items():
+            known = tensors.get(key, Entry(entry.shape, entry.dtype, ()))
+            tensors[key] = Entry(known.shape, known.dtype, known.boxes + entry.boxes)
+        values.update(found.values)
+        paths.update(found.paths)
+    lengths = {f"__{rank}_0.distcp": found.length for rank, found in enumerate(everyone)}
+    index = Index(id_, tensors, values, lengths)
+    for name, data in ((DCPS, _for_dcp(index, paths)), (MINE, encoded(index))):
+        with (folder / name).open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    sync(folder)
 
-    def __init__(self, tensors: Sequence[Boxed], values: Sequence[str]) -> None:
-        super().__init__()
-        self.tensors = {tensor.key: tensor for tensor in tensors}
-        self.wanted = values
-        self.values: dict[str, Any] = {}
-        self.found: dict[MetadataIndex, Tensor] = {}
 
-    def create_local_plan(self) -> LoadPlan:
-        """Reads that together give every element of every part."""
-        assert self.metadata is not None
-        stored, items = self.metadata.state_dict_metadata, []
-        for key, tensor in self.tensors.items():
-            items += self._items(tensor, stored.get(key))
-        for key in self.wanted:
-            if not isinstance(stored.get(key), BytesStorageMetadata):
-                raise Unreadable(f"there is no `{key}` in it")
-            at, none = MetadataIndex(key), torch.Size((0,))
-            items.append(ReadItem(LoadItemType.BYTE_IO, at, none, at, none, none))
-        return LoadPlan(items)
+def _head(id_: str, name: str) -> bytes:
+    return f"schedlang {id_} {name}\n".encode().ljust(HEAD, b"\0")
 
-    def _items(self, tensor: Boxed, stored: Any) -> list[ReadItem]:
+
+def _packed(part: Tensor) -> Tensor:
+    """The part alone on the CPU: `torch.save` writes all of a tensor's memory."""
+    part = part.detach().contiguous().cpu()
+    alone = part.untyped_storage().nbytes() == part.numel() * part.element_size()
+    return part if alone else part.clone()
+
+
+def _item(file: IO[bytes], name: str, value: Any) -> Place:
+    """One box or value, as `torch.save` writes it; the checksum stands in for torch's own."""
+    at, seen = file.tell(), _Checked(file)
+    try:
+        torch.save(value, seen)  # type: ignore[arg-type]
+    except Exception:
+        if seen.failure is None:
+            raise
+    if seen.failure is not None:  # torch tells of it in other words, or not at all
+        raise seen.failure
+    return Place(name, at, file.tell() - at, seen.sum.value)
+
+
+class _Checked:
+    """A file, and the checksum of what is written into it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.sum = file, Checksum()
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write all of it; each piece is summed when it is about to be copied anyhow."""
+        view = memoryview(data).cast("B")
+        try:
+            for start in range(0, len(view), NEAR):
+                rest = view[start : start + NEAR]
+                self.sum.add(rest)
+                while len(rest):
+                    rest = rest[self.file.write(rest) :]
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
+        return len(view)
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+
+def _for_dcp(index: Index, paths: Mapping[str, Path_]) -> bytes:
+    """The index by which torch's own tools read the folder."""
+    held: dict[str, Any] = {key: BytesStorageMetadata() for key in index.values}
+    where = {MetadataIndex(key): _info(place) for key, place in index.values.items()}
+    for key, entry in index.tensors.items():
+        chunks = [
+            ChunkStorageMetadata(torch.Size(box.whole), torch.Size(box.size)) for box in entry.boxes
+        ]
+        properties = TensorProperties(DTYPES[entry.dtype])
+        held[key] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
+        for box in entry.boxes:
+            where[MetadataIndex(key, torch.Size(box.whole))] = _info(box.place)
+    meta = StorageMeta(save_id=index.id)
+    return pickle.dumps(Metadata(held, dict(paths), where, meta, _DCP_VERSION))
+
+
+def _info(place: Place) -> _StorageInfo:
+    return _StorageInfo(place.file, place.at, place.length)
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What of a stored box goes where."""
+
+    taken: tuple[slice, ...]
+    into: Tensor
+
+
+def read(folder: Path, index: Index, tensors: Sequence[Boxed]) -> None:
+    """Read the parts of this rank, by itself.  Raises Unreadable or OSError.
+
+    Every box that is read is whole and as it was written: its checksum, its dtype, its size.
+    """
+    wanted: dict[str, list[tuple[str, Entry, Stored, list[_Piece]]]] = defaultdict(list)
+    for tensor in tensors:
         if not tensor.boxes:
-            return []
-        if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != tensor.shape:
+            continue
+        entry = index.tensors.get(tensor.key)
+        if entry is None or entry.shape != tensor.shape:
             raise Unreadable(f"`{tensor.key}` of {list(tensor.shape)} is not in it")
-        for box in tensor.boxes:
-            self.found[MetadataIndex(tensor.key, box.whole)] = box.of_local(tensor.local)
-        items = create_read_items_for_chunk_list(tensor.key, stored, [*map(_chunk, tensor.boxes)])
-        got = sum(math.prod(item.lengths) for item in items)
-        if got != sum(math.prod(box.size) for box in tensor.boxes):
-            raise Unreadable(f"parts of `{tensor.key}` are not in it")
-        return items
+        kind = str(tensor.local.dtype).removeprefix("torch.")
+        if entry.dtype != kind:
+            raise Unreadable(f"`{tensor.key}` is {entry.dtype} in it, and should be {kind}")
+        for box, pieces in _pieces(tensor, entry):
+            wanted[box.place.file].append((tensor.key, entry, box, pieces))
+    for name in sorted(wanted):
+        with _opened(folder, index, name) as file:
+            for key, entry, box, pieces in sorted(wanted[name], key=lambda one: one[2].place.at):
+                value = _value(file, box.place, f"box {_shown(box)} of `{key}`")
+                _check(value, entry, box, key)
+                with plain_torch():
+                    for piece in pieces:
+                        piece.into.copy_(value[piece.taken])
 
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """The box that is read into."""
-        return self.found[index]
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take over a value; only plain data is believed."""
-        self.values[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+def read_value(folder: Path, index: Index, path: Path_) -> Any:
+    """Read one value, plain data, by itself.  Raises Unreadable or OSError."""
+    key = ".".join(path)
+    if (place := index.values.get(key)) is None:
+        raise Unreadable(f"there is no `{key}` in it")
+    with _opened(folder, index, place.file) as file:
+        return _value(file, place, f"`{key}`")
+
+
+def check_files(folder: Path, index: Index) -> None:
+    """Is every file there, of this save, and of its length?  Raises Unreadable or OSError."""
+    ends: dict[str, int] = dict(index.lengths)
+    places = [box.place for entry in index.tensors.values() for box in entry.boxes]
+    for place in (*places, *index.values.values()):
+        ends[place.file] = max(ends.get(place.file, 0), place.at + place.length)
+    for name, end in ends.items():
+        with _opened(folder, index, name) as file:
+            if os.fstat(file.fileno()).st_size < end:
+                raise Unreadable(f"`{name}` ends before its last box does")
+
+
+def _pieces(tensor: Boxed, entry: Entry) -> list[tuple[Stored, list[_Piece]]]:
+    """The stored boxes that overlap the wanted ones: together they are all of these."""
+    found, got = [], 0
+    for box in entry.boxes:
+        pieces = []
+        for want in tensor.boxes:
+            low = [max(a, b) for a, b in zip(box.whole, want.whole)]
+            high = [
+                min(a + n, b + m) for a, n, b, m in zip(box.whole, box.size, want.whole, want.size)
+            ]
+            if all(a < b for a, b in zip(low, high)):
+                taken = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, box.whole))
+                mine = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, want.whole))
+                pieces.append(_Piece(taken, want.of_local(tensor.local)[mine]))
+                got += math.prod(b - a for a, b in zip(low, high))
+        if pieces:
+            found.append((box, pieces))
+    if got != sum(math.prod(box.size) for box in tensor.boxes):
+        raise Unreadable(f"parts of `{tensor.key}` are not in it")
+    return found
+
+
+@contextmanager
+def _opened(folder: Path, index: Index, name: str) -> Iterator[IO[bytes]]:
+    """A file of the folder, of the same save as the index."""
+    path = folder / name
+    if not path.is_file():  # a pipe would be waited for
+        raise Unreadable(f"there is no file `{name}` in it")
+    with path.open("rb") as file:
+        if index.id is not None and (head := file.read(HEAD)) != _head(index.id, name):
+            other = head[10:26].decode(errors="replace")
+            raise Unreadable(f"`{name}` is of save `{other}`, and the index is of `{index.id}`")
+        yield file
+
+
+def _value(file: IO[bytes], place: Place, what: str) -> Any:
+    """What `torch.save` wrote there, of plain data only."""
+    file.seek(place.at)
+    if os.fstat(file.fileno()).st_size < place.at + place.length:
+        raise Unreadable(f"`{place.file}` ends before {what} does")
+    data = file.read(place.length)
+    if place.check is not None and checksum(data) != place.check:
+        raise Unreadable(f"`{place.file}` is damaged: the checksum of {what} is another")
+    try:
+        with plain_torch():
+            return torch.load(io.BytesIO(data), "cpu", weights_only=True, mmap=False)
+    except Exception as error:  # whatever damaged bytes lead to
+        line = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise Unreadable(f"`{place.file}` is damaged at {what}: {line}") from error
+
+
+def _check(value: Any, entry: Entry, box: Stored, key: str) -> None:
+    """Refuse what is not the box that the index tells of."""
+    plain = type(value) is Tensor and value.layout == torch.strided and value.is_cpu
+    if not plain or value.dtype != DTYPES[entry.dtype] or tuple(value.shape) != box.size:
+        raise Unreadable(
+            f"`{box.place.file}` holds something else than box {_shown(box)} of `{key}`"
+        )
+
+
+def _shown(box: Stored) -> str:
+    return "[" + ", ".join(f"{at}:{at + n}" for at, n in zip(box.whole, box.size)) + "]"
+
+
+def reason(error: BaseException) -> str:
+    """A failure in one line."""
+    text = str(error).strip().partition("\n")[0]
+    named = isinstance(error, OSError | Unreadable)
+    return text if named and text else f"{type(error).__name__}: {text}".rstrip(": ")

@@ -31,7 +31,9 @@ def export(program: Program, path: str | os.PathLike[str], model: nn.Module) -> 
     """
     a = program.assembly
     world, rank = a.ranks.mesh.world, a.ranks.rank
-    target = Path(agreed(os.path.abspath(path), world))
+    target = Path(
+        agreed(os.path.realpath(path), world)
+    )  # a link stays, and what it leads to is new
     state = program.state_dict()
     _check(target, state, model)
 

@@ -114,6 +114,29 @@ def grouped_otherwise(program: Program, told: Moments) -> list[str]:
     return []
 
 
+def unfit(program: Program, told: Moments) -> str:
+    """A hyperparameter whose saved value is none here; empty: there is none."""
+    owned = {id(p): name for name, p in named(program).items()}
+    for group in program.optimizer.param_groups if program.optimizer is not None else ():
+        found = next((owned[id(p)] for p in group["params"] if id(p) in owned), None)
+        for key, value in told.groups[told.of[found]].items() if found is not None else ():
+            if key in group and not _fits(group[key], value):
+                return key
+    return ""
+
+
+def _fits(known: Any, new: Any) -> bool:
+    """May the saved value take the place of this one?"""
+    if isinstance(new, dict) and isinstance(known, Tensor):
+        return bool(new["tensor"].shape == known.shape)
+    number = (isinstance(new, dict) and new["tensor"].numel() == 1) or type(new) in (int, float)
+    if isinstance(known, Tensor) or type(known) in (int, float):
+        return number
+    if isinstance(known, list | tuple) and isinstance(new, list | tuple):
+        return len(known) == len(new) and all(map(_fits, known, new))
+    return known is None or new is None or type(known) is type(new)
+
+
 def _mine(program: Program) -> Moments:
     """What this rank says: of the parameters whose part it speaks for."""
     out, optimizer, a = Moments(), program.optimizer, program.assembly

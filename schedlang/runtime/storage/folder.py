@@ -81,6 +81,32 @@ def together(
     return value  # type: ignore[return-value]
 
 
+def fill_folder(
+    rank: int, world: int, begin: Callable[[], Path], fill: Callable[[Path], None],
+    publish: Callable[[Path], None], told: Callable[[BaseException], Diagnostic],
+) -> None:  # fmt: skip
+    """Let all ranks fill a new folder; rank 0 makes it, and gives it its name when it is whole.
+
+    Raises the same Refusal on all ranks; then the new folder is gone again.
+    """
+    beside: Path | None = None
+
+    def on_first(step: Callable[[], T]) -> T | None:
+        return together(world, step if rank == 0 else lambda: None, told)
+
+    try:
+        beside = agreed(on_first(begin), world)
+        assert beside is not None
+        there: Path = beside
+        together(world, lambda: _see(there), told)
+        fill(there)
+        on_first(lambda: publish(there))
+    except BaseException:
+        if rank == 0 and beside is not None:
+            shutil.rmtree(beside, ignore_errors=True)
+        raise
+
+
 def replace_folder(
     target: Path, rank: int, world: int, fill: Callable[[Path], None], *, mark: str,
     told: Callable[[BaseException], Diagnostic], failures: tuple[type[BaseException], ...],
@@ -90,40 +116,25 @@ def replace_folder(
     What stood there before stays until the new one is on the disk; `mark` is a file that such a
     folder has.  Raises the same Refusal on all ranks, leaving everything as it was.
     """
-    beside = agreed(_beside(target, SAVING), world)
-
-    def on_first(step: Callable[[], None]) -> None:
-        together(world, step if rank == 0 else lambda: None, told)
-
-    try:
-        on_first(lambda: _begin(target, beside, mark))
-        together(world, lambda: _see(beside), told)
-        together(world, lambda: fill(beside), told, failures)
-        on_first(lambda: _publish(target, beside))
-    except BaseException:
-        if rank == 0:
-            shutil.rmtree(beside, ignore_errors=True)
-        raise
+    fill_folder(
+        rank, world, lambda: _begin(target, mark),
+        lambda beside: together(world, lambda: fill(beside), told, failures),
+        lambda beside: _publish(target, beside), told,
+    )  # fmt: skip
 
 
-def newest(target: Path) -> Path:
-    """The folder to read: the target, or what a crash left between two renames."""
-    if target.exists() or not target.parent.is_dir():
-        return target
-    left = [path for path in _leftovers(target, REPLACED) if path.is_dir()]
-    return max(left, key=lambda path: path.stat().st_mtime_ns, default=target)
-
-
-def _beside(target: Path, ending: str) -> Path:
+def beside_of(target: Path, ending: str) -> Path:
+    """A new name beside the target, by which what is not in its place yet, or no more, is known."""
     return target.with_name(f".{target.name}.{secrets.token_hex(4)}{ending}")
 
 
-def _leftovers(target: Path, ending: str) -> list[Path]:
+def leftovers(target: Path, ending: str) -> list[Path]:
+    """What jobs that died have left beside the target."""
     ours = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}{re.escape(ending)}")
     return [path for path in target.parent.iterdir() if ours.fullmatch(path.name)]
 
 
-def _begin(target: Path, beside: Path, mark: str) -> None:
+def _begin(target: Path, mark: str) -> Path:
     """Make the new folder; folders of saves that died are swept away."""
     if target.exists() and not _replaceable(target, mark):
         raise Refusal(
@@ -134,9 +145,11 @@ def _begin(target: Path, beside: Path, mark: str) -> None:
             )
         )  # fmt: skip
     target.parent.mkdir(parents=True, exist_ok=True)
-    for old in _leftovers(target, SAVING):
+    for old in leftovers(target, SAVING):
         shutil.rmtree(old, ignore_errors=True)
+    beside = beside_of(target, SAVING)
     beside.mkdir()
+    return beside
 
 
 def _replaceable(target: Path, mark: str) -> bool:
@@ -156,8 +169,8 @@ def _see(beside: Path) -> None:
 
 def _publish(target: Path, beside: Path) -> None:
     """Put the new folder in the old one's place; names reach the disk before the old one goes."""
-    _sync(beside)
-    old = _beside(target, REPLACED) if target.exists() else None
+    sync(beside)
+    old = beside_of(target, REPLACED) if target.exists() else None
     if old is not None:
         target.rename(old)
     try:
@@ -166,12 +179,13 @@ def _publish(target: Path, beside: Path) -> None:
         if old is not None:
             old.rename(target)
         raise
-    _sync(target.parent)
-    for left in _leftovers(target, REPLACED):
+    sync(target.parent)
+    for left in leftovers(target, REPLACED):
         shutil.rmtree(left, ignore_errors=True)
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
+    """The names in a folder reach the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,0 +1,97 @@
+"""A folder that one job at a time writes into."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+LOCK, CLAIM = ".schedlang-lock", ".schedlang-claim"
+# a file system that has no such locks
+_NONE = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
+
+
+class Held(Exception):
+    """Another job writes into the folder: its process and host, as far as it has said."""
+
+    def __init__(self, told: str) -> None:
+        pid, _, host = told.strip().partition(" ")
+        self.pid, self.host = (pid, host) if pid.isdigit() and host else ("", "")
+        super().__init__(told)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Nobody else writes into the folder meanwhile.  Raises Held at once, or OSError.
+
+    The lock is the kernel's, of the open file: it ends with the process that holds it, whatever
+    ends that.  The file stays: one that is removed could be locked by two.
+    """
+    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Held(os.pread(handle, 256, 0).decode(errors="replace")) from None
+        except OSError as error:
+            if error.errno not in _NONE:
+                raise
+            with _claimed(folder / CLAIM):
+                yield
+            return
+        try:
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, _me(), 0)
+            yield
+        finally:
+            fcntl.flock(handle, fcntl.LOCK_UN)  # also of what a fork meanwhile has inherited
+    finally:
+        os.close(handle)
+
+
+def _me() -> bytes:
+    return f"{os.getpid()} {socket.gethostname()}\n".encode()
+
+
+@contextmanager
+def _claimed(path: Path) -> Iterator[None]:
+    """The same by a file that only one can make, where the file system has no locks.
+
+    What a process of this host has left that is gone is taken over; of other hosts it is believed.
+    """
+    own = path.with_name(f"{path.name}.{os.getpid()}.{socket.gethostname()}")
+    own.write_bytes(_me())  # whole before it has its name
+    try:
+        try:
+            os.link(own, path)
+        except FileExistsError:
+            told = path.read_text(errors="replace") if path.is_file() else ""
+            if not _gone(Held(told)):
+                raise Held(told) from None
+            os.replace(own, path)
+            if path.read_bytes() != _me():  # another has taken it over at the same time
+                raise Held(path.read_text(errors="replace")) from None
+    finally:
+        own.unlink(missing_ok=True)
+    try:
+        yield
+    finally:
+        if path.is_file() and path.read_bytes() == _me():
+            path.unlink()
+
+
+def _gone(held: Held) -> bool:
+    """Was the holder a process of this host that is no more?"""
+    if held.host != socket.gethostname() or not held.pid:
+        return False
+    try:
+        os.kill(int(held.pid), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False

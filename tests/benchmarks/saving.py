@@ -1,0 +1,118 @@
+"""What checksums cost a save and a load: python -m tests.benchmarks.saving FOLDER [--mib N]
+
+The same boxes are written and read in turns: as they are, without any checksum, and with those that
+torch.save computes by itself, which nobody looks at.  Medians of seconds, fsync included, and of
+processor seconds, and their ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils.serialization import config
+
+from schedlang.runtime.saving import boxes
+from schedlang.runtime.saving.index import Index, read_index
+
+TURNS = 9
+ID = "0123456789abcdef"
+
+
+class _None:
+    """No checksum."""
+
+    value = 0
+
+    def add(self, data: Any) -> None:
+        """Nothing is computed."""
+
+
+def timed(act: Callable[[], None]) -> tuple[float, float]:
+    """Seconds, and those of the processor."""
+    start, spent = time.perf_counter(), time.process_time()
+    act()
+    return time.perf_counter() - start, time.process_time() - spent
+
+
+def saved(folder: Path, tensors: list[boxes.Boxed], sums: Any, torchs: bool) -> tuple[float, float]:
+    """Seconds of a save."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    options = {"save.compute_crc32": torchs}
+    chosen = SimpleNamespace(patch=lambda _: config.patch(options))  # type: ignore[attr-defined]
+    with (
+        mock.patch.object(boxes, "Checksum", sums),
+        mock.patch.object(boxes, "config", chosen),
+    ):
+        return timed(lambda: boxes.indexed(folder, ID, [boxes.write(folder, ID, 0, tensors, {})]))
+
+
+def loaded(folder: Path, tensors: list[boxes.Boxed], looked_at: bool) -> tuple[float, float]:
+    """Seconds of a load."""
+
+    def act() -> None:
+        index = read_index(folder)
+        boxes.read(folder, index if looked_at else _unchecked(index), tensors)
+
+    return timed(act)
+
+
+def _unchecked(index: Index) -> Index:
+    """The index without checksums."""
+    return replace(
+        index,
+        tensors={
+            key: replace(
+                entry,
+                boxes=tuple(
+                    replace(box, place=replace(box.place, check=None)) for box in entry.boxes
+                ),
+            )
+            for key, entry in index.tensors.items()
+        },
+    )
+
+
+def main() -> None:
+    """Measure, in turns."""
+    options = argparse.ArgumentParser()
+    options.add_argument("folder", type=Path)
+    options.add_argument("--mib", type=int, default=256)
+    asked = options.parse_args()
+    torch.set_num_threads(1)
+    size = 1024
+    tensors = [boxes.whole((f"layer{k}",), torch.randn(size, size)) for k in range(asked.mib // 4)]
+    ways = {
+        "as it is": (boxes.Checksum, False), "none": (_None, False), "torch's own": (_None, True),
+    }  # fmt: skip
+    times: dict[str, list[tuple[float, float]]] = {}
+    for turn in range(TURNS + 1):
+        for name, (sums, torchs) in ways.items():
+            took = saved(asked.folder / "saving", tensors, sums, torchs)
+            times.setdefault(f"save, {name}", []).extend([took] * bool(turn))
+        saved(asked.folder / "saving", tensors, boxes.Checksum, False)
+        for name, looked_at in (("as it is", True), ("none", False)):
+            took = loaded(asked.folder / "saving", tensors, looked_at)
+            times.setdefault(f"load, {name}", []).extend([took] * bool(turn))
+    shutil.rmtree(asked.folder / "saving")
+    for name, every in times.items():
+        wall, spent = (median(one[k] for one in every) for k in range(2))
+        base = [median(one[k] for one in times[f"{name[:4]}, none"]) for k in range(2)]
+        print(
+            f"{name:18} {wall:6.3f} s {wall / base[0]:5.2f} of none; "
+            f"processor {spent:6.3f} s {spent / base[1]:5.2f} of none"
+        )
+
+
+if __name__ == "__main__":
+    main()
