@@ -31,8 +31,7 @@ class Dealt:
 
 def dealt(a: Assembly, batch: Batch, local: bool) -> Dealt:
     """What a rank computes of a batch: of the whole one, or (`local`) of its own rows."""
-    mine = _of_rows(a, batch) if local else _of_all(a, batch)
-    return replace(mine, parts=[_defined(a, *each) for each in zip(mine.parts, mine.weights)])
+    return _of_rows(a, batch) if local else _of_all(a, batch)
 
 
 def _of_all(a: Assembly, batch: Batch) -> Dealt:
@@ -62,14 +61,6 @@ def _of_rows(a: Assembly, batch: Batch) -> Dealt:
     )  # fmt: skip
     parts = [replace(part, rows=tuple(first + row for row in part.rows)) for part in own]
     return Dealt(parts, weights, told[:, :-1].tolist())
-
-
-def _defined(a: Assembly, part: Part, weight: float) -> Part:
-    """A part without labels that count has no mean: give it some, its weight is zero anyway."""
-    if weight or a.without_labels is None:
-        return part
-    filled = a.without_labels(part.inputs)
-    return replace(part, inputs=filled) if a.tokens is None else a.tokens.defined(part, filled)
 
 
 def positive(total: float) -> float:

@@ -49,13 +49,6 @@ class LabelRule:
             labels = step(labels)
         return float((labels != self.ignore_index).sum())
 
-    def filled(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The same part with a label of 0 wherever none counts, so that its mean is defined."""
-        labels = named_tensors(batch)[self.source]
-        full = labels.masked_fill(labels == self.ignore_index, 0)
-        out: dict[str, Any] = pytree.tree_map(lambda v: full if v is labels else v, dict(batch))
-        return out
-
 
 @dataclass
 class Recording:
