@@ -100,19 +100,10 @@ def _opaque(plan: Plan) -> tuple[str, ...]:
 
 
 def _parts(case: Case, batch: Batch) -> list[list[Part]]:
-    """The microbatches of each data-parallel rank; one without labels gets some, as in a run."""
-    from schedlang.runtime.parts import Part, split
+    """The microbatches of each data-parallel rank."""
+    from schedlang.runtime.parts import split
 
-    plan = case.plan
-    micro = plan.micro
-    assert case.prepared is not None
-    labels = case.prepared.traced.labels
-
-    def filled(part: Part) -> Part:
-        bare = len(labels) == 1 and not labels[0].count(part.inputs)
-        return Part(labels[0].filled(part.inputs), part.rows) if bare else part
-
-    return [[filled(part) for part in share] for share in split(batch, plan.shares, micro)]
+    return split(batch, case.plan.shares, case.plan.micro)
 
 
 # -- the original ------------------------------------------------------------------------------
@@ -124,6 +115,7 @@ def _record(case: Case, batch: Batch, folder: str) -> tuple[Frame, ...]:
 
     from schedlang.runtime.judging.alone import Recorder
     from schedlang.runtime.modes import ambient
+    from schedlang.runtime.no_labels import no_labels
     from schedlang.runtime.scope import Scope, entered, named_sites
 
     modes, _ = modes_of(case.seed)
@@ -133,7 +125,7 @@ def _record(case: Case, batch: Batch, folder: str) -> tuple[Frame, ...]:
             module = twin(case).train()
             named_sites(module)
             recorder = Recorder(module, _opaque(case.plan))
-            with ambient(*modes), entered(Scope(0, micro, part.rows)):
+            with ambient(*modes), entered(Scope(0, micro, part.rows)), no_labels(True):
                 module(**part.inputs)
             torch.save(recorder.calls, f"{folder}/{replica}-{micro}")
             order = order or tuple(recorder.calls)
@@ -205,12 +197,13 @@ def _forward(program: Program, parts: Sequence[Part]) -> None:
     from contextlib import nullcontext
 
     from schedlang.runtime.modes import ambient
+    from schedlang.runtime.no_labels import no_labels
     from schedlang.runtime.scope import Scope, entered
     from schedlang.runtime.sharding import crossing
 
     a = program.assembly
     a.module.train()
-    with ambient(a.dropout) if a.dropout is not None else nullcontext():
+    with ambient(a.dropout) if a.dropout is not None else nullcontext(), no_labels(True):
         a.pipeline.run(
             [part.inputs for part in parts], train=False,
             around=lambda op: entered(Scope(0, op.microbatch, parts[op.microbatch].rows)),

@@ -56,6 +56,7 @@ def record(
     leaves: Mapping[str, Leaf],
 ) -> Recording:  # fmt: skip
     """What the model as it is calls, in order, with the shapes of each call."""
+    from schedlang.runtime.drawing.watched import Watched
     from schedlang.runtime.following.hollow import hollow_out
     from schedlang.runtime.following.reach import reached
     from schedlang.runtime.following.saved import watch_saved
@@ -73,7 +74,9 @@ def record(
     watch_again(model, (name for one in recomputed(plan) for name in one.modules))
     stack.watch(model, _opaque(leaves))
     saved = watch_saved(model, coded_by(plan), stack)
-    with on_meta(batch, inputs) as values, Recorder(stack, inputs) as recorder:
+    watched = Watched(lambda: stack.frames[-1][0])
+    with on_meta(batch, inputs) as values, watched, Recorder(stack, inputs) as recorder:
+        values.drew = watched.drew
         try:
             output, value = call(model, inputs, _telling(loss) if loss is not None else None)
         except Refusal:
@@ -84,6 +87,7 @@ def record(
     recorder.recording.lossless = found is None
     recorder.recording.reached = reached(model, found)
     recorder.recording.asked = values.asked
+    recorder.recording.random, recorder.recording.apart = watched.random, watched.apart
     recorder.recording.saved = saved
     recorder.recording.entries.update(stack.turns)
     recorder.recording.order.extend(stack.turns)

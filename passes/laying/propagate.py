@@ -46,6 +46,8 @@ class Traced:
     masks     (module, turn) of a random draw -> whole shape and split dims by axis
     layouts   (module, turn) -> notes on the tensors that it is given and on those that it gives,
               None where they are not known; empty where nothing is sharded
+    random    whether an operator draws random numbers
+    apart     those that cannot be drawn alike on several ranks -> the module that they run in
     reached   parameters that the loss depends on, whatever the values are
     lossless  whether there is no loss to train by
     asked     whether the model asked for values: other ones may reach fewer parameters
@@ -69,6 +71,7 @@ class Traced:
     )
     labels: tuple[LabelRule, ...] = ()
     random: bool = False
+    apart: Mapping[str, str] = field(default_factory=dict)
     reached: frozenset[str] = frozenset()
     lossless: bool = False
     asked: bool = False
@@ -149,6 +152,7 @@ def _traced(plan: Plan, recording: Recording, run: Run | None = None) -> Traced:
     shared = {
         "labels": tuple(recording.labels),
         "random": recording.random,
+        "apart": dict(recording.apart),
         "reached": recording.reached,
         "asked": recording.asked,
         "lossless": recording.lossless,

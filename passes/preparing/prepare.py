@@ -64,6 +64,7 @@ def prepare(
     if weight is not None:
         _check_weight(weight, sample)
     traced = propagate(plan, sample, loss)
+    _check_draws(plan, traced)
     check_settled(plan, traced)
     traced = with_statistics(plan, traced, sample, loss, weight is not None)
     staged = stages_of(plan, traced, sample, loss)
@@ -78,6 +79,14 @@ def prepare(
     check_repeats(plan, sample, loss)
     bits = allotted(plan, sample, loss, chains) if bits is None else bits
     return Prepared(traced, staged, holdings_of(plan, staged), slicing, tokens, chains, bits)
+
+
+def _check_draws(plan: Plan, traced: Traced) -> None:
+    """Several ranks must draw alike: refuses (S812) what no rank could draw as the model does."""
+    if plan.mesh.world > 1 and traced.apart:
+        from schedlang.runtime.drawing.random import without_form
+
+        raise without_form(*next(iter(traced.apart.items())))
 
 
 def _check_weight(weight: Weight, sample: Mapping[str, Any]) -> None:

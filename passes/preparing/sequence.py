@@ -81,5 +81,4 @@ def slices_of(
 
     if slicing is None:
         return None
-    fill = traced.labels[0].filled if len(traced.labels) == 1 else None
-    return Slices(model, slicing, weight or weight_by_tokens(traced, slicing.count), fill=fill)
+    return Slices(model, slicing, weight or weight_by_tokens(traced, slicing.count))

@@ -52,17 +52,18 @@ def _exact(plan: Plan, action: Action) -> bool:
     return exact_row(action) and action not in meeting(plan)
 
 
-def baseline(plan: Plan) -> tuple[Plan, str] | None:
+def baseline(plan: Plan, copies: int = 1) -> tuple[Plan, str] | None:
     """The plan without its exact rows, its state unsliced; and in words what was taken away.
 
     Unsliced only where sums are the same ones: gradients of two replicas that are reduced once a
-    step. With more replicas their order, and with a reduction for each microbatch their grouping,
-    is another, so a sliced state is then equal but for rounding.
+    step. With more replicas, or where the order of a pipeline has `copies` of its stages, their
+    order, and with a reduction for each microbatch their grouping, is another, so a sliced state is
+    then equal but for rounding.
     """
     exact = [action for action in plan.actions if _exact(plan, action)]
     dropped = sorted({action.name for action in exact})
     micro = plan.micro
-    two = plan.mesh.size(plan.data_axes) == 2
+    two = plan.mesh.size(plan.data_axes) * copies == 2
     words = [f"without {' and '.join(dropped)}"] if dropped else []
     rows: list[tuple[Primitive, Action]] = []
     for action in plan.actions:
@@ -118,7 +119,8 @@ def _regrouped(rows: Iterable[Row], without: Observation, program: Observation) 
     first = next((made[name] for name in program.order if name in made), None)
     start = without.tensors[_key(first)] if first is not None and first.ok else None
     same = start is not None and bool(start.any())
-    same = same and all(row.ok or row.kind in _BACKWARD for row in rows)
+    tied = {name for names in program.ties for name in names}  # other names of what is updated
+    same = same and all(row.ok or row.kind in _BACKWARD or row.name in tied for row in rows)
     for row in rows:
         if row.ok or not same:
             yield row

@@ -51,20 +51,19 @@ def together(
     from concurrent.futures import ThreadPoolExecutor
 
     from schedlang.runtime.modes import ambient
+    from schedlang.runtime.no_labels import no_labels
     from schedlang.runtime.summing.statistics import Meeting, gather_statistics
 
     meeting, total = Meeting(len(parts)), sum(weights)
-    rules = case.prepared.traced.labels if case.prepared is not None else ()
 
     def run(place: int) -> dict[str, Tensor | None]:
         part, share = parts[place], weights[place] / total
-        given = part.inputs if share or not rules else rules[0].filled(part.inputs)
         try:
-            with ambient(*modes_of(case.seed)[0]):
+            with ambient(*modes_of(case.seed)[0]), no_labels(not share):
                 module = twin(case)
                 gather_statistics(module, sums, meeting.at(place))
                 subject = Sequential(module, loss=case.loss, scale=share)
-                return {"": subject.derive(given, part.rows), **subject.gradients()}
+                return {"": subject.derive(part.inputs, part.rows), **subject.gradients()}
         except BaseException:
             meeting.barrier.abort()  # the others would wait for this one
             raise

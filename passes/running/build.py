@@ -148,7 +148,6 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         early=early_sums(plan, staged, found, sums), last_rank=_last_rank(plan, staged),
         stage_axis=staged.axis, dropout=dropout, inputs=frozenset(batch),
         lossless=traced.lossless,
-        without_labels=traced.labels[0].filled if len(traced.labels) == 1 else None,
         outputs_missing=staged.cut.missing if staged.axis is not None else (),
         ends_early=_ends_early(plan, staged),
         tokens=prepared.tokens, context=plan.context_axes,

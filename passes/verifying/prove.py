@@ -87,7 +87,7 @@ def prove(
     actual = seen[0]
     rows = _compared(case, working, told, expected, seen)
     rows, unsure = undecided(rows, case, working, told, seen[1])
-    bits, unchecked = _baseline_rows(case, told, replace(actual, order=expected.order), pool)
+    bits, unchecked = _baseline_rows(case, told, _named(actual, expected), pool)
     extra, more = _in_working_dtype(working, wanted, pool)
     report = Report(
         (*rows, *bits, *extra, *changed_rows(case)),
@@ -213,11 +213,17 @@ def _compared(
     return rows if working is None else rows + working_rows(case, working, told, expected, rounded)
 
 
+def _named(actual: Observation, expected: Observation) -> Observation:
+    """With what the original alone knows: the order of its gradients, and names of one weight."""
+    return replace(actual, order=expected.order, ties=expected.ties)
+
+
 def _baseline_rows(
     case: Case, told: Sequence[Condition], actual: Observation, pool: Pool
 ) -> tuple[list[Row], list[str]]:
     """The first step against that of the plan without its exact rows; or why it was not run."""
-    found = baseline(case.plan)
+    assert case.prepared is not None
+    found = baseline(case.plan, case.prepared.staged.timeline.replicas)
     if found is None or (not given_up(case.plan) and not case.parted):
         return [], []  # no such rows, or the original itself is compared bit by bit
     plan, words = found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +55,6 @@ class Assembly:
     ends_early: bool = False  # no gradient is sent to stages that are frozen from the start
     loss_dtype: torch.dtype = torch.float32  # the same on every rank
     lossless: bool = False  # there is none to train by
-    without_labels: Callable[[Batch], dict[str, Any]] | None = None
     tokens: Tokens | None = None  # how sequences are split over ranks, where they are
     context: tuple[str, ...] = ()  # data axes whose ranks see different tokens of the same rows
     inputs: frozenset[str] = frozenset()  # names in the batch that it was built from

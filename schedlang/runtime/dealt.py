@@ -39,7 +39,7 @@ def dealt(a: Assembly, batch: Batch, local: bool) -> Dealt:
     mine = _of_rows(a, batch) if local else _of_all(a, batch)
     if mine.empty:  # the model's own loss of nothing (NaN, or 0), whatever the layout
         return replace(mine, weights=[1.0] * len(mine.weights))
-    return replace(mine, parts=[_defined(a, *each) for each in zip(mine.parts, mine.weights)])
+    return mine
 
 
 def _of_all(a: Assembly, batch: Batch) -> Dealt:
@@ -69,14 +69,6 @@ def _of_rows(a: Assembly, batch: Batch) -> Dealt:
     )  # fmt: skip
     parts = [replace(part, rows=tuple(first + row for row in part.rows)) for part in own]
     return Dealt(parts, weights, told[:, :-1].tolist())
-
-
-def _defined(a: Assembly, part: Part, weight: float) -> Part:
-    """A part without labels that count has no mean: give it some, its weight is zero anyway."""
-    if weight or a.without_labels is None:
-        return part
-    filled = a.without_labels(part.inputs)
-    return replace(part, inputs=filled) if a.tokens is None else a.tokens.defined(part, filled)
 
 
 def positive(total: float) -> float:

@@ -21,6 +21,7 @@ from schedlang.runtime.context.install import At
 from schedlang.runtime.dealt import dealt, positive
 from schedlang.runtime.keeping.away import Away, at_home
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.no_labels import bare
 from schedlang.runtime.outputs import whole_output
 from schedlang.runtime.parts import Batch, Part, followed
 from schedlang.runtime.recording.graph import GIVE_LOSS, refusal
@@ -245,6 +246,8 @@ class Program:
             scope = entered(Scope(self.step, op.microbatch, part.rows))
             if part.seat is not None:
                 scope = self._at.sitting(part.seat, scope)
+            if scale is not None and not scale[op.microbatch]:
+                scope = bare(scope)
             return scope if self.watch is None else self.watch.around(op, scope)
 
         early = a.early if train else None

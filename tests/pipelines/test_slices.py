@@ -61,7 +61,7 @@ def assert_same(model: nn.Module, batch: Any, slicing: Slicing, lengths: Any = N
     twin = copy.deepcopy(model)
     rule = labels_of(model, batch)
     cut = (lambda total, count: lengths) if lengths else None
-    slices = Slices(twin, slicing, rule.count, fill=rule.filled, lengths=cut)
+    slices = Slices(twin, slicing, rule.count, lengths=cut)
     wanted, whole = passes(model, batch, None)
     loss, output = passes(twin, batch, slices)
     assert abs(float(loss - wanted)) <= GATE * abs(float(wanted))

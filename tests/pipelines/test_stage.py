@@ -375,3 +375,27 @@ def test_cuts_refused(call: Any, message: str) -> None:
     """Impossible cuts are refused with what would be possible."""
     with pytest.raises(Refusal, match=message):
         call()
+
+
+class Convolved(nn.Module):
+    """Convolutions with biases: what autocast gives the second one is in fewer bits already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.float().square().mean()
+
+
+def test_stages_find_shapes_under_the_casts_that_they_run_under() -> None:
+    """A unit of another stage is run for its shape as autocast would run it: its bias is cast."""
+    model = Convolved()
+    x = torch.randn(2, 3, 4, 4)
+    graph = record(model, [f"blocks.{k}" for k in range(3)], {"x": x})
+    stub = Stub(hollow_model(model, {}), cut(graph, [0, 1, 1]))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert stub(1, (x.bfloat16(),), {}, {}, x.device).dtype == torch.bfloat16
+    assert stub(1, (x,), {}, {}, x.device).dtype == torch.float32

@@ -218,3 +218,40 @@ def test_a_batch_without_any_label(layout: str, bounded: bool, threads: Threads)
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(gradients[name], wanted[name], equal_nan=True)
             torch.testing.assert_close(state[name], parameter.detach() - 0.1 * wanted[name])
+
+
+class Shifted(nn.Module):
+    """Reads its labels twice: moved by one as what a decoder is given, and in its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(11, 6), nn.Linear(6, 11)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.noise = nn.Parameter(torch.tensor(0.3))
+        self.double()
+
+    def forward(self, labels: Tensor) -> Any:
+        given = F.pad(labels[:, :-1], (1, 0), value=1)
+        given = given.masked_fill(given == -100, 2)
+        x = self.embed(given)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        logits = self.head(x)
+        mean = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": mean * torch.exp(-self.noise) + self.noise, "logits": logits}
+
+
+@pytest.mark.parametrize(
+    "rows, mesh",
+    [
+        (DP2, "dp=2"),
+        ('blocks  pipeline_split(over=pp)\n  pipeline(order="1F1B", micro=2)', "pp=2"),
+    ],
+)
+def test_a_part_without_labels_is_computed_as_it_is(rows: str, mesh: str, pool: Pool) -> None:
+    """What a model makes of labels beside its loss stays what it makes of them in the whole batch;
+    a loss whose mean stands beside a weight of its own gives that weight a gradient, not NaN."""
+    labels = torch.randint(11, (4, 5), generator=torch.Generator().manual_seed(0))
+    labels[2:] = -100
+    proven(pool, planned(Shifted(), rows, mesh), [{"labels": labels}, {"labels": labels.flip(1)}])

@@ -124,6 +124,57 @@ def test_gradients_that_add_up_in_another_order(pool: Pool) -> None:
     assert {row.kind for row in report.rows if not row.ok} == {EXACT}, str(report)
 
 
+class Shared(Skips):
+    """Reads its first weight under two names: one is a parameter, the other a copy of the state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(5, 8)
+        self.again.weight = self.enter.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 100 * (super().forward(x) + self.again(x).square().mean())
+
+
+def test_a_weight_of_two_names_that_adds_up_in_another_order(pool: Pool) -> None:
+    """Behind the update the other name holds what the first one does, last bits and all."""
+    torch.manual_seed(0)
+    plan = planned(Shared().double(), "zero(stage=1, over=dp)", "dp=2")
+    batches = tuple({"x": torch.randn(6, 5, dtype=torch.float64)} for _ in range(2))
+    report = prove(Case(plan, batches, dtype="none"), pool=pool)
+    assert report.ok, str(report)
+    passed = {row.name for row in report.rows if row.kind == EXACT and row.gate}
+    assert "other state: again.weight" in passed, "it adds up in the same order: this shows nothing"
+    pool = Mutated(pool, sliced_sums_rounded)  # type: ignore[assignment]
+    report = prove(Case(plan, batches, dtype="none"), pool=pool)
+    assert {row.kind for row in report.rows if not row.ok} == {EXACT}, str(report)
+
+
+class Stacked(nn.Module):
+    """Blocks one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Skip() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def test_an_order_with_copies_of_its_own(pool: Pool) -> None:
+    """Two replicas of two copies are four gradients, which add up in another order when sliced."""
+    torch.manual_seed(0)
+    rows = "blocks pipeline_split(over=pp)\nzero(stage=1, over=dp)\n"
+    rows += 'pipeline(order="Chimera", micro=2)'
+    plan = planned(Stacked().double(), rows, "dp=2, pp=2")
+    batches = tuple({"x": torch.randn(8, 8, dtype=torch.float64)} for _ in range(2))
+    report = prove(Case(plan, batches, dtype="none"), pool=pool)
+    assert report.ok, str(report)
+    assert not any(row.kind == EXACT for row in report.rows)
+
+
 def test_what_is_compared_bit_by_bit() -> None:
     """Stages that reduce for each microbatch, or over more than two replicas, only round alike."""
     pipe = 'transformer.h pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)\n'

@@ -385,6 +385,18 @@ def made(build: Any, seed: int = 0) -> Any:
     return make
 
 
+class Drops(nn.Module):
+    """Attention of torch's own that drops its weights: the only random numbers of its model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(WIDTH, 2, dropout=0.3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.attn(x, x, x, need_weights=False)[0]
+        return x + out
+
+
 def points(seed: int, rows: int = 6, shape: tuple[int, ...] = (WIDTH,)) -> dict[str, Tensor]:
     """Inputs and targets for Points."""
     g = torch.Generator().manual_seed(seed)

@@ -11,6 +11,7 @@ from torch import Tensor
 from schedlang.passes.running import build
 from schedlang.runtime import program
 from schedlang.runtime.collectives import ranks
+from schedlang.runtime.drawing.watched import Watched
 from schedlang.runtime.following.trace import LabelRule
 from schedlang.runtime.parts import split
 from schedlang.runtime.program import Program
@@ -20,6 +21,13 @@ from schedlang.runtime.summing import gradient, replicas
 from tests.zoo.bug import Operator, Patch, Site, bug
 from tests.zoo.heads import without
 from tests.zoo.place import rank, running_program
+
+
+@bug("D27", "", Operator.SKIP, "dp, drops inside", planning=True,
+     credit="dropout of nn.MultiheadAttention, alone in a model")  # fmt: skip
+def draws_unseen(patch: Patch, site: Site) -> None:
+    """Masks that are drawn inside of functions are left to each rank's own generator."""
+    patch.setattr(Watched, "drew", lambda self, func, args, kwargs: None)
 
 
 def after_sums(patch: Patch, kind: str, change: Any) -> None:

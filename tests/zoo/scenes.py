@@ -110,6 +110,10 @@ SCENES: dict[str, Scene] = {
     "tp": _gpt2(GPT2, "tp=2"),
     "tp, recomputed": _gpt2(GPT2 + "transformer.h.* checkpoint()", "tp=2"),
     "dp": _gpt2("zero(stage=0, over=dp)", "dp=2"),
+    "dp, drops inside": Scene(
+        networks.made(lambda: networks.Points(networks.Drops(), networks.Drops())),
+        "zero(stage=0, over=dp)", "dp=2", lambda seed: points(seed, 6, (4, networks.WIDTH)),
+    ),
     "sliced": _gpt2("zero(stage=2, over=dp)", "dp=2"),
     "sp": Scene(lambda: models.llama(1), LLAMA, "tp=2", _tokens()),
     "pp": _gpt2(f"transformer.h {PIPELINE}", "pp=2"),

@@ -8,7 +8,7 @@ attention in the low dtype, losses and a few more in float32, everything else as
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -52,6 +52,13 @@ def autocast(device: str, dtype: torch.dtype | None) -> AbstractContextManager[A
     if dtype is None:
         return torch.autocast(device, enabled=False)
     return torch.autocast(device, dtype=dtype, cache_enabled=False)
+
+
+def imitated(device: str) -> AbstractContextManager[Any]:
+    """For tensors without values, what autocast does here to those on a kind of device."""
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return Imitated(torch.get_autocast_dtype(device))
 
 
 class _Here(threading.local):

@@ -108,12 +108,6 @@ class Tokens:
         made: dict[str, Any] = pytree.tree_map_with_path(cut, dict(batch))
         return made
 
-    def defined(self, part: Part, filled: dict[str, Any]) -> Part:
-        """A part none of whose labels counts, with some that do: its mean is defined then."""
-        if self.shift == "given" and "shift_labels" in part.inputs:
-            filled = filled | {"shift_labels": torch.zeros_like(part.inputs["shift_labels"])}
-        return replace(part, inputs=filled)
-
 
 def _documents(batch: Batch, seat: Seat) -> Tensor | None:
     """Which document each token is of, where positions say so: they start anew in a row."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from schedlang.runtime.context.install import At, install, windows
 from schedlang.runtime.context.seat import Call, How, Seat
 from schedlang.runtime.context.together import Together
 from schedlang.runtime.context.tokens import Tokens
+from schedlang.runtime.no_labels import no_labels
 from schedlang.runtime.parts import Part, rows_of
 from schedlang.runtime.recording.record import loss_of
 from schedlang.runtime.slicing.slice_trial import Seen, Trial, gradients_of, running
@@ -54,21 +56,19 @@ def parted(trial: Trial, tokens: Tokens, sites: Sequence[str], notes: Any = None
     exchange = _Meeting(together)
     parts = [tokens.part(whole, place, exchange, layout) for place in range(count)]
     weights = [trial.weight(part.weighed or part.inputs) for part in parts]
-    if trial.rule is not None:
-        parts = [p if w else tokens.defined(p, trial.rule.filled(p.inputs))
-                 for p, w in zip(parts, weights)]  # fmt: skip
     at, inner = At(tokens), windows(tokens, None) if tokens.draws else None
 
-    def one(part: Part) -> tuple[Any, Tensor]:
+    def one(part: Part, weight: float) -> tuple[Any, Tensor]:
         assert part.seat is not None
-        with running(trial, draws, inner), at.sitting(part.seat, nullcontext()):
+        sitting = at.sitting(part.seat, nullcontext())
+        with running(trial, draws, inner), sitting, no_labels(not weight):
             output = model(**part.inputs)
             value = loss_of(output, part.inputs, trial.loss)
         assert value is not None, "the model gives no loss"
         return output, value
 
     with _ready(trial, tokens, sites, notes):
-        made = together.run([lambda part=part: one(part) for part in parts])  # type: ignore[misc]
+        made = together.run([partial(one, *each) for each in zip(parts, weights)])
         total = sum(weights) or 1.0
         shares = [v * (w / total) for (_, v), w in zip(made, weights) if w]
         value = torch.stack(shares).sum()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -96,10 +96,11 @@ def _like(x: Tensor, kwargs: dict[str, Any]) -> tuple[torch.dtype, torch.device]
 
 
 def _normal(draw: Draw, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Box and Muller: A note on the generation of random normal deviates, 1958."""
-    radius = (-2 * torch.log1p(-draw.uniform(shape, torch.float64, device))).sqrt()
-    angle = 2 * math.pi * draw.uniform(shape, torch.float64, device)
-    return (radius * angle.cos()).to(dtype)
+    """By the inverse of their distribution: one draw, as every function makes one, for its place in
+    the count of a module's calls."""
+    middle = draw.uniform(shape, torch.float64, device) + 2.0**-54  # never 0
+    made: Tensor = torch.special.ndtri(middle).to(dtype)
+    return made
 
 
 def _fresh(sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -216,19 +217,19 @@ def illogical(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         overloads = [getattr(func, name) for name in names]
     else:
         overloads = [func] if isinstance(func, torch._ops.OpOverload) else []
-    return any(torch.Tag.nondeterministic_seeded in o.tags for o in overloads) and _active(
+    return any(torch.Tag.nondeterministic_seeded in o.tags for o in overloads) and active(
         overloads[0], args, kwargs
     )
 
 
-def _active(overload: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operator of torch.ops is random here: not with dropout 0 or out of training."""
-    given = dict(zip((a.name for a in overload._schema.arguments), args)) | kwargs
+def active(overload: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a random operator of torch.ops draws here: not with dropout 0 or out of training."""
+    given = dict(zip((a.name for a in overload._schema.arguments), args)) | dict(kwargs)
+    if not given.get("train", given.get("training", not _has(overload, "training"))):
+        return False
     for name in ("dropout_p", "dropout", "p"):
         if name in given or name == "dropout_p" and _has(overload, name):
-            return bool(given.get(name, 0)) and bool(
-                given.get("train", given.get("training", True))
-            )
+            return bool(given.get(name, 0))
     return True
 
 

@@ -84,10 +84,10 @@ class LogicalDropout(Ambient):
         kwargs = dict(kwargs or {})
         if scope.current() is not None:
             if illogical(func, args, kwargs):
-                raise _refusal(f"`{_name(func)}` in {_here()} cannot be reproduced on other ranks")
+                raise without_form(name(func), scope.site())
             if func in LOGICAL:
                 if any(hasattr(x, "placements") for x in args):
-                    raise _refusal(f"`{_name(func)}` in {_here()} is given a DTensor")
+                    raise _refusal(f"`{name(func)}` in {_here(scope.site())} is given a DTensor")
                 kwargs.pop("generator", None)
                 return LOGICAL[func](self, func, *args, **kwargs)
         return self.run(func, types, args, kwargs)
@@ -198,6 +198,11 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
+def without_form(name: str, site: str) -> Refusal:
+    """Of what draws in a way that cannot be drawn alike under every layout (S812)."""
+    return _refusal(f"`{name}` in {_here(site)} cannot be reproduced on other ranks")
+
+
 def _refusal(title: str) -> Refusal:
     return Refusal(
         Diagnostic(
@@ -209,11 +214,12 @@ def _refusal(title: str) -> Refusal:
     )
 
 
-def _name(func: Any) -> str:
+def name(func: Any) -> str:
+    """A function of torch as one writes it."""
     said = str(getattr(func, "__qualname__", None) or getattr(func, "__name__", func))
     return said.replace("_VariableFunctionsClass.", "torch.")
 
 
-def _here() -> str:
+def _here(site: str) -> str:
     """The module that runs, in words."""
-    return f"`{scope.site()}`" if scope.site() else "the model's forward"
+    return f"`{site}`" if site else "the model's forward"

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from schedlang.runtime.drawing.draws import LOGICAL
 from schedlang.runtime.parts import named_tensors, rows_of
 from schedlang.runtime.recording.torch_calls import name_of, tensors_in
 
@@ -49,13 +50,6 @@ class LabelRule:
             labels = step(labels)
         return float((labels != self.ignore_index).sum())
 
-    def filled(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The same part with a label of 0 wherever none counts, so that its mean is defined."""
-        labels = named_tensors(batch)[self.source]
-        full = labels.masked_fill(labels == self.ignore_index, 0)
-        out: dict[str, Any] = pytree.tree_map(lambda v: full if v is labels else v, dict(batch))
-        return out
-
 
 @dataclass
 class Recording:
@@ -65,7 +59,9 @@ class Recording:
     entries: dict[str, int] = field(default_factory=dict)  # module -> how often it was called
     order: list[str] = field(default_factory=list)  # modules in the order of their first call
     labels: list[LabelRule] = field(default_factory=list)
-    random: bool = False  # some call drew random numbers
+    random: bool = False  # some operator drew random numbers
+    # what drew them in a way that has no logical form, and the module that it runs in
+    apart: Mapping[str, str] = field(default_factory=dict)
     lossless: bool = False  # neither the model nor a function of the user's gave a loss
     asked: bool = False  # the model asked for values, and may call other modules for others
     reached: frozenset[str] = frozenset()  # parameters that the loss depends on
@@ -133,24 +129,10 @@ CHOOSING = {
     "topk", "sort", "argsort", "argmax", "argmin", "kthvalue", "mode", "multinomial", "nonzero",
     "searchsorted", "bucketize", "histc",
 }  # fmt: skip
-RANDOM = {
-    "dropout",
-    "dropout1d",
-    "dropout2d",
-    "dropout3d",
-    "alpha_dropout",
-    "bernoulli",
-    "bernoulli_",
-    "rand_like",
-    "rand",
-    "randn",
-    "randn_like",
-    "feature_alpha_dropout",
-}
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Does this call draw random numbers?"""
+    """Does this call draw random numbers, in a way that has a logical form?"""
     name = name_of(func)
     if "dropout" in name:
         given = {**dict(zip(("input", "p", "training"), args)), **kwargs}
@@ -159,7 +141,7 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     if func is F.scaled_dot_product_attention:
         rate = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
         return bool(rate > 0)
-    return name in RANDOM
+    return func in LOGICAL
 
 
 class Recorder(TorchFunctionMode):
@@ -189,7 +171,6 @@ class Recorder(TorchFunctionMode):
             found = tuple(tuple(t.shape) for t in outputs)
             call = Call(name_of(func), shapes, found, integers_in((args, kwargs)))
             self.recording.frames.setdefault(self.stack.frames[-1], []).append(call)
-        self.recording.random |= draws(func, args, kwargs)
         self._follow_labels(func, args, kwargs, out)
         return out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -84,6 +85,8 @@ class Constants:
         return output
 
     def _shadow(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        if draws(func):  # the batch does not decide it, and a program's own numbers stay unused
+            return None
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         on_meta = any(t.is_meta for t in tensors) or any(
@@ -210,15 +213,29 @@ class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.constants = Constants()
         self.constants.know(real, meta)
         self.asked = False  # for a value that is not known
+        # told of every random operator that runs
+        self.drew: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] = _nobody
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if draws(func):
+            self.drew(func, args, kwargs or {})
         return self.constants.run(func, args, kwargs or {}, self._zero)
 
     def _zero(self, func: Any) -> int:
         self.asked = True
         return 0
+
+
+def _nobody(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Told of what is drawn, where nobody asks."""
+
+
+@functools.cache
+def draws(func: Any) -> bool:
+    """Does an operator draw random numbers, if its arguments let it?"""
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _storage(tensor: torch.Tensor) -> int:

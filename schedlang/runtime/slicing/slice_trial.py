@@ -173,10 +173,7 @@ def sliced(trial: Trial, slicing: Slicing) -> Seen:
     model = trial.model
     draws: dict[Any, tuple[int, ...]] = {}
     model.zero_grad(set_to_none=True)
-    fill = trial.rule.filled if trial.rule else None
-    slices = Slices(
-        model, slicing, trial.weight, fill=fill, lengths=lambda total, count: trial.lengths
-    )
+    slices = Slices(model, slicing, trial.weight, lengths=lambda total, count: trial.lengths)
     try:
         with running(trial, draws, windows(slicing, None) if slicing.draws else None):
             value, _ = run(slices, model, trial.batch, trial.loss)

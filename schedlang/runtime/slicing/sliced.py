@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from schedlang.runtime import scope
 from schedlang.runtime.drawing.random import Slices as Windows
 from schedlang.runtime.drawing.random import Window, within
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.no_labels import no_labels
 from schedlang.runtime.parts import Absent, Batch, stack
 from schedlang.runtime.recording.record import loss_of
 from schedlang.runtime.slicing.carry import Carried, Visit
@@ -23,7 +24,6 @@ from schedlang.runtime.slicing.carry_calls import Calls
 from schedlang.runtime.slicing.slices import Piece, Slicing, Weight, length_of, masks_of
 
 Loss = Callable[[Any, Mapping[str, Any]], Tensor]
-Fill = Callable[[Batch], dict[str, Any]]
 Lengths = Callable[[int, int], tuple[int, ...]]
 
 
@@ -39,7 +39,6 @@ class Slices:
     """Runs the slices of `model`, as `slicing` says; one for all stages of a rank.
 
     weight   what a part of a batch weighs in the mean loss
-    fill     gives labels to a slice that has none, whose mean would be no number
     lengths  (tokens, slices) to the length of each slice; default: equal
     """
 
@@ -49,10 +48,9 @@ class Slices:
         slicing: Slicing,
         weight: Weight,
         *,
-        fill: Fill | None = None,
         lengths: Lengths | None = None,
     ) -> None:
-        self.slicing, self.weight, self.fill, self.lengths = slicing, weight, fill, lengths
+        self.slicing, self.weight, self.lengths = slicing, weight, lengths
         self.mode = Calls(slicing.places) if slicing.carrier == "calls" else None
         self.handle = None
         if slicing.shift == "head" and slicing.head:
@@ -74,21 +72,15 @@ class Slices:
         pieces = self.slicing.pieces(batch, lengths)
         weights = [self.weight(piece.weighed) for piece in pieces]
         whole = sum(weights) or 1.0
-        return [Weighed(self._defined(p, w), w / whole) for p, w in zip(pieces, weights)]
-
-    def _defined(self, piece: Piece, weight: float) -> Piece:
-        if weight or self.fill is None:
-            return piece
-        filled = self.fill(piece.inputs)
-        if "shift_labels" in piece.inputs and self.slicing.shift == "given":
-            filled["shift_labels"] = torch.zeros_like(piece.inputs["shift_labels"])
-        return replace(piece, inputs=filled)
+        return [Weighed(piece, weight / whole) for piece, weight in zip(pieces, weights)]
 
     @contextmanager
-    def forward(self, piece: Piece, carried: Carried) -> Iterator[dict[str, Any]]:
+    def forward(self, part: Weighed, carried: Carried) -> Iterator[dict[str, Any]]:
         """Around the forward of a slice; gives the keyword arguments of the model."""
+        piece = part.piece
         visit = Visit(carried, piece.span)
-        with scope.visiting(visit), ambient(*([self.mode] if self.mode is not None else [])):
+        modes = ambient(*([self.mode] if self.mode is not None else []))
+        with scope.visiting(visit), modes, no_labels(not part.share):
             if self.slicing.carrier == "cache":
                 yield piece.inputs | {"past_key_values": cache(piece.span), "use_cache": True}
             else:
@@ -209,7 +201,7 @@ def run(
     carried, pieces = Carried(), slices.of(batch)
     outputs, losses = [], []
     for part in pieces:
-        with slices.forward(part.piece, carried) as inputs:
+        with slices.forward(part, carried) as inputs:
             output = model(**inputs)
             value = loss_of(output, inputs, loss)
         assert value is not None, "the model gives no loss"

@@ -47,8 +47,8 @@ class SlicedStep(Step):
     ) -> tuple[Forwarded, Any]:
         """The forward of a stage on one slice, which sees the keys of those before it."""
         carried = self.carried[work._replace(slice=0)]
-        piece = self.parts[work.microbatch][work.slice].piece
-        with self.slices.forward(piece, carried) as inputs:
+        part = self.parts[work.microbatch][work.slice]
+        with self.slices.forward(part, carried) as inputs:
             return stage.forward(inputs, received), _Slice(carried, work.slice)
 
     def weight(self, work: Work) -> float:

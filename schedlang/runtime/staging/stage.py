@@ -18,6 +18,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from schedlang.runtime.casting.autocast import imitated
 from schedlang.runtime.recording.constants import OnMeta
 from schedlang.runtime.recording.graph import Cut, Token, refusal
 from schedlang.runtime.recording.meta import hollow_batch, hollow_model
@@ -95,7 +96,8 @@ class Stub:
         """The unit's output: the received leaves, something of their shape for the others."""
         key = (unit, self.units[unit].training, _signature((args, kwargs)))
         if key not in self._known:
-            self._known[key] = self._shapes(unit, args, kwargs)
+            with imitated(torch.device(device).type):
+                self._known[key] = self._shapes(unit, args, kwargs)
         leaves, spec, draws = self._known[key]
         for site, count in draws.items():
             skip_calls(site, count)
