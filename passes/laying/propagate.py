@@ -44,7 +44,7 @@ class Traced:
     layouts   (module, turn) -> notes on the tensors that it is given and on those that it gives,
               None where they are not known; empty where nothing is sharded
     reached   parameters that the loss depends on, whatever the values are
-    lossless  whether there is no loss to train by
+    lossless  what is said where there is no loss to train by
     asked     whether the model asked for values: other ones may reach fewer parameters
     order     modules in the order of their first call; entries: how often each is called
     saved     how ranks split what modules save that keep it in fewer bits; None: they do not
@@ -66,7 +66,7 @@ class Traced:
     labels: tuple[LabelRule, ...] = ()
     random: bool = False
     reached: frozenset[str] = frozenset()
-    lossless: bool = False
+    lossless: Diagnostic | None = None
     asked: bool = False
     order: tuple[str, ...] = ()
     entries: Mapping[str, int] = field(default_factory=dict)

@@ -53,17 +53,23 @@ class Asked:
 
 
 def propose(
-    model: nn.Module, batch: Mapping[str, Any], mesh: Mapping[str, int], loss: Loss | None = None
-) -> Proposed:
+    model: nn.Module, batch: Mapping[str, Any], mesh: Mapping[str, int], loss: Loss | None = None,
+    weight: Loss | None = None,
+) -> Proposed:  # fmt: skip
     """A schedule for a model (on any device), a batch of a whole step and axes with their sizes.
 
     Raises Refusal S211 for an axis of an unknown name, S212 where nothing can be split over one,
     and whatever refuses the model or the batch itself.
     """
     from schedlang.model import ModelFacts
+    from schedlang.passes.laying.propagate import propagate
+    from schedlang.passes.preparing.taking import check_keys, check_loss
+    from schedlang.plan import Plan
 
     check_mesh(mesh)
     facts = ModelFacts(model)
+    check_keys(Plan(facts), batch, loss, weight)
+    check_loss(propagate(Plan(facts), batch, loss))
     blocks = blocks_of(facts)
     asked = Asked(Trial(facts, blocks, batch, loss), blocks, mesh, batch)
     notes: list[str] = []

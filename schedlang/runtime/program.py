@@ -21,7 +21,6 @@ from schedlang.runtime.keeping.away import Away, at_home
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.outputs import whole_output
 from schedlang.runtime.parts import Batch, Part, followed
-from schedlang.runtime.recording.graph import GIVE_LOSS, refusal
 from schedlang.runtime.saving import archive, export
 from schedlang.runtime.scope import Scope, entered
 from schedlang.runtime.sharding import crossing
@@ -110,8 +109,8 @@ class Program:
         own microbatches; the loss is that of all of them, each under the weights that it met.
         """
         self._check_names(batch)
-        if self.assembly.lossless:  # on all ranks: those without the last stage would wait for it
-            raise refusal("S615", "", "the model gives no loss", GIVE_LOSS)
+        if self.assembly.lossless is not None:  # on all ranks: others would wait for the last stage
+            raise Refusal(self.assembly.lossless)
         self._training.off() if self.evaluate else self._training.on()
         self._zero()
         if self.away is not None:

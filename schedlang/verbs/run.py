@@ -176,6 +176,7 @@ def _local(course: Course, found: ModelFile, shown: _Shown, as_json: bool) -> Tr
     from schedlang.runtime.launching.launch import Hang, Pool, RankDied
 
     check_world(course.plan, "run")
+    course = _sound(course)
     with Pool(files=found.files) as pool, shown:
         try:
             return pool.run(train, course.plan.mesh.world, course, on_progress=shown.hear)[0]  # type: ignore[no-any-return]
@@ -185,6 +186,20 @@ def _local(course: Course, found: ModelFile, shown: _Shown, as_json: bool) -> Tr
                 show_json({"exit": UNCHECKED, "error": str(failure)})
             print(failure, file=sys.stderr)
             raise typer.Exit(UNCHECKED) from None
+
+
+def _sound(course: Course) -> Course:
+    """The course with its plan traced once, for all ranks; refuses whatever `verify` refuses."""
+    from dataclasses import replace
+
+    from schedlang.passes.proving.runs import check_parts
+    from schedlang.passes.proving.sides import Case, prepared, widened
+
+    batch = course.batch(course.seed)
+    case = prepared(Case(course.plan, (batch,), course.loss, course.weight, course.seed))
+    if not any(tensor.is_meta for tensor in course.plan.model.model.parameters()):
+        check_parts(widened(case))
+    return replace(course, plan=case.plan, prepared=case.prepared)
 
 
 class _Shown:

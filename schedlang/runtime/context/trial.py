@@ -17,6 +17,7 @@ from schedlang.runtime.context.install import At, install, windows
 from schedlang.runtime.context.seat import Call, How, Seat
 from schedlang.runtime.context.together import Together
 from schedlang.runtime.context.tokens import Tokens
+from schedlang.runtime.given import called
 from schedlang.runtime.parts import Part, rows_of
 from schedlang.runtime.recording.record import loss_of
 from schedlang.runtime.slicing.slice_trial import Seen, Trial, gradients_of, running
@@ -62,7 +63,7 @@ def parted(trial: Trial, tokens: Tokens, sites: Sequence[str], notes: Any = None
     def one(part: Part) -> tuple[Any, Tensor]:
         assert part.seat is not None
         with running(trial, draws, inner), at.sitting(part.seat, nullcontext()):
-            output = model(**part.inputs)
+            output = called(model, part.inputs)
             value = loss_of(output, part.inputs, trial.loss)
         assert value is not None, "the model gives no loss"
         return output, value

@@ -12,9 +12,6 @@ from schedlang.diagnostic import Diagnostic, Refusal
 Token = tuple[int, int]  # (unit, tensor leaf of its output)
 
 
-GIVE_LOSS = "give `loss(output, batch)`, or labels in the batch"
-
-
 def refusal(code: str, place: str, reason: str, *helps: str, note: str = "") -> Refusal:
     """A model that cannot be cut as asked: why, where, and what would help."""
     title = f"`{place}` {reason}" if place else reason

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from schedlang.runtime import nests as pytree
+from schedlang.runtime.given import called
 from schedlang.runtime.recording.burden import Burden
 from schedlang.runtime.recording.constants import Constants, Literals
 from schedlang.runtime.recording.graph import Leaf, Reads, StageGraph, Token, labels, refusal
@@ -63,7 +64,7 @@ def record(
         spelt = Literals(recorder.constants)
         calls = switch.using(recorder.call)
         with undrawn, torch.enable_grad(), at_home, calls, recorder, spelt:
-            output = subject(**given)
+            output = called(subject, given)
             value = loss_of(output, given, loss)
     finally:
         switch.remove()

@@ -14,6 +14,7 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime import scope
 from schedlang.runtime.drawing.random import Slices as Windows
 from schedlang.runtime.drawing.random import Window, within
+from schedlang.runtime.given import called
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.parts import Absent, Batch, stack
 from schedlang.runtime.recording.record import loss_of
@@ -142,7 +143,7 @@ def whole_loss(losses: Sequence[Tensor], pieces: Sequence[Weighed]) -> Tensor:
 
 def joined(outputs: Sequence[Any], pieces: Sequence[Weighed]) -> Any:
     """The output of a microbatch from those of its slices: tokens one after the other."""
-    from torch.utils import _pytree as pytree
+    from schedlang.runtime import nests as pytree
 
     lengths = [p.piece.span.length for p in pieces]
     flat = [pytree.tree_flatten(output) for output in outputs]
@@ -210,7 +211,7 @@ def run(
     outputs, losses = [], []
     for part in pieces:
         with slices.forward(part.piece, carried) as inputs:
-            output = model(**inputs)
+            output = called(model, inputs)
             value = loss_of(output, inputs, loss)
         assert value is not None, "the model gives no loss"
         outputs.append(output)

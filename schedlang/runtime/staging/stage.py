@@ -7,7 +7,6 @@ nothing was needed; the first unit of a later stage ends the forward.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils import _pytree as pytree
 
+from schedlang.runtime import nests as pytree
+from schedlang.runtime.given import called
 from schedlang.runtime.recording.constants import OnMeta
 from schedlang.runtime.recording.graph import Cut, Token, refusal
 from schedlang.runtime.recording.meta import hollow_batch, hollow_model
@@ -81,11 +81,8 @@ class Stub:
     def __init__(self, reference: nn.Module, cut: Cut) -> None:
         self.names = cut.graph.labels
         self.units = tuple(reference.get_submodule(name) for name in cut.graph.units)
-        called = Counter(cut.graph.units)
-        self.often = {name for name, count in called.items() if count > 1}
-        for name in self.often:
-            named_sites(reference.get_submodule(name), prefix=name)
-        self.modules, self.leaves = cut.graph.units, cut.graph.leaves
+        named_sites(reference)
+        self.leaves = cut.graph.leaves
         self._known: dict[Any, Any] = {}
         self._outside = capture()  # a run for shapes draws no masks and counts no calls
 
@@ -126,8 +123,8 @@ class Stub:
                 modes = (torch.no_grad(), self._outside(), shapes, torch.device("meta"), OnMeta())
                 for mode in modes:
                     stack.enter_context(mode)
-                if self.modules[unit] in self.often:  # a later call draws what comes after
-                    stack.enter_context(counted)
+                # what is inside may be called again from elsewhere, and draws what comes after
+                stack.enter_context(counted)
                 output = self.units[unit](*hollow_batch(args), **hollow_batch(kwargs))
         except (RuntimeError, NotImplementedError) as error:
             name, reason = self.names[unit], "has an output whose shape depends on data"
@@ -197,7 +194,7 @@ class Stage:
     ) -> Forwarded:
         """Forward of one microbatch; `received` holds every token of `incoming`."""
         if self.whole:
-            output = self.model(**batch)
+            output = called(self.model, batch)
             return Forwarded({}, {}, output, loss_of(output, batch, self.loss))
         made: dict[Token, torch.Tensor] = {}
         edges: dict[Token, GradientEdge] = {}
@@ -216,7 +213,7 @@ class Stage:
 
         with self.switch.using(handle):
             try:
-                output = self.model(**batch)
+                output = called(self.model, batch)
             except StageEnd:
                 return Forwarded(made, edges)
             order.next(len(self.cut.graph.units))
