@@ -24,7 +24,7 @@ from schedlang.passes.preparing.routing import check_routing
 from schedlang.passes.preparing.sequence import slicing_of
 from schedlang.passes.preparing.settled import check_settled
 from schedlang.passes.preparing.staleness import check_stale
-from schedlang.passes.preparing.taking import check_keys, check_loss
+from schedlang.passes.preparing.taking import check_keys, check_loss, check_rows
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ def prepare(
     if weight is not None:
         _check_weight(weight, sample)
     check_keys(plan, sample, loss, weight)
+    check_rows(plan, sample)
     traced = propagate(plan, sample, loss)
     if trains:
         check_loss(traced)

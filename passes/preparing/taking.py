@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostic import Diagnostic, Refusal, guess
+from schedlang.diagnostic import Diagnostic, Label, Refusal, guess
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
@@ -120,6 +120,36 @@ def _read(
     except Exception:  # whatever they raise is told where they are called in earnest
         return None
     return seen
+
+
+def check_rows(plan: Plan, sample: Mapping[str, Any]) -> None:
+    """Refuse (S670) a batch whose parts name rows of each other: edges of a graph, pairs."""
+    from schedlang.runtime.parts import named_tensors, rows_of
+    from schedlang.runtime.recording.numbered import names_rows
+
+    if plan.shares * plan.micro == 1:
+        return
+    rows = rows_of(sample)
+    suspects = {
+        key: value for key, value in named_tensors(sample).items()
+        if value.ndim and value.shape[0] != rows and not value.is_meta and value.numel()
+        and not value.is_floating_point() and not value.is_complex() and int(value.max()) >= rows
+    }  # fmt: skip
+    found = names_rows(plan.model.model, sample, suspects) if suspects else None
+    if found is None:
+        return
+    row = next((a for a in plan.actions if {"state", "order"} & set(a.primitive.writes)), None)
+    raise Refusal(
+        Diagnostic(
+            "S670", f"the batch cannot be cut by rows: `{found.key}` names rows of all of it",
+            Label(row.span) if row is not None and row.span is not None else Label(),
+            notes=(f"it names row {found.largest}, and a part has {found.size}:"
+                   f" `{found.call}` would find none",),
+            helps=("leave the batch whole: 1 rank on the axes of `zero`, and 1 microbatch",
+                   "or let dim 0 of every tensor be samples: graphs padded to one size,"
+                   " or one graph for all, `x` of [samples, nodes, features]"),
+        )
+    )  # fmt: skip
 
 
 def check_loss(traced: Traced) -> None:

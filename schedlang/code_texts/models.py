@@ -97,6 +97,11 @@ CODES: Mapping[str, tuple[str, str]] = {
         "Sums over rows are shared by ranks where the model was seen to make them: the k-th call\n"
         "of that name in the forward of that module.",
     ),
+    "S670": (
+        "rows of a batch name each other",
+        "Edges of a graph, or pairs of samples, are numbers of rows: a part of the batch would name\n"
+        "rows that lie in another part.",
+    ),
     "S674": (
         "no tokens in the batch",
         "Images become tokens inside of the model: split rows, heads, or a dim between modules.",
