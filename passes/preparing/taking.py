@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from schedlang.diagnostic import Diagnostic, Label, Refusal, guess
+from schedlang.diagnostic import Diagnostic, Label, Refusal
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
@@ -33,23 +33,25 @@ def check_keys(
     read = _read(plan, sample, loss, weight)
     lost = [key for key in rest if read is not None and key not in read]
     if lost:
-        assert names is not None
-        raise Refusal(_nobody(plan, lost[0], sorted(names), (loss, weight)))
+        raise Refusal(_nobody(plan, lost[0], sample, (loss, weight)))
     done[key] = loss, weight  # kept, so that no other gets their identity
 
 
-def _nobody(plan: Plan, key: str, names: list[str], others: tuple[Any, Any]) -> Diagnostic:
+def _nobody(plan: Plan, key: str, batch: Mapping[str, Any], others: tuple[Any, Any]) -> Diagnostic:
+    from schedlang.runtime.given import named_arguments
+
+    names = sorted(named_arguments(plan.model.model) or ())
     said = ", ".join(f"`{name}`" for name in names) or "nothing by name"
     functions = [f"`{n}`" for n, one in zip(("loss", "weight"), others) if one is not None]
     told = f"{' and '.join(functions)} of the model file read{'s' * (len(functions) == 1)} others"
-    near = guess(key, names, "it takes")
+    free = [name for name in names if name not in batch]
     return Diagnostic(
         "S910", f"nobody takes `{key}` of the batch",
         notes=(f"the forward of `{plan.model.class_name}` takes {said}",
                told if functions else "the model file has no `loss` that could read it"),
         helps=(f"leave `{key}` out of what `batch(seed)` returns",
                f'or read it in `loss(output, batch)`: `batch["{key}"]`',
-               *((near,) if near else ())),
+               *((f"or call it what the forward does: `{free[0]}`",) if free else ())),
     )  # fmt: skip
 
 

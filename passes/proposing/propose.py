@@ -71,8 +71,8 @@ def propose(
     check_mesh(mesh)
     facts = ModelFacts(model)
     rows_of(batch)
-    check_keys(Plan(facts), batch, loss, weight)
     check_loss(propagate(Plan(facts), batch, loss))
+    check_keys(Plan(facts), batch, loss, weight)
     blocks = blocks_of(facts)
     asked = Asked(Trial(facts, blocks, batch, loss), blocks, mesh, batch)
     notes: list[str] = []
@@ -247,8 +247,7 @@ def _text(
         lines = [f"{', '.join(row.names)}  {row.call}" for row in cut]
         lines += [row.call for row in rest if not row.names]
         name = "pipeline" if cut else "data"
-        steps.append(
-            f'step "{name}" {asked.relax}{{\n' + "\n".join(lines) + "\nverify(train, steps=3)\n}\n"
-        )
+        lines.append("verify(train, steps=3)")
+        steps.append(f'step "{name}" {asked.relax}{{\n' + "\n".join(lines) + "\n}\n")
     steps.append("".join(map(wrapped, notes)))
     return canonical("\n".join(steps))

@@ -99,8 +99,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S670": (
         "rows of a batch name each other",
-        "Edges of a graph, or pairs of samples, are numbers of rows: a part of the batch would name\n"
-        "rows that lie in another part.",
+        "Edges of a graph, or pairs of samples, are numbers of rows: a part of the batch would\n"
+        "name rows that lie in another part.",
     ),
     "S674": (
         "no tokens in the batch",
