@@ -37,7 +37,7 @@ def overheard(unit: nn.Module, heard: Heard, *, hooked: nn.Module | None = None)
 
     `hooked` has the hooks, where `unit` is a copy that was made before they were put there.
     """
-    kept: list[tuple[nn.Module, OrderedDict[int, Hook]]] = []
+    kept: list[tuple[nn.Module, Any]] = []
     for name, owner in (hooked or unit).named_modules():
         theirs = foreign(owner)
         if not theirs:
