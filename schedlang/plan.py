@@ -124,6 +124,24 @@ class Plan:
         differs = f", may differ in {', '.join(sorted(self.gives_up))}" if self.gives_up else ""
         return f"<Plan for {self.model.class_name} on {self.mesh}: {rows}{differs}>"
 
+    def __getstate__(self) -> tuple[dict[str, Any], tuple[type, ...]]:
+        """With the model made fit to be sent, and the classes of what it takes and returns."""
+        from schedlang.runtime.launching.travel import let_travel
+        from schedlang.runtime.nests import known_classes
+
+        for module in {id(m): m for m in (self.model.model, self.model.base.model)}.values():
+            let_travel(module)
+        return dict(vars(self)), known_classes()
+
+    def __setstate__(self, state: tuple[dict[str, Any], tuple[type, ...]]) -> None:
+        """In another process, with what making the model there would have noted."""
+        from schedlang.runtime.launching.registered import register
+        from schedlang.runtime.nests import open_classes
+
+        vars(self).update(state[0])
+        open_classes(state[1])
+        register(self.model.model)
+
     def __str__(self) -> str:
         """What the verb `plan` shows, without a batch."""
         return PRINTED[-1].text(self) if PRINTED else self.rows()

@@ -113,6 +113,7 @@ def _record(case: Case, batch: Batch, folder: str) -> tuple[Frame, ...]:
     """Write down every call of the original for every part; the calls as they return."""
     import torch
 
+    from schedlang.runtime.given import called
     from schedlang.runtime.judging.alone import Recorder
     from schedlang.runtime.modes import ambient
     from schedlang.runtime.no_labels import no_labels
@@ -126,7 +127,7 @@ def _record(case: Case, batch: Batch, folder: str) -> tuple[Frame, ...]:
             named_sites(module)
             recorder = Recorder(module, _opaque(case.plan))
             with ambient(*modes), entered(Scope(0, micro, part.rows)), no_labels(True):
-                module(**part.inputs)
+                called(module, part.inputs)
             torch.save(recorder.calls, f"{folder}/{replica}-{micro}")
             order = order or tuple(recorder.calls)
     return order

@@ -99,6 +99,7 @@ def _calls(plan: Plan, batch: Mapping[str, Any], wanted: set[str]) -> dict[str, 
     """The arguments of one call of each module, without values."""
     import torch
 
+    from schedlang.runtime.given import called
     from schedlang.runtime.recording.constants import on_meta
     from schedlang.runtime.recording.meta import hollow_batch, hollow_model
 
@@ -114,5 +115,5 @@ def _calls(plan: Plan, batch: Mapping[str, Any], wanted: set[str]) -> dict[str, 
         model.get_submodule(fqn).register_forward_pre_hook(noting(fqn), with_kwargs=True)
     inputs = hollow_batch(dict(batch))
     with torch.no_grad(), torch.device("meta"), on_meta(dict(batch), inputs):
-        model(**inputs)
+        called(model, inputs)
     return calls

@@ -46,8 +46,10 @@ def call(model: nn.Module, inputs: Mapping[str, Any], loss: Loss | None) -> Any:
     """The output of a model on the meta device, and its loss where a function gives it."""
     import torch
 
+    from schedlang.runtime.given import called
+
     with torch.device("meta"):  # a forward that makes tensors of its own makes them there
-        output = model(**inputs)
+        output = called(model, inputs)
         return output, (loss(output, inputs) if loss is not None else None)
 
 
@@ -63,6 +65,7 @@ def record(
     from schedlang.runtime.following.trace import Recorder, Stack
     from schedlang.runtime.keeping.through import watch_again
     from schedlang.runtime.recording.constants import on_meta
+    from schedlang.runtime.recording.lossless import no_loss
     from schedlang.runtime.recording.meta import hollow_model
     from schedlang.runtime.recording.record import loss_of
     from schedlang.runtime.storage.fewer import put_inside, uncoded
@@ -84,7 +87,8 @@ def record(
         except Exception as error:
             raise rejected(error) from error
     found = loss_of(output, inputs, None) if value is None else value
-    recorder.recording.lossless = found is None
+    if found is None:
+        recorder.recording.lossless = no_loss(model, output, batch)
     recorder.recording.reached = reached(model, found)
     recorder.recording.asked = values.asked
     recorder.recording.random, recorder.recording.apart = watched.random, watched.apart

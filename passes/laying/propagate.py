@@ -49,7 +49,7 @@ class Traced:
     random    whether an operator draws random numbers
     apart     those that cannot be drawn alike on several ranks -> the module that they run in
     reached   parameters that the loss depends on, whatever the values are
-    lossless  whether there is no loss to train by
+    lossless  what is said where there is no loss to train by
     asked     whether the model asked for values: other ones may reach fewer parameters
     order     modules in the order of their first call; entries: how often each is called
     saved     how ranks split what modules save that keep it in fewer bits; None: they do not
@@ -73,7 +73,7 @@ class Traced:
     random: bool = False
     apart: Mapping[str, str] = field(default_factory=dict)
     reached: frozenset[str] = frozenset()
-    lossless: bool = False
+    lossless: Diagnostic | None = None
     asked: bool = False
     order: tuple[str, ...] = ()
     entries: Mapping[str, int] = field(default_factory=dict)

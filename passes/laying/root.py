@@ -15,8 +15,10 @@ def backward_root(model: Any, inputs: Mapping[str, Any], loss: Loss | None) -> A
     """Something to go backward from: the loss, else the sum of what the model gives."""
     import torch
 
+    from schedlang.runtime.given import called
+
     with torch.device("meta"):  # a forward that makes tensors of its own makes them there
-        output = model(**inputs)
+        output = called(model, inputs)
         return root_of(output, loss(output, inputs) if loss is not None else None)
 
 

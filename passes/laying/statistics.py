@@ -10,11 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from schedlang.diagnostic import Diagnostic, Label, Refusal
 from schedlang.passes.laying.propagate import Traced
 from schedlang.plan import Plan
+from schedlang.source import NOWHERE
 
 if TYPE_CHECKING:
-    from schedlang.runtime.summing.batch_sums import BatchSum
+    from schedlang.runtime.summing.batch_sums import BatchSum, Reaching
     from schedlang.runtime.summing.statistics import Statistics
 
 Loss = Callable[..., Any]
@@ -25,6 +27,12 @@ def with_statistics(
     plan: Plan, traced: Traced, sample: Mapping[str, Any], loss: Loss | None, weighed: bool = False
 ) -> Traced:
     """What a forward showed, and the sums over rows that ranks have to share."""
+    if plan.micro > 1 and not relaxed(plan) and not weighed:
+        found = _known_sums(plan, sample, loss)
+        # beside a mean over labels none of these is a mean of means, whatever the rows are
+        certain = [one for one, linear in found.sums.items() if not linear] if found else []
+        if found is not None and found.labels and certain:
+            raise _taken_apart(plan, certain[0])
     return replace(traced, statistics=statistics_of(plan, sample, loss, weighed))
 
 
@@ -47,6 +55,32 @@ def statistics_of(
     return Statistics(sums, Group(axes, plan.mesh.group(0, axes), 0, None, sums[0].fqn))
 
 
+def check_microbatches(
+    plan: Plan, sample: Mapping[str, Any], loss: Loss | None, weighed: bool
+) -> None:
+    """Refuse a loss whose statistics no microbatch sees (S668), unless those of parts will do."""
+    sums = shared_sums(plan, sample, loss, weighed)
+    if plan.micro > 1 and not relaxed(plan) and sums:
+        raise _taken_apart(plan, sums[0])
+
+
+def _taken_apart(plan: Plan, first: BatchSum) -> Refusal:
+    micro = plan.micro
+    where = f"`{first.fqn}`" if first.fqn else "the model"
+    rows = (a.span for a in reversed(plan.actions) if hasattr(a.primitive, "micro") and a.span)
+    return Refusal(
+        Diagnostic(
+            "S668", f"the loss has statistics of the batch, which {micro} microbatches take apart",
+            Label(next(rows, NOWHERE)),
+            notes=(f"the forward of {where} takes a {first.name} over all rows"
+                   + (f", {first.line}" if first.line else ""),
+                   "its backward begins before later microbatches are there"),
+            helps=("one microbatch: `micro=1`; ranks that share the batch share its statistics",
+                   ALLOW),
+        )
+    )  # fmt: skip
+
+
 def relaxed(plan: Plan) -> bool:
     """May statistics be those of parts?"""
     return any("batch_stats" in names for _, names in plan.relaxed)
@@ -60,6 +94,15 @@ def shared_sums(
     A loss with labels is weighed by these, so that any other sum in it needs all rows; one without
     is weighed by rows, so that a mean over rows does not.
     """
+    found = _known_sums(plan, sample, loss)
+    if found is None:
+        return ()
+    counted = weighed or found.labels
+    return tuple(one for one, linear in found.sums.items() if counted or not linear)
+
+
+def _known_sums(plan: Plan, sample: Mapping[str, Any], loss: Loss | None) -> Reaching | None:
+    """The sums over rows that the loss is made of, found once for a batch of these shapes."""
     from schedlang.runtime.staging.stage import signature
     from schedlang.runtime.summing.batch_sums import batch_sums
 
@@ -67,11 +110,8 @@ def shared_sums(
     key = signature(sample), id(loss)
     if key not in known:  # the loss is kept with it, so that no other gets its identity
         known[key] = batch_sums(plan.model.model, sample, loss), loss
-    found = known[key][0]
-    if found is None:
-        return ()
-    counted = weighed or found.labels
-    return tuple(one for one, linear in found.sums.items() if counted or not linear)
+    found: Reaching | None = known[key][0]
+    return found
 
 
 def _again(plan: Plan, fqn: str) -> bool:

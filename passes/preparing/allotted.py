@@ -149,6 +149,7 @@ def _seen(
 
     from schedlang.passes.laying.root import backward_root, root_of
     from schedlang.passes.laying.tried import hollow
+    from schedlang.runtime.given import called
     from schedlang.runtime.keeping.sensitive import places_of
     from schedlang.runtime.recording.constants import OnMeta
     from schedlang.runtime.recording.meta import hollow_batch, hollow_model
@@ -165,7 +166,7 @@ def _seen(
             return places_of(module, blocks, lambda: backward_root(module, inputs, loss))
 
     def run() -> Any:
-        output = module(**sample)
+        output = called(module, sample)
         return root_of(output, loss(output, sample) if loss is not None else None)
 
     return places_of(module, blocks, run)

@@ -24,6 +24,7 @@ from schedlang.passes.preparing.routing import check_routing
 from schedlang.passes.preparing.sequence import slicing_of
 from schedlang.passes.preparing.settled import check_settled
 from schedlang.passes.preparing.staleness import check_stale
+from schedlang.passes.preparing.taking import check_keys, check_loss, check_rows
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
@@ -53,9 +54,12 @@ def prepare(
     loss: Loss | None = None,
     weight: Weight | None = None,
     bits: Bits | None = None,
+    *,
+    trains: bool = True,
 ) -> Prepared:
     """Trace a plan with one microbatch and cut it; raises Refusal where it cannot run.
 
+    `trains`: there has to be a loss; a program that is only evaluated needs none.
     `bits`: a table that is known, of this plan or of another one of the model; else it is measured.
     """
     assert not plan.completing, "rows are completed before a plan is prepared"
@@ -63,8 +67,13 @@ def prepare(
     check_routing(plan)
     if weight is not None:
         _check_weight(weight, sample)
+    check_rows(plan, sample)
     traced = propagate(plan, sample, loss)
     _check_draws(plan, traced)
+    if trains:
+        check_loss(traced)
+    if traced.lossless is None:  # else the key may be what a loss would read
+        check_keys(plan, sample, loss, weight)
     check_settled(plan, traced)
     traced = with_statistics(plan, traced, sample, loss, weight is not None)
     staged = stages_of(plan, traced, sample, loss)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
@@ -47,6 +47,7 @@ class Asked:
     blocks: Blocks
     mesh: Mapping[str, int]
     batch: Mapping[str, Any]
+    relax: str = ""  # what the last step gives up
 
     def axis(self, role: str) -> str | None:
         """The axis of a role, if the mesh has one."""
@@ -54,27 +55,40 @@ class Asked:
 
 
 def propose(
-    model: nn.Module, batch: Mapping[str, Any], mesh: Mapping[str, int], loss: Loss | None = None
-) -> Proposed:
+    model: nn.Module, batch: Mapping[str, Any], mesh: Mapping[str, int], loss: Loss | None = None,
+    weight: Loss | None = None,
+) -> Proposed:  # fmt: skip
     """A schedule for a model (on any device), a batch of a whole step and axes with their sizes.
 
     Raises Refusal S211 for an axis of an unknown name, S212 where nothing can be split over one,
     and whatever refuses the model or the batch itself.
     """
     from schedlang.model import ModelFacts
+    from schedlang.passes.laying.propagate import propagate
+    from schedlang.passes.preparing.taking import check_keys, check_loss
+    from schedlang.plan import Plan
+    from schedlang.runtime.parts import rows_of
 
     check_mesh(mesh)
     facts = ModelFacts(model)
+    rows_of(batch)
+    check_loss(propagate(Plan(facts), batch, loss))
+    check_keys(Plan(facts), batch, loss, weight)
     blocks = blocks_of(facts)
     asked = Asked(Trial(facts, blocks, batch, loss), blocks, mesh, batch)
     notes: list[str] = []
     rows = _rows(asked, notes)
     rest = _rest(asked)
-    text = _planned(
-        asked.trial,
-        lambda blocks: _text(asked, blocks, rows, rest, notes),
-        max(1, mesh.get(asked.axis("stages") or "", 1)),
-    )
+    stages = max(1, mesh.get(asked.axis("stages") or "", 1))
+    try:
+        text = _planned(asked.trial, lambda blocks: _text(asked, blocks, rows, rest, notes), stages)
+    except Refusal as refusal:
+        if refusal.diagnostic.code != "S668":
+            raise
+        # as trainers of such models do: the statistics are those of a microbatch
+        notes.append("relaxed: the loss takes statistics of each microbatch by itself")
+        again = replace(asked, relax="relax(batch_stats) ")
+        text = _planned(asked.trial, lambda blocks: _text(again, blocks, rows, rest, notes), stages)
     return Proposed(text, tuple(notes))
 
 
@@ -261,6 +275,7 @@ def _text(
         lines = [f"{', '.join(row.names)}  {row.call}" for row in cut]
         lines += [row.call for row in rest if not row.names]
         name = "pipeline" if cut else "data"
-        steps.append(f'step "{name}" {{\n' + "\n".join(lines) + "\nverify(train, steps=3)\n}\n")
+        lines.append("verify(train, steps=3)")
+        steps.append(f'step "{name}" {asked.relax}{{\n' + "\n".join(lines) + "\n}\n")
     steps.append("".join(map(wrapped, notes)))
     return canonical("\n".join(steps))

@@ -132,7 +132,8 @@ def _whole(
 def _first(args: Any, kwargs: Mapping[str, Any]) -> Any:
     """The dtype of the first float among the arguments, else float32."""
     import torch
-    from torch.utils._pytree import tree_leaves
+
+    from schedlang.runtime.nests import tree_leaves
 
     found = [t.dtype for t in tree_leaves((args, kwargs)) if _is_float(t)]
     return found[0] if found else torch.float32
@@ -147,7 +148,8 @@ def _is_float(value: Any) -> bool:
 def _to(value: Any, dtype: Any) -> Any:
     """A structure with its floats in a dtype, finite where they were and no gradient tells."""
     import torch
-    from torch.utils._pytree import tree_map
+
+    from schedlang.runtime.nests import tree_map
 
     def one(leaf: Any) -> Any:
         if not _is_float(leaf) or leaf.dtype in (torch.float64, dtype):

@@ -59,9 +59,11 @@ def _of_parameters(case: Case, module: nn.Module) -> tuple[Tensor, dict[str, Ten
 
     import torch
 
+    from schedlang.runtime.given import called
+
     twin = copy.deepcopy(module)
     held = {name: p for name, p in twin.named_parameters() if p.requires_grad}
-    loss = _loss(case, twin, lambda inputs: twin(**inputs))
+    loss = _loss(case, twin, lambda inputs: called(twin, inputs))
     grads = torch.autograd.grad(loss, list(held.values()), allow_unused=True)
     found = zip(held, grads)
     return loss.detach(), {n: torch.zeros_like(held[n]) if g is None else g for n, g in found}
@@ -76,6 +78,8 @@ def _of_names(
     import torch
     from torch.func import functional_call
 
+    from schedlang.runtime.given import taken
+
     twin = copy.deepcopy(untouched)
     values = dict(changed.named_parameters(remove_duplicate=False))
     places: dict[tuple[int, str], str] = {}  # a module that stands twice has its names once
@@ -86,7 +90,9 @@ def _of_names(
     given = {n: values[n].detach().clone().requires_grad_() for n in places.values()
              if values[n].is_floating_point()}  # fmt: skip
     loss = _loss(
-        case, twin, lambda inputs: functional_call(twin, given, (), inputs, tie_weights=False)
+        case,
+        twin,
+        lambda inputs: functional_call(twin, given, (), taken(twin, inputs), tie_weights=False),
     )
     grads = torch.autograd.grad(loss, list(given.values()), allow_unused=True)
     found = zip(given, grads)

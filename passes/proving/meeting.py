@@ -5,40 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from schedlang.diagnostic import Diagnostic, Label, Refusal
-from schedlang.passes.laying.statistics import ALLOW, shared_sums
 from schedlang.passes.proving.original import Sequential
 from schedlang.passes.proving.sides import Case, modes_of, twin
-from schedlang.source import NOWHERE
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from schedlang.runtime.parts import Part
     from schedlang.runtime.summing.batch_sums import BatchSum
-
-
-def check_microbatches(case: Case) -> None:
-    """Refuse a loss whose statistics no microbatch sees (S668), where parts do not make it."""
-    from schedlang.runtime.parts import split
-
-    plan, micro = case.plan, case.plan.micro
-    sample = split(case.batches[0], plan.shares, micro)[0][0].inputs
-    sums = shared_sums(plan, sample, case.loss, case.weight is not None)
-    if micro == 1 or not sums:
-        return
-    where = f"`{sums[0].fqn}`" if sums[0].fqn else "the model"
-    rows = (a.span for a in reversed(plan.actions) if hasattr(a.primitive, "micro") and a.span)
-    raise Refusal(
-        Diagnostic(
-            "S668", f"the loss has statistics of the batch, which {micro} microbatches take apart",
-            Label(next(rows, NOWHERE)),
-            notes=(f"the forward of {where} takes a {sums[0].name} over all rows, and its backward"
-                   " begins before later microbatches are there",),
-            helps=("one microbatch: `micro=1`; ranks that share the batch share its statistics",
-                   ALLOW),
-        )
-    )  # fmt: skip
 
 
 def together(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from schedlang.runtime.launching.forkserver import progress
@@ -268,23 +268,15 @@ class _Sight:
             self.seen.sets[Key(self.condition, kind, 0, "")] = frozenset(names)
 
 
-def flattened(value: Any, unread: set[str], path: str = "") -> Iterable[tuple[str, Any]]:
+def flattened(value: Any, unread: set[str]) -> Iterable[tuple[str, Any]]:
     """The tensors and numbers in an output, by path; other types are named in `unread`."""
     from torch import Tensor
 
-    inside: Iterable[tuple[Any, Any]]
-    if isinstance(value, (Tensor, int, float)):
-        yield path or "output", value
-        return
-    if isinstance(value, Mapping):
-        inside = value.items()
-    elif isinstance(value, (tuple, list)):
-        inside = zip(getattr(value, "_fields", range(len(value))), value)
-    elif is_dataclass(value) and not isinstance(value, type):
-        inside = ((f.name, getattr(value, f.name)) for f in fields(value))
-    else:
-        if value is not None and not isinstance(value, str):
-            unread.add(type(value).__name__)
-        return
-    for name, part in inside:
-        yield from flattened(part, unread, f"{path}.{name}" if path else str(name))
+    from schedlang.runtime.nests import tree_flatten_with_path
+    from schedlang.runtime.parts import dotted
+
+    for path, leaf in tree_flatten_with_path(value)[0]:
+        if isinstance(leaf, (Tensor, int, float)):
+            yield dotted(path) or "output", leaf
+        elif leaf is not None and not isinstance(leaf, str):
+            unread.add(type(leaf).__name__)

@@ -72,13 +72,14 @@ class Sequential:
 
     def derive(self, batch: Batch, samples: Sequence[int]) -> Tensor:
         """Loss of a part of a batch in training mode, its gradients in `gradients()`; no step."""
+        from schedlang.runtime.given import called
         from schedlang.runtime.scope import Scope, entered
 
         self._switch()
         self.module.zero_grad(set_to_none=True)
         given = self._given(batch)
         with entered(Scope(self._steps, 0, tuple(samples))), self._noting_order():
-            self.output = self.module(**given)
+            self.output = called(self.module, given)
             loss = self.loss(self.output, given) * self.scale
             loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
@@ -105,11 +106,12 @@ class Sequential:
         """The output in eval mode."""
         import torch
 
+        from schedlang.runtime.given import called
         from schedlang.runtime.scope import Scope, entered
 
         self._training.off()
         with torch.no_grad(), entered(Scope(self._steps, 0, tuple(range(rows(batch))))):
-            return self.module(**batch)
+            return called(self.module, batch)
 
     def gradients(self) -> Mapping[str, Tensor | None]:
         """As the last step left them."""
@@ -171,21 +173,15 @@ def loss_of(output: Any, batch: Batch) -> Tensor:
     """The loss that a model returns: its output if a single number, else what it calls `loss`."""
     from torch import Tensor
 
-    from schedlang.diagnostic import Diagnostic, Refusal
+    from schedlang.diagnostic import Refusal
+    from schedlang.runtime.recording.lossless import no_loss
 
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if loss is None and isinstance(output, Mapping):
         loss = output.get("loss")
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss
-    raise Refusal(
-        Diagnostic(
-            "S706",
-            "the model returns no loss",
-            notes=(f"it returns {type(output).__name__}",),
-            helps=("define `loss(output, batch)` beside the model, or give labels in the batch",),
-        )
-    )
+    raise Refusal(no_loss(None, output, batch))
 
 
 def rows(batch: Batch) -> int:

@@ -61,11 +61,12 @@ class Parted(Sequential):
 
     def _part(self, part: Part, share: float) -> Tensor:
         """Forward and backward of one part; one that weighs nothing only leaves its statistics."""
+        from schedlang.runtime.given import called
         from schedlang.runtime.scope import Scope, entered
 
         given = self._given(part.inputs)
         with entered(Scope(self._steps, 0, part.rows)), self._noting_order():
-            self.output = self.module(**given)
+            self.output = called(self.module, given)
             loss = self.loss(self.output, given) * self.scale
             if share:
                 (loss * share).backward()  # type: ignore[no-untyped-call]
@@ -75,6 +76,7 @@ class Parted(Sequential):
         """The output in eval mode, each replica's rows under its own buffers."""
         import torch
 
+        from schedlang.runtime.given import called
         from schedlang.runtime.parts import stack
         from schedlang.runtime.scope import Scope, entered
 
@@ -84,7 +86,7 @@ class Parted(Sequential):
             self._enter(place)
             for part in parts:
                 with torch.no_grad(), entered(Scope(self._steps, 0, part.rows)):
-                    outputs.append(self.module(**part.inputs))
+                    outputs.append(called(self.module, part.inputs))
                 rows.append(len(part.rows))
                 weights.append(self.weigh(part.inputs))
         self._enter(0)

@@ -60,12 +60,13 @@ class Replayed(Parted):
 
     def _through(self, microbatch: int, part: Part, share: float) -> Tensor:
         """Forward and backward of one microbatch, each at its own weights."""
+        from schedlang.runtime.given import called
         from schedlang.runtime.scope import Scope, entered
 
         given = self._given(part.inputs)
         self._fill(self.table.forward[microbatch])
         with entered(Scope(self._steps, 0, part.rows)), self._noting_order():
-            self.output = self.module(**given)
+            self.output = called(self.module, given)
             loss = self.loss(self.output, given) * self.scale
             self._fill(self.table.backward[microbatch])
             if share:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.passes.laying.statistics import check_microbatches
 from schedlang.passes.preparing.routing import routings, unlimited
-from schedlang.passes.proving.meeting import check_microbatches
 from schedlang.passes.proving.observe import Batch, Condition, conditions
 from schedlang.passes.proving.sides import Case, modes_of, prepared, twin
 from schedlang.passes.proving.variants import Batches, Labels, varied
@@ -144,7 +144,10 @@ def check_parts(case: Case) -> Case:
     if "batch_stats" in relaxed:
         return replace(case, parted=True)
     assert bad is not None
-    check_microbatches(case)
+    from schedlang.runtime.parts import split
+
+    sample = split(case.batches[0], case.plan.shares, case.plan.micro)[0][0].inputs
+    check_microbatches(case.plan, sample, case.loss, case.weight is not None)
     raise Refusal(
         Diagnostic(
             "S703", "splitting the batch changes the loss of this model",

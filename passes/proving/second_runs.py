@@ -67,7 +67,8 @@ class _Region:
     def made(self, output: Any, second: Any) -> None:
         """The results of a call, in both runs."""
         from torch import Tensor
-        from torch.utils._pytree import tree_leaves
+
+        from schedlang.runtime.nests import tree_leaves
 
         for one, two in zip(tree_leaves(output), tree_leaves(second), strict=True):
             if self.again.once and isinstance(one, Tensor):

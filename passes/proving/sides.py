@@ -73,12 +73,10 @@ def prepared(case: Case) -> Case:
     """
     from schedlang.passes.completing.complete import completed
     from schedlang.passes.preparing.prepare import prepare
-    from schedlang.runtime.launching.travel import let_travel
     from schedlang.runtime.parts import split
 
     plan = completed(case.plan, case.batches[0], case.loss)
     case = replace(case, plan=plan)
-    let_travel(plan.model.model)
     micro = plan.micro
     sample = split(case.batches[0], plan.shares, micro)[0][0].inputs
     bits = case.prepared.bits if case.prepared is not None else None
@@ -317,10 +315,6 @@ def built(case: Case, condition: Condition) -> Program:
 def observed(case: Case, told: Sequence[Condition], made: list[Program]) -> Observation:
     """One rank's observation of programs, which are noted in `made`."""
     import torch.distributed as dist
-
-    from schedlang.runtime.launching.registered import register
-
-    register(case.plan.model.model)
 
     def make(condition: Condition) -> Distributed:
         program = built(case, condition)

@@ -41,6 +41,8 @@ def _calls(model: nn.Module, batch: Mapping[str, Any], wanted: set[str]) -> dict
     """The arguments of one call of each module."""
     import torch
 
+    from schedlang.runtime.given import called
+
     calls: dict[str, Any] = {}
 
     def noting(fqn: str) -> Any:
@@ -56,7 +58,7 @@ def _calls(model: nn.Module, batch: Mapping[str, Any], wanted: set[str]) -> dict
     flags = [(module, module.training) for module in model.modules()]
     try:
         with torch.no_grad():
-            model.eval()(**batch)
+            called(model.eval(), batch)
     finally:
         for module, flag in flags:
             module.training = flag

@@ -124,7 +124,7 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     prepared = given.prepared
     if prepared is None:
         sample = parts.sample(batch, 1 if given.local else plan.shares, plan.micro)
-        prepared = _agreed(prepare(plan, sample, loss, given.weight), ranks)
+        prepared = _agreed(prepare(plan, sample, loss, given.weight, trains=False), ranks)
     traced, staged, holdings = prepared.traced, prepared.staged, prepared.holdings
     check_build(staged, given.optimizer, given.clip, given.hollow)
     module = _local_copy(plan, holdings, ranks, given.hollow)

@@ -14,6 +14,7 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.plan import Plan
 
 if TYPE_CHECKING:
+    from schedlang.passes.preparing.prepare import Prepared
     from schedlang.passes.running.measured import Measured
     from schedlang.runtime.measure import Memory
     from schedlang.runtime.program import Program
@@ -36,6 +37,7 @@ class Course:
     rate: float | None = None
     seed: int = 0
     watched: int = 0  # of how many steps at the end the operations are timed
+    prepared: Prepared | None = None  # what is known of the plan before there are ranks
 
     @property
     def lr(self) -> float:
@@ -111,7 +113,7 @@ def train(course: Course, tell: Tell | None = None) -> Trained:
     batch = home(course.batch(course.seed))
     program = build(
         course.plan, batch, loss=course.loss, weight=course.weight, seed=course.seed,
-        optimizer=optimizer(course.optimizer, course.lr),
+        optimizer=optimizer(course.optimizer, course.lr), prepared=course.prepared,
     )  # fmt: skip
     watch = _watch(program) if course.watched else None
     steps = []
@@ -172,7 +174,8 @@ def _everyones(program: Any) -> tuple[tuple[Memory, tuple[Left, ...]], ...]:
 def _home(plan: Plan) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """Puts batches where the model's parameters are."""
     from torch import Tensor
-    from torch.utils import _pytree as pytree
+
+    from schedlang.runtime import nests as pytree
 
     where = next((p.device for p in plan.model.model.parameters()), None)
     home = lambda value: value.to(where) if isinstance(value, Tensor) else value  # noqa: E731

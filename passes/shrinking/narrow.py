@@ -212,10 +212,12 @@ def runs(model: nn.Module, batches: Sequence[Batch], loss: Any) -> None:
 
     import torch
 
+    from schedlang.runtime.given import called
+
     try:
         with torch.no_grad():
             for batch in batches:
-                output = copy.deepcopy(model)(**batch)
+                output = called(copy.deepcopy(model), batch)
                 if loss is not None:
                     loss(output, batch)
     except Exception as error:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from schedlang.diagnostic import Diagnostic
     from schedlang.passes.laying.dryrun import Loss
 
-NO_LOSS = "S615"
 UNSEEN = (
     "values: nothing is computed, so what a call computes from right types is for `verify`",
     "kernels, compiled regions and recomputation, which are taken to compute what they replace",
@@ -65,11 +64,7 @@ def static(
     sample = parts.sample(batch, plan.shares, micro)
     step = Step(plan, prepare(plan, sample, loss, weight), sample, loss, weight)
     told = gradients(plan, step.prepared, sample, loss)
-    if told is None:
-        why = "the model returns no loss"
-        names = ("reductions", "placement types", "loss weights", "matching")
-        claims = tuple(Claim(name, why, checked=False) for name in names)
-        return _all(*claims, owners(plan, step.prepared, None, ()))
+    assert told is not None, "a model without a loss is refused before"
     played, sliced, why = _played(step)
     book = executed(plan, step.prepared, played, sliced)
     return _all(
@@ -92,10 +87,8 @@ def _played(step: Step) -> tuple[list[Role], dict[int, tuple[Booked, ...]], str]
         found = roles(step)
         first = {role.place: role.rank for role in reversed(found)}
         return found, {place: slices(step, rank) for place, rank in first.items()}, ""
-    except Refusal as refusal:
-        if refusal.diagnostic.code != NO_LOSS:
-            raise
-        return [], {}, refusal.diagnostic.title
+    except Refusal:
+        raise
     except Exception as error:  # a model may ask for what only values tell
         first_line = str(error).split("\n")[0]
         return [], {}, f"no rank can be played without values: {type(error).__name__}: {first_line}"

@@ -25,7 +25,10 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S612": ("the model fails while it is recorded", "The model's own message is shown."),
     "S613": ("not a place to cut", "Cuts stand before modules of the trunk."),
     "S614": ("a stage is never reached", "The model did not call what follows the cut."),
-    "S615": ("no loss", "The model returns none: give `loss(output, batch)`."),
+    "S615": (
+        "no loss",
+        "The model returns none: define `loss(output, batch)` in its file, or give `loss=`.",
+    ),
     "S616": ("not built yet", "Without `batch=` a program is built at its first step."),
     "S617": ("a pipeline has no module", "Each rank holds a stage: use `train_step`, `eval_step`."),
     "S618": ("`build` takes something else", "`sch.build(batch=, loss=, optimizer=, clip=, ...)`."),
@@ -118,6 +121,11 @@ CODES: Mapping[str, tuple[str, str]] = {
         "statistics that were not found again",
         "Sums over rows are shared by ranks where the model was seen to make them: the k-th call\n"
         "of that name in the forward of that module.",
+    ),
+    "S670": (
+        "rows of a batch name each other",
+        "Edges of a graph, or pairs of samples, are numbers of rows: a part of the batch would\n"
+        "name rows that lie in another part.",
     ),
     "S674": (
         "no tokens in the batch",

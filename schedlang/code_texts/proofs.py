@@ -16,10 +16,6 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S704": ("no working dtype", "Float64 is always checked; this names the dtype checked beside."),
     "S705": ("no row on these lines", "`--only 11,14-17` names lines of the schedule file."),
-    "S706": (
-        "the model returns no loss",
-        "Define `loss(output, batch)`, or give labels in the batch.",
-    ),
     "S708": (
         "a buffer depends on how the batch is split",
         "A forward writes it, once for each microbatch and on each rank for its own rows.\n"

@@ -175,13 +175,20 @@ CODES: Mapping[str, tuple[str, str]] = {
         "What a code leaves out is kept for the next step, which may have another scale.",
     ),
     "S901": ("the model file has no batch", "Define `batch(seed)`: a dict of tensors."),
-    "S902": ("`batch` returns something else", "Return the forward's keyword arguments as a dict."),
+    "S902": (
+        "`batch` returns something else",
+        "Return a dict: what the forward and the loss take.",
+    ),
     "S903": ("`model` returns something else", "Return a torch.nn.Module."),
     "S904": ("no model file", "Put a `model.py` beside the schedule, or name one: `--model`."),
     "S905": ("the model file fails to import", "Its own error is shown, with the line."),
     "S906": ("the model file has no `model()`", "Define it; it may build on the meta device."),
     "S907": ("no plan to be read", "It must be one that `schedlang plan --out` wrote."),
     "S909": ("no language server", "It needs pygls: `pip install 'schedlang[editors]'`."),
+    "S910": (
+        "nobody takes a key of the batch",
+        "A batch holds what the forward takes by name, and what `loss` and `weight` read.",
+    ),
     "S914": (
         "measured times of another plan",
         "What `run --timeline t.html --json` measured counts for the same mesh, microbatches and\n"

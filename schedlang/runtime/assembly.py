@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from schedlang.diagnostic import Diagnostic
 from schedlang.runtime.collectives.ranks import Ranks
 from schedlang.runtime.context.install import Exchanging
 from schedlang.runtime.context.tokens import Tokens
@@ -54,7 +55,7 @@ class Assembly:
     outputs_missing: tuple[str, ...] = ()
     ends_early: bool = False  # no gradient is sent to stages that are frozen from the start
     loss_dtype: torch.dtype = torch.float32  # the same on every rank
-    lossless: bool = False  # there is none to train by
+    lossless: Diagnostic | None = None  # said where there is none to train by
     tokens: Tokens | None = None  # how sequences are split over ranks, where they are
     context: tuple[str, ...] = ()  # data axes whose ranks see different tokens of the same rows
     inputs: frozenset[str] = frozenset()  # names in the batch that it was built from

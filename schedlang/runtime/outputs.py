@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from schedlang.runtime import nests as pytree
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.attend import Layout
 from schedlang.runtime.context.rejoin import across_tokens

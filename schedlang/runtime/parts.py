@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime import nests as pytree
 
 Batch = Mapping[str, Any]
 
@@ -56,6 +56,7 @@ def rows_of(batch: Batch) -> int:
 
     Raises Refusal S605 for a batch that has none.
     """
+    _check_lists(batch)
     for value in named_tensors(batch).values():
         if value.ndim:
             return value.shape[0]
@@ -66,6 +67,25 @@ def rows_of(batch: Batch) -> int:
             helps=("return a dict of tensors from `batch(seed)`: `{'input_ids': ...}`",),
         )
     )  # fmt: skip
+
+
+def _check_lists(batch: Batch) -> None:
+    """Refuse (S605) lists of samples, one tensor each: their first dims are no rows."""
+    lists = {key: value for key, value in batch.items() if isinstance(value, (list, tuple))}
+    if len(lists) < len(batch) or not lists:
+        return
+    sizes = {value.shape[:1] for value in named_tensors(batch).values()}
+    if len(sizes) > 1:
+        key, value = next(iter(lists.items()))
+        raise Refusal(
+            Diagnostic(
+                "S605", "the batch has no rows: it is made of lists of samples",
+                notes=(f"`{key}` is a list of {len(value)}, and what is in the lists has first dims"
+                       f" of {', '.join(str(s[0]) if s else 'none' for s in sorted(sizes))}",
+                       "parts of a batch are runs of rows, dim 0 of its tensors"),
+                helps=("stack the samples, padded to one size: `torch.stack(images)`",),
+            )
+        )  # fmt: skip
 
 
 def cut(batch: Batch, rows: Sequence[int], count: int) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from schedlang.runtime.modes import ambient
 from schedlang.runtime.no_labels import bare
 from schedlang.runtime.outputs import whole_output
 from schedlang.runtime.parts import Batch, Part, followed
-from schedlang.runtime.recording.graph import GIVE_LOSS, refusal
 from schedlang.runtime.saving import archive, export
 from schedlang.runtime.scope import Scope, entered
 from schedlang.runtime.sharding import crossing
@@ -139,8 +138,8 @@ class Program:
         own microbatches; the loss is that of all of them, each under the weights that it met.
         """
         self._check_names(batch)
-        if self.assembly.lossless:  # on all ranks: those without the last stage would wait for it
-            raise refusal("S615", "", "the model gives no loss", GIVE_LOSS)
+        if self.assembly.lossless is not None:  # on all ranks: others would wait for the last stage
+            raise Refusal(self.assembly.lossless)
         if self.comparing is not None:
             self.comparing.check(self.assembly, batch, local, self.step)
         self._training.off() if self.evaluate else self._training.on()

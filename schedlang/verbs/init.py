@@ -42,7 +42,7 @@ def init(
     import torch  # noqa: F401  (a model file may put it off; it is counted among the imports)
 
     imports = time.perf_counter() - start
-    made = propose(found.model(meta=True), found.batch(0), sizes, found.loss)
+    made = propose(found.model(meta=True), found.batch(0), sizes, found.loss, found.weight)
     spent = time.perf_counter() - start - imports
     if as_json:
         show_json({"schedule": made.text, "notes": list(made.notes), "mesh": dict(sizes)})

@@ -184,8 +184,23 @@ def _local(course: Course, found: ModelFile, shown: _Shown) -> Trained:
     from schedlang.runtime.launching.launch import Pool
 
     check_world(course.plan, "run")
+    course = _sound(course)
     with Pool(files=found.files) as pool, shown:
         return pool.run(train, course.plan.mesh.world, course, on_progress=shown.hear)[0]  # type: ignore[no-any-return]
+
+
+def _sound(course: Course) -> Course:
+    """The course with its plan traced once, for all ranks; refuses whatever `verify` refuses."""
+    from dataclasses import replace
+
+    from schedlang.passes.proving.runs import check_parts
+    from schedlang.passes.proving.sides import Case, prepared, widened
+
+    batch = course.batch(course.seed)
+    case = prepared(Case(course.plan, (batch,), course.loss, course.weight, course.seed))
+    if not any(tensor.is_meta for tensor in course.plan.model.model.parameters()):
+        check_parts(widened(case))
+    return replace(course, plan=case.plan, prepared=case.prepared)
 
 
 class _Shown:

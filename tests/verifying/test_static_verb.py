@@ -65,7 +65,7 @@ def test_a_bug_is_refused_with_its_line(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_what_could_not_be_looked_at_is_not_passed(tmp_path: Path) -> None:
-    """A model without a loss cannot do a step: exit code 3, and the file is not said to hold."""
+    """A model without a loss cannot do a step: refused as by every verb, and not said to hold."""
     (tmp_path / "model.py").write_text(
         textwrap.dedent("""
             import torch
@@ -81,6 +81,6 @@ def test_what_could_not_be_looked_at_is_not_passed(tmp_path: Path) -> None:
     file = tmp_path / "x.sched"
     file.write_text('schedule 1\n\nstep "s" {\n  `0`  checkpoint()\n  verify(forward)\n}\n')
     found = check(file, "--model", tmp_path / "model.py")
-    assert found.exit_code == 3, found.output
-    assert f"{file}: not all of it was checked" in found.stdout
-    assert "the model gives no loss: not checked" in found.stdout
+    assert found.exit_code == 2, found.output
+    assert "error[S615]: the model gives no loss" in found.output
+    assert "holds" not in found.output

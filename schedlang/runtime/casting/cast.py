@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
+from schedlang.runtime import nests as pytree
 from schedlang.runtime.casting.autocast import Imitated, autocast
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.modes import ambient

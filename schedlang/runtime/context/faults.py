@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime import nests as pytree
 from schedlang.runtime.context.seat import seated
 from schedlang.runtime.context.tokens import Tokens
 from schedlang.runtime.context.trial import layout_of, parted

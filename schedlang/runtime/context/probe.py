@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from schedlang.runtime import nests as pytree
 from schedlang.runtime.context.faults import fault
 from schedlang.runtime.context.products import Lines
 from schedlang.runtime.context.tokens import Tokens

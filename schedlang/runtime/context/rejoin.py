@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from schedlang.runtime import nests as pytree
 from schedlang.runtime.attend import Layout
 from schedlang.runtime.parts import Absent, dotted, stack
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime import nests as pytree
 from schedlang.runtime.attend import Layout
 from schedlang.runtime.context.known import known
 from schedlang.runtime.context.seat import Exchange, Seat

@@ -18,6 +18,7 @@ from schedlang.runtime.context.install import At, install, windows
 from schedlang.runtime.context.seat import Call, How, Seat
 from schedlang.runtime.context.together import Together
 from schedlang.runtime.context.tokens import Tokens
+from schedlang.runtime.given import called
 from schedlang.runtime.no_labels import no_labels
 from schedlang.runtime.parts import Part, rows_of
 from schedlang.runtime.recording.record import loss_of
@@ -62,7 +63,7 @@ def parted(trial: Trial, tokens: Tokens, sites: Sequence[str], notes: Any = None
         assert part.seat is not None
         sitting = at.sitting(part.seat, nullcontext())
         with running(trial, draws, inner), sitting, no_labels(not weight):
-            output = model(**part.inputs)
+            output = called(model, part.inputs)
             value = loss_of(output, part.inputs, trial.loss)
         assert value is not None, "the model gives no loss"
         return output, value

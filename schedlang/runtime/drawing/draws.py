@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from schedlang.runtime.drawing.recurrent import FUNCTIONS, drops, packed, recurrent
+
 _ALPHA = -1.7580993408473766  # where SELU saturates
 
 
@@ -171,6 +173,7 @@ LOGICAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.uniform_: _uniform_,
     torch.Tensor.normal_: _normal_,
     torch.Tensor.exponential_: _exponential_,
+    **dict.fromkeys(FUNCTIONS, recurrent),
 }
 
 
@@ -178,11 +181,8 @@ def _always(args: Any, kwargs: Any) -> bool:
     return True
 
 
-def _recurrent(args: Any, kwargs: Any) -> bool:
-    """torch.lstm and its kin end in (layers, dropout, train, ...): random between layers only."""
-    at = next((i for i, a in enumerate(args) if type(a) is int), None)
-    assert at is not None, "the number of layers is an integer argument"
-    return bool(args[at] > 1 and args[at + 1] and args[at + 2])
+def _packed(args: Any, kwargs: Any) -> bool:
+    return packed(args) and drops(args)
 
 
 def _leaky(args: Any, kwargs: Any) -> bool:
@@ -200,7 +200,7 @@ ILLOGICAL: dict[Any, Callable[[Any, Any], bool]] = {
         for home in (torch, torch.Tensor)
         if (found := getattr(home, name, None)) is not None
     },
-    **{getattr(torch, name): _recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    **dict.fromkeys(FUNCTIONS, _packed),
     torch.rrelu: _leaky,
     torch.rrelu_: _leaky,
 }

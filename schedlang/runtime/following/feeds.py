@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from schedlang.runtime.given import called
 from schedlang.runtime.recording.constants import on_meta
 from schedlang.runtime.recording.lines import model_line
 from schedlang.runtime.recording.meta import hollow_batch
@@ -80,7 +81,7 @@ def feeds(
             module.forward = _block(module.forward)
     model.train()
     with torch.device("meta"), torch.no_grad(), on_meta(dict(batch), inputs), mode:
-        model(**inputs)
+        called(model, inputs)
     return fed
 
 

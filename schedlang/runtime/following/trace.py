@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from schedlang.diagnostic import Diagnostic
+from schedlang.runtime import nests as pytree
 from schedlang.runtime.drawing.draws import LOGICAL
+from schedlang.runtime.drawing.recurrent import FUNCTIONS, drops
 from schedlang.runtime.parts import named_tensors, rows_of
 from schedlang.runtime.recording.torch_calls import name_of, tensors_in
 
@@ -60,9 +62,9 @@ class Recording:
     order: list[str] = field(default_factory=list)  # modules in the order of their first call
     labels: list[LabelRule] = field(default_factory=list)
     random: bool = False  # some operator drew random numbers
-    # what drew them in a way that has no logical form, and the module that it runs in
+    # what drew them in a way that cannot be drawn alike elsewhere, and the module that it runs in
     apart: Mapping[str, str] = field(default_factory=dict)
-    lossless: bool = False  # neither the model nor a function of the user's gave a loss
+    lossless: Diagnostic | None = None  # said where nothing gave a loss
     asked: bool = False  # the model asked for values, and may call other modules for others
     reached: frozenset[str] = frozenset()  # parameters that the loss depends on
     saved: dict[str, list[Any]] = field(default_factory=dict)  # by modules that are asked for
@@ -141,6 +143,8 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     if func is F.scaled_dot_product_attention:
         rate = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
         return bool(rate > 0)
+    if func in FUNCTIONS:
+        return drops(args)
     return func in LOGICAL
 
 

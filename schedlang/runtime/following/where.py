@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from schedlang.placement import EVEN
+from schedlang.runtime import nests as pytree
 from schedlang.runtime.following.notes import Tag
 from schedlang.runtime.recording.torch_calls import name_of
 

@@ -18,8 +18,8 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from schedlang.runtime import nests as pytree
 from schedlang.runtime.logits.lazy_logits import LazyLogits
 from schedlang.runtime.logits.vocab import ShardedLogits
 from schedlang.runtime.staging.stage import enter

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 
 from schedlang.regions import Tree, paths
+from schedlang.runtime import nests as pytree
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.keeping.generators import Draws
 from schedlang.runtime.keeping.recompute import contexts, versions, written_twice

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from schedlang.runtime import nests as pytree
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.storage import copies
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from schedlang.diagnostic import Refusal
+from schedlang.runtime.given import called
 from schedlang.runtime.recording.constants import Literals, OnMeta
 from schedlang.runtime.recording.graph import refusal
 from schedlang.runtime.recording.meta import hollow_batch, hollow_model
@@ -85,7 +86,7 @@ def calls_of(model: nn.Module, kwargs: Mapping[str, Any], meta: bool) -> Calls:
                 mode = OnMeta(kwargs, given)
                 for one in (torch.device("meta"), mode, Literals(mode.constants)):
                     stack.enter_context(one)
-            model(**given)
+            called(model, given)
     except NotImplementedError as error:
         raise asks_for_values(error) from error
     finally:

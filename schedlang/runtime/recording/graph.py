@@ -9,10 +9,8 @@ from functools import cached_property
 
 from schedlang.diagnostic import Diagnostic, Refusal
 
-Token = tuple[int, int]  # (unit, tensor leaf of its output)
-
-
-GIVE_LOSS = "give `loss(output, batch)`, or labels in the batch"
+# (unit, leaf of its output), or (unit, -1 - k) for the k-th leaf that hooks inside of it are told
+Token = tuple[int, int]
 
 
 def refusal(code: str, place: str, reason: str, *helps: str, note: str = "") -> Refusal:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from schedlang.runtime import nests as pytree
+from schedlang.runtime.given import called
 from schedlang.runtime.recording.burden import Burden
 from schedlang.runtime.recording.constants import Constants, Literals
 from schedlang.runtime.recording.graph import Leaf, Reads, StageGraph, Token, labels, refusal
+from schedlang.runtime.recording.hooks import Tell, overheard
 from schedlang.runtime.recording.meta import hollow_batch, hollow_model
 from schedlang.runtime.recording.units import Switch
 
@@ -63,7 +66,7 @@ def record(
         spelt = Literals(recorder.constants)
         calls = switch.using(recorder.call)
         with undrawn, torch.enable_grad(), at_home, calls, recorder, spelt:
-            output = subject(**given)
+            output = called(subject, given)
             value = loss_of(output, given, loss)
     finally:
         switch.remove()
@@ -89,7 +92,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.units, self.labels = tuple(units), labels(units)
+        self.model, self.units, self.labels = model, tuple(units), labels(units)
         self.marks: dict[int, Marks] = {}
         self.owner: dict[int, Token] = {}  # the storage of a returned leaf
         self.alive: list[Any] = []  # a freed storage would give its address to another
@@ -138,7 +141,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.inside = unit
         leaves = pytree.tree_leaves((args, kwargs))
         self.arguments = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        with self.burden.of(unit, self.arguments):
+        sides = count()
+
+        def heard(name: str, place: int, call: Tell, given: Any, output: Any) -> Any:
+            leaves, spec = pytree.tree_flatten(output)
+            marked = [self._return(unit, -1 - next(sides), leaf) for leaf in leaves]
+            return call(given, pytree.tree_unflatten(marked, spec))
+
+        module = self.model.get_submodule(self.units[unit])
+        with self.burden.of(unit, self.arguments), overheard(module, heard):
             output = original(*args, **kwargs)
         self.inside = None
         leaves, spec = pytree.tree_flatten(output)
@@ -248,6 +259,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             marks = self._of(leaf)
             inner = frozenset(what for kind, what in marks if kind == "inner")
+            # what hooks were told is sent for a loss; for an output alone it stays where it is
+            inner |= {what[0] for kind, what in marks - final if kind == "out" and what[1] < 0}
             if inner:
                 partial[pytree.keystr(path)] = inner
             else:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from schedlang.runtime import nests as pytree
 
 
 def name_of(func: Any) -> str:

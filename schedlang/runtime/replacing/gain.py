@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedlang.primitive import Count
+from schedlang.runtime import nests as pytree
 from schedlang.runtime.rowwise.graphs import Graphs
 from schedlang.runtime.rowwise.launch import Kernel, shape_of
 from schedlang.runtime.rowwise.operator import Pair

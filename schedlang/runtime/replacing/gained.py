@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from schedlang.primitive import Count, Gain
+from schedlang.runtime import nests as pytree
 from schedlang.runtime.regions.layer import Told, fuse_pattern
 from schedlang.runtime.regions.rewrite import watched
 from schedlang.runtime.replacing.gain import eager, generated, scheduled

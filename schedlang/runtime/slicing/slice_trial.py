@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from schedlang.runtime import nests as pytree
 from schedlang.runtime.drawing.random import LogicalDropout, Window
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.following.trace import LabelRule
+from schedlang.runtime.given import called
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.parts import rows_of, shares
 from schedlang.runtime.recording.record import loss_of
@@ -148,7 +149,7 @@ def running(trial: Trial, draws: dict[Any, tuple[int, ...]], inner: Any = None) 
 def forward(trial: Trial, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Any, Tensor]:
     """The whole model on a batch: output and loss."""
     with running(trial, {}):
-        output = model(**batch)
+        output = called(model, batch)
         value = loss_of(output, batch, trial.loss)
     assert value is not None, "the model gives no loss"
     return output, value
@@ -162,7 +163,7 @@ def watched(trial: Trial) -> Seen:
     Training(model).on()
     named_sites(model)
     with running(trial, draws):
-        value = loss_of(model(**trial.batch), trial.batch, trial.loss)
+        value = loss_of(called(model, trial.batch), trial.batch, trial.loss)
         assert value is not None, "the model gives no loss"
         torch.autograd.backward(value)
     return Seen(value.detach(), gradients_of(model), draws)

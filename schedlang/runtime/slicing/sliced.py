@@ -14,6 +14,7 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime import scope
 from schedlang.runtime.drawing.random import Slices as Windows
 from schedlang.runtime.drawing.random import Window, within
+from schedlang.runtime.given import called
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.no_labels import no_labels
 from schedlang.runtime.parts import Absent, Batch, stack
@@ -134,7 +135,7 @@ def whole_loss(losses: Sequence[Tensor], pieces: Sequence[Weighed]) -> Tensor:
 
 def joined(outputs: Sequence[Any], pieces: Sequence[Weighed]) -> Any:
     """The output of a microbatch from those of its slices: tokens one after the other."""
-    from torch.utils import _pytree as pytree
+    from schedlang.runtime import nests as pytree
 
     lengths = [p.piece.span.length for p in pieces]
     flat = [pytree.tree_flatten(output) for output in outputs]
@@ -202,7 +203,7 @@ def run(
     outputs, losses = [], []
     for part in pieces:
         with slices.forward(part, carried) as inputs:
-            output = model(**inputs)
+            output = called(model, inputs)
             value = loss_of(output, inputs, loss)
         assert value is not None, "the model gives no loss"
         outputs.append(output)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime import nests as pytree
 from schedlang.runtime.parts import Batch, dotted, rows_of, shares
 from schedlang.runtime.slicing.carry import Span
 

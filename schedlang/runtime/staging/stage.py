@@ -7,20 +7,22 @@ nothing was needed; the first unit of a later stage ends the forward.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils import _pytree as pytree
 
+from schedlang.runtime import nests as pytree
 from schedlang.runtime.casting.autocast import imitated
+from schedlang.runtime.given import called
 from schedlang.runtime.recording.constants import OnMeta
 from schedlang.runtime.recording.graph import Cut, Token, refusal
+from schedlang.runtime.recording.hooks import Tell, overheard, tell
 from schedlang.runtime.recording.meta import hollow_batch, hollow_model
 from schedlang.runtime.recording.record import loss_of
 from schedlang.runtime.recording.units import Switch
@@ -76,51 +78,86 @@ class Order:
     )
 
 
+@dataclass(frozen=True)
+class _Told:
+    """What one hook inside of a unit is told: the leaves of an output and of its arguments."""
+
+    name: str
+    hook: int
+    leaves: list[Any]
+    spec: Any
+    given: list[Any]
+    given_spec: Any
+
+
 class Stub:
     """Knows the output of every unit for every shape of its arguments, by running it on meta."""
 
     def __init__(self, reference: nn.Module, cut: Cut) -> None:
         self.names = cut.graph.labels
         self.units = tuple(reference.get_submodule(name) for name in cut.graph.units)
-        called = Counter(cut.graph.units)
-        self.often = {name for name, count in called.items() if count > 1}
-        for name in self.often:
-            named_sites(reference.get_submodule(name), prefix=name)
-        self.modules, self.leaves = cut.graph.units, cut.graph.leaves
+        named_sites(reference)
+        self.leaves = cut.graph.leaves
         self._known: dict[Any, Any] = {}
         self._outside = capture()  # a run for shapes draws no masks and counts no calls
 
     def __call__(
-        self, unit: int, args: Any, kwargs: Any, received: Mapping[Token, torch.Tensor], device: Any
-    ) -> Any:
+        self, unit: int, args: Any, kwargs: Any, received: Mapping[Token, torch.Tensor],
+        device: Any, module: nn.Module,
+    ) -> Any:  # fmt: skip
         """The unit's output: the received leaves, something of their shape for the others."""
         key = (unit, self.units[unit].training, _signature((args, kwargs)))
         if key not in self._known:
             with imitated(torch.device(device).type):
-                self._known[key] = self._shapes(unit, args, kwargs)
-        leaves, spec, draws = self._known[key]
-        for site, count in draws.items():
-            skip_calls(site, count)
+                self._known[key] = self._shapes(unit, args, kwargs, module)
+        leaves, spec, draws, told = self._known[key]
+        for site, times in draws.items():
+            skip_calls(site, times)
+        if any(source == unit and k < 0 for source, k in received):
+            self._tell(module, unit, told, received)
         made = [
             received[(unit, k)] if (unit, k) in received else self._unknown(unit, k, leaf, device)
             for k, leaf in enumerate(leaves)
         ]
         return pytree.tree_unflatten(made, spec)
 
-    def _unknown(self, unit: int, k: int, leaf: Any, device: Any) -> Any:
+    def _tell(
+        self, owner: nn.Module, unit: int, told: list[_Told], received: Mapping[Token, torch.Tensor]
+    ) -> None:
+        """Call the hooks inside of a unit that runs elsewhere with what its stage has sent."""
+        place, device = -1, next(iter(received.values())).device
+        for one in told:
+            made = []
+            for leaf in one.leaves:
+                token = (unit, place)
+                known = token in received
+                made.append(received[token] if known else self._unknown(unit, place, leaf, device))
+                place -= 1
+            given = [self._unknown(unit, None, leaf, device) for leaf in one.given]
+            module = owner.get_submodule(one.name)
+            output = pytree.tree_unflatten(made, one.spec)
+            tell(module, one.hook, pytree.tree_unflatten(given, one.given_spec), output)
+
+    def _unknown(self, unit: int, k: int | None, leaf: Any, device: Any) -> Any:
         """What nothing reads: not a number, so that a reader after all is seen; no memory."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
         number = math.nan if leaf.dtype.is_floating_point else 0
-        known = self.leaves.get((unit, k))
-        written = known is None or known.mutated
+        known = self.leaves.get((unit, k)) if k is not None else None
+        written = k is not None and (known is None or known.mutated)
         shape = leaf.shape if written else ()
         return torch.full(shape, number, dtype=leaf.dtype, device=device).expand(leaf.shape)
 
     def _shapes(
-        self, unit: int, args: Any, kwargs: Any
-    ) -> tuple[list[Any], Any, Mapping[str, int]]:
-        counted = Counted()
+        self, unit: int, args: Any, kwargs: Any, module: nn.Module
+    ) -> tuple[list[Any], Any, Mapping[str, int], list[_Told]]:
+        counted, told = Counted(), list[_Told]()
+
+        def heard(name: str, hook: int, call: Tell, given: Any, output: Any) -> None:
+            told.append(
+                _Told(name, hook, *pytree.tree_flatten(output), *pytree.tree_flatten(given))
+            )
+
         try:
             part = visit()
             shapes = visiting(part.hollow() if part is not None else None)
@@ -128,14 +165,15 @@ class Stub:
                 modes = (torch.no_grad(), self._outside(), shapes, torch.device("meta"), OnMeta())
                 for mode in modes:
                     stack.enter_context(mode)
-                if self.modules[unit] in self.often:  # a later call draws what comes after
-                    stack.enter_context(counted)
+                # what is inside may be called again from elsewhere, and draws what comes after
+                stack.enter_context(counted)
+                stack.enter_context(overheard(self.units[unit], heard, hooked=module))
                 output = self.units[unit](*hollow_batch(args), **hollow_batch(kwargs))
         except (RuntimeError, NotImplementedError) as error:
             name, reason = self.names[unit], "has an output whose shape depends on data"
             raise refusal("S612", name, reason, note=str(error)) from error
         leaves, spec = pytree.tree_flatten(output)
-        return leaves, spec, counted.calls
+        return leaves, spec, counted.calls, told
 
 
 class Stage:
@@ -199,7 +237,7 @@ class Stage:
     ) -> Forwarded:
         """Forward of one microbatch; `received` holds every token of `incoming`."""
         if self.whole:
-            output = self.model(**batch)
+            output = called(self.model, batch)
             return Forwarded({}, {}, output, loss_of(output, batch, self.loss))
         made: dict[Token, torch.Tensor] = {}
         edges: dict[Token, GradientEdge] = {}
@@ -209,16 +247,18 @@ class Stage:
         def handle(unit: int, original: Any, args: Any, kwargs: Any) -> Any:
             order.next(unit)
             if unit < self.units.start:
-                return self.stub(unit, args, kwargs, received, device)
+                module = self.switch.modules[unit]
+                return self.stub(unit, args, kwargs, received, device, module)
             if unit >= self.units.stop:
                 raise StageEnd
-            output = original(*args, **kwargs)
+            with self._heard(unit, made, edges):
+                output = original(*args, **kwargs)
             self._capture(unit, output, made, edges)
             return output
 
         with self.switch.using(handle):
             try:
-                output = self.model(**batch)
+                output = called(self.model, batch)
             except StageEnd:
                 return Forwarded(made, edges)
             order.next(len(self.cut.graph.units))
@@ -233,13 +273,36 @@ class Stage:
     ) -> None:
         leaves = (output,) if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
         for k, leaf in enumerate(leaves):
-            token = (unit, k)
-            if token not in self.wanted:
-                continue
-            if leaf.requires_grad:
-                edges[token] = get_gradient_edge(leaf)  # as it is now: it may be written into
-            value = leaf.detach()
-            made[token] = value.clone() if self.cut.graph.leaves[token].mutated else value
+            self._send((unit, k), leaf, made, edges)
+
+    def _send(
+        self, token: Token, leaf: Any, made: dict[Token, torch.Tensor],
+        edges: dict[Token, GradientEdge],
+    ) -> None:  # fmt: skip
+        if token not in self.wanted:
+            return
+        if leaf.requires_grad:
+            edges[token] = get_gradient_edge(leaf)  # as it is now: it may be written into
+        value = leaf.detach()
+        made[token] = value.clone() if self.cut.graph.leaves[token].mutated else value
+
+    @contextmanager
+    def _heard(
+        self, unit: int, made: dict[Token, torch.Tensor], edges: dict[Token, GradientEdge]
+    ) -> Iterator[None]:
+        """Listen to what hooks inside of a unit are told, where other stages need it."""
+        if not any(source == unit and k < 0 for source, k in self.wanted):
+            yield
+            return
+        sides = count(1)
+
+        def heard(name: str, hook: int, call: Tell, given: Any, output: Any) -> Any:
+            for leaf in pytree.tree_leaves(output):
+                self._send((unit, -next(sides)), leaf, made, edges)
+            return call(given, output)
+
+        with overheard(self.model.get_submodule(self.cut.graph.units[unit]), heard):
+            yield
 
 
 class _Enter(torch.autograd.Function):

@@ -7,10 +7,12 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
+from schedlang.diagnostic import Refusal
+from schedlang.runtime import nests as pytree
 from schedlang.runtime.logits.lazy_logits import LazyLogits
-from schedlang.runtime.recording.graph import GIVE_LOSS, Token, refusal
+from schedlang.runtime.recording.graph import Token
+from schedlang.runtime.recording.lossless import no_loss
 from schedlang.runtime.staging.bag import Bag
 from schedlang.runtime.staging.flight import Carried, Flight, Message, Work
 from schedlang.runtime.staging.kept_inputs import Kept
@@ -102,7 +104,7 @@ class Step:
             self.deliver(False, work.stage, target, work, values)
         if stage.last:
             if self.train and done.loss is None:
-                raise refusal("S615", "", "the model gives no loss", GIVE_LOSS)
+                raise Refusal(no_loss(stage.model, done.output, self.batches[work.microbatch]))
             loss = None if done.loss is None else done.loss.detach()
             self.finish(work, loss, _detached(done.output, self.keep))
 

@@ -7,18 +7,21 @@ Which of these sums reach the loss, and whether by linear calls alone, is follow
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from schedlang.runtime import nests as pytree
 from schedlang.runtime.following.pending import ADDS, LINEAR, PRODUCTS, TIMES
 from schedlang.runtime.following.trace import Stack
+from schedlang.runtime.given import called
 from schedlang.runtime.parts import rows_of
 from schedlang.runtime.recording.constants import on_meta
 from schedlang.runtime.recording.meta import hollow_batch, hollow_model
@@ -28,6 +31,7 @@ from schedlang.runtime.recording.torch_calls import name_of, tensors_in
 SUMS = {"sum", "nansum", "histc", "bincount", "scatter_add", "scatter_add_", "index_add",
         "index_add_", *(PRODUCTS - {"linear", "conv1d", "conv2d", "conv3d"})}  # fmt: skip
 MEANS = {"mean"}
+_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 PRIMES = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163, 167)
 
 
@@ -38,6 +42,7 @@ class BatchSum:
     turn   how manyth call of that name by the module
     given  which of the tensors that it is given has the rows
     shape  of its result, whatever the rows are
+    line   file and line of the model's own code that makes it
     """
 
     fqn: str
@@ -45,6 +50,7 @@ class BatchSum:
     turn: int
     given: int
     shape: tuple[int, ...]
+    line: str = field(default="", compare=False)
 
     @property
     def mean(self) -> bool:
@@ -79,7 +85,7 @@ def batch_sums(
     inputs = hollow_batch(many)
     try:
         with on_meta(many, inputs), _Following(stack, rows) as following, torch.device("meta"):
-            output = bare(**inputs)
+            output = called(bare, inputs)
             following.inside = False
             value = loss_of(output, inputs, loss)
     except Exception:  # the model's own code, with another number of rows: then nothing is known
@@ -102,6 +108,14 @@ def _repeated(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
 
     found: dict[str, Any] = pytree.tree_map(repeat, dict(batch))
     return found
+
+
+def own_line() -> str:
+    """File and line of the model's code that runs: the innermost outside torch and this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 LABELS = "labels"  # stands for the mean over labels, which parts are weighed by
@@ -161,7 +175,8 @@ class _Following(TorchFunctionMode):
             return {LABELS: True}
         if name not in SUMS | MEANS or not self.inside:
             return {}
-        return {BatchSum(self.stack.frames[-1][0], name, turn, given, tuple(out.shape)): True}
+        at = self.stack.frames[-1][0], name, turn, given, tuple(out.shape)
+        return {BatchSum(*at, line=own_line()): True}
 
 
 def _mixed(name: str, given: list[Tensor], mixes: list[Mix]) -> Mix:

@@ -1,0 +1,161 @@
+"""Nests of any class: flattened, put together again, stacked as outputs of whole batches."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from schedlang.runtime import nests
+from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.parts import named_tensors, stack
+from tests.proofs import planned, proven
+
+
+@dataclass(frozen=True)
+class Frozen:
+    a: Tensor
+    note: str = "x"
+    more: Any = None
+    computed: int = field(default=3, init=False)
+
+
+@dataclass
+class Kept(OrderedDict):  # type: ignore[type-arg]
+    """As diffusers' outputs are: a dict that is a dataclass, registered without names of places."""
+
+    sample: Any = None
+    other: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("sample", "other"):
+            if getattr(self, name) is not None:
+                self[name] = getattr(self, name)
+
+
+pytree.register_pytree_node(
+    Kept, pytree._dict_flatten, lambda v, c: Kept(**pytree._dict_unflatten(v, c))
+)
+
+
+class Ordered(OrderedDict):  # type: ignore[type-arg]
+    pass
+
+
+class User(UserDict):  # type: ignore[type-arg]
+    pass
+
+
+class Named(NamedTuple):
+    a: Any
+    b: Any
+
+
+class Attrs:
+    """What attrs makes of a class, as far as anybody can tell from outside."""
+
+    __attrs_attrs__ = (SimpleNamespace(name="a"), SimpleNamespace(name="b"))
+
+    def __init__(self, a: Any, b: Any) -> None:
+        self.a, self.b = a, b
+
+
+ONE = torch.arange(4.0)
+NESTS = {
+    "dataclass": (Frozen(ONE, more=[ONE]), ["a", "more.0"]),
+    "registered without names": (Kept(sample=ONE), ["sample"]),
+    "ordered": (Ordered(a=ONE, b={"c": ONE}), ["a", "b.c"]),
+    "user dict": (User(a=ONE), ["a"]),
+    "named tuple": (Named(ONE, (1, ONE)), ["a", "b.1"]),
+    "attrs": (Attrs(ONE, "s"), ["a"]),
+    "namespace": (SimpleNamespace(a=ONE, b=Frozen(ONE)), ["a", "b.a"]),
+}
+
+
+@pytest.mark.parametrize("kind", NESTS)
+def test_a_nest_of_any_class(kind: str) -> None:
+    """Its tensors have names, and what is put together is of its class and holds the same."""
+    nest, names = NESTS[kind]
+    assert list(named_tensors({"x": nest})) == [f"x.{name}" for name in names]
+    twice = nests.tree_map_only(Tensor, lambda t: t * 2, nest)
+    assert type(twice) is type(nest)
+    assert all(torch.equal(t, ONE * 2) for t in named_tensors({"x": twice}).values())
+    leaves, spec = nests.tree_flatten(nest)
+    again, other = nests.tree_flatten(nests.tree_unflatten(leaves, spec))
+    assert spec == other and [id(x) for x in leaves] == [id(x) for x in again]
+    whole = stack([nest, twice], [4, 4], [1, 1])
+    assert all(t.shape == (8,) for t in named_tensors({"x": whole}).values())
+
+
+def test_what_a_class_does_not_pass_on_stays() -> None:
+    """A frozen dataclass keeps what init does not take, a dict with attributes keeps both."""
+    twice = nests.tree_map_only(Tensor, lambda t: t * 2, Frozen(ONE, "note"))
+    assert (twice.note, twice.computed) == ("note", 3)
+    kept = nests.tree_map_only(Tensor, lambda t: t * 2, Kept(sample=ONE))
+    assert torch.equal(kept.sample, ONE * 2) and kept.sample is kept["sample"]
+
+
+def test_a_class_without_tensors_is_left_alone() -> None:
+    """A configuration that is passed along stays the object that it is."""
+
+    @dataclass
+    class Config:
+        width: int = 3
+
+    config = Config()
+    (leaf,) = nests.tree_leaves(config)
+    assert leaf is config
+
+
+class Block(nn.Module):
+    """Takes and returns a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, state: Frozen) -> Frozen:
+        return Frozen(state.a + self.lin(state.a).tanh(), more={"depth": state.a.mean(-1)})
+
+
+class Net(nn.Module):
+    """Blocks that hand on dataclasses; its output holds one, in a mapping of its own class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        state = Frozen(x)
+        for block in self.blocks:
+            state = block(state)
+        return Kept(sample=state.a, other=SimpleNamespace(last=state))
+
+
+def square(output: Any, batch: Any) -> Tensor:
+    """A loss by attributes of the output."""
+    found: Tensor = output.sample.square().mean() + output.other.last.more["depth"].square().mean()
+    return found
+
+
+def _batch(seed: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))}
+
+
+@pytest.mark.parametrize(
+    ("rows", "mesh"),
+    [("zero(stage=3, over=dp)", "dp=2"),
+     ('blocks  pipeline_split(over=pp)\npipeline(order="1F1B", micro=4)', "pp=2")],
+)  # fmt: skip
+def test_such_a_model_is_proven(pool: Pool, rows: str, mesh: str) -> None:
+    """Dataclasses cross stages and gathered modules, and the output is whole and compared."""
+    report = proven(pool, planned(Net(), rows, mesh), [_batch(1), _batch(2)], loss=square)
+    names = {row.name for row in report.rows if row.kind == "outputs"}
+    assert {"sample", "other.last.a", "other.last.more.depth"} <= names, names

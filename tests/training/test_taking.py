@@ -1,0 +1,164 @@
+"""Keys of a batch go to whoever takes them: the forward, the loss, the weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schedlang.diagnostic import Refusal
+from schedlang.passes.costs.account import account
+from schedlang.passes.preparing.prepare import prepare
+from schedlang.passes.proposing.propose import propose
+from schedlang.passes.statics.static import static
+from schedlang.passes.verifying.prove import Case, prove
+from schedlang.runtime.given import taken
+from schedlang.runtime.launching.launch import Pool
+from tests.proofs import planned, proven
+
+
+class Net(nn.Module):
+    """Predicts; what is right it is never told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        found: Tensor = self.head(x) * scale
+        return found
+
+
+class Open(Net):
+    """Takes whatever it is given."""
+
+    def forward(self, x: Tensor, **rest: Any) -> Tensor:
+        assert "click" in rest
+        return super().forward(x)
+
+
+def _batch(seed: int, **more: Any) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(seed)
+    click, share = torch.randint(3, (8,), generator=g), torch.rand(8, generator=g)
+    return {"x": torch.randn(8, 6, generator=g), "click": click, "share": share, **more}
+
+
+def judged(output: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    """Reads two keys that the forward does not take, one of them by `get`."""
+    share = batch.get("share")
+    assert share is not None
+    lost = F.cross_entropy(output, batch["click"], reduction="none")
+    return (lost * share).mean()
+
+
+def heavy(batch: Mapping[str, Any]) -> float:
+    """What a part weighs: its rows, as one of its keys says."""
+    return float(len(batch["share"]))
+
+
+ROWS = {
+    "dp=2": "zero(stage=1, over=dp)",
+    "pp=2": 'blocks  pipeline_split(over=pp)\npipeline(order="1F1B", micro=4)',
+    "tp=2": "head  shard(row, over=tp)",
+}
+
+
+def test_a_forward_is_given_what_it_names() -> None:
+    """Keys by name, or all of them where it says so; a wrapper speaks for its class."""
+    batch = _batch(0)
+    assert list(taken(Net(), batch)) == ["x"]
+    assert list(taken(Open(), batch)) == list(batch)
+    net: Any = Net()
+    inner = net.forward
+    net.forward = lambda *args, **kwargs: inner(*args, **kwargs)
+    assert list(taken(net, batch)) == ["x"]
+
+
+@pytest.mark.parametrize("kind", [Net, Open])
+@pytest.mark.parametrize("mesh", ROWS)
+def test_labels_that_only_the_loss_reads(pool: Pool, kind: type[Net], mesh: str) -> None:
+    """They are cut with the rows, reach the loss on its rank, and get their gradient."""
+    plan = planned(kind(), ROWS[mesh], mesh)
+    report = proven(pool, plan, [_batch(1), _batch(2)], loss=judged, weight=heavy)
+    names = {row.name for row in report.rows if row.kind == "input gradients"}
+    assert names == {"x", "share"}, names
+
+
+def test_a_key_that_nobody_takes_is_refused_alike(pool: Pool) -> None:
+    """By whoever follows the model: planning, checking, proving, proposing."""
+    batch, plan = _batch(1, names=torch.arange(8)), planned(Net(), ROWS["dp=2"], "dp=2")
+    ways = {
+        "plan": lambda: account(plan, batch, judged, weight=heavy),
+        "check": lambda: static(plan, batch, judged, heavy),
+        "verify": lambda: prove(Case(plan, (batch,), judged, heavy), pool=pool),
+        "init": lambda: propose(Net(), batch, {"dp": 2}, judged, heavy),
+        "build": lambda: prepare(plan, batch, judged, heavy, trains=False),
+    }
+    for name, way in ways.items():
+        with pytest.raises(Refusal) as refused:
+            way()
+        assert refused.value.diagnostic.code == "S910", name
+        assert "`names`" in refused.value.diagnostic.title
+
+
+def test_what_the_weight_reads_is_taken() -> None:
+    """A key for the weight alone is not refused."""
+    plan = planned(Net(), ROWS["dp=2"], "dp=2")
+    batch = {**_batch(1), "count": torch.ones(8)}
+
+    def loss(output: Tensor, batch: Mapping[str, Any]) -> Tensor:
+        return F.cross_entropy(output, batch["click"]) * dict(batch)["share"].mean()
+
+    prepare(plan, batch, loss, lambda part: float(part["count"].sum()))
+    with pytest.raises(Refusal):
+        prepare(planned(Net(), ROWS["dp=2"], "dp=2"), batch, judged, heavy)
+
+
+def test_a_missing_loss_is_said_alike(pool: Pool) -> None:
+    """With the two lines to paste, which make the program run; only evaluation needs none."""
+    batch = {"x": _batch(1)["x"]}
+    plan = planned(Net(), ROWS["dp=2"], "dp=2")
+    ways = {
+        "plan": lambda: account(plan, batch),
+        "check": lambda: static(plan, batch),
+        "verify": lambda: prove(Case(plan, (batch,)), pool=pool),
+        "init": lambda: propose(Net(), batch, {"dp": 2}),
+    }
+    for name, way in ways.items():
+        with pytest.raises(Refusal) as refused:
+            way()
+        assert refused.value.diagnostic.code == "S615", name
+    prepare(plan, batch, trains=False)
+
+
+class Half(Net):
+    """Returns its loss where nobody looks for it."""
+
+    def forward(self, x: Tensor, click: Tensor) -> Any:  # type: ignore[override]
+        found = super().forward(x)
+        return {"logits": found, "parts": (F.cross_entropy(found, click), 3)}
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [(Net(), 'return torch.nn.functional.cross_entropy(output, batch["click"])'),
+     (Half(), 'return output["parts"][0]')],
+)  # fmt: skip
+def test_the_lines_to_paste(model: nn.Module, line: str) -> None:
+    """They are about what this model returns and this batch holds, and they run."""
+    batch = {key: value for key, value in _batch(1).items() if key != "share"}
+    with pytest.raises(Refusal) as refused:
+        prepare(planned(model, ROWS["dp=2"], "dp=2"), {"x": batch["x"], "click": batch["click"]})
+    said = next(h for h in refused.value.diagnostic.helps if "def loss" in h)
+    assert said.endswith(line), said
+    made: dict[str, Any] = {"torch": torch}
+    exec("\n".join(text[6:] for text in said.splitlines()[1:]), made)
+    prepare(planned(model, ROWS["dp=2"], "dp=2"), batch, made["loss"])

@@ -1,0 +1,63 @@
+"""Recurrent networks with dropout between their layers: drawn logically, alike on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedlang.runtime.drawing.random import LogicalDropout
+from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.modes import ambient
+from schedlang.runtime.scope import Scope, entered
+from tests.proofs import planned, proven
+
+
+class Net(nn.Module):
+    """A recurrent network between two projections."""
+
+    def __init__(self, kind: Any, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn = kind(6, 5, num_layers=3, dropout=0.4, **options)
+        self.head = nn.Linear(10 if options.get("bidirectional") else 5, 4)
+        self.first = options.get("batch_first", False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found, _ = self.rnn(x if self.first else x.transpose(0, 1))
+        mean: Tensor = self.head(found).square().mean()
+        return mean
+
+
+def _batch(seed: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(6, 7, 6, generator=torch.Generator().manual_seed(seed))}
+
+
+KINDS = [(nn.LSTM, {"batch_first": True}), (nn.LSTM, {"bidirectional": True}),
+         (nn.GRU, {"batch_first": True, "bidirectional": True}), (nn.RNN, {})]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+def test_layer_by_layer_is_what_torch_computes(kind: Any, options: dict[str, Any]) -> None:
+    """With a rate that drops next to nothing the layers one by one give torch's own numbers."""
+    net = Net(kind, **options).double()
+    x = _batch(1)["x"].double()
+    net.rnn.dropout = 0.0
+    want = net.rnn(x)
+    net.rnn.dropout = 1e-15
+    drawing = LogicalDropout(0)
+    with ambient(drawing), entered(Scope(0, 0, tuple(range(6 if net.first else 7)))):
+        got = net.rnn(x if net.first else x)
+    assert drawing.drawn == 2
+    for one, other in zip(torch.utils._pytree.tree_leaves(want),
+                          torch.utils._pytree.tree_leaves(got)):  # fmt: skip
+        assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_dropout_between_layers_is_proven(pool: Pool) -> None:
+    """Replicas with microbatches draw the masks of the original."""
+    net = Net(nn.LSTM, bidirectional=True)
+    report = proven(pool, planned(net, "zero(stage=1, over=dp)", "dp=2"), [_batch(1), _batch(2)])
+    assert any(row.kind == "dropout draws" for row in report.rows)
