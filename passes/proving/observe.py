@@ -62,6 +62,7 @@ class Condition:
 
     scale     by what the loss is multiplied
     evaluate  train in eval mode: no dropout, statistics as they stand
+    follow    float inputs ask for gradients; else they are as training gives them
     case      what is run, where it is not the case of the proof itself (some parameters frozen)
     """
 
@@ -71,6 +72,7 @@ class Condition:
     clip: float | None = None
     scale: float = 1.0
     evaluate: bool = False
+    follow: bool = True
     case: Any = None
 
 
@@ -80,11 +82,12 @@ def conditions(
     """SGD, never clipped, shows scales of gradients; AdamW, always clipped, counts and the norm.
 
     `norm` is the gradient norm of the original at the first batch. AdamW runs on the batches
-    `others` if there are any.
+    `others` if there are any, given as training gives them: what asks for no gradient goes other
+    ways (a region that is computed again, a hook on an input, a stage that sends nothing back).
     """
     return (
         Condition("SGD", _sgd, tuple(batches), 1e6 * norm),
-        Condition("AdamW, clipped", _adamw, tuple(others or batches), norm / 4),
+        Condition("AdamW, clipped", _adamw, tuple(others or batches), norm / 4, follow=False),
     )
 
 
@@ -159,7 +162,7 @@ def observe(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # a side that draws from torch's generator leaves another state
             subject = make(condition)
-            sight = _Sight(seen, condition.name, keep, gone, unread, left)
+            sight = _Sight(seen, condition.name, condition.follow, keep, gone, unread, left)
             for step, batch in enumerate(condition.batches):
                 sight.step(subject, step, batch)
                 progress({"condition": condition.name, "step": step})
@@ -178,6 +181,7 @@ class _Sight:
 
     seen: Observation
     condition: str
+    follow: bool
     keep: bool
     missing: set[str]
     unread: set[str]
@@ -197,7 +201,7 @@ class _Sight:
         else:
             self.tensor("gradient norm", step, "norm", norm)
         self.tensors("gradients", step, subject.gradients())
-        given = subject.input_gradients()
+        given = subject.input_gradients() if self.follow else {}
         if given is None:
             self.missing.add("input gradients")
         else:

@@ -24,7 +24,8 @@ class Sequential:
     """A module with the plainest loop: forward, loss, backward, clip, step.
 
     `module` is trained in place: give a copy. `loss(output, batch)` may be left out if the model
-    returns one. `scale` multiplies the loss; with `evaluate` it trains in eval mode.
+    returns one. `scale` multiplies the loss; with `evaluate` it trains in eval mode; without
+    `follow` float inputs ask for no gradient.
     `dropout`, under which it runs, is asked for its draws.
     """
 
@@ -37,13 +38,15 @@ class Sequential:
         clip: float | None = None,
         scale: float = 1.0,
         evaluate: bool = False,
+        follow: bool = True,
         dropout: LogicalDropout | None = None,
     ) -> None:
         from schedlang.runtime.scope import named_sites
         from schedlang.runtime.training import Training
 
         self.module, self.loss, self.clip = module, loss or loss_of, clip
-        self.scale, self.evaluate, self.dropout = scale, evaluate, dropout
+        self.scale, self.evaluate, self.follow = scale, evaluate, follow
+        self.dropout = dropout
         if dropout is not None:
             dropout.noted = {}
         self._named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
@@ -87,10 +90,10 @@ class Sequential:
         self._training.off() if self.evaluate else self._training.on()
 
     def _given(self, batch: Batch) -> dict[str, Any]:
-        """The batch with float tensors whose gradients are kept."""
+        """The batch with float tensors of its own, whose gradients are kept if they are asked for."""
         from schedlang.runtime.parts import followed, named_tensors
 
-        given: dict[str, Any] = followed(batch)
+        given: dict[str, Any] = followed(batch, self.follow)
         self._inputs = {k: v for k, v in named_tensors(given).items() if v.requires_grad}
         return given
 

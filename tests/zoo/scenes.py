@@ -149,6 +149,7 @@ SCENES: dict[str, Scene] = {
         lambda seed: points(seed, 6), relax="staleness",
     ),
     "recomputed": _gpt2("transformer.h.* checkpoint()", ""),
+    "recomputed front": _alone(networks.Residual, "embed checkpoint()\nblocks.* checkpoint()"),
     "counting": _alone(networks.Counting, "blocks.* checkpoint()", holds=False),
     "written after": _alone(networks.WrittenAfter, "blocks.*.inner checkpoint()", holds=False),
     "chosen": _gpt2(
@@ -167,7 +168,11 @@ SCENES: dict[str, Scene] = {
     "offloaded": Scene(
         networks.made(lambda: networks.Points(networks.Residual(64), width=64)),
         'blocks.* offload(activations, to=cpu)\npipeline(order="GPipe", micro=2)', "",
-        lambda seed: points(seed, 8, (40, 64)),  # tensors below 64 KiB stay where they are
+        lambda seed: points(seed, 8, (40, 64)),
+    ),
+    "offloaded, small": Scene(
+        networks.made(lambda: networks.Points(networks.Residual())),
+        'blocks.* offload(activations, to=cpu)\npipeline(order="GPipe", micro=2)', "", points,
     ),
     "streamed": _gpt2(
         'offload(parameters)\noffload(optimizer, to=disk)\npipeline(order="GPipe", micro=2)', ""
