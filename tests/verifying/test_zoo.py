@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import re
 from pathlib import Path
 
 import pytest
 
+from schedlang.mesh import Mesh
 from schedlang.passes.verifying.prove import prove
+from schedlang.placement import Layout, Segment
 from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.saving.holding import Holding
 from tests.tiers import thinned
 from tests.zoo import ZOO
-from tests.zoo.bug import Bug, found
+from tests.zoo.bug import Bug, found, mutate
 from tests.zoo.hunt import hunt
 from tests.zoo.scenes import SCENES, case
 from tests.zoo.table import counted
@@ -36,6 +40,26 @@ def test_every_entry_is_whole(entry: Bug) -> None:
 def test_a_bug_is_found(spec: str, scene: str, pool: Pool) -> None:
     """The proof fails, or the run is refused or dies as it must; here for half of the zoo."""
     assert hunt(spec, scene, pool, blame=False).killed
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("part", range(4))
+def test_all_are_found_in_any_order(part: int, pool: Pool) -> None:
+    """One process after the other: what a bug or a program leaves behind hides no other bug."""
+    shuffled = random.Random(7).sample(HUNTS, len(HUNTS))
+    found = [hunt(spec, scene, pool, blame=False) for spec, scene in shuffled[part::4]]
+    assert [(v.spec, v.scene) for v in found if not v.killed] == []
+
+
+def test_nothing_remembered_hides_a_bug() -> None:
+    """What was worked out before a bug is worked out anew with it, and once more without it."""
+    mesh = Mesh((("tp", 2),))
+    holding = Holding("w", Layout.whole((12,)).split("tp", 0, (4, 4, 4)))
+    right = holding.segments(mesh, 0)
+    with mutate("T08"):
+        wrong = holding.segments(mesh, 0)
+    assert wrong == ((Segment(0, 6),),) != right
+    assert holding.segments(mesh, 0) == right
 
 
 @pytest.mark.parametrize("name", RIGHT[::4])
