@@ -12,7 +12,7 @@ from schedlang.passes.blaming.blame import Blame
 from schedlang.passes.blaming.culprits import culprits, fewest_sites
 from schedlang.passes.blaming.localise import Location, localise
 from schedlang.passes.blaming.pattern import pattern
-from schedlang.passes.proving.observe import Batch, Observation
+from schedlang.passes.proving.observe import DISTINCT, Batch, Observation
 from schedlang.passes.reading.rows import shown
 from schedlang.plan import Action
 from schedlang.report import Report, Row
@@ -27,8 +27,8 @@ MOST_HINTS = 3
 
 def suspected(report: Report, failure: Failure, pool: Pool) -> Report:
     """The report with where its first difference arose, its pattern and the rows to blame."""
-    bad = [row for row in report.rows if not row.ok]
-    if not bad:
+    bad = [row for row in report.rows if not row.ok and row.kind != DISTINCT]
+    if not bad:  # what both sides draw by is no row's
         return report
     rows = tuple(a for a in failure.case.plan.actions if a.name != "verify")
     again = _seen_again(bad, failure, rows, pool)

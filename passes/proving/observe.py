@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+DISTINCT = "distinct draws"  # of one side: that no two of them are one
 HIDDEN = "hidden buffers"  # those that a state dict leaves out
 Batch = Mapping[str, Any]
 Loss = Callable[[Any, Batch], "Tensor"]
@@ -131,6 +132,8 @@ class Observation:
     tensors: dict[Key, Tensor | None] = field(default_factory=dict)
     sets: dict[Key, frozenset[str]] = field(default_factory=dict)
     replicas: dict[Key, float] = field(default_factory=dict)
+    # of a side that can tell: from how many streams masks were drawn, and those that are not apart
+    streams: dict[Key, tuple[int, list[str]]] = field(default_factory=dict)
     order: tuple[
         str, ...
     ] = ()  # parameters in the order in which backward finished their gradients
@@ -170,8 +173,8 @@ def observe(
         order = order or tuple(getattr(subject, "order", ()))
         ties = ties or tuple(getattr(subject, "ties", ()))
     return Observation(
-        seen.tensors, seen.sets, seen.replicas, order, ties, frozenset(gone), frozenset(unread),
-        left,
+        seen.tensors, seen.sets, seen.replicas, seen.streams, order, ties, frozenset(gone),
+        frozenset(unread), left,
     )  # fmt: skip
 
 
@@ -220,6 +223,8 @@ class _Sight:
         self.tensors("generator state", step, self.asked(subject, "generators", "generator state"))
         if draws := self.asked(subject, "draws", "dropout draws"):
             self.names("dropout draws", draws)
+        if self.keep and hasattr(subject, "streams") and (told := subject.streams())[0]:
+            self.seen.streams[Key(self.condition, DISTINCT, step, "")] = told
 
     def state(self, subject: Subject, step: int) -> None:
         """Parameters, buffers, and copies of them on other ranks."""

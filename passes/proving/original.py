@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from schedlang.passes.proving.chance import draws_in_words, generators
+from schedlang.passes.proving.chance import draws_in_words, generators, repeated
 from schedlang.passes.proving.observe import Batch, Loss, MakeOptimizer
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Sequential:
         self.scale, self.evaluate, self.follow = scale, evaluate, follow
         self.dropout = dropout
         if dropout is not None:
-            dropout.noted = {}
+            dropout.noted, dropout.begun = {}, {}
         self._named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         self._optimizer = optimizer(self._named) if optimizer else None
         self.grad_norm: Tensor | float | None = None
@@ -90,7 +90,7 @@ class Sequential:
         self._training.off() if self.evaluate else self._training.on()
 
     def _given(self, batch: Batch) -> dict[str, Any]:
-        """The batch with float tensors of its own, whose gradients are kept if they are asked for."""
+        """The batch with float tensors of its own, with gradients if it follows them."""
         from schedlang.runtime.parts import followed, named_tensors
 
         given: dict[str, Any] = followed(batch, self.follow)
@@ -138,6 +138,11 @@ class Sequential:
     def draws(self) -> list[str]:
         """The masks drawn, in words."""
         return draws_in_words(self.dropout.noted or {}) if self.dropout is not None else []
+
+    def streams(self) -> tuple[int, list[str]]:
+        """How many streams masks were drawn from, and those that are not apart from all others."""
+        begun = (self.dropout.begun or {}) if self.dropout is not None else {}
+        return len(begun), repeated(begun)
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
         """By parameter name."""

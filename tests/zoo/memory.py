@@ -105,7 +105,13 @@ def recomputed_with_first_weights(patch: Patch, site: Site) -> None:
     _second_call(patch, site, recomputed)
 
 
-@bug("C05", "checkpoint", Operator.DETACH, "recomputed front", credit="torch.utils.checkpoint, re-entrant")
+@bug(
+    "C05",
+    "checkpoint",
+    Operator.DETACH,
+    "recomputed front",
+    credit="torch.utils.checkpoint, re-entrant",
+)
 def nothing_recomputed_without_history(patch: Patch, site: Site) -> None:
     """A region whose inputs ask for no gradient is left out of backward, its weights with it."""
     plain = Checkpoint.__call__

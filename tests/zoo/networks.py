@@ -23,6 +23,18 @@ class Residual(nn.Module):
         return x + self.drop(self.down(torch.tanh(self.up(x))))
 
 
+class DroppingTwice(nn.Module):
+    """A residual block with one dropout for both of its layers."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(torch.tanh(self.drop(self.up(x)))))
+
+
 class Points(nn.Module):
     """Blocks between two layers, and a squared error: one target for each sample."""
 

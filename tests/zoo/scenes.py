@@ -149,6 +149,7 @@ SCENES: dict[str, Scene] = {
         lambda seed: points(seed, 6), relax="staleness",
     ),
     "recomputed": _gpt2("transformer.h.* checkpoint()", ""),
+    "dropping twice": _alone(networks.DroppingTwice, "blocks.* checkpoint()"),
     "recomputed front": _alone(networks.Residual, "embed checkpoint()\nblocks.* checkpoint()"),
     "counting": _alone(networks.Counting, "blocks.* checkpoint()", holds=False),
     "written after": _alone(networks.WrittenAfter, "blocks.*.inner checkpoint()", holds=False),
