@@ -96,7 +96,7 @@ class Again:
         if trial.kernels:
             assert failure.working is not None
             plan = only(failure.working.plan, rows)
-            return trials(plan, failure.working.batches[0])[0]
+            return trials(replace(failure.working, plan=plan), failure.told)[0]
         case, told = _with(failure.case, rows), [self._condition(rows)]
         # by parts, or with what is coded, the original depends on the rows
         if self._right is None or case.parted or is_lossy(failure.case.plan):

@@ -62,6 +62,19 @@ def idle(expected: Observation) -> tuple[Gap, ...]:
     return (Gap(f"no gradient of `{never[0]}`{more}", "wrong gradients there"),)
 
 
+def apart(plan: Plan, tried: bool) -> tuple[Gap, ...]:
+    """What ran as it stands within the program, and by itself at most."""
+    said = {}
+    for action in plan.actions:
+        row = action.primitive
+        if row.apart and tried:
+            hides = "what it keeps from one microbatch, step or module to the next"
+            said[f"`{row}` {row.apart} within the program: only by itself, call after call"] = hides
+        elif row.apart:
+            said[f"`{row}` {row.apart}: without a working dtype it ran as it stands"] = "all of it"
+    return tuple(Gap(condition, hides) for condition, hides in said.items())
+
+
 def repeating(plan: Plan) -> tuple[Gap, ...]:
     """A pattern of blocks that repeats with every stage hides blocks that count from 0 again."""
     trunks = {trunk for cut in plan.cuts for trunk in cut.trunks if plan.model.children(trunk)}

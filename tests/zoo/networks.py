@@ -35,6 +35,27 @@ class DroppingTwice(nn.Module):
         return x + self.drop(self.down(torch.tanh(self.drop(self.up(x)))))
 
 
+class Kept(nn.Module):
+    """A residual block that keeps some of its numbers, by a mask that it is given."""
+
+    class Inner(nn.Module):
+        """The part that is given the mask."""
+
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+        def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+            return self.down(torch.where(keep, self.up(x), 0.0).tanh())
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.inner = self.Inner(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x, x > 0)
+
+
 class Points(nn.Module):
     """Blocks between two layers, and a squared error: one target for each sample."""
 

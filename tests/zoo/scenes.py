@@ -180,6 +180,7 @@ SCENES: dict[str, Scene] = {
     ),
     "fused": _gpt2("transformer.h.*.mlp fuse()", ""),
     "fused, recomputed": _gpt2("transformer.h.*.mlp fuse()\ntransformer.h.* checkpoint()", ""),
+    "compiled": replace(_alone(networks.Kept, "blocks.*.inner fuse()"), dtype="float32"),
     "writing": _alone(networks.Writing, "blocks.*.inner fuse()"),
     "two results": Scene(
         networks.made(networks.TwoResults), "block fuse()", "", points
