@@ -96,7 +96,7 @@ def prove(
         gaps=(*_gaps(case, ran, expected, actual, drawn), *apart(case.plan, working is not None)),
         bounds=held,
     )  # fmt: skip
-    if not report.ok and any(not row.ok for row in rows):
+    if any(not row.ok for row in report.rows):
         progress("the row to blame")
         failure = Failure(
             case, working, told, expected, actual,
