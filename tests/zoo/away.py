@@ -12,6 +12,7 @@ from schedlang.runtime.keeping.streamed import Held
 from schedlang.runtime.staging.flight import work_of
 from schedlang.runtime.staging.parking import Parking, bag_of
 from schedlang.runtime.storage import leaving
+from schedlang.runtime.storage.tiers import DISK
 from tests.zoo.bug import Operator, Patch, Site, bug
 
 
@@ -40,7 +41,8 @@ def state_left_on_disk(patch: Patch, site: Site) -> None:
     plain = Away._master
 
     def master(self: Any, optimizer: Any, name: str, grad: Tensor) -> Any:
-        optimizer.state.pop(self.parameters[name], None)
+        if self.tiers[name].state == DISK:
+            optimizer.state.pop(self.parameters[name], None)
         return plain(self, optimizer, name, grad)
 
     patch.setattr(Away, "_master", master)
