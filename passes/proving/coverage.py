@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from schedlang.passes.proving.observe import Batch, Observation
-from schedlang.passes.proving.variants import TOKENS, Batches, integers, shapes
+from schedlang.passes.proving.variants import POSITIONS, TOKENS, Batches, integers, shapes
 from schedlang.report import Gap
 
 if TYPE_CHECKING:
@@ -138,6 +138,9 @@ def _inputs(seen: Batches) -> Iterator[Gap]:
         yield Gap("no padding", "masks that are dropped, shifted or not passed on")
     if not seen.classes and any(TOKENS in integers(batch) for batch in seen.all):
         yield Gap("every row has all kinds of tokens", "a part of the vocabulary that is not asked")
+    places = [b[POSITIONS] for b in seen.all if POSITIONS in integers(b)]
+    if places and all(p.dim() < 2 or bool((p == p[:1]).all()) for p in places):
+        yield Gap("all rows have equal positions", "positions of one row taken for all")
     if not any(_floats(batch) for batch in seen.all):
         yield Gap("no float inputs", "wrong gradients of inputs")
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.blaming.again import Failure
+from schedlang.passes.blaming.stopped import placed
 from schedlang.passes.blaming.suspect import suspected
 from schedlang.passes.costs.expected import bounds
 from schedlang.passes.costs.gains import Gained, gained
@@ -82,7 +83,11 @@ def prove(
     told = ran.told
     expected, drawn = original(case, told)
     progress(f"{case.plan.mesh.world} ranks")
-    seen = _ranks(case, working, told, pool)
+    try:
+        seen = _ranks(case, working, told, pool)
+    except Refusal as refusal:
+        progress("the row to blame")
+        raise placed(refusal, case, told, pool) from refusal.__cause__
     actual = seen[0]
     rows = _compared(case, working, told, expected, seen)
     rows, unsure = undecided(rows, case, working, told, seen[1])
