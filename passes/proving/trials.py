@@ -54,8 +54,9 @@ def _batches(working: Case, told: Sequence[Condition]) -> Iterator[Batch]:
 
     def as_given(name: str, value: Any) -> Any:
         like = first.get(name)
-        both = isinstance(value, torch.Tensor) and isinstance(like, torch.Tensor)
-        return value.to(like.dtype) if both else value
+        if isinstance(value, torch.Tensor) and isinstance(like, torch.Tensor):
+            return value.to(like.dtype)
+        return value
 
     yield from working.batches
     others = [batch for condition in told[1:2] for batch in condition.batches]

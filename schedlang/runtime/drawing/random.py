@@ -111,7 +111,7 @@ class LogicalDropout(Ambient):
         streams = torch.tensor(keys, device=device).reshape(-1, *[1] * len(per_sample))
         made = mixed(_positions(per_sample, window, device, scope.site()), streams)
         if self.begun is not None:
-            self._note(call, made.reshape(len(keys), -1)[:, :NOTED])
+            self._told(call, made.reshape(len(keys), -1)[:, :NOTED])
         return made.reshape(tuple(shape))
 
     def streams(self, shape: Sequence[int]) -> tuple[Tensor, Sequence[int] | Tensor | None]:
@@ -140,7 +140,7 @@ class LogicalDropout(Ambient):
         keys = [_key(self.seed, where.step, site, call, sample) for sample in where.samples]
         return keys, per_sample, window, call
 
-    def _note(self, call: int, first: Tensor) -> None:
+    def _told(self, call: int, first: Tensor) -> None:
         """The beginning of what each sample drew in this call."""
         where, site, turn = scope.current(), scope.site(), scope.turn()
         assert where is not None and self.begun is not None
