@@ -44,8 +44,9 @@ class fuse(Primitive):  # noqa: N801
       rounding   `eager`: intermediate results are rounded as the model rounds them; `fp32`: they
                  stay in float32 until they leave the region
 
-    Under `verify` in float64 regions run uncompiled, and the compiled ones are checked in their
-    working dtype: generated kernels on a GPU, or in Triton's interpreter.
+    Under `verify` in float64 regions run uncompiled, and the compiled ones are checked by
+    themselves in their working dtype, called with other values, masks and shapes one after the
+    other: generated kernels on a GPU, or in Triton's interpreter.
 
     Slapo (Chen et al. 2024): `.find` and `.fuse`.
     """
@@ -58,6 +59,7 @@ class fuse(Primitive):  # noqa: N801
     reads = frozenset()
     writes = frozenset({"structure"})
     gives_up = frozenset({"rounding"})
+    apart = "compiled"
 
     def resolved(self, patterns: Mapping[str, Pattern]) -> fuse:
         """The call with the text of the pattern's declaration in place of its name."""
@@ -104,8 +106,8 @@ class fuse(Primitive):  # noqa: N801
         else:
             compiled(module, rounding=self.rounding)
 
-    def trial(self, site: Site, plan: Plan, call: tuple[Any, Any]) -> list[Trial]:
-        """Run the compiled region in the working dtype, on the arguments of a real call."""
+    def trial(self, site: Site, plan: Plan, calls: Mapping[str, tuple[Any, Any]]) -> list[Trial]:
+        """Run the compiled region in the working dtype, on the arguments of real calls."""
         import copy
         from contextlib import nullcontext
 
@@ -116,8 +118,9 @@ class fuse(Primitive):  # noqa: N801
         self._compile(module, site, plan)
         device = next((p.device.type for p in module.parameters()), "cpu")
         generated = self.backend == "rowwise"
+        first, later = calls[""], {words: call for words, call in calls.items() if words}
         with interpreted(device) if generated else nullcontext("inductor") as by:
-            found = check_fused(module, *call)
+            found = check_fused(module, *first, later=later)
         return [
             Trial(f"{c.name} by {by}", c.error, c.allowed, c.ok, by != "reference") for c in found
         ]

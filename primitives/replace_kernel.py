@@ -12,6 +12,8 @@ from schedlang.primitive import Primitive, Trial, refuse
 from schedlang.value import Bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from schedlang.model import Site
 
 
@@ -150,7 +152,7 @@ class replace_kernel(Primitive):  # noqa: N801
 
         replace(build.at(site.fqn), self._found(site, build.plan), int(self.chunk or 0))
 
-    def trial(self, site: Site, plan: Plan, call: tuple[Any, Any]) -> list[Trial]:
+    def trial(self, site: Site, plan: Plan, calls: Mapping[str, Any]) -> list[Trial]:
         """Run the Triton kernel itself, on a GPU or in Triton's interpreter, beside the module."""
         from schedlang.kernels.check import run_kernel_check
         from schedlang.runtime.replacing.kernel import cases_of

@@ -16,6 +16,7 @@ from schedlang.diagnostic import Diagnostic, Label, Refusal
 from schedlang.source import python_span
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from importlib import metadata
 
     from schedlang.patterns import Pattern
@@ -107,6 +108,8 @@ class Primitive:
     parameters and buffers (not their values), the plain attributes that it names, what it holds
     likewise, and what rows do to it, around it and inside of it.  They are then asked once for all
     modules that are equal in that.  None: they are asked for each module.
+
+    `apart` says of what `trial` runs how it is there and is not within a proof ("compiled").
     """
 
     example: ClassVar[str]
@@ -116,6 +119,7 @@ class Primitive:
     foremost: ClassVar[bool] = False
     anew: ClassVar[bool] = False  # its sites are other modules afterwards, for rows below
     alike: ClassVar[tuple[str, ...] | None] = None
+    apart: ClassVar[str] = ""
     if TYPE_CHECKING:
 
         @property
@@ -210,10 +214,11 @@ class Primitive:
         """Change the module that is being built."""
         raise NotImplementedError
 
-    def trial(self, site: Any, plan: Plan, call: tuple[Any, Any]) -> Sequence[Trial]:
+    def trial(self, site: Any, plan: Plan, calls: Mapping[str, tuple[Any, Any]]) -> Sequence[Trial]:
         """What float64 cannot show, run by itself: a kernel, a compiled region.  Default: nothing.
 
-        `call` are the arguments and keyword arguments of one real call of the module.
+        `calls` are arguments and keyword arguments of real calls of the module, the first under
+        "", the others, to be made after it, by how they differ: in values and masks, in shape.
         """
         return ()
 

@@ -13,6 +13,7 @@ import pytest
 # Long lists whose every n-th case is ordinary; the others run with `-m deep`.  A proof of the same
 # kind runs in each of them, so what a change breaks shows in some ordinary case.
 EACH = {
+    "test_the_row_is_named": 4,
     "test_a_bug_is_found": 9, "test_no_false_alarm": 3, "test_a_dozen_models": 6,
     "test_a_mistake_of_the_verifier_would_be_noticed": 3, "test_the_diagonal": 3,
     "test_a_diagonal": 3, "test_what_is_offered_helps": 3, "test_both_orders": 3,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Refusal
 from schedlang.passes.preparing.reductions import is_lossy
+from schedlang.passes.preparing.routing import routings
 from schedlang.passes.proving.observe import Condition, Observation
 from schedlang.passes.proving.sides import Case, original, prepared, tried
 from schedlang.passes.reading.rows import only
@@ -96,19 +97,26 @@ class Again:
         if trial.kernels:
             assert failure.working is not None
             plan = only(failure.working.plan, rows)
-            return trials(plan, failure.working.batches[0])[0]
-        case, told = _with(failure.case, rows), [self._condition(rows)]
-        # by parts, or with what is coded, the original depends on the rows
-        if self._right is None or case.parted or is_lossy(failure.case.plan):
+            return trials(replace(failure.working, plan=plan), failure.told)[0]
+        case, told = _with(failure.case, rows), self._conditions(rows)
+        if self._right is None or _follows(failure.case):
             self._right, _ = original(case, told)
         if trial.saved or trial.working:
             working = _with(failure.working, rows) if trial.working and failure.working else None
-            working = working and replace(working, batches=told[0].batches)
+            count = len(trial.condition.batches)
+            working = working and replace(working, batches=working.batches[:count])
             found = failure.whole(case, working, told, self._right)
             kind = " in working dtype" if trial.working else "saved state"
             return [row for row in found if row.kind.endswith(kind)]
         actual: Any = self.pool.run(tried, case.plan.mesh.world, case, told)[0]
         return list(compare(self._right, actual, exact=not failure.case.plan.gives_up))
+
+    def _conditions(self, rows: Sequence[Action]) -> list[Condition]:
+        """The condition; before it, where it is saved, a step of the first, which is to load it."""
+        first = self.failure.told[0]
+        loads = self.trial.saved and self.trial.condition.name != first.name
+        before = [replace(first, batches=first.batches[:1])] if loads else []
+        return [*before, self._condition(rows)]
 
     def _condition(self, rows: Sequence[Action]) -> Condition:
         """The condition; where it has a case of its own, that with these rows."""
@@ -117,6 +125,13 @@ class Again:
             return self.trial.condition
         other: Any = {"case": _with(own, rows)}
         return replace(self.trial.condition, **other)
+
+
+def _follows(case: Case) -> bool:
+    """Whether the original does as rows say, so that it is another one for other rows."""
+    plan = case.plan
+    rules = plan.model.changes, plan.kept, any(routings(plan)), is_lossy(plan)
+    return case.parted or case.table is not None or any(map(bool, rules))
 
 
 def _with(case: Case, rows: Sequence[Action]) -> Case:

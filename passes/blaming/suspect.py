@@ -12,7 +12,7 @@ from schedlang.passes.blaming.blame import Blame
 from schedlang.passes.blaming.culprits import culprits, fewest_sites
 from schedlang.passes.blaming.localise import Location, localise
 from schedlang.passes.blaming.pattern import pattern
-from schedlang.passes.proving.observe import Batch, Observation
+from schedlang.passes.proving.observe import DISTINCT, Batch, Observation
 from schedlang.passes.reading.rows import shown
 from schedlang.plan import Action
 from schedlang.report import Report, Row
@@ -27,14 +27,14 @@ MOST_HINTS = 3
 
 def suspected(report: Report, failure: Failure, pool: Pool) -> Report:
     """The report with where its first difference arose, its pattern and the rows to blame."""
-    bad = [row for row in report.rows if not row.ok]
-    if not bad:
+    bad = [row for row in report.rows if not row.ok and row.kind != DISTINCT]
+    if not bad:  # what both sides draw by is no row's
         return report
     rows = tuple(a for a in failure.case.plan.actions if a.name != "verify")
     again = _seen_again(bad, failure, rows, pool)
     batch = again.trial.condition.batches[-1] if again is not None else failure.case.batches[0]
     where = None if bad[0].condition == "kernels" else _location(bad[0], failure, batch, pool)
-    found: Blame[Action] = Blame((), 0, 1)
+    found: Blame[Action] = Blame((), 0, 0)
     least: tuple[Action, ...] = ()
     if again is not None:
         hints = _hints(failure, [n for n, _ in where.guilty] if where is not None else [], bad)
@@ -125,6 +125,8 @@ def _minimal(
     rows: Sequence[Action], found: Blame[Action], least: Sequence[Action], command: str
 ) -> Lines:
     if not found.rows:
+        if found.runs:  # it was seen again, and once more without any row
+            yield "bisected", "no row is needed: it is so in the plan of none, too"
         return
     yield "bisected", f"{len(found.rows)} of {len(rows)} rows are needed, {found.runs} runs"
     for action in least:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from schedlang.runtime.drawing.random import Begun, Stream
+
 Draws = Mapping[tuple[int, str, int], Iterable[int]]  # (step, site, call) -> samples
 
 
@@ -32,6 +34,26 @@ def draws_in_words(noted: Draws) -> list[str]:
         f"`{site or 'model'}` call {call}, step {step}, rows {_runs(sorted(samples))}"
         for (step, site, call), samples in noted.items()
     ]
+
+
+def repeated(begun: Mapping[Stream, Begun]) -> list[str]:
+    """Draws that begin as another one does, each with that one, in words; there should be none.
+
+    Both sides of a proof draw by one function of step, site, call and sample: where it leaves one
+    of them out they agree, under masks that no training has.  Numbers have 53 bits, so that two
+    streams of a proof do not share one by chance, also where one runs behind the other.
+    """
+    found = [f"{_stream(stream)} twice" for stream, one in begun.items() if one.twice]
+    first: dict[int, Stream] = {}
+    for stream, one in begun.items():
+        before = {first.setdefault(number, stream) for number in one.numbers} - {stream}
+        found += [f"{_stream(stream)} as {_stream(min(before))}"] if before else []
+    return found
+
+
+def _stream(stream: Stream) -> str:
+    step, site, call, sample = stream
+    return f"`{site or 'model'}` call {call}, step {step}, row {sample}"
 
 
 def together(everyone: Sequence[Draws | None]) -> dict[tuple[int, str, int], set[int]]:

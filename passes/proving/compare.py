@@ -41,13 +41,18 @@ def compare(
     """All comparisons, in the order in which a difference arises: forward, backward, updates.
 
     With `exact` everything has to be equal to the last bit. What the actual side does not offer
-    (`actual.missing`, `actual.left_out`) is not compared: report it.
+    (`actual.missing`, `actual.left_out`) is not compared: report it.  What the expected side drew
+    is judged by itself.
     """
     sets = list(_sets(expected, actual))
     rows = [row for row in sets if row.kind != DRAWS]
     rows += _tensors(expected, actual, rtol, exact)
     rows += _ties(expected, actual)
     rows += [row for row in sets if row.kind == DRAWS]
+    for key, (count, same) in expected.streams.items():
+        note = "" if not same else f"{len(same)} repeat: {same[0]}"
+        name = f"{count - len(same)} {'instead of' if same else '='} {count}"
+        rows.append(Row(key.condition, key.kind, name, len(same), 0.0, not same, None, note))
     for key, error in actual.replicas.items():
         gate = 0.0 if exact else rtol
         ok = error <= gate

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from schedlang.passes.proving.observe import Batch, Observation
-from schedlang.passes.proving.variants import TOKENS, Batches, integers, shapes
+from schedlang.passes.proving.variants import POSITIONS, TOKENS, Batches, integers, shapes
 from schedlang.report import Gap
 
 if TYPE_CHECKING:
@@ -60,6 +60,19 @@ def idle(expected: Observation) -> tuple[Gap, ...]:
         return ()
     more = f" and {len(never) - 1} more" if len(never) > 1 else ""
     return (Gap(f"no gradient of `{never[0]}`{more}", "wrong gradients there"),)
+
+
+def apart(plan: Plan, tried: bool) -> tuple[Gap, ...]:
+    """What ran as it stands within the program, and by itself at most."""
+    said = {}
+    for action in plan.actions:
+        row = action.primitive
+        if row.apart and tried:
+            hides = "what it keeps from one microbatch, step or module to the next"
+            said[f"`{row}` {row.apart} within the program: only by itself, call after call"] = hides
+        elif row.apart:
+            said[f"`{row}` {row.apart}: without a working dtype it ran as it stands"] = "all of it"
+    return tuple(Gap(condition, hides) for condition, hides in said.items())
 
 
 def repeating(plan: Plan) -> tuple[Gap, ...]:
@@ -125,6 +138,9 @@ def _inputs(seen: Batches) -> Iterator[Gap]:
         yield Gap("no padding", "masks that are dropped, shifted or not passed on")
     if not seen.classes and any(TOKENS in integers(batch) for batch in seen.all):
         yield Gap("every row has all kinds of tokens", "a part of the vocabulary that is not asked")
+    places = [b[POSITIONS] for b in seen.all if POSITIONS in integers(b)]
+    if places and all(p.dim() < 2 or bool((p == p[:1]).all()) for p in places):
+        yield Gap("all rows have equal positions", "positions of one row taken for all")
     if not any(_floats(batch) for batch in seen.all):
         yield Gap("no float inputs", "wrong gradients of inputs")
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+DISTINCT = "distinct draws"  # of one side: that no two of them are one
 HIDDEN = "hidden buffers"  # those that a state dict leaves out
 Batch = Mapping[str, Any]
 Loss = Callable[[Any, Batch], "Tensor"]
@@ -62,6 +63,7 @@ class Condition:
 
     scale     by what the loss is multiplied
     evaluate  train in eval mode: no dropout, statistics as they stand
+    follow    float inputs ask for gradients; else they are as training gives them
     case      what is run, where it is not the case of the proof itself (some parameters frozen)
     """
 
@@ -71,6 +73,7 @@ class Condition:
     clip: float | None = None
     scale: float = 1.0
     evaluate: bool = False
+    follow: bool = True
     case: Any = None
 
 
@@ -80,11 +83,12 @@ def conditions(
     """SGD, never clipped, shows scales of gradients; AdamW, always clipped, counts and the norm.
 
     `norm` is the gradient norm of the original at the first batch. AdamW runs on the batches
-    `others` if there are any.
+    `others` if there are any, given as training gives them: what asks for no gradient goes other
+    ways (a region that is computed again, a hook on an input, a stage that sends nothing back).
     """
     return (
         Condition("SGD", _sgd, tuple(batches), 1e6 * norm),
-        Condition("AdamW, clipped", _adamw, tuple(others or batches), norm / 4),
+        Condition("AdamW, clipped", _adamw, tuple(others or batches), norm / 4, follow=False),
     )
 
 
@@ -128,6 +132,8 @@ class Observation:
     tensors: dict[Key, Tensor | None] = field(default_factory=dict)
     sets: dict[Key, frozenset[str]] = field(default_factory=dict)
     replicas: dict[Key, float] = field(default_factory=dict)
+    # of a side that can tell: from how many streams masks were drawn, and those that are not apart
+    streams: dict[Key, tuple[int, list[str]]] = field(default_factory=dict)
     order: tuple[
         str, ...
     ] = ()  # parameters in the order in which backward finished their gradients
@@ -159,7 +165,7 @@ def observe(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # a side that draws from torch's generator leaves another state
             subject = make(condition)
-            sight = _Sight(seen, condition.name, keep, gone, unread, left)
+            sight = _Sight(seen, condition.name, condition.follow, keep, gone, unread, left)
             for step, batch in enumerate(condition.batches):
                 sight.step(subject, step, batch)
                 progress({"condition": condition.name, "step": step})
@@ -167,8 +173,8 @@ def observe(
         order = order or tuple(getattr(subject, "order", ()))
         ties = ties or tuple(getattr(subject, "ties", ()))
     return Observation(
-        seen.tensors, seen.sets, seen.replicas, order, ties, frozenset(gone), frozenset(unread),
-        left,
+        seen.tensors, seen.sets, seen.replicas, seen.streams, order, ties, frozenset(gone),
+        frozenset(unread), left,
     )  # fmt: skip
 
 
@@ -178,6 +184,7 @@ class _Sight:
 
     seen: Observation
     condition: str
+    follow: bool
     keep: bool
     missing: set[str]
     unread: set[str]
@@ -197,7 +204,7 @@ class _Sight:
         else:
             self.tensor("gradient norm", step, "norm", norm)
         self.tensors("gradients", step, subject.gradients())
-        given = subject.input_gradients()
+        given = subject.input_gradients() if self.follow else {}
         if given is None:
             self.missing.add("input gradients")
         else:
@@ -216,6 +223,8 @@ class _Sight:
         self.tensors("generator state", step, self.asked(subject, "generators", "generator state"))
         if draws := self.asked(subject, "draws", "dropout draws"):
             self.names("dropout draws", draws)
+        if self.keep and hasattr(subject, "streams") and (told := subject.streams())[0]:
+            self.seen.streams[Key(self.condition, DISTINCT, step, "")] = told
 
     def state(self, subject: Subject, step: int) -> None:
         """Parameters, buffers, and copies of them on other ranks."""

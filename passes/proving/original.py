@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from schedlang.passes.proving.chance import draws_in_words, generators
+from schedlang.passes.proving.chance import draws_in_words, generators, repeated
 from schedlang.passes.proving.observe import Batch, Loss, MakeOptimizer
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ class Sequential:
     """A module with the plainest loop: forward, loss, backward, clip, step.
 
     `module` is trained in place: give a copy. `loss(output, batch)` may be left out if the model
-    returns one. `scale` multiplies the loss; with `evaluate` it trains in eval mode.
+    returns one. `scale` multiplies the loss; with `evaluate` it trains in eval mode; without
+    `follow` float inputs ask for no gradient.
     `dropout`, under which it runs, is asked for its draws.
     """
 
@@ -37,15 +38,17 @@ class Sequential:
         clip: float | None = None,
         scale: float = 1.0,
         evaluate: bool = False,
+        follow: bool = True,
         dropout: LogicalDropout | None = None,
     ) -> None:
         from schedlang.runtime.scope import named_sites
         from schedlang.runtime.training import Training
 
         self.module, self.loss, self.clip = module, loss or loss_of, clip
-        self.scale, self.evaluate, self.dropout = scale, evaluate, dropout
+        self.scale, self.evaluate, self.follow = scale, evaluate, follow
+        self.dropout = dropout
         if dropout is not None:
-            dropout.noted = {}
+            dropout.noted, dropout.begun = {}, {}
         self._named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         self._optimizer = optimizer(self._named) if optimizer else None
         self.grad_norm: Tensor | float | None = None
@@ -88,10 +91,10 @@ class Sequential:
         self._training.off() if self.evaluate else self._training.on()
 
     def _given(self, batch: Batch) -> dict[str, Any]:
-        """The batch with float tensors whose gradients are kept."""
+        """The batch with float tensors of its own, with gradients if it follows them."""
         from schedlang.runtime.parts import followed, named_tensors
 
-        given: dict[str, Any] = followed(batch)
+        given: dict[str, Any] = followed(batch, self.follow)
         self._inputs = {k: v for k, v in named_tensors(given).items() if v.requires_grad}
         return given
 
@@ -137,6 +140,11 @@ class Sequential:
     def draws(self) -> list[str]:
         """The masks drawn, in words."""
         return draws_in_words(self.dropout.noted or {}) if self.dropout is not None else []
+
+    def streams(self) -> tuple[int, list[str]]:
+        """How many streams masks were drawn from, and those that are not apart from all others."""
+        begun = (self.dropout.begun or {}) if self.dropout is not None else {}
+        return len(begun), repeated(begun)
 
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
         """By parameter name."""

@@ -187,7 +187,7 @@ def sequential(
 
     options: dict[str, Any] = {
         "loss": case.loss, "clip": condition.clip, "scale": condition.scale,
-        "evaluate": condition.evaluate, "dropout": dropout,
+        "evaluate": condition.evaluate, "follow": condition.follow, "dropout": dropout,
     }  # fmt: skip
     table, module = case.table, twin(case)
     few = bool(compressed_over(case.plan))
@@ -218,7 +218,9 @@ def sequential(
 class Distributed:
     """A program as a subject of observation; all ranks call alike."""
 
-    def __init__(self, program: Program, evaluate: bool = False, *, apart: bool = False) -> None:
+    def __init__(
+        self, program: Program, evaluate: bool = False, *, apart: bool = False, follow: bool = True
+    ) -> None:
         self.program, self.apart = program, apart  # apart: each replica has buffers of its own
         from schedlang.runtime.scope import named_sites
 
@@ -227,7 +229,8 @@ class Distributed:
             program.assembly.dropout.noted = {}
         else:  # then nobody has asked the modules for their places
             named_sites(program.assembly.module)
-        program.follow_inputs = program.keep_output = True
+        program.follow_inputs = self.follow = follow
+        program.keep_output = True
         self.grad_norm: Tensor | float | None = None  # of the last step, before clipping
 
     @property
@@ -242,7 +245,10 @@ class Distributed:
 
     def train_step(self, batch: Batch) -> Tensor:
         """One step of the program."""
-        loss = self.program.train_step(batch)
+        from schedlang.runtime.parts import followed
+
+        # what a model writes into what it is given is not to be met again
+        loss = self.program.train_step(batch if self.follow else followed(batch, grad=False))
         self.grad_norm = self.program.grad_norm
         return loss
 
@@ -300,16 +306,18 @@ class Distributed:
 
 
 def built(case: Case, condition: Condition) -> Program:
-    """The program that a rank runs under a condition."""
+    """The program that a rank runs under a condition; what it offloads moves, however small."""
     from schedlang.passes.running.build import build
+    from schedlang.runtime.keeping.offload import everything_moves
     from schedlang.runtime.summing.scaled import Scaled
 
     run = condition.case or case
     loss = run.loss if condition.scale == 1 else Scaled(run.loss, condition.scale)
-    return build(
-        run.plan, run.batches[0], loss=loss, optimizer=condition.optimizer,
-        clip=condition.clip, weight=run.weight, seed=run.seed, prepared=run.prepared,
-    )  # fmt: skip
+    with everything_moves():
+        return build(
+            run.plan, run.batches[0], loss=loss, optimizer=condition.optimizer,
+            clip=condition.clip, weight=run.weight, seed=run.seed, prepared=run.prepared,
+        )  # fmt: skip
 
 
 def observed(case: Case, told: Sequence[Condition], made: list[Program]) -> Observation:
@@ -319,7 +327,8 @@ def observed(case: Case, told: Sequence[Condition], made: list[Program]) -> Obse
     def make(condition: Condition) -> Distributed:
         program = built(case, condition)
         made.append(program)
-        return Distributed(program, condition.evaluate, apart=(condition.case or case).parted)
+        apart = (condition.case or case).parted
+        return Distributed(program, condition.evaluate, apart=apart, follow=condition.follow)
 
     rank = dist.get_rank() if dist.is_initialized() else 0
     return observe(make, told, keep=rank == 0)

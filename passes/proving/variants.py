@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 TOKENS = "input_ids"  # the names that batches of text have everywhere
 MASK = "attention_mask"
-TEXT = frozenset({TOKENS, MASK, "labels", "token_type_ids", "position_ids"})
+POSITIONS = "position_ids"
+TEXT = frozenset({TOKENS, MASK, "labels", "token_type_ids", POSITIONS})
 
 
 Change = Callable[["Batches", Batch], "Batch | None"]

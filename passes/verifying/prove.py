@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.blaming.again import Failure
+from schedlang.passes.blaming.stopped import placed
 from schedlang.passes.blaming.suspect import suspected
 from schedlang.passes.costs.expected import bounds
 from schedlang.passes.costs.gains import Gained, gained
@@ -17,6 +18,7 @@ from schedlang.passes.preparing.reductions import is_lossy
 from schedlang.passes.preparing.routing import routings
 from schedlang.passes.proving.asked import STEPS, Asked, asked
 from schedlang.passes.proving.changed import changed_rows
+from schedlang.passes.proving.coverage import apart
 from schedlang.passes.proving.curves import curve_rows
 from schedlang.passes.proving.exact import IN_ORACLE, baseline, exact_rows, given_up
 from schedlang.passes.proving.flips import undecided
@@ -83,20 +85,25 @@ def prove(
     ran = runs(case, wanted.evaluate)
     told = ran.told
     expected, drawn = original(case, told)
-    seen = _ranks(case, working, told, pool, progress)
+    try:
+        seen = _ranks(case, working, told, pool, progress)
+    except Refusal as refusal:
+        progress("the row to blame")
+        raise placed(refusal, case, told, pool) from refusal.__cause__
     actual = seen[0]
     rows = _compared(case, working, told, expected, seen)
     rows, unsure = undecided(rows, case, working, told, seen[1])
     bits, unchecked = _baseline_rows(case, told, _named(actual, expected), pool)
-    extra, more = _in_working_dtype(working, wanted, pool)
+    extra, more = _in_working_dtype(working, told, wanted, pool)
     report = Report(
         (*rows, *bits, *extra, *changed_rows(case)),
         title=title, facts=(*_facts(case, ran), *_kernels(fewer, seen[3]), *_tipped(rows)),
         command=command,
         equivalence=_class(case), unchecked=(*unsure, *unchecked, *more),
-        gaps=_gaps(case, ran, expected, actual, drawn), bounds=held,
+        gaps=(*_gaps(case, ran, expected, actual, drawn), *apart(case.plan, working is not None)),
+        bounds=held,
     )  # fmt: skip
-    if not report.ok and any(not row.ok for row in rows):
+    if any(not row.ok for row in report.rows):
         progress("the row to blame")
         failure = Failure(
             case, working, told, expected, actual,
@@ -131,14 +138,14 @@ def _class(case: Case) -> str:
 
 
 def _in_working_dtype(
-    working: Case | None, wanted: Asked, pool: Pool
+    working: Case | None, told: Sequence[Condition], wanted: Asked, pool: Pool
 ) -> tuple[list[Row], list[str]]:
     """Kernels by themselves and loss curves; and what of it could not be run."""
     if working is None:
         lost = ["the `rtol` of `verify`"] if wanted.rtol else []
         lost += [f"the loss curve of {curve.place}" for curve in wanted.curves]
         return [], [f"{what}: nothing was run in a working dtype" for what in lost]
-    rows, untried = trials(working.plan, working.batches[0])
+    rows, untried = trials(working, told)
     return [*rows, *curve_rows(working, wanted.curves, pool)], untried
 
 

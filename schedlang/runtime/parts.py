@@ -39,13 +39,13 @@ def dotted(keys: Sequence[Any]) -> str:
     return ".".join(str(word[0]) for word in words)
 
 
-def followed(batch: Batch) -> dict[str, Any]:
-    """The batch with its float tensors as leaves of their own, which get gradients."""
+def followed(batch: Batch, grad: bool = True) -> dict[str, Any]:
+    """The batch with its float tensors as leaves of their own, which get gradients if `grad`."""
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
-        return value.detach().clone().requires_grad_()
+        return value.detach().clone().requires_grad_(grad)
 
     out: dict[str, Any] = pytree.tree_map(leaf, dict(batch))
     return out

@@ -28,16 +28,20 @@ class Scope:
 
 @dataclass
 class Frame:
-    """The place within one pass over a model: modules entered, and calls per site."""
+    """The place within one pass over a model: modules entered, and calls per site.
+
+    turn   counts the passes over an outermost module; None where one is run again
+    """
 
     modules: list[tuple[int, str]] = field(
         default_factory=list
     )  # (identity, path), outermost first
     calls: dict[str, int] = field(default_factory=dict)
+    turn: int | None = 0
 
     def copy(self) -> Frame:
         """A frame that does not follow this one."""
-        return Frame(list(self.modules), dict(self.calls))
+        return Frame(list(self.modules), dict(self.calls), None)
 
 
 class _Here(threading.local):
@@ -72,6 +76,11 @@ def next_call(where: str) -> int:
     number = calls.get(where, 0)
     calls[where] = number + 1
     return number
+
+
+def turn() -> int | None:
+    """The how manyth pass over an outermost module this is; None: it runs what ran before."""
+    return _here.frame.turn
 
 
 def skip_calls(where: str, count: int) -> None:
@@ -135,6 +144,7 @@ def _enter(name: str) -> Callable[[nn.Module, Any], None]:
         frame = _here.frame
         if not frame.modules:
             frame.calls.clear()
+            frame.turn = None if frame.turn is None else frame.turn + 1
         frame.modules.append((id(module), name))
 
     return enter

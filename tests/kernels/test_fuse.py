@@ -132,6 +132,42 @@ def test_the_check_runs_with_dropout(monkeypatch):
     assert wrong["output .x"] and not wrong["output .x with dropout"]
 
 
+def test_later_calls_meet_what_the_first_left(monkeypatch):
+    """A scalar, or a number of rows, that is baked in at the first call is wrong in a later one."""
+    module, x = Block(0.0), torch.randn(3, 8)
+    fuse(module)
+    first: dict[str, object] = {}
+    monkeypatch.setattr(fuse_file, "_compile", lambda inner, *given: lambda x, scale=1.0: inner(
+        x, scale=first.setdefault("scale", scale)))  # fmt: skip
+    later = {"again": ((x + 1,), {"scale": 1.0}), "scaled": ((x,), {"scale": 3.0})}
+    found = check_fused(module, (x,), {"scale": 1.0}, later=later)
+    assert {one.name for one in found if not one.ok and "output" in one.name} == {
+        "output .x scaled"
+    }
+
+    def of_so_many_rows(inner, *given):
+        return lambda x: inner(x) if len(x) == first.setdefault("rows", len(x)) else 1 / 0
+
+    monkeypatch.setattr(fuse_file, "_compile", of_so_many_rows)
+    found = check_fused(module, (x,), later={"shorter": ((x[:2],), {})})
+    (wrong,) = [one.name for one in found if not one.ok]
+    assert wrong == "the call shorter fails (ZeroDivisionError: division by zero)"
+
+
+def test_a_lost_gradient_is_a_verdict(monkeypatch):
+    """A region without history, or whose output has another shape, is wrong, and no crash."""
+    module, x = Block(0.0), torch.randn(3, 8)
+    fuse(module)
+    for wrong, said in [
+        (lambda inner: lambda x: inner(x.detach()), {"gradient of input 0 (is not there)"}),
+        (lambda inner: torch.no_grad()(lambda x: inner(x)), {"gradient of input 0 (is not there)",
+         "gradient of up.weight (is not there)"}),
+        (lambda inner: lambda x: {"x": inner(x)["x"][:2]}, {"output .x (has shape [2, 8])"}),
+    ]:  # fmt: skip
+        monkeypatch.setattr(fuse_file, "_compile", lambda inner, *given, made=wrong: made(inner))
+        assert said <= {one.name for one in check_fused(module, (x,)) if not one.ok}
+
+
 @pytest.mark.deep
 def test_masks_that_are_given(monkeypatch):
     """Where a compiled graph draws otherwise than eager torch, dropout has masks that follow from

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from schedlang.runtime.float64 import Float64
-from schedlang.runtime.keeping.offload import Store, offload
+from schedlang.runtime.keeping.offload import Store, everything_moves, offload
 from schedlang.runtime.keeping.recompute import checkpoint
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.storage.tiers import Ledger
@@ -84,6 +85,20 @@ def test_same_gradients_bit_by_bit(dtype, prefetch):
     found = gradients(model, dtype)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert store.moved > 0 and list(model.state_dict()) == state
+
+
+def test_what_is_small_moves_in_a_proof():
+    """Stores leave small storages where they are, but not those of a proof."""
+    model, moved = build(torch.float64), []
+    for context in (contextlib.nullcontext(), everything_moves(), contextlib.nullcontext()):
+        with context:
+            store = Store()
+        twin = copy.deepcopy(model)
+        for block in twin.blocks:
+            offload(block, store)
+        gradients(twin, torch.float64)
+        moved.append(store.moved)
+    assert moved[0] == moved[2] == 0 < moved[1]
 
 
 def saved_storages(model):

@@ -66,5 +66,5 @@ def test_flags_come_back() -> None:
 def test_a_trial_leaves_the_flags() -> None:
     """Looking for the arguments of a kernel changes no flag of the user's model."""
     model = Frozen()
-    _calls(model, _batch(1), {"enter"})
+    _calls(model, [_batch(1), _batch(2)], {"enter"})
     assert model.training and model.enter.training and not model.norm.training

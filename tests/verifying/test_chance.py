@@ -9,10 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from schedlang.passes.proving.chance import draws_in_words, generators
+from schedlang.passes.proving.chance import draws_in_words, generators, repeated
 from schedlang.passes.running.build import build
 from schedlang.passes.verifying.prove import Case, prove
+from schedlang.runtime.drawing import random
+from schedlang.runtime.drawing.random import LogicalDropout
 from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.modes import ambient
+from schedlang.runtime.scope import Scope, capture, entered, named_sites
 from tests.proofs import planned
 
 
@@ -77,6 +81,62 @@ def test_draws_are_said_by_place_and_rows() -> None:
         "`h.drop` call 0, step 1, rows 0-2,5",
         "`model` call 2, step 0, rows 3",
     ]
+
+
+class Twice(nn.Module):
+    """One dropout, called twice in a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.drop(self.drop(x))
+        return out
+
+
+def _begun(again: bool = False) -> Any:
+    """How the draws of two steps of two rows begin; `again`: each pass runs once more."""
+    model, dropout = Twice(), LogicalDropout(0)
+    named_sites(model)
+    dropout.begun = {}
+    for step in range(2):
+        with ambient(dropout), entered(Scope(step, 0, (0, 1))):
+            place = capture()
+            model(torch.ones(2, 9))
+            if again:
+                model(torch.ones(2, 9))  # recomputed in backward
+                with place():
+                    model(torch.ones(2, 9))
+    return dropout.begun
+
+
+def test_streams_are_apart() -> None:
+    """Steps, calls and rows draw from streams of their own; to draw one again is no repetition."""
+    assert len(_begun()) == 8 and repeated(_begun()) == []
+    assert repeated(_begun(again=True)) == []
+
+
+def test_what_repeats_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that is another one is named with it, also one that runs behind another."""
+    plain = random._key
+    monkeypatch.setattr(random, "_key", lambda *of: plain(of[0], 0, *of[2:]))
+    found = repeated(_begun())
+    assert (
+        len(found) == 4
+        and found[0] == "`drop` call 0, step 1, row 0 as `drop` call 0, step 0, row 0"
+    )
+
+    def behind(*of: Any) -> int:
+        return random._signed((plain(*of[:4], 0) + of[4] * 3 * random._GAMMA) % (1 << 64))
+
+    monkeypatch.setattr(random, "_key", behind)
+    assert len(repeated(_begun())) == 4
+    monkeypatch.setattr(random, "_key", plain)
+    monkeypatch.setattr("schedlang.runtime.scope.next_call", lambda where: 0)
+    assert set(repeated(_begun())) == {
+        f"`drop` call 0, step {step}, row {row} twice" for step in (0, 1) for row in (0, 1)
+    }
 
 
 def test_generators_of_modules_are_seen() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from schedlang.passes.proving.coverage import gaps, idle, repeating, unoffered
+from schedlang.passes.proving.coverage import apart, gaps, idle, repeating, unoffered
 from schedlang.passes.proving.observe import Key, Observation
 from schedlang.passes.proving.variants import Batches, Labels, varied
 from schedlang.report import Gap
@@ -47,6 +47,26 @@ def test_a_full_set_has_no_gaps() -> None:
     ]
     sizes = {"tp": 2, "dp": 3}
     assert gaps(_seen(batches), sizes=sizes, drawn=9, parameters={"w": 7}) == ()
+
+
+def test_positions_that_never_vary_are_said() -> None:
+    """Rows of equal positions in all batches are a gap; one row of others closes it."""
+    places = torch.arange(4).expand(4, 4)
+    batches = [{**_batch(4, ragged=False), "position_ids": places.clone()} for _ in range(2)]
+    words = "all rows have equal positions"
+    assert words in _words(gaps(_seen(batches), sizes={}))
+    batches[1]["position_ids"][2] += 1
+    assert words not in _words(gaps(_seen(batches), sizes={}))
+    assert words not in _words(gaps(_seen([_batch(4, ragged=False)]), sizes={}))
+
+
+def test_what_runs_by_itself_alone_is_said() -> None:
+    """A region that is compiled beside the proof, or, without a working dtype, never."""
+    plan = planned(models.gpt2(), "transformer.h.*.mlp fuse()")
+    (tried,), (untried,) = apart(plan, tried=True), apart(plan, tried=False)
+    assert tried.condition.startswith("`fuse()` compiled within the program")
+    assert untried.condition == "`fuse()` compiled: without a working dtype it ran as it stands"
+    assert apart(planned(models.gpt2(), "transformer.h.* checkpoint()"), tried=True) == ()
 
 
 def test_each_gap_is_named() -> None:

@@ -9,6 +9,16 @@ from torch import nn
 
 from schedlang.passes.proving.observe import Condition, Key, conditions, flattened, observe
 from schedlang.passes.proving.original import Sequential
+from schedlang.passes.proving.sides import (
+    Case,
+    Distributed,
+    built,
+    modes_of,
+    prepared,
+    sequential,
+)
+from schedlang.runtime.modes import ambient
+from tests.proofs import planned
 
 
 def _net() -> nn.Module:
@@ -42,7 +52,8 @@ def test_everything_is_seen() -> None:
             grads = {k.name for k in seen.tensors if k[:3] == (condition, "gradients", step)}
             assert grads == names
             assert Key(condition, "loss", step, "loss") in seen.tensors
-            assert Key(condition, "input gradients", step, "input") in seen.tensors
+            followed = Key(condition, "input gradients", step, "input") in seen.tensors
+            assert followed is (condition == "SGD")
         for step in (0, 2):
             held = {k.name for k in seen.tensors if k[:3] == (condition, "parameters", step)}
             assert held == names
@@ -52,6 +63,34 @@ def test_everything_is_seen() -> None:
     slots = {k.kind for k in seen.tensors if k.condition != "SGD" and "optimizer" in k.kind}
     assert slots == {"optimizer step", "optimizer exp_avg", "optimizer exp_avg_sq"}
     assert seen.order[-2:] in {("0.weight", "0.bias"), ("0.bias", "0.weight")}
+
+
+def test_one_condition_gives_inputs_as_training_does() -> None:
+    """Float inputs ask for gradients under SGD and not under AdamW, on both sides."""
+    asked: set[bool] = set()
+
+    class Noting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(3, 1).double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            asked.add(x.requires_grad)
+            out: torch.Tensor = self.one(x).square().mean()
+            return out
+
+    told = conditions([{"x": b["input"]} for b in BATCHES], 1.0)
+    for condition, wanted in zip(told, (True, False)):
+        plan = planned(Noting(), "")
+        case = prepared(Case(plan, condition.batches))
+        program = built(case, condition)
+        asked.clear()
+        with ambient(*modes_of(0)[0]):
+            sequential(case, condition).train_step(condition.batches[0])
+        assert asked == {wanted}
+        asked.clear()
+        Distributed(program, follow=condition.follow).train_step(condition.batches[0])
+        assert asked == {wanted}
 
 
 def test_one_condition_clips_and_one_does_not() -> None:

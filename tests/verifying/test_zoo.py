@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import random
 import re
 from pathlib import Path
 
 import pytest
 
+from schedlang.diagnostic import Refusal
+from schedlang.mesh import Mesh
 from schedlang.passes.verifying.prove import prove
+from schedlang.placement import Layout, Segment
 from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.saving.holding import Holding
 from tests.tiers import thinned
 from tests.zoo import ZOO
-from tests.zoo.bug import Bug, found
+from tests.zoo.bug import Bug, found, mutate
 from tests.zoo.hunt import hunt
 from tests.zoo.scenes import SCENES, case
-from tests.zoo.table import counted
+from tests.zoo.table import by_kind, counted
 
 HUNTS = [(b.id, scene) for b in ZOO.values() if b.applies for scene in b.scenes]
 RIGHT = [name for name, scene in SCENES.items() if scene.holds]
@@ -38,6 +43,26 @@ def test_a_bug_is_found(spec: str, scene: str, pool: Pool) -> None:
     assert hunt(spec, scene, pool, blame=False).killed
 
 
+@pytest.mark.deep
+@pytest.mark.parametrize("part", range(4))
+def test_all_are_found_in_any_order(part: int, pool: Pool) -> None:
+    """One process after the other: what a bug or a program leaves behind hides no other bug."""
+    shuffled = random.Random(7).sample(HUNTS, len(HUNTS))
+    found = [hunt(spec, scene, pool, blame=False) for spec, scene in shuffled[part::4]]
+    assert [(v.spec, v.scene) for v in found if not v.killed] == []
+
+
+def test_nothing_remembered_hides_a_bug() -> None:
+    """What was worked out before a bug is worked out anew with it, and once more without it."""
+    mesh = Mesh((("tp", 2),))
+    holding = Holding("w", Layout.whole((12,)).split("tp", 0, (4, 4, 4)))
+    right = holding.segments(mesh, 0)
+    with mutate("T08"):
+        wrong = holding.segments(mesh, 0)
+    assert wrong == ((Segment(0, 6),),) != right
+    assert holding.segments(mesh, 0) == right
+
+
 @pytest.mark.parametrize("name", RIGHT[::4])
 def test_no_false_alarm(name: str, pool: Pool) -> None:
     """Without a bug a program of the zoo passes: what is found with one is the bug's doing."""
@@ -49,6 +74,34 @@ def test_no_false_alarm(name: str, pool: Pool) -> None:
 def test_no_false_alarm_in_any(name: str, pool: Pool) -> None:
     """All programs of the zoo pass without a bug."""
     assert prove(case(name), pool=pool).ok
+
+
+NAMED = [("P28", "stale, not kept"), ("C31", "overflowing"), ("F60", "compiled"), ("C20", "lent"),
+         ("S03", "sliced"), ("D42", "untied head"), ("D40", "frozen front"), ("C33", "cast slices"),
+         ("C15", "streamed"), ("D41", "tied blocks")]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec, scene", thinned(NAMED), ids=[f"{s}-{n}" for s, n in NAMED])
+def test_the_row_is_named(spec: str, scene: str, pool: Pool) -> None:
+    """What shows late, in few bits, after a load, or against a changed original has its row."""
+    assert hunt(spec, scene, pool).right
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("part", range(4))
+def test_rows_are_blamed_rightly(part: int, pool: Pool) -> None:
+    """Of all bugs that a row has, it is named for 95 in 100."""
+    found = [hunt(spec, scene, pool) for spec, scene in HUNTS[part::4]]
+    asked = [v for v in found if v.right is not None]
+    assert sum(v.right is True for v in asked) >= 0.95 * len(asked), by_kind(found)
+
+
+def test_a_refusal_in_a_step_has_its_row(pool: Pool) -> None:
+    """What ranks find out while they run is refused at the row that it comes from."""
+    with pytest.raises(Refusal) as error:
+        prove(case("counting"), pool=pool)
+    said = error.value.diagnostic
+    assert said.code == "S813" and "checkpoint()" in said.render()
 
 
 def test_a_bug_at_one_site(pool: Pool) -> None:

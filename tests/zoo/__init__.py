@@ -7,6 +7,7 @@ from tests.zoo import (  # noqa: F401
     casts,
     coded,
     context,
+    draws,
     experts,
     fused,
     grids,

@@ -12,16 +12,17 @@ from schedlang.runtime.keeping.streamed import Held
 from schedlang.runtime.staging.flight import work_of
 from schedlang.runtime.staging.parking import Parking, bag_of
 from schedlang.runtime.storage import leaving
+from schedlang.runtime.storage.tiers import DISK
 from tests.zoo.bug import Operator, Patch, Site, bug
 
 
-@bug("C13", "offload", Operator.FREEZE, "streamed", row="offload(parameters")
+@bug("C13", "offload", Operator.FREEZE, "streamed", row="offload(what=parameters")
 def brought_once(patch: Patch, site: Site) -> None:
     """Parameters are brought to the device in the first step, and used in all that follow."""
     patch.setattr(Held, "leave", lambda self: None)
 
 
-@bug("C14", "offload", Operator.REDUCTION, "streamed", row="offload(parameters")
+@bug("C14", "offload", Operator.REDUCTION, "streamed", row="offload(what=parameters")
 def last_microbatch_alone(patch: Patch, site: Site) -> None:
     """A gradient that leaves takes the place of the earlier microbatches'."""
     plain = leaving._leave
@@ -34,19 +35,20 @@ def last_microbatch_alone(patch: Patch, site: Site) -> None:
     patch.setattr(leaving, "_leave", leave)
 
 
-@bug("C15", "offload", Operator.SKIP, "streamed", row="offload(optimizer")
+@bug("C15", "offload", Operator.SKIP, "streamed", row="offload(what=optimizer")
 def state_left_on_disk(patch: Patch, site: Site) -> None:
     """The step starts from no state: what lies on disk is not brought back."""
     plain = Away._master
 
     def master(self: Any, optimizer: Any, name: str, grad: Tensor) -> Any:
-        optimizer.state.pop(self.parameters[name], None)
+        if self.tiers[name].state == DISK:
+            optimizer.state.pop(self.parameters[name], None)
         return plain(self, optimizer, name, grad)
 
     patch.setattr(Away, "_master", master)
 
 
-@bug("C20", "offload", Operator.SLICE, "lent", row="offload(optimizer")
+@bug("C20", "offload", Operator.SLICE, "lent", row="offload(what=optimizer")
 def state_of_one_for_the_other(patch: Patch, site: Site) -> None:
     """What comes home from a peer is taken apart in another order than it was put together."""
     plain = Peer._moving
@@ -59,7 +61,7 @@ def state_of_one_for_the_other(patch: Patch, site: Site) -> None:
     patch.setattr(Peer, "_moving", moving)
 
 
-@bug("C21", "offload", Operator.FREEZE, "lent", row="offload(optimizer")
+@bug("C21", "offload", Operator.FREEZE, "lent", row="offload(what=optimizer")
 def state_of_the_first_step(patch: Patch, site: Site) -> None:
     """A peer keeps the state that it was given first, and gives that back in every step."""
     plain = Peer._send
@@ -73,7 +75,7 @@ def state_of_the_first_step(patch: Patch, site: Site) -> None:
     patch.setattr(Peer, "_send", send)
 
 
-@bug("C22", "offload", Operator.FREEZE, "parked", row="offload(activations")
+@bug("C22", "offload", Operator.FREEZE, "parked", row="offload(what=activations")
 def first_parcel_again(patch: Patch, site: Site) -> None:
     """A peer gives back for every microbatch what the first one's forward had saved."""
     plain = Parking.load

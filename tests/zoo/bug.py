@@ -10,6 +10,7 @@ from enum import Enum
 import pytest
 
 from schedlang.primitive import load_all, registry
+from tests.zoo.remembered import forget
 
 Patch = pytest.MonkeyPatch
 
@@ -130,9 +131,20 @@ def found(spec: str) -> tuple[Bug, str | None]:
 
 
 @contextmanager
+def patched() -> Iterator[Patch]:
+    """A place for mutations, into and out of which nothing remembered is carried."""
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            forget()
+            yield patch
+    finally:
+        forget()
+
+
+@contextmanager
 def mutate(spec: str) -> Iterator[Bug]:
     """Inject a bug in this process: `with mutate("T02@blocks.1"): ...`."""
     made, site = found(spec)
-    with pytest.MonkeyPatch.context() as patch:
+    with patched() as patch:
         made(patch, site)
         yield made

@@ -51,7 +51,7 @@ def master_weights_rounded(patch: Patch, site: Site) -> None:
     def rounding(self: Program, *given: Any) -> None:
         step(self, *given)
         for parameter in self.assembly.parameters.values():
-            if parameter.dtype == torch.float32:
+            if self.loss_scale is not None and parameter.dtype == torch.float32:
                 parameter.data.copy_(parameter.data.half().float())
 
     patch.setattr(Program, "_step_weights", rounding)

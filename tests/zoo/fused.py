@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from schedlang.runtime.regions import fuse
 from schedlang.runtime.regions.decomposed import COMPUTES, Decomposed
 from schedlang.runtime.regions.rewrite import Region
 from schedlang.runtime.replacing import replaced
@@ -90,3 +92,52 @@ def part_without_gradient(patch: Patch, site: Site) -> None:
     patch.setattr(
         replaced, "_joined", lambda parts: torch.cat([parts[0], *(p.detach() for p in parts[1:])])
     )
+
+
+def _instead(patch: Patch, made: Callable[[Any], Any]) -> None:
+    """What takes the place of a compiled region: `made(inner)` is called once for each."""
+    patch.setattr(fuse, "_compile", lambda inner, *given: made(inner))
+
+
+@bug("F58", "fuse", Operator.FREEZE, "compiled", planning=True,
+     here="in a proof regions run as they stand: it is in the compiled one")  # fmt: skip
+def mask_baked_in(patch: Patch, site: Site) -> None:
+    """A compiled region goes on with the mask of its first call."""
+
+    def made(inner: Any) -> Any:
+        kept: dict[Any, Tensor] = {}
+        return lambda x, keep: inner(x, kept.setdefault(keep.shape, keep))
+
+    _instead(patch, made)
+
+
+@bug("F59", "fuse", Operator.FREEZE, "compiled", planning=True)
+def rows_baked_in(patch: Patch, site: Site) -> None:
+    """A compiled region takes every call for one of as many rows as the first had."""
+
+    def made(inner: Any) -> Any:
+        rows: list[int] = []
+
+        def called(x: Tensor, keep: Tensor) -> Tensor:
+            rows.append(len(x))
+            return inner(x, keep) * (rows[0] / len(x))
+
+        return called
+
+    _instead(patch, made)
+
+
+@bug("F60", "fuse", Operator.DETACH, "compiled", planning=True)
+def input_of_region_detached(patch: Patch, site: Site) -> None:
+    """A compiled region gives back no gradient of what it was given."""
+    _instead(patch, lambda inner: lambda x, keep: inner(x.detach(), keep))
+
+
+@bug("F61", "fuse", Operator.DETACH, "compiled", planning=True)
+def region_without_history(patch: Patch, site: Site) -> None:
+    """A compiled region gives back no gradient at all."""
+
+    def made(inner: Any) -> Any:
+        return torch.no_grad()(lambda *given: inner(*given))
+
+    _instead(patch, made)

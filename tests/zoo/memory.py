@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from schedlang.runtime.collectives import collective
 from schedlang.runtime.drawing import random as drawing
@@ -104,7 +105,28 @@ def recomputed_with_first_weights(patch: Patch, site: Site) -> None:
     _second_call(patch, site, recomputed)
 
 
-@bug("C06", "offload", Operator.ALIAS, "offloaded")
+@bug(
+    "C05",
+    "checkpoint",
+    Operator.DETACH,
+    "recomputed front",
+    credit="torch.utils.checkpoint, re-entrant",
+)
+def nothing_recomputed_without_history(patch: Patch, site: Site) -> None:
+    """A region whose inputs ask for no gradient is left out of backward, its weights with it."""
+    plain = Checkpoint.__call__
+
+    def called(self: Any, inner: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if any(x.requires_grad for x in given):
+            return plain(self, inner, *args, **kwargs)
+        with torch.no_grad():  # as in the form of `torch.utils.checkpoint` that enters again
+            return inner(*args, **kwargs)
+
+    patch.setattr(Checkpoint, "__call__", called)
+
+
+@bug("C06", "offload", Operator.ALIAS, "offloaded", "offloaded, small")
 def one_slot_on_the_host(patch: Patch, site: Site) -> None:
     """Microbatches share the host's memory: what one saved is overwritten by the next."""
     slots: dict[Any, Tensor] = {}

@@ -23,6 +23,39 @@ class Residual(nn.Module):
         return x + self.drop(self.down(torch.tanh(self.up(x))))
 
 
+class DroppingTwice(nn.Module):
+    """A residual block with one dropout for both of its layers."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(torch.tanh(self.drop(self.up(x)))))
+
+
+class Kept(nn.Module):
+    """A residual block that keeps some of its numbers, by a mask that it is given."""
+
+    class Inner(nn.Module):
+        """The part that is given the mask."""
+
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+        def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+            return self.down(torch.where(keep, self.up(x), 0.0).tanh())
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.inner = self.Inner(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x, x > 0)
+
+
 class Points(nn.Module):
     """Blocks between two layers, and a squared error: one target for each sample."""
 

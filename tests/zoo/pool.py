@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
-
 from schedlang.runtime.launching.launch import Pool
-from tests.zoo.bug import Bug, Patch, mutate
+from tests.zoo.bug import Bug, Patch, mutate, patched
 
 
 class Mutated:
@@ -41,6 +39,6 @@ def _injected(mutant: Any) -> Iterator[None]:
         with mutate(mutant):
             yield
     else:
-        with pytest.MonkeyPatch.context() as patch:
+        with patched() as patch:
             mutant(patch)
             yield

@@ -153,6 +153,8 @@ SCENES: dict[str, Scene] = {
         lambda seed: points(seed, 6), relax="staleness",
     ),
     "recomputed": _gpt2("transformer.h.* checkpoint()", ""),
+    "dropping twice": _alone(networks.DroppingTwice, "blocks.* checkpoint()"),
+    "recomputed front": _alone(networks.Residual, "embed checkpoint()\nblocks.* checkpoint()"),
     "counting": _alone(networks.Counting, "blocks.* checkpoint()", holds=False),
     "written after": _alone(networks.WrittenAfter, "blocks.*.inner checkpoint()", holds=False),
     "chosen": _gpt2(
@@ -171,13 +173,18 @@ SCENES: dict[str, Scene] = {
     "offloaded": Scene(
         networks.made(lambda: networks.Points(networks.Residual(64), width=64)),
         'blocks.* offload(activations, to=cpu)\npipeline(order="GPipe", micro=2)', "",
-        lambda seed: points(seed, 8, (40, 64)),  # tensors below 64 KiB stay where they are
+        lambda seed: points(seed, 8, (40, 64)),
+    ),
+    "offloaded, small": Scene(
+        networks.made(lambda: networks.Points(networks.Residual())),
+        'blocks.* offload(activations, to=cpu)\npipeline(order="GPipe", micro=2)', "", points,
     ),
     "streamed": _gpt2(
         'offload(parameters)\noffload(optimizer, to=disk)\npipeline(order="GPipe", micro=2)', ""
     ),
     "fused": _gpt2("transformer.h.*.mlp fuse()", ""),
     "fused, recomputed": _gpt2("transformer.h.*.mlp fuse()\ntransformer.h.* checkpoint()", ""),
+    "compiled": replace(_alone(networks.Kept, "blocks.*.inner fuse()"), dtype="float32"),
     "writing": _alone(networks.Writing, "blocks.*.inner fuse()"),
     "two results": Scene(
         networks.made(networks.TwoResults), "block fuse()", "", points

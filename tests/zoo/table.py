@@ -30,6 +30,21 @@ def last_line(bugs: Sequence[Bug], verdicts: Sequence[Verdict]) -> str:
     return f"{counted(len(killed), bugs)}{rows}"
 
 
+def by_kind(verdicts: Sequence[Verdict]) -> str:
+    """Of each primitive how often the guilty row was named, and where it was not."""
+    kinds: dict[str, list[Verdict]] = {}
+    for one in verdicts:
+        kinds.setdefault(one.bug.primitive or "every program", []).append(one)
+    lines = [f"{'primitive':18} right  wrong  no row is sought"]
+    for kind, found in sorted(kinds.items()):
+        wrong = [f"{v.spec} on {v.scene}" for v in found if v.right is False]
+        right = sum(v.right is True for v in found)
+        other = len(found) - right - len(wrong)
+        missed = f"   {', '.join(wrong)}" if wrong else ""
+        lines.append(f"{kind:18} {right:5}  {len(wrong):5}  {other:5}{missed}")
+    return "\n".join(lines)
+
+
 def counted(killed: int, bugs: Sequence[Bug]) -> str:
     """How many are killed of those that apply, in words."""
     applicable = sum(bug.applies for bug in bugs)

@@ -26,16 +26,17 @@ def _after_copy(patch: Patch, change: Callable[[nn.Module], Any]) -> None:
     patch.setattr(build, "_local_copy", copied)
 
 
-def _cut_off(module: nn.Module) -> None:
-    """No gradient passes through the second block's MLP."""
+def _cut_off(module: nn.Module, where: Callable[[nn.Parameter], bool]) -> None:
+    """No gradient passes through the second block's MLP, if all of its parameters are such."""
     block = module.get_submodule("transformer.h.1.mlp")
-    block.register_forward_hook(lambda module, args, out: out.detach())
+    if all(map(where, block.parameters())):
+        block.register_forward_hook(lambda module, args, out: out.detach())
 
 
 @bug("D40", "freeze", Operator.DETACH, "frozen front", row="freeze(")
 def frozen_without_passing_on(patch: Patch, site: Site) -> None:
     """A frozen module holds back the gradients of what stands before it."""
-    _after_copy(patch, _cut_off)
+    _after_copy(patch, lambda module: _cut_off(module, lambda p: not p.requires_grad))
 
 
 @bug("D40b", "freeze", Operator.SKIP, "frozen front", row="freeze(")
@@ -47,7 +48,12 @@ def frozen_and_updated(patch: Patch, site: Site) -> None:
 @bug("D41", "tie", Operator.DETACH, "tied blocks", row="tie(")
 def second_use_without_gradient(patch: Patch, site: Site) -> None:
     """Of a parameter that two blocks share only one use gives a gradient."""
-    _after_copy(patch, _cut_off)
+
+    def once(module: nn.Module) -> None:
+        first = {id(p) for p in module.get_submodule("transformer.h.0").parameters()}
+        _cut_off(module, lambda p: id(p) in first)
+
+    _after_copy(patch, once)
 
 
 @bug("D42", "untie", Operator.CONSTANT, "untied head", row="untie(")
@@ -56,7 +62,8 @@ def untied_from_other_values(patch: Patch, site: Site) -> None:
 
     def other(module: nn.Module) -> None:
         weight = module.get_parameter("lm_head.weight")
-        weight.data.mul_(1.01)
+        if weight is not module.get_parameter("transformer.wte.weight"):
+            weight.data.mul_(1.01)
 
     _after_copy(patch, other)
 

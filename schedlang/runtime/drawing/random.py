@@ -15,7 +15,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,6 +60,18 @@ def within(
     return Window(tuple(whole), tuple(index))
 
 
+NOTED = 8  # numbers of a stream that tell it from all others
+Stream = tuple[int, str, int, int]  # step, site, call, sample
+
+
+class Begun(NamedTuple):
+    """How a stream began, in which pass over the model it was drawn, and whether twice in one."""
+
+    numbers: tuple[int, ...]
+    turn: int | None
+    twice: bool
+
+
 Slices = Callable[[str, int, tuple[int, ...]], Window | None]
 
 
@@ -70,13 +82,14 @@ class LogicalDropout(Ambient):
     shape `shape` is, None: all of it. Rows (dim 0) are the samples of the current scope; a tensor
     with a multiple of as many rows holds them sample by sample. Outside any scope nothing is
     changed. `drawn` counts the masks; `noted`, where it is a dict, holds the samples of every draw
-    by (step, site, call).
+    by (step, site, call), and `begun`, likewise, how the stream of each sample began.
     """
 
     def __init__(self, seed: int, slices: Slices | None = None) -> None:
         super().__init__()
         self.seed, self.slices, self.drawn = seed, slices, 0
         self.noted: dict[tuple[int, str, int], set[int]] | None = None
+        self.begun: dict[Stream, Begun] | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -94,11 +107,12 @@ class LogicalDropout(Ambient):
 
     def bits(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Integers uniform in [0, 2**53), as the next call at the current site; shape: `shape`."""
-        keys, per_sample, window = self._drawn(shape)
+        keys, per_sample, window, call = self._drawn(shape)
         streams = torch.tensor(keys, device=device).reshape(-1, *[1] * len(per_sample))
-        return mixed(_positions(per_sample, window, device, scope.site()), streams).reshape(
-            tuple(shape)
-        )
+        made = mixed(_positions(per_sample, window, device, scope.site()), streams)
+        if self.begun is not None:
+            self._told(call, made.reshape(len(keys), -1)[:, :NOTED])
+        return made.reshape(tuple(shape))
 
     def streams(self, shape: Sequence[int]) -> tuple[Tensor, Sequence[int] | Tensor | None]:
         """For who draws a tensor of `shape` in parts: a stream for each row, int64 [rows].
@@ -106,13 +120,13 @@ class LogicalDropout(Ambient):
         It counts as the next call at the current site.  The second result are the logical positions
         held along dim 1, None: all; along later dims all are meant.
         """
-        keys, per_sample, window = self._drawn(shape)
+        keys, per_sample, window, _ = self._drawn(shape)
         if len(keys) != shape[0]:
             raise _refusal(f"dropout in `{scope.site()}` on {shape[0]} rows of {len(keys)} samples")
         assert window is None or window.shape[1:] == per_sample[1:], (window, per_sample)
         return torch.tensor(keys), None if window is None else window.index[0]
 
-    def _drawn(self, shape: Sequence[int]) -> tuple[list[int], tuple[int, ...], Window | None]:
+    def _drawn(self, shape: Sequence[int]) -> tuple[list[int], tuple[int, ...], Window | None, int]:
         """The next call at the current site: a stream for each sample, and what of it is held."""
         where = scope.current()
         assert where is not None, "logical numbers are drawn inside a scope"
@@ -124,7 +138,17 @@ class LogicalDropout(Ambient):
         if self.noted is not None:
             self.noted.setdefault((where.step, site, call), set()).update(where.samples)
         keys = [_key(self.seed, where.step, site, call, sample) for sample in where.samples]
-        return keys, per_sample, window
+        return keys, per_sample, window, call
+
+    def _told(self, call: int, first: Tensor) -> None:
+        """The beginning of what each sample drew in this call."""
+        where, site, turn = scope.current(), scope.site(), scope.turn()
+        assert where is not None and self.begun is not None
+        for sample, numbers in zip(where.samples, first.tolist(), strict=True):
+            stream = where.step, site, call, sample
+            known = self.begun.get(stream)
+            twice = known is not None and turn is not None and known.turn == turn
+            self.begun[stream] = Begun(tuple(numbers), turn, twice or bool(known and known.twice))
 
     def keep(self, shape: Sequence[int], p: float, device: torch.device) -> Tensor:
         """A boolean mask of `shape`, true with probability 1 - p."""

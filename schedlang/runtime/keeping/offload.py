@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -41,7 +42,7 @@ class Store:
     """
 
     prefetch: int = 1
-    smallest: int = field(default_factory=lambda: SMALLEST)
+    smallest: int = field(default_factory=lambda: 0 if _all_moves.get() else SMALLEST)
     ledger: Tracks | None = None
     scratch: Scratch | None = None
     paced: bool = False
@@ -101,6 +102,19 @@ class Tracks(Protocol):
 
     def track(self, tier: str, tensor: Tensor) -> None:
         """A storage lies on a tier."""
+
+
+_all_moves: ContextVar[bool] = ContextVar("all_moves", default=False)
+
+
+@contextmanager
+def everything_moves() -> Iterator[None]:
+    """Stores that are made inside move storages of any size: a proof's models are small."""
+    token = _all_moves.set(True)
+    try:
+        yield
+    finally:
+        _all_moves.reset(token)
 
 
 _watching: Tracks | None = None

@@ -31,22 +31,25 @@ TIMES, SURE = 64, 5.0  # draws of each side, and how many deviations their mean 
 
 def check_fused(
     module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
-    given_masks: bool | None = None,
+    given_masks: bool | None = None, later: Mapping[str, Call] | None = None,
 ) -> list[Comparison]:  # fmt: skip
     """Judge a fused module in its working dtype against float64, as kernels/check.py does.
 
-    One call with these arguments in evaluation mode, and one in training mode where that draws
-    random numbers: a program that is proven draws them logically, with the module run as it stands.
+    A call with these arguments in evaluation mode, and in training mode where that draws random
+    numbers: a program that is proven draws them logically, with the module run as it stands.
     Outputs and all gradients.  The module is not changed: copies run.
     given_masks: whether dropout has masks that follow from places; default: not on a CPU
+    later: calls of the same copy after the first, by how they differ from it: what the first has
+    left in what was compiled is met with other values, masks and shapes
     """
     call = args, kwargs or {}
-    found = _checked(module, call, training=False)
+    calls = {"": call} | dict(later or {})
+    found = _checked(module, calls, training=False)
     if not draws(module, call):
         return found
     if given_masks is None:
         given_masks = _device(module, call).type != "cpu"
-    drawn = _checked(module, call, training=True, given_masks=given_masks)
+    drawn = _checked(module, calls, training=True, given_masks=given_masks)
     found += [replace(one, name=f"{one.name} with dropout") for one in drawn]
     return found + (list(_draws_alike(module, call)) if given_masks else [])
 
@@ -135,22 +138,45 @@ def _fused(module: nn.Module) -> Callable[..., Any]:
 
 
 def _checked(
-    module: nn.Module, call: Call, *, training: bool, given_masks: bool = False
+    module: nn.Module, calls: Mapping[str, Call], *, training: bool, given_masks: bool = False
 ) -> list[Comparison]:
     twins = [copy.deepcopy(module).train(training) for _ in range(3)]
     twins[2].double()
     mode: AbstractContextManager[Any] = GivenMasks() if given_masks else nullcontext()
-    with mode:
-        fused = _values(twins[0], _fused(twins[0]), call, torch.Tensor.clone)
-        eager = _values(twins[1], plain_forward(twins[1]), call, torch.Tensor.clone)
-        exact = _values(twins[2], plain_forward(twins[2]), call, _widened)
-    return [
-        # two orders of the same sums: k = 8 for gradients, 4 for outputs, as in proving/rounding.py
-        compare(
-            name, fused[name], eager[name], value.double(), times=8.0 if "gradient" in name else 4.0
-        )
-        for name, value in exact.items()
-    ]
+    found: list[Comparison] = []
+    for words, call in calls.items():
+        with mode:
+            try:
+                fused = _values(twins[0], _fused(twins[0]), call, torch.Tensor.clone)
+            except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError) as error:
+                if not words:
+                    raise
+                said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+                found.append(_wrong(f"the call {words} fails ({said})"))
+                continue
+            eager = _values(twins[1], plain_forward(twins[1]), call, torch.Tensor.clone)
+            exact = _values(twins[2], plain_forward(twins[2]), call, _widened)
+        names = {name: f"{name} {words}".strip() for name in (*exact, *fused)}
+        found += [_judged(names[k], fused.get(k), eager.get(k), exact.get(k)) for k in names]
+    return found
+
+
+def _judged(
+    name: str, fused: Tensor | None, eager: Tensor | None, exact: Tensor | None
+) -> Comparison:
+    """One tensor; what only one side has, or has in another shape, is as wrong as can be."""
+    if fused is None or eager is None or exact is None or fused.shape != exact.shape:
+        lost, more = "is not there", "the module has none"
+        only = exact is None or eager is None
+        why = lost if fused is None else more if only else f"has shape {list(fused.shape)}"
+        return _wrong(f"{name} ({why})")
+    # two orders of the same sums: k = 8 for gradients, 4 for outputs, as in proving/rounding.py
+    times = 8.0 if "gradient" in name else 4.0
+    return compare(name, fused, eager, exact.double(), times=times)
+
+
+def _wrong(name: str) -> Comparison:
+    return Comparison(name, math.inf, 0.0, math.inf, 0.0, False)
 
 
 def _widened(tensor: Tensor) -> Tensor:
@@ -182,9 +208,10 @@ def _values(
         torch.manual_seed(0)  # the same masks, whatever the type: they are drawn in float64
         out = forward(*given, **{name: prepared(value, name) for name, value in kwargs.items()})
     found = {f"output {n}": t for n, t in _tensors(out, "") if t.is_floating_point()}
-    total = torch.stack([_weighed(t) for t in found.values() if t.requires_grad]).sum()
-    used = [name for name, leaf in leaves.items() if leaf.requires_grad]
-    grads = torch.autograd.grad(total, [leaves[name] for name in used], allow_unused=True)
+    total = [_weighed(t) for t in found.values() if t.requires_grad]
+    used = [name for name, leaf in leaves.items() if leaf.requires_grad and total]
+    ends = [leaves[name] for name in used]
+    grads = torch.autograd.grad(torch.stack(total).sum(), ends, allow_unused=True) if used else ()
     found = {name: t.detach() for name, t in found.items()}
     pairs = zip(used, grads, strict=True)
     return found | {f"gradient of {name}": g for name, g in pairs if g is not None}
