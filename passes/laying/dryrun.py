@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -85,7 +85,7 @@ def record(
         except Refusal:
             raise
         except Exception as error:
-            raise rejected(error) from error
+            raise rejected(error, left_over(plan.model.model, batch)) from error
     found = loss_of(output, inputs, None) if value is None else value
     if found is None:
         recorder.recording.lossless = no_loss(model, output, batch)
@@ -118,8 +118,18 @@ def _for_values(error: Exception) -> bool:
     return isinstance(error, NotImplementedError) or "on meta tensors" in str(error)
 
 
-def rejected(error: Exception) -> Refusal:
-    """What a model raised when it was followed on the meta device, as a message."""
+def left_over(model: nn.Module, batch: Mapping[str, Any]) -> list[str]:
+    """The keys of a batch that the forward does not take."""
+    from schedlang.runtime.given import taken
+
+    return [key for key in batch if key not in taken(model, batch)]
+
+
+def rejected(error: Exception, others: Sequence[str] = ()) -> Refusal:
+    """What a model raised when it was followed on the meta device, as a message.
+
+    `others`: keys of the batch that it was not given, of which one may be misspelled.
+    """
     if _for_values(error):
         from schedlang.runtime.recording.calls import asks_for_values
 
@@ -128,7 +138,8 @@ def rejected(error: Exception) -> Refusal:
     return Refusal(
         Diagnostic(
             "S604", "the model rejects this batch",
-            notes=(f"on the meta device it raised `{text}`",),
+            notes=(f"on the meta device it raised `{text}`",
+                   *(f"its forward does not take `{key}` of the batch" for key in others)),
             helps=("let `batch(seed)` return the keyword arguments of the model's forward",),
         )
     )  # fmt: skip

@@ -127,7 +127,12 @@ def _with_keys(node: Any) -> Callable[[Any], tuple[list[tuple[Any, Any]], Any]]:
 
 
 def _form_of(kind: type) -> str | None:
-    """How values of a class hold others: as attributes, as items, or (None) not in a known way."""
+    """How values of a class hold others: as attributes, as items, or (None) not in a known way.
+
+    What answers calls of torch by itself stands for a tensor, whatever it is made of.
+    """
+    if hasattr(kind, "__torch_function__"):
+        return None
     if dataclasses.is_dataclass(kind) and not issubclass(kind, Mapping):
         return "attributes"
     if hasattr(kind, "__attrs_attrs__") or issubclass(kind, SimpleNamespace):

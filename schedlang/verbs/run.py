@@ -49,10 +49,8 @@ def run(
     included.
     """
     from schedlang.diagnostic import Refusal
-    from schedlang.passes.costs.expected_time import late
     from schedlang.passes.running.train import Course, check
     from schedlang.told_once import in_a_job, tell
-    from schedlang.verbs.expected import demand_time
     from schedlang.verbs.files import check_folders
 
     first = os.environ.get("RANK", "0") == "0"
@@ -81,19 +79,26 @@ def run(
         raise typer.Exit(REFUSED) from None
     if timeline is not None and first and trained.measured is not None:
         write_measured(timeline, trained.measured, title.name, course.plan.cuts[0].axis)
-    if not first:
-        return
-    took = _took(trained)
+    if first:
+        _show(title.name, course, trained, as_json)
+
+
+def _show(name: str, course: Course, trained: Trained, as_json: bool) -> None:
+    """What a training has shown; exit 1 where it took longer than the schedule expects."""
+    from schedlang.passes.costs.expected_time import late
+    from schedlang.verbs.expected import demand_time
+
+    plan, took = course.plan, _took(trained)
     if as_json:
-        facts = {"mesh": dict(planned.mesh.sizes), "world": planned.mesh.world}
-        code = FAILS if list(late(planned, took)) else 0
+        facts = {"mesh": dict(plan.mesh.sizes), "world": plan.mesh.world}
+        code = FAILS if list(late(plan, took)) else 0
         show_json({"exit": code, **facts, "steps": course.steps, "optimizer": course.optimizer,
                    "lr": course.lr} | trained.to_json())  # fmt: skip
     else:
-        print(_report(title.name, course, trained))
+        print(_report(name, course, trained))
         for one in trained.left:
             print(one.warning.render(), file=sys.stderr)
-    demand_time(planned, took)
+    demand_time(plan, took)
 
 
 def _demand(course: Course) -> None:

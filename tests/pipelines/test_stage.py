@@ -397,5 +397,5 @@ def test_stages_find_shapes_under_the_casts_that_they_run_under() -> None:
     graph = record(model, [f"blocks.{k}" for k in range(3)], {"x": x})
     stub = Stub(hollow_model(model, {}), cut(graph, [0, 1, 1]))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert stub(1, (x.bfloat16(),), {}, {}, x.device).dtype == torch.bfloat16
-    assert stub(1, (x,), {}, {}, x.device).dtype == torch.float32
+        assert stub(1, (x.bfloat16(),), {}, {}, x.device, model).dtype == torch.bfloat16
+    assert stub(1, (x,), {}, {}, x.device, model).dtype == torch.float32

@@ -132,15 +132,12 @@ def test_stages_equal_the_whole(name: str) -> None:
     assert found.ok, found
 
 
-def test_router_losses_are_refused_or_kept_together() -> None:
-    """Scores that hooks gather for the loss do not cross a cut in silence."""
-    from schedlang.diagnostic import Refusal
-
-    model = mixtral()
-    model.config.output_router_logits = True
-    with pytest.raises(Refusal, match="reads a value from inside `model.layers.0") as caught:
-        cut_evenly(model, words(), 3, ["model.layers"])
-    assert caught.value.diagnostic.code == "S610"
+def test_router_losses_cross_to_the_last_stage() -> None:
+    """Scores that hooks gather for the loss are sent from each stage to the one that reads them."""
+    plain, scored = mixtral(), mixtral()
+    scored.config.output_router_logits = True
+    every = [cut_evenly(model, words(), 3, ["model.layers"]) for model in (plain, scored)]
+    assert (0, 2) not in every[0].edges and {(0, 2), (1, 2)} <= set(every[1].edges)
 
 
 def test_an_encoder_and_a_decoder_send_where_it_is_read() -> None:

@@ -184,10 +184,15 @@ def test_two_axes_of_one_kind() -> None:
         propose(nn.Linear(2, 2), {}, {"tp": 2, "model": 2})
 
 
+def squared(output: torch.Tensor, batch: object) -> torch.Tensor:
+    """A loss of any output."""
+    return output.square().mean()
+
+
 def test_nothing_to_split() -> None:
     """A model without two projections in a row is refused for a tensor axis, with the reasons."""
     with pytest.raises(Refusal, match=r"S212(.|\n)*`tp=1`"):
-        propose(nn.Linear(2, 2), {"input": torch.ones(4, 2)}, {"tp": 2})
+        propose(nn.Linear(2, 2), {"input": torch.ones(4, 2)}, {"tp": 2}, squared)
 
 
 def test_a_large_batch_is_cut() -> None:
@@ -201,7 +206,7 @@ def test_a_large_batch_is_cut() -> None:
 def test_no_blocks_to_cut() -> None:
     """A model without a list of blocks is refused for a pipeline."""
     with pytest.raises(Refusal, match=r"S212(.|\n)*no list of blocks"):
-        propose(nn.Linear(2, 2), {"input": torch.ones(4, 2)}, {"pp": 2})
+        propose(nn.Linear(2, 2), {"input": torch.ones(4, 2)}, {"pp": 2}, squared)
 
 
 def test_too_few_rows() -> None:
