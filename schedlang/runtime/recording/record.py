@@ -130,7 +130,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise refusal(
                 ONCE,
                 name,
-                "is called more than once in one forward; a cut falls between two calls made once",
+                "is called more than once in one forward: no stage can start at it",
                 "cut outside the loop that calls it",
             )
         if self.called and unit < self.called[-1]:
