@@ -58,15 +58,15 @@ class cast(Primitive):  # noqa: N801
         short = next((n for n in names if plan.model.parameters[n].dtype in HALVES), None)
         if short is not None and self.dtype != "fp32":
             refuse("S891", f"`{short}` is stored in {plan.model.parameters[short].dtype}",
-                   "there is no master weight to step on",
-                   notes=("a step smaller than its rounding would be lost, and nobody told",),
+                   "there is no float32 master weight to update",
+                   notes=("an update smaller than its rounding would be lost without a message",),
                    helps=("build the model in float32 and let `cast` choose what it computes in",
                           "or leave this row out: the model computes in it already"))  # fmt: skip
 
     def agree(self, axes: Collection[str]) -> None:
         """Refuse arguments without meaning, for this dtype or for any."""
         if self.dtype == "fp32" and self.params:
-            refuse("S890", "an island of float32 has its parameters as they are stored",
+            refuse("S890", "`cast(fp32)` takes no `params`: it uses them as they are stored",
                    helps=("`cast(fp32)`",))  # fmt: skip
         if self.dtype != "fp16" and (self.scale, self.growth) != (65536, 2000):
             refuse("S890", f"no loss is scaled for `{self.dtype}`",

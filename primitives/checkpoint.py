@@ -229,7 +229,7 @@ class checkpoint(Primitive):  # noqa: N801
         """A plan needs its memory, and chooses groups by itself."""
         if (self.plan is None) != (self.memory is None):
             given, missing = ("plan", "memory") if self.plan else ("memory", "plan")
-            refuse("S842", f"`{given}` without `{missing}`", "half of a plan",
+            refuse("S842", f"`{given}` needs `{missing}`", f"`{missing}` is not given",
                    notes=("a plan fits modules into the memory that it is given",),
                    helps=("write `checkpoint(plan=rotor, memory=2GiB)`",))  # fmt: skip
         self._check_copies()
@@ -251,8 +251,8 @@ class checkpoint(Primitive):  # noqa: N801
                    notes=("this plan alone weighs copies against second runs",),
                    helps=(MIXED,))  # fmt: skip
         if self.tflops <= 0 or (self.bandwidth is not None and self.bandwidth <= 0):
-            refuse("S842", "nothing is copied or computed in a second",
-                   "`bandwidth` and `tflops` are how much is",
+            refuse("S842", "`bandwidth` and `tflops` must be above 0",
+                   "bytes copied and operations computed in a second",
                    helps=(MIXED,))  # fmt: skip
 
     @property
@@ -278,7 +278,7 @@ def _mix(modules: Sequence[Any], found: Mixed) -> None:
 
 
 def _too_little(memory: int, need: int, count: int, why: str) -> NoReturn:
-    refuse("S841", f"{memory} bytes hold no plan for these {count} modules",
+    refuse("S841", f"no plan for these {count} modules fits into {memory} bytes",
            "too little for one microbatch", notes=(why,),
            helps=(f"each microbatch needs {need} bytes at least",
                   "or make them smaller: recompute inside of a module instead"))  # fmt: skip

@@ -128,16 +128,17 @@ class compress(Primitive):  # noqa: N801
             refuse("S509", "gradients are compressed already", helps=("drop one of the two rows",))
         if plan.scaled is not None:
             refuse("S894", "gradients of a scaled loss are not compressed",
-                   notes=("an error that is kept for the next step would be of another scale then,"
+                   notes=("the error kept for the next step would have another scale there,"
                           " and one infinite gradient would stay in it",),
                    helps=("compute in `cast(bf16)`, which needs no scale", "or drop this row"),
                    )  # fmt: skip
         whole = {a for r in plan.replicas if r.stage == 0 for a in plan.mesh.fold(r.axes)}
         for axis in plan.mesh.fold(self.over or ()):
             if axis not in whole:
-                refuse("S417", f"over `{axis}` no whole gradients are summed",
-                       notes=("what `zero` slices is reduced slice by slice inside of backward",),
-                       helps=(f"copy over it, above: `zero(stage=0, over={axis})`",))  # fmt: skip
+                help_ = f"replicate over it, above: `zero(stage=0, over={axis})`"
+                refuse("S417", f"no full gradients are summed over `{axis}`",
+                       notes=("with `zero(stage=1)` to `3` each rank sums a shard only",),
+                       helps=(help_,))  # fmt: skip
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Note it."""

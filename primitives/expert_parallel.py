@@ -59,11 +59,11 @@ class expert_parallel(Primitive):  # noqa: N801
     def agree(self, axes: Collection[str]) -> None:
         """Refuse numbers out of range, and arguments that exclude each other."""
         if self.chunks < 1:
-            refuse("S422", "tokens are sent in at least one part", helps=("`chunks=1`",))
+            refuse("S422", "`chunks` must be 1 or more", helps=("`chunks=1`",))
         if self.capacity is not None and self.capacity <= 0:
-            refuse("S422", "a capacity is more than nothing", helps=("`capacity=1.25`",))
+            refuse("S422", "`capacity` must be above 0", helps=("`capacity=1.25`",))
         if self.dispatch == "fetch" and (self.shadow or self.chunks > 1):
-            refuse("S422", "with `dispatch=fetch` all experts come to the tokens, none is sent",
+            refuse("S422", "`dispatch=fetch` sends experts to the tokens, and no tokens to experts",
                    helps=("leave out `shadow=` and `chunks=`",))  # fmt: skip
 
     def check(self, site: Site, plan: Plan) -> None:
@@ -71,7 +71,8 @@ class expert_parallel(Primitive):  # noqa: N801
         found = self._experts(site, plan)
         if hasattr(found, "reason"):
             said, helps = (found.said,), found.helps
-            refuse("S421", f"`{site}` is no module of experts", notes=said, helps=helps)
+            refuse("S421", f"`{site}` does not have the form of an experts module",
+                   notes=said, helps=helps)  # fmt: skip
         self._check_options(site, found.count)
         self._check_inner(site, plan)
         ranks = plan.mesh.size(self.over)
@@ -103,7 +104,8 @@ class expert_parallel(Primitive):  # noqa: N801
             return
         shared = set(plan.mesh.fold(self.inner)) & set(plan.mesh.fold(self.over))
         if shared:
-            refuse("S428", f"`{sorted(shared)[0]}` spreads the experts of `{site}`, and cuts each",
+            both = f"distribute the experts of `{site}` and shard each"
+            refuse("S428", f"`{sorted(shared)[0]}` cannot both {both}",
                    helps=("name another axis: `inner=tp`",))  # fmt: skip
         found = self._inner(site, plan)
         if found is None:

@@ -50,10 +50,10 @@ class freeze(Primitive):  # noqa: N801
         trained = {name for name, fact in plan.model.unique.items() if fact.requires_grad}
         if not chosen & trained:
             refuse("S413", "there is nothing to freeze here",
-                   notes=("no parameter that is chosen is trained anyway",),
+                   notes=("the selected parameters are all frozen already",),
                    helps=("drop the row, or choose other modules",))  # fmt: skip
         if not trained - chosen:
-            refuse("S413", "this leaves no parameter that is trained",
+            refuse("S413", "this row freezes every parameter: none is left to train",
                    helps=('except some: `freeze(keep="*bias")`',))  # fmt: skip
 
     def effect(self, sites: tuple[Site, ...], plan: Plan) -> Plan:

@@ -83,7 +83,7 @@ class fuse(Primitive):  # noqa: N801
         if not site.fqn:
             refuse(
                 "S408",
-                "a region is a part of the model",
+                "`fuse` needs a module, and this row selects the whole model",
                 helps=("name a module: `layers.*  fuse()`",),
             )
         _outside(site, plan)

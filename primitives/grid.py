@@ -71,7 +71,7 @@ class grid(Primitive):  # noqa: N801
             _check_plain(site, kind, plan)
         self._check_output(site, kind, plan)
         if sum(self._blocks(site, plan)) != self._outer(site, plan):
-            refuse("S406", f"blocks of {self.blocks} do not make up {self._outer(site, plan)}",
+            refuse("S406", f"blocks of {self.blocks} do not add up to {self._outer(site, plan)}",
                    f"of `{site}`")  # fmt: skip
         sides = Sides(*(plan.mesh.size(axis) for axis in self.over))
         for size, ways in self._needs(site, plan, sides):
@@ -217,7 +217,7 @@ class grid(Primitive):  # noqa: N801
         ]
         names = " and ".join(f"`{axis}`" for axis in self.over)
         helps = [f"{names} may each be {' or '.join(map(str, fits))}"] if fits else [
-            "no equal sides divide it: leave it whole"
+            "no equal sides divide it: keep it replicated"
         ]  # fmt: skip
         words = self._kind(site) == "Embedding"
         if size == self._outer(site, plan) and (words or self.output == S("vocab")):
@@ -265,4 +265,4 @@ def _check_plain(site: Site, kind: str, plan: Plan) -> None:
     if odd or not plain(site, kind, plan):
         what = f"with `{odd[0]}`" if odd else "that computes something else"
         refuse("S404", f"`{site}` is a `{kind}` {what}",
-               helps=("name the modules inside it, or leave it whole",))  # fmt: skip
+               helps=("name the modules inside it, or keep it replicated",))  # fmt: skip

@@ -103,14 +103,14 @@ class offload(Primitive):  # noqa: N801
         met = [a for a in near if _meet(a.sites, site.fqn)]
         row = next((a for a in met if a.primitive.keeps), None)
         if row is not None and self.what in MOVES:
-            refuse("S844", f"`{row.name}` keeps by itself what a backward of these modules needs",
-                   f"nothing would leave the device: `{row.primitive}`",
+            refuse("S844", f"`{row.name}` decides as it runs what these modules keep",
+                   f"nothing is left to offload beside `{row.primitive}`",
                    helps=("drop one of the two",
                           "or choose before it runs: `checkpoint(plan=rotor, ...)`"))  # fmt: skip
 
         row = next((a for a in met if a.primitive.moves), None)
         if row is not None and self.what == "activations":
-            refuse("S847", f"`{row.name}` says by itself which of these modules move what",
+            refuse("S847", f"the plan of `{row.name}` already says which of these modules offload",
                    f"two rows move the same: `{row.primitive}`",
                    helps=("drop this row",
                           "or let a plan move nothing: `checkpoint(plan=rotor, ...)`"),

@@ -45,12 +45,12 @@ class overlap(Primitive):  # noqa: N801
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse what has no stages, and a second row about the same."""
         if site.fqn:
-            refuse("S408", "what overlaps is said for the whole model",
+            refuse("S408", "`overlap` is for the whole model",
                    f"this stands inside `{site}`",
                    helps=("move the row out of its `at`",))  # fmt: skip
         if "transfers" in self.what and not plan.cuts:
             row = offered("layers  pipeline_split(over={})", plan.mesh.names, "stages")
-            refuse("S412", "there are no stages between which anything is sent",
+            refuse("S412", "`overlap(transfers)` needs pipeline stages, and there are none",
                    helps=(f"cut the model above: {row}",))  # fmt: skip
         twice = set(self.what) & set(plan.overlaps)
         if twice:

@@ -66,7 +66,7 @@ class pipeline_split(Primitive):  # noqa: N801
         if not lists and self.balance != "even":
             refuse(
                 "S409",
-                "single modules are where stages start: nothing is left to balance",
+                "`balance` needs a list of modules, and this row selects single modules",
                 helps=("leave out `balance`", "or name the list of modules that is to be cut"),
             )
         row = next((a for a in plan.actions if a.primitive.cuts), None)
@@ -84,7 +84,7 @@ class pipeline_split(Primitive):  # noqa: N801
             names = plan.model.ties[0]
             refuse(
                 "S602",
-                "this cut separates two names of one weight",
+                "this cut puts a tied weight on two stages",
                 notes=(f"`{names[0]}` and `{names[-1]}` are the same tensor",),
                 helps=("keep a copy on each side and sum their gradients: `tied=replicate`",),
             )

@@ -91,7 +91,7 @@ class replace_kernel(Primitive):  # noqa: N801
         if self.chunk is not None and self.kernel != "linear_cross_entropy":
             refuse(
                 "S870",
-                f"`{self.kernel}` holds no logits in parts, and takes no `chunk`",
+                f"`{self.kernel}` takes no `chunk`: only `linear_cross_entropy` does",
                 helps=(f"leave it out: `replace_kernel({self.kernel})`",),
             )
 
@@ -139,9 +139,9 @@ class replace_kernel(Primitive):  # noqa: N801
             "S875",
             f"`{site}` is sharded so that its logits would be computed before the loss",
             also=tuple(Label(a.span, f"by `{a.primitive}`") for a in rows if a.span is not None),
-            notes=("the loss is computed with the product where the head is whole on every rank,"
-                   " or split over its words along one axis",),
-            helps=(f"split its words: `{site} shard(vocab, over={axis})`",
+            notes=("the kernel needs a head that is replicated, or sharded along `vocab` over one"
+                   " axis",),
+            helps=(f"shard its vocabulary: `{site} shard(vocab, over={axis})`",
                    f"or drop the row `{site} replace_kernel({self.kernel})`"),
         )  # fmt: skip
         raise Refusal(diagnostic)

@@ -91,17 +91,17 @@ class shard(Primitive):  # noqa: N801
         if kind is not None and self._named(site) and not plain(site, kind, plan):
             refuse(
                 "S404",
-                f"`{site}` is a `{kind}` that computes something else",
-                notes=("a copy of it was tried, and its parts would be computed as a plain one",),
-                helps=("shard the modules inside it, or leave it whole",),
+                f"`{site}` is a `{kind}` whose forward does not compute a plain `{kind}`",
+                notes=("a copy was tried: shards, computed as plain ones, gave another result",),
+                helps=("shard the modules inside it, or keep it replicated",),
             )
         if kind in CONVOLUTIONS and (self.heads or self.uneven):
             refuse("S401", f"`{site}` is a `{site.class_name}`, whose channels are split evenly",
                    helps=("leave out `heads=` and `uneven=`",))  # fmt: skip
         module = plan.model.model.get_submodule(site.fqn)
         if getattr(module, "max_norm", None) is not None and self._named(site):
-            refuse("S404", f"`{site}` bounds the norm of its rows while they are looked up",
-                   helps=("leave it whole", "or make it without `max_norm`"))  # fmt: skip
+            refuse("S404", f"`{site}` changes its weight during lookup (`max_norm`)",
+                   helps=("keep it replicated", "or make it without `max_norm`"))  # fmt: skip
         if self._named(site):
             self._check_table(site, module)
         for name, fact, dim in self._splits(site):
@@ -228,12 +228,13 @@ class shard(Primitive):  # noqa: N801
     def _check_table(self, site: Site, module: Any) -> None:
         """Refuse tables of which a part does not do what the whole does."""
         if getattr(module, "scale_grad_by_freq", False):
-            refuse("S404", f"`{site}` divides gradients by how often each row is looked up",
-                   helps=("leave it whole", "or make it without `scale_grad_by_freq`"))  # fmt: skip
+            refuse("S404", f"`{site}` scales gradients by row counts (`scale_grad_by_freq`)",
+                   helps=("keep it replicated", "or make it without `scale_grad_by_freq`"),
+                   )  # fmt: skip
         rows = any(site.dims.get(n, ())[d : d + 1] == ("vocab",) for n, _, d in self._splits(site))
         if rows and getattr(module, "mode", "") == "max" and site.is_a("EmbeddingBag"):
-            better = f"split what each row holds: `{site} shard(col, over={self.over})`"
-            refuse("S404", f"`{site}` takes the largest of a bag, and each part has one of its own",
+            better = f"shard the embedding dim instead: `{site} shard(col, over={self.over})`"
+            refuse("S404", f"`{site}` takes the max of each bag, and a shard sees only some of it",
                    helps=(better,))  # fmt: skip
 
     def _check_blocks(self) -> None:
@@ -250,8 +251,8 @@ class shard(Primitive):  # noqa: N801
         if "bias" in site.parameters and (("weight", "out") in splits) != (
             ("bias", "out") in splits
         ):
-            refuse("S407", f"the weight and the bias of `{site}` are split unlike each other",
-                   "both or neither along `out`",
+            refuse("S407", f"only one of weight and bias of `{site}` is sharded along `out`",
+                   "shard both along `out`, or neither",
                    helps=("use a style: it says how both are split",))  # fmt: skip
         head = isinstance(self._edges(site)[1], S) and self._edges(site)[1] == S("vocab")
         if head and ("weight", "out") in splits and self.blocks != 1:
@@ -279,13 +280,13 @@ class shard(Primitive):  # noqa: N801
         layout, ranks = plan.layout(fact.name), plan.mesh.size(self.over)
         size, cut = layout.shape[dim], self._cut(layout.shape[dim])
         if sum(cut.blocks) != size:
-            refuse("S406", f"blocks of {list(cut.blocks)} do not make up {size}",
+            refuse("S406", f"blocks {list(cut.blocks)} add up to {sum(cut.blocks)}, not to {size}",
                    notes=(f"`{site}.{name}` is {_shape(fact)}",),
                    helps=blocks_of(self.blocks, size))  # fmt: skip
         odd = [block for block in cut.blocks if self.heads and block % self.heads]
         if odd or (self.heads is not None and self.heads < 1):
             divide = [n for n in range(1, (odd or [size])[0] + 1) if (odd or [size])[0] % n == 0]
-            refuse("S406", f"{self.heads} heads do not make up {(odd or [size])[0]}",
+            refuse("S406", f"{(odd or [size])[0]} cannot be divided into {self.heads} equal heads",
                    notes=(f"`{site}.{name}` is {_shape(fact)}",),
                    helps=(f"`heads` may be {some(divide)}",))  # fmt: skip
         if self.uneven == "replicate":

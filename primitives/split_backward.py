@@ -32,7 +32,7 @@ class split_backward(Primitive):  # noqa: N801
         if not _has_parameters(site, plan):
             refuse(
                 "S411",
-                "there is no weight gradient to wait for",
+                "`split_backward` needs trained weights",
                 f"`{site}` has no parameters",
                 helps=("name modules with weights, such as `**:Linear`",),
             )

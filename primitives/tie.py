@@ -40,7 +40,7 @@ class tie(Primitive):  # noqa: N801
     def check(self, sites: tuple[Site, ...], plan: Plan) -> None:
         """Refuse modules that are not alike, and what is one parameter already."""
         if len(sites) < 2:
-            refuse("S416", "one module alone shares nothing", f"`{sites[0]}` is selected",
+            refuse("S416", "`tie` needs at least two modules", f"`{sites[0]}` is selected",
                    helps=("select the modules that share: `layers.*  tie()`",))  # fmt: skip
         first = self._chosen(sites[0], plan)
         for site in sites[1:]:
@@ -48,7 +48,7 @@ class tie(Primitive):  # noqa: N801
         groups = self._groups(sites, plan)
         if all(len({plan.model.parameters[n].name for n in group}) == 1 for group in groups):
             refuse("S416", "there is nothing to tie here",
-                   notes=("what is chosen is one parameter already, or none",),
+                   notes=("the selected parameters are tied already, or there are none",),
                    helps=("drop the row, or choose other modules",))  # fmt: skip
 
     def effect(self, sites: tuple[Site, ...], plan: Plan) -> Plan:

@@ -41,8 +41,8 @@ class untie(Primitive):  # noqa: N801
                 known = ", ".join(f"`{n}`" for n in site.parameters) or "none"
                 refuse("S305", f"`{site}` has no parameter `{name}`", helps=(f"it has {known}",))
         if not self._shared(site, plan):
-            refuse("S416", f"`{site}` shares no parameter",
-                   notes=("what is chosen has one name",),
+            refuse("S416", f"`{site}` shares no parameter with another module",
+                   notes=("the selected parameters are not tied",),
                    helps=("drop the row; `schedlang tree` shows what is tied",))  # fmt: skip
         module = plan.model.model.get_submodule(site.fqn)
         twice = [n for n, m in plan.model.model.named_modules(remove_duplicate=False)

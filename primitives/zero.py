@@ -76,7 +76,7 @@ class zero(Primitive):  # noqa: N801
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse axes that already have other work."""
         if site.fqn:
-            refuse("S408", "state is sliced for the whole model", f"this stands inside `{site}`",
+            refuse("S408", "`zero` is for the whole model", f"this stands inside `{site}`",
                    helps=("move the row out of its `at`",))  # fmt: skip
         mine = set(plan.mesh.fold(self.over))
         for other in plan.replicas:
@@ -88,7 +88,7 @@ class zero(Primitive):  # noqa: N801
                     helps=("one `zero` for each axis",),
                 )
             if self.stage and other.stage:
-                refuse("S508", "two rows slice the state",
+                refuse("S508", "two `zero` rows shard the optimizer state",
                        helps=("fold the axes into one row: `over=(a, b)`",
                               "or replicate over one of them: `stage=0`"))  # fmt: skip
         split = {

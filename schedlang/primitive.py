@@ -250,7 +250,7 @@ def _accept(cls: type[Primitive]) -> None:
     if cls.takes not in TAKES:
         lacks.append(f"`takes` among {TAKES}")
     if lacks:
-        helps = ("CONTRIBUTING.md shows a whole one",)
+        helps = ("CONTRIBUTING.md shows a complete one",)
         label = Label(python_span(), f"`{name}` of {cls.__module__}")
         title = f"the primitive `{name}` has no {' and no '.join(lacks)}"
         raise Refusal(Diagnostic("S008", title, label, helps=helps))

@@ -59,7 +59,7 @@ class Bound:
     left: bool = False
 
     def __str__(self) -> str:
-        untold = "is not held here" if self.left else "cannot be told"
+        untold = "is not held here" if self.left else "cannot be computed"
         word = {True: "holds", False: "does not hold", None: untold}[self.holds]
         return f"{self.said}   {word}" + (f": it is {self.found}" if self.found else "")
 

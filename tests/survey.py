@@ -42,7 +42,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False,
 }  # fmt: skip
 # models that are told why they cannot be cut so
-REFUSED = {"hrm_text": "called in a loop", "jetmoe": "asks for values while it is recorded"}
+REFUSED = {"hrm_text": "called in a loop", "jetmoe": "while it is recorded without data"}
 DEPTH = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 HEADS = ("head", "rope", "lora", "mamba", "expand", "state", "groups", "experts_per_tok")
 # tried in turn: some configurations check that their numbers fit together

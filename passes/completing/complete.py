@@ -204,12 +204,12 @@ def _none(finder: Finder, flow: Flow, begun: _Begun, said: str) -> Diagnostic:
     rows = "; ".join(f"`{row.names[0]}  {row.call}`" for row in more)
     gathered = [n for n in flow.sources if n in begun.rows]
     helps = [
-        f"gather behind it: `{name} shard(col, output=R, over={finder.axis})`"
+        f"gather its output: `{name} shard(col, output=R, over={finder.axis})`"
         for name in gathered[:2]
     ]
     return Diagnostic(
         "S427", f"`{names_text(begun.of(flow))}` cannot be completed over `{finder.axis}`",
-        begun.line, notes=(f"{rows} would be: {said}",), helps=tuple(helps),
+        begun.line, notes=(f"tried {rows}: {said}",), helps=tuple(helps),
     )  # fmt: skip
 
 

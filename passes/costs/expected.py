@@ -102,7 +102,7 @@ def _problems(plan: Plan, account: Account, one: Expectation) -> Iterator[Diagno
     label = Label(one.span) if one.span is not None else Label()
     found = _found(plan, account, one)
     if found is None:
-        title = f"`{one.said}` cannot be told"
+        title = f"`{one.said}` cannot be computed"
         batch = ("let the model file have a batch: `batch(seed)`",)
         yield Diagnostic(UNTOLD, title, label, notes=account.notes, helps=batch)
     elif not one.holds(found):

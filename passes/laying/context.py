@@ -89,7 +89,7 @@ def _check(plan: Plan) -> None:
             rest = ", ".join(axis for axis in plan.context_axes if axis not in mine)
             raise Refusal(
                 Diagnostic(
-                    "S660", f"`{site}` does not meet the keys of all ranks",
+                    "S660", f"`{site}` does not attend to the keys of all ranks",
                     notes=(f"sequences are split over `{rest}` too, by rows at other modules",),
                     helps=("name the same axes at all attentions",),
                 )

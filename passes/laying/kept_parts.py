@@ -198,9 +198,10 @@ def refusal(plan: Plan, fqn: str, axis: str, what: str) -> Refusal:
     label = Label(row.span or NOWHERE, "rounds what modules save, block by block")
     return Refusal(
         Diagnostic(
-            "S935", f"over `{axis}` ranks do not save equal parts of what `{fqn}` saves", label,
+            "S935", f"ranks of `{axis}` do not save equal shards of the activations of `{fqn}`",
+            label,
             notes=(what, "one process could not round the same blocks"),
-            helps=("select modules of which each rank computes an equal part, or the whole",
+            helps=("select modules whose activations are replicated, or sharded in equal parts",
                    f"or set it to 1: `--mesh {axis}=1`"),
         )
     )  # fmt: skip

@@ -80,9 +80,9 @@ def _half_sharded(plan: Plan, name: str, used: str, axis: str) -> Diagnostic:
     owners = {plan.model.owner(other).fqn for other in plan.model.parameters[name].names}
     row = next(a for a in plan.actions if owners & {*a.sites} or touches(a, name))
     return Diagnostic(
-        "S506", f"`{owner}` shares a weight that is split, and is not sharded itself",
+        "S506", f"`{owner}` shares a sharded weight, and has no `shard` row itself",
         Label(row.span) if row.span is not None else Label(),
-        notes=(f"`{used}` and `{name}` are the same tensor", f"it is split over `{axis}`"),
+        notes=(f"`{used}` and `{name}` are the same tensor", f"it is sharded over `{axis}`"),
         helps=(f"shard it too: `{owner} shard(vocab, over={axis})`",),
     )  # fmt: skip
 
@@ -209,7 +209,7 @@ def _check_data(plan: Plan, fqn: str) -> None:
     row = next(a for a in plan.actions if fqn in a.sites and "placement" in a.primitive.writes)
     label = Label(row.span) if row.span is not None else Label()
     if plan.mesh.size(first) > 1 and not set(first) <= set(plan.data_axes):
-        said = f"nothing splits the batch over `{first[0]}`, the rows of the grid of `{fqn}`"
+        said = f"no row splits the batch over `{first[0]}`, the first axis of the grid of `{fqn}`"
         add = f"add `zero(stage=0, over={first[0]})` at the end"
         raise Refusal(Diagnostic("S510", said, label, helps=(add,)))
     for axis in {plain for axes in others for plain in axes} & set(plan.data_axes):
@@ -226,8 +226,8 @@ def _experts(plan: Plan, fqn: str, kind: str, boundary: Boundary) -> Wanted:
     if axis == told.within and set(plan.mesh.fold(axis)) & set(plan.data_axes):
         raise Refusal(
             Diagnostic(
-                "S428", f"`{axis}` splits the batch, and each expert of `{fqn}`",
-                notes=("the ranks that hold parts of an expert see the same tokens",),
+                "S428", f"`{axis}` cannot shard both the batch and each expert of `{fqn}`",
+                notes=("the ranks that share an expert must see the same tokens",),
                 helps=("name an axis that no `zero` row names: `inner=tp`",),
             )
         )  # fmt: skip

@@ -219,7 +219,7 @@ def _fitting(plan: Plan, action: Action | None) -> tuple[str, ...]:
     if over is None or not isinstance(over, str) or over in plan.completing:
         return ()
     return (f"let the rows that fit be added, below: `complete(over={over})`",
-            "or hand on the whole: `output=R`")  # fmt: skip
+            "or gather its output: `output=R`")  # fmt: skip
 
 
 def _at_its_row(plan: Plan, refusal: Refusal) -> Refusal:

@@ -70,11 +70,12 @@ def _taken_apart(plan: Plan, first: BatchSum) -> Refusal:
     rows = (a.span for a in reversed(plan.actions) if hasattr(a.primitive, "micro") and a.span)
     return Refusal(
         Diagnostic(
-            "S668", f"the loss has statistics of the batch, which {micro} microbatches take apart",
+            "S668",
+            f"the loss needs statistics of the full batch, but there are {micro} microbatches",
             Label(next(rows, NOWHERE)),
             notes=(f"the forward of {where} takes a {first.name} over all rows"
                    + (f", {first.line}" if first.line else ""),
-                   "its backward begins before later microbatches are there"),
+                   "backward of a microbatch begins before the later ones are computed"),
             helps=("one microbatch: `micro=1`; ranks that share the batch share its statistics",
                    ALLOW),
         )

@@ -36,7 +36,7 @@ def weight_of(traced: Traced, parts: int) -> Weight:
         raise Refusal(
             Diagnostic(
                 "S621", f"the model has {len(traced.labels)} losses with labels of their own",
-                notes=("a part of the batch would weigh differently in each",),
+                notes=("a part of the batch would need another weight in each",),
                 helps=("say what a part weighs: `weight(batch)` in the model file",),
             )
         )  # fmt: skip

@@ -141,10 +141,10 @@ def _check_split(plan: Plan, row: Action) -> None:
         return
     raise Refusal(
         Diagnostic(
-            "S858", f"activations are split over `{bad[0]}`, and kept in fewer bits",
+            "S858", f"activations sharded over `{bad[0]}` cannot be kept in fewer bits",
             Label(row.span or NOWHERE, "rounds what modules save, block by block"), (),
-            ("blocks of a part of a tensor are other blocks than those of the whole; one process"
-             " can tell them where one axis splits weights, and one tokens",),
+            ("a shard has other blocks than the full tensor; one process can reproduce them for"
+             " one axis that shards weights and one that splits tokens",),
             (f"leave `{bad[0]}` out: split the batch with `zero` instead",
              f"or set it to 1: `--mesh {bad[0]}=1`"),
         )

@@ -58,8 +58,8 @@ def _check_axis(row: Action, staged: Staged) -> None:
         "activations": "or save fewer: `layers.*  checkpoint()`",
     }
     _refuse(
-        row, f"along `{over}` every rank keeps as much {said} as the next one",
-        "they would hold each other's, and no rank would hold less",
+        row, f"`to=peer` over `{over}` saves no memory: each rank keeps as much {said}",
+        "ranks would only exchange it, and none would hold less",
         (f"name the axis of the pipeline: `over={staged.axis}`" if staged.axis else near,
          less[what]),
     )  # fmt: skip

@@ -116,7 +116,7 @@ def tier_of_unit(plan: Plan, fqn: str, names: Sequence[str]) -> str:
         row = next((a for a in plan.actions if a.name == "offload"), None)
         refusal = Refusal(
             Diagnostic(
-                "S854", f"`zero` gathers {unit} as one, and its parameters lie apart",
+                "S854", f"`zero` gathers {unit} as one, but its parameters are in two places",
                 notes=(f"`{near}` lies on `{kinds[-1]}`, `{away}` on `{kinds[0]}`",),
                 helps=("select whole layers",
                        "or leave the selector out: `offload(parameters, to=cpu)`"),

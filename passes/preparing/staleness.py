@@ -43,7 +43,7 @@ def check_build(staged: Staged, optimizer: Any, clip: float | None, hollow: bool
         return
     if clip is not None:
         _refuse(
-            "gradients cannot be clipped by their norm where stages update apart", None,
+            "`clip` needs the norm of all gradients, but stages update at different times", None,
             notes=("the first stage has made several updates when the last one makes its first:"
                    " no norm of all gradients exists",),
             helps=("leave `clip` out", SYNCHRONOUS),
@@ -60,7 +60,7 @@ def _check_stages(staged: Staged, row: Action | None) -> None:
     if len(set(places)) == len(places):
         return
     _refuse(
-        "stages of one rank would update apart", row,
+        "two stages of one rank would update at different times", row,
         notes=("under stale weights each rank runs one stage, with an optimizer of its own",),
         helps=("use a table with one stage on each rank", SYNCHRONOUS),
     )  # fmt: skip

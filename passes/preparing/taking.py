@@ -46,7 +46,7 @@ def _nobody(plan: Plan, key: str, batch: Mapping[str, Any], others: tuple[Any, A
     told = f"{' and '.join(functions)} of the model file read{'s' * (len(functions) == 1)} others"
     free = [name for name in names if name not in batch]
     return Diagnostic(
-        "S910", f"nobody takes `{key}` of the batch",
+        "S910", f"neither the forward nor the loss takes `{key}` of the batch",
         notes=(f"the forward of `{plan.model.class_name}` takes {said}",
                told if functions else "the model file has no `loss` that could read it"),
         helps=(f"leave `{key}` out of what `batch(seed)` returns",
@@ -143,11 +143,11 @@ def check_rows(plan: Plan, sample: Mapping[str, Any]) -> None:
     row = next((a for a in plan.actions if {"state", "order"} & set(a.primitive.writes)), None)
     raise Refusal(
         Diagnostic(
-            "S670", f"the batch cannot be cut by rows: `{found.key}` names rows of all of it",
+            "S670", f"the batch cannot be split by rows: `{found.key}` holds indices of rows",
             Label(row.span) if row is not None and row.span is not None else Label(),
-            notes=(f"it names row {found.largest}, and a part has {found.size}:"
-                   f" `{found.call}` would find none",),
-            helps=("leave the batch whole: 1 rank on the axes of `zero`, and 1 microbatch",
+            notes=(f"it holds the index {found.largest}, but a part has {found.size} rows:"
+                   f" `{found.call}` would fail",),
+            helps=("do not split the batch: 1 rank on the axes of `zero`, and 1 microbatch",
                    "or let dim 0 of every tensor be samples: graphs padded to one size,"
                    " or one graph for all, `x` of [samples, nodes, features]"),
         )

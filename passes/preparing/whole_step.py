@@ -34,7 +34,7 @@ def whole_step(
     if is_stale(staged.timeline):
         _refuse(
             "stages that update by themselves cannot put parameters together for a step",
-            f"this optimizer looks at whole tensors, and `{split.name}` lies in parts",
+            f"this optimizer needs full tensors, and `{split.name}` is sharded",
             "use a synchronous order, or an elementwise optimizer (SGD, Adam, AdamW, ...)",
         )
     if is_tensorwise(optimizer):

@@ -78,8 +78,8 @@ def _check_exact(plan: Plan, action: Action) -> None:
         refusal = Refusal(
             Diagnostic(
                 "S709", f"`{inexact[0].name}` cannot be equal bit by bit",
-                notes=(f"it gives up {', '.join(sorted(inexact[0].primitive.gives_up))}, and stands"
-                       f" in the step that `verify({arguments(action.primitive)})` is about",),
+                notes=(f"it changes {', '.join(sorted(inexact[0].primitive.gives_up))}, and is"
+                       f" in the step that `verify({arguments(action.primitive)})` checks",),
                 helps=("leave `exact` out: float64 is compared to 1e-9",
                        "or give the rows that are exact (`checkpoint`, `offload`) a step of their"
                        " own"),

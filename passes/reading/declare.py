@@ -141,14 +141,15 @@ def _filled(
         given = ", ".join(f"{k}={'_' if k == blanks[0] else v or 2}" for k, v in sizes.items())
         help_ = f"give the others a size: `mesh({given})`"
         said = f"{len(blanks)} are `_`"
-        refused("S111", "one axis at most takes the rest", node.span, said, help_)
+        refused("S111", "only one axis may be `_`", node.span, said, help_)
     taken = math.prod(size for size in sizes.values() if size is not None)
     machine = re.fullmatch(r".*?x(\d+)", node.on or "")
     world = settings.world or (int(machine[1]) if machine else 2 * taken)
     if world % taken:
         said = f"the other axes take {taken} of {world} ranks"
         help_ = "their product must divide the number of ranks"
-        refused("S111", f"nothing whole is left for `{blanks[0]}`", node.span, said, help_)
+        title = f"`{blanks[0]}` would have no whole number of ranks"
+        refused("S111", title, node.span, said, help_)
     rest = world // taken
     return tuple((name, rest if size is None else size) for name, size in sizes.items())
 

@@ -75,7 +75,7 @@ def _axis(plan: Plan, name: str, gradient: Gradient, axis: str, mine: Book) -> I
         done = sum(axis in one.axes for one in sums)
         over = done - due + share.times
         if done < due:
-            said = f"gradients are parts over `{axis}`, and nothing sums them over it"
+            said = f"gradients are partial over `{axis}`, and nothing sums them over it"
             yield Diagnostic("S711", said, label)
             return
         if over > 0:
@@ -104,7 +104,7 @@ def _divided(plan: Plan, name: str, mine: Book) -> Iterator[Diagnostic]:
     for one in (one for sums in mine.values() for one in sums if one.divisor != 1.0):
         over = f" over `{', '.join(one.axes)}`" if one.axes else ""
         said = f"the sum of gradients{over} is divided by {one.divisor:g}"
-        note = "the loss of each part already carries its share of the whole batch"
+        note = "the loss of each rank is already weighted by its share of the batch"
         summed = next((s.axes for s in (one, *_last_first(mine)) if s.axes), ())
         row = axis_row(plan, name, summed[0]) if summed else None
         yield Diagnostic("S712", said, placed(row), notes=(note,))

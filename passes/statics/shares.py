@@ -57,7 +57,7 @@ def _row(step: Step) -> Any:
 
 def _whole(step: Step, each: list[float], whole: float) -> Iterator[Diagnostic]:
     if not math.isclose(sum(each), whole, rel_tol=NEAR):
-        said = f"the parts of the batch weigh {sum(each):g} together, and the whole {whole:g}"
+        said = f"the weights of all parts add up to {sum(each):g}; the batch weighs {whole:g}"
         yield Diagnostic("S716", said, _row(step))
 
 

@@ -32,8 +32,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S616": ("not built yet", "Without `batch=` a program is built at its first step."),
     "S617": ("a pipeline has no module", "Each rank holds a stage: use `train_step`, `eval_step`."),
     "S618": ("`build` takes something else", "`sch.build(batch=, loss=, optimizer=, clip=, ...)`."),
-    "S619": ("another batch than it was built for", "Build from a batch as it will be trained on."),
-    "S621": ("parts of the batch do not add up", "Say what a part weighs: `weight(batch)`."),
+    "S619": ("another batch than it was built for", "Build with the keys that training has."),
+    "S621": ("parts of the batch have no known weight", "Define `weight(batch)`."),
     "S622": ("an optimizer that looks at all tensors", "One tensor at a time can be put together."),
     "S623": (
         "a model without values",
@@ -56,11 +56,11 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S633": (
         "no readable checkpoint",
-        "It is not there, damaged, not whole, or not what `program.save` writes: checksums, sizes\n"
+        "It is missing, damaged, incomplete, or not what `program.save` writes: checksums, sizes\n"
         "and kinds are looked at before anything is changed. The message names file and tensor.",
     ),
     "S634": ("names are missing or unknown", "A checkpoint fits the model that it was saved from."),
-    "S635": ("another shape or dtype", "Layouts may differ, whole tensors may not."),
+    "S635": ("another shape or dtype", "Placements may differ, shapes of full tensors may not."),
     "S636": ("another optimizer", "It must be of the same class and train the same parameters."),
     "S637": ("state that no checkpoint can hold", "Tensors, and plain numbers alike on all ranks."),
     "S638": (
@@ -90,12 +90,12 @@ CODES: Mapping[str, tuple[str, str]] = {
         "transformers or in `scaled_dot_product_attention(.., is_causal=True)`.",
     ),
     "S656": ("no sequences", "Slices cut dim 1 of the batch's tensors."),
-    "S657": ("padding before a slice", "Pad on the right, or leave sequences whole."),
-    "S658": ("packed rows in slices", "One document per row, or sequences that stay whole."),
+    "S657": ("padding before a slice", "Pad on the right, or do not slice sequences."),
+    "S658": ("packed rows in slices", "One document per row, or sequences that are not sliced."),
     "S659": (
         "a model that cannot be split by tokens",
         "Only the attentions that rows name meet the tokens of other ranks; the message names the\n"
-        "first module that gives a token something else than it gives within the whole sequence.",
+        "first module that gives a token another result than in the full sequence.",
     ),
     "S660": (
         "an attention that no row names",
@@ -123,7 +123,7 @@ CODES: Mapping[str, tuple[str, str]] = {
         "of that name in the forward of that module.",
     ),
     "S670": (
-        "rows of a batch name each other",
+        "the batch holds indices of its rows",
         "Edges of a graph, or pairs of samples, are numbers of rows: a part of the batch would\n"
         "name rows that lie in another part.",
     ),
@@ -134,6 +134,6 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S680": ("too few tokens", "Every rank that shares a sequence needs one of its tokens."),
     "S681": (
         "heads that cannot be divided",
-        "Ulysses gives every rank the same number of heads; a ring leaves heads whole.",
+        "Ulysses gives every rank the same number of heads; a ring does not split heads.",
     ),
 }

@@ -10,9 +10,9 @@ CODES: Mapping[str, tuple[str, str]] = {
         "`verify` and `run` start local processes.  A smaller mesh, `--mesh ...`, keeps the rows.",
     ),
     "S703": (
-        "the loss of the whole is not the mean of the parts",
-        "Checked on the original, before anything else: the parts of a batch, weighed, must give\n"
-        "its loss.  Say what a part weighs, `weight(batch)`, or `relax(batch_stats)`.",
+        "splitting the batch changes the loss",
+        "Checked on the original, before anything else: the weighted mean of the losses of the\n"
+        "parts must be the loss of the batch.  Define `weight(batch)`, or `relax(batch_stats)`.",
     ),
     "S704": ("no working dtype", "Float64 is always checked; this names the dtype checked beside."),
     "S705": ("no row on these lines", "`--only 11,14-17` names lines of the schedule file."),
@@ -27,17 +27,17 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S711": (
         "a gradient is not summed",
-        "`check --model` follows on every axis whether a gradient is whole or a part of a sum.\n"
-        "This one is still a part when it is used: ranks would train on different gradients.",
+        "`check --model` follows on every axis whether a gradient is replicated or partial.\n"
+        "This one is still partial when it is used: ranks would train on different gradients.",
     ),
     "S712": (
         "a gradient is summed too often",
-        "It was whole already, or was summed before: it is too large by the size of the axis.",
+        "It was replicated already, or summed before: it is too large by the size of the axis.",
     ),
     "S713": (
-        "what is summed is no pending sum",
-        "Ranks hold parts that add up to the whole only after a product over a split dim.  From\n"
-        "there to the sum only linear calls may stand, and nothing that every rank adds alike.",
+        "what is summed is not partial",
+        "Ranks hold partial sums only after a product over a sharded dim.  From there to the\n"
+        "all-reduce only linear calls may stand, and no addition of a replicated tensor.",
     ),
     "S714": (
         "ranks do not agree",
@@ -50,9 +50,9 @@ CODES: Mapping[str, tuple[str, str]] = {
         "Every parameter and buffer belongs to a stage that uses it.",
     ),
     "S716": (
-        "parts do not weigh one together",
-        "The loss of each part of the batch is weighed so that all together are the mean of the\n"
-        "whole.  These weights are not: gradients would be too large or too small.",
+        "weights of parts do not add up",
+        "The losses of all parts, each times its weight, must give the mean over the batch.  With\n"
+        "these weights they do not: gradients would be too large or too small.",
     ),
     "S721": (
         "no readable lock",

@@ -39,7 +39,7 @@ CODES: Mapping[str, tuple[str, str]] = {
         "anything: put such a name in backquotes.",
     ),
     "S008": (
-        "a primitive is not whole",
+        "a primitive is incomplete",
         "A subclass of Primitive has a docstring, an example, check and apply, facets that exist,\n"
         "and a name that no other module uses.",
     ),

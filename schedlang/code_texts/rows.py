@@ -17,19 +17,19 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S404": ("a module with a forward of its own", "Shard the modules inside of it."),
     "S405": (
-        "the model cannot compute with the parts",
-        "Following the shapes through the model on the meta device, some call met a part where it\n"
-        "needs the whole.  The message names the module and the call.",
+        "a module gets a shard, and needs the full tensor",
+        "Following the shapes through the model on the meta device, a call got a shard where it\n"
+        "needs the full tensor.  The message names the module and the call.",
     ),
-    "S406": ("blocks do not make up the dim", "`blocks=` lists sizes that add up."),
+    "S406": ("blocks do not add up to the dim", "`blocks=` lists sizes that add up to it."),
     "S407": (
         "weight and bias do not fit together",
-        "A bias lies as the outputs of its weight: split along `out` if the weight is.",
+        "Shard the bias along `out` if the weight is sharded along `out`, and only then.",
     ),
     "S408": ("not for this scope", "Some rows are about the whole model, some never are."),
     "S409": (
         "nothing is left to balance",
-        "Single modules are where stages start; a list is shared out.",
+        "Single modules say where stages start; only a list can be balanced.",
     ),
     "S410": ("the kernel computes something else", "The module is not what the kernel replaces."),
     "S411": ("no weight gradient", "`split_backward` is for modules with trained weights."),
@@ -39,11 +39,11 @@ CODES: Mapping[str, tuple[str, str]] = {
         "Something is frozen, and something still trained.",
     ),
     "S416": ("nothing to tie or untie", "Parameters of one shape become one; a shared one, two."),
-    "S417": ("nothing whole to compress", "Compress over the axes of a `zero(stage=0)` row."),
+    "S417": ("no full gradient to compress", "Compress over the axes of a `zero(stage=0)` row."),
     "S419": (
         "windows do not fit the parts",
-        "Where positions are split, each rank's part is a multiple of the stride, reaches as far\n"
-        "as a window does, and the whole gives one output for each stride.",
+        "Where positions are sharded, each shard is a multiple of the stride and at least as long\n"
+        "as the window reaches, and the full tensor gives one output for each stride.",
     ),
     "S420": (
         "a length that the ranks do not divide",

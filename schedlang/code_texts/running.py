@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 CODES: Mapping[str, tuple[str, str]] = {
     "S811": ("no float64 for this operation", "It reads the bits of a float."),
-    "S812": ("randomness of its own", "It cannot be drawn logically, alike under every layout."),
+    "S812": ("randomness of its own", "Other ranks cannot reproduce its numbers."),
     "S813": ("a checkpointed module changes its buffers", "Recomputation would change them twice."),
     "S821": ("the kernel does not fit the call", "Leave this module as it is."),
     "S831": ("inductor cannot compile here", "It needs a compiler; the message says which."),
@@ -40,7 +40,7 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S846": (
         "written into before it was made again",
-        "An operator runs again on what it was given; nobody may have written into that.",
+        "An operator runs again on what it was given; nothing may have written into that.",
     ),
     "S847": (
         "moved by two rows",
@@ -63,8 +63,8 @@ CODES: Mapping[str, tuple[str, str]] = {
         "`zero` gathers a layer as one, so all of it lies on one tier: select whole layers.",
     ),
     "S855": (
-        "a step on whole tensors cannot be undone",
-        "Parameters in parts are put together for an optimizer that looks at whole tensors; with\n"
+        "a step on full tensors cannot be undone",
+        "Sharded parameters are gathered for an optimizer that needs full tensors; with\n"
         "anything on disk such a step might fail half done.",
     ),
     "S856": (
@@ -105,7 +105,7 @@ CODES: Mapping[str, tuple[str, str]] = {
         "`expect comm_bytes(tp) < 2GiB`, `expect bubble < 0.2`, `expect time(step) < 180ms`.",
     ),
     "S862": (
-        "an expectation that cannot be told",
+        "an expectation that cannot be computed",
         "Bytes are counted with a batch, and memory where a step can be played without values.",
     ),
     "S863": ("`model()` raises", "The message has the line of the model file, and the error."),
@@ -123,8 +123,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S875": (
         "a head whose logits could not wait for the loss",
-        "`linear_cross_entropy` works on a head that is whole, or split over its words along one\n"
-        "axis.  Sharded in another way the logits would be computed as without the kernel.",
+        "`linear_cross_entropy` needs a head that is replicated, or sharded along `vocab` over\n"
+        "one axis.  Sharded in another way the logits would be computed as without the kernel.",
     ),
     "S876": ("a package that is not installed", "Its kernel is called where the package is."),
     "S877": (
@@ -143,7 +143,7 @@ CODES: Mapping[str, tuple[str, str]] = {
         "a replacement that does not fit",
         "It has the same parameters, or says what its own are made of, and takes the same call.",
     ),
-    "S882": ("a pattern that is nowhere in the module", "The message has the nearest miss."),
+    "S882": ("a pattern without a match in the module", "The message has the nearest miss."),
     "S883": ("a data flow that cannot be followed", "It chooses by values; name a smaller module."),
     "S884": ("nothing to gain", "One kernel is what fusing makes of several."),
     "S885": ("not a pattern", "Functions of torch, `+ - * / @`, literals and all its parameters."),
@@ -186,7 +186,7 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S907": ("no plan to be read", "It must be one that `schedlang plan --out` wrote."),
     "S909": ("no language server", "It needs pygls: `pip install 'schedlang[editors]'`."),
     "S910": (
-        "nobody takes a key of the batch",
+        "nothing reads a key of the batch",
         "A batch holds what the forward takes by name, and what `loss` and `weight` read.",
     ),
     "S914": (

@@ -219,9 +219,9 @@ class Program:
         if new and known:
             raise Refusal(
                 Diagnostic(
-                    "S619", f"the batch has `{new[0]}`, which that of building had not",
+                    "S619", f"the batch has a key `{new[0]}` that the batch of `build` has not",
                     notes=(f"the program was built from a batch of {', '.join(sorted(known))}",),
-                    helps=("build it from one as it will be trained on: `sch.build(batch=batch)`",),
+                    helps=("build with the keys that training has: `sch.build(batch=batch)`",),
                 )
             )  # fmt: skip
 

@@ -90,7 +90,7 @@ class Waiting:
             raise AttributeError(f"a program has no `{name}`")
         raise Refusal(
             Diagnostic(
-                "S616", f"`{name}` is not there yet: the program is built at its first batch",
+                "S616", f"`{name}` is not available yet: the program is built at its first batch",
                 Label(python_span()),
                 notes=("shapes are known from a batch, and none was given to `build`",
                        *([_NEEDS[name]] if name in _NEEDS else [])),

@@ -96,7 +96,7 @@ def load_state_dict(a: Assembly, state: Mapping[str, Tensor]) -> None:
     ]
     if wrong:
         more = (f"and {len(wrong) - 8} more like these",) * (len(wrong) > 8)
-        helps = ("give the whole state of this model: names as in `model.state_dict()`",)
+        helps = ("give the full state dict of this model: names as in `model.state_dict()`",)
         notes = (*wrong[:8], *more)
         raise Refusal(
             Diagnostic("S641", "this state is not of this model", notes=notes, helps=helps)

@@ -234,7 +234,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_mixes_tokens_elsewhere_is_named(name: str) -> None:
-    """The refusal names the first module that gives a token something else, and the row."""
+    """The refusal names the first module that gives a token another result, and the row."""
     make, code, wanted = REFUSED[name]
     with pytest.raises(Refusal) as error:
         tokens_of(make(), OWN.format("ring, over=cp, layout=zigzag"), models.tokens(3, 9, False))
@@ -289,7 +289,7 @@ def test_a_convolution_in_front() -> None:
 def test_an_attention_without_a_row() -> None:
     """One attention that nobody named would see its own rank's keys only."""
     row = LLAMA.format("gather, over=cp").replace("*", "0")
-    with pytest.raises(Refusal, match="`model.layers.1.self_attn` attends, and no row"):
+    with pytest.raises(Refusal, match="`model.layers.1.self_attn` is an attention that no"):
         tokens_of(models.llama(2), row, models.tokens(3, 9))
 
 
@@ -335,7 +335,7 @@ def test_modules_on_different_axes() -> None:
     """Every attention meets the keys of all ranks, or is named."""
     rows = LLAMA.format("ring, over=a").replace("*", "0") + "\n"
     rows += LLAMA.format("ring, over=b").replace("*", "1")
-    with pytest.raises(Refusal, match="does not meet the keys of all ranks"):
+    with pytest.raises(Refusal, match="does not attend to the keys of all ranks"):
         prepare(planned(models.llama(2), rows, "a=2, b=2"), models.tokens(4, 12))
 
 
@@ -349,7 +349,7 @@ def test_a_wrong_way_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without positions a model differs when it is tried, in the loss or in a gradient."""
     way = Tokens("contiguous", 2, "labels", "given", positions=False)
     monkeypatch.setattr(probe, "candidates", lambda trial, kind, ranks: [way])
-    with pytest.raises(Refusal, match="gives a token something else"):
+    with pytest.raises(Refusal, match="gives a token another result"):
         tokens_of(models.llama(2), LLAMA.format("gather, over=cp"), models.tokens(3, 9))
 
 

@@ -156,7 +156,7 @@ def test_what_is_no_such_module_is_refused() -> None:
     assert isinstance(found, Mismatch) and "differs from experts" in found.reason
     assert found.error is not None and found.error > 1e-3
     said = refused(models.tiny(layers=1), "layers.*.router  replace_kernel(grouped)")
-    assert "S410" in said and "first dim are the experts" in said
+    assert "S410" in said and "dim 0 counts the experts" in said
     module = models.Experts().double()
     replace(module, match(module, "grouped"))
     with pytest.raises(Refusal, match="S821|called with 2 arguments"):

@@ -229,7 +229,7 @@ def test_what_is_no_head_is_told():
         model, "model.norm replace_kernel(linear_cross_entropy)"
     )
     said = refused(model, "model.norm replace_kernel(rms_norm, chunk=1MiB)")
-    assert "S870" in said and "`rms_norm` holds no logits in parts" in said
+    assert "S870" in said and "`rms_norm` takes no `chunk`" in said
 
     class Scaled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

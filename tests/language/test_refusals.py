@@ -127,7 +127,7 @@ def test_a_mesh_larger_than_the_world(tmp_path: Path, monkeypatch: pytest.Monkey
     """In a job of two ranks a mesh of four is refused, with how to start four."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     message = _refused(tmp_path, _text("  zero(stage=0, over=dp)", "dp=_, tp=4"))
-    assert "nothing whole is left for `dp`" in message and "2 ranks" in message
+    assert "`dp` would have no whole number of ranks" in message and "2 ranks" in message
     monkeypatch.delenv("WORLD_SIZE")
     message = _refused(tmp_path, _text("  zero(stage=0, over=dp)", "dp=16"))
     assert "16 ranks are more than `verify` starts" in message and "`--mesh dp=2`" in message

@@ -167,5 +167,5 @@ def test_rows_that_fit_a_limit_are_played_as_chosen() -> None:
     fitted = account(planned(llama(), row.format("3MiB"), "dp=2"), batch(), memory=True)
     assert plain.memory is not None and fitted.memory is not None, fitted.notes
     assert fitted.memory[0].peak < plain.memory[0].peak
-    with pytest.raises(Refusal, match="hold no plan"):
+    with pytest.raises(Refusal, match="fits into"):
         account(planned(llama(), row.format("1KiB"), "dp=2"), batch(), memory=True)

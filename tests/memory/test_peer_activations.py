@@ -216,7 +216,7 @@ def test_refused(rows: str, mesh: str, said: tuple[str, ...]) -> None:
     "rows, mesh, said",
     [
         ("layers[0] offload(activations, to=peer, over=dp)\nzero(stage=0, over=dp)", "dp=2",
-         ("S851", "no rank would hold less", "checkpoint()")),
+         ("S851", "none would hold less", "checkpoint()")),
         (FIRST + PIPE.replace("1F1B", "BPipe"), "pp=4", ("S851", "says by itself", "EVICT")),
         (FIRST + PIPE.replace("1F1B", "Varuna"), "pp=2", ("S851", "says by itself", "RECOMPUTE")),
     ],

@@ -193,7 +193,7 @@ STALE = 'layers pipeline_split(over=pp)\npipeline(order="PipeDream", micro=4)'
     "rows, mesh, optimizer, said",
     [
         ("offload(optimizer, to=peer, over=dp)\nzero(stage=0, over=dp)", "dp=2", sgd,
-         ("S851", "no rank would hold less", "zero(stage=1, over=dp)")),
+         ("S851", "none would hold less", "zero(stage=1, over=dp)")),
         (FIRST + "layers[2] offload(optimizer, to=disk)\n" + PIPE, "pp=2", sgd,
          ("S851", "on disk", "to=cpu")),
         (FIRST + "layers[0] offload(parameters)\n" + PIPE, "pp=2", sgd,

@@ -112,7 +112,7 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("loop", "layers.1` is called .* a cut falls between two calls made once"),
+        ("loop", "layers.1` is called .* no stage can start at it"),
         ("reversed", "layers.1` is called after `layers.2`"),
         ("skipped", "layers.2` is not called"),
     ],
@@ -133,7 +133,7 @@ def test_loop_is_no_trunk() -> None:
 def test_value_that_decides() -> None:
     """A value read by Python is refused without data; with data its source is sent to all."""
     batch = {"x": torch.ones(2, 3)}
-    with pytest.raises(Refusal, match="between units reads the value") as caught:
+    with pytest.raises(Refusal, match="reads the value of a tensor between modules") as caught:
         graph_of(Odd("value"), batch)
     assert caught.value.diagnostic.code == "S611"
     names = ["layers.0", "layers.1", "layers.2"]

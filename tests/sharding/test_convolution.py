@@ -202,7 +202,7 @@ def test_windows_that_do_not_fit_are_refused() -> None:
     net = Net().double()
     net.stem.stride = (5, 5)
     said = refused(net, SPATIAL, "sp=2", batches(2)[0])
-    assert "S419" in said and "parts of at least 1 that are multiples of 5" in said, said
+    assert "S419" in said and "shards of at least 1, a multiple of 5" in said, said
     bare = Net().double()
     bare.stem.padding = (0, 0)
     assert "needs a padding of 1" in refused(bare, SPATIAL, "sp=2", batches(2)[0])

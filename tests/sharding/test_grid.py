@@ -324,7 +324,7 @@ def test_refusals_say_what_fits(rows: str, mesh: str, said: str) -> None:
 def test_rows_of_a_grid_have_to_split_the_batch() -> None:
     """Without its `zero` row a grid would sum the same gradient on every row of it."""
     text = refused(Toy().double(), PAIR.format(SUMMA, SUMMA), "r=2, c=2", points(0, 4))
-    assert "[S510]: nothing splits the batch over `r`, the rows of the grid of `up`" in text
+    assert "[S510]: no row splits the batch over `r`, the first axis of the grid of `up`" in text
     assert "add `zero(stage=0, over=r)` at the end" in text
 
 

@@ -258,13 +258,13 @@ def test_reducing_a_split_dim() -> None:
 def test_a_pending_sum_is_not_handed_on() -> None:
     """A sum that nobody would add up is refused: what follows would take it for the whole."""
     said = _pair(lambda m, y, x: y, BOTH.replace("(row,", "(row, output=P(sum),"))
-    assert "`down` would hand on a sum that is pending" in said and "output=R" in said
+    assert "`down` would output a partial sum" in said and "output=R" in said
 
 
 def test_a_whole_tensor_among_split_ones() -> None:
     """An activation that every rank has whole, mixed with a split one, would lose its gradient."""
     said = _pair(lambda m, y, x: y * m.side(x))
-    assert "mixes a tensor split over `tp` with one that is whole" in said
+    assert "mixes a tensor sharded over `tp` with a replicated one" in said
     assert "shard the module that makes it" in said
 
 
@@ -301,7 +301,7 @@ def test_a_half_sharded_tie() -> None:
     said = refused(models.gpt2(1), "transformer.wte shard(vocab, over=tp)".replace(
         "transformer.wte shard", "transformer.wte pad(vocab, multiple=2)\ntransformer.wte shard"
     ), "tp=2", TOKENS)  # fmt: skip
-    assert "S506" in said and "`lm_head` shares a weight that is split" in said
+    assert "S506" in said and "`lm_head` shares a sharded weight" in said
     assert "lm_head shard(vocab, over=tp)" in said
 
 

@@ -114,7 +114,7 @@ class Turned(Gemma):
 @pytest.mark.parametrize(
     ("norm", "said"),
     [
-        (Sorted(8), "`cumsum` needs the whole hidden dim"),
+        (Sorted(8), "`cumsum` needs the full hidden dim"),
         (Turned(8), "what it gives is not split as what it is given"),
     ],
 )

@@ -62,7 +62,7 @@ def test_verify_has_a_line_for_each(threads: Threads) -> None:
     assert "to blame" not in text and "first difference" not in text
     assert report.to_json()["bounds"][2]["holds"] is False
     untold = replace(report, bounds=(replace(report.bounds[2], holds=None),))
-    assert untold.exit_code == 3 and "peak_memory < 16B   cannot be told" in str(untold)
+    assert untold.exit_code == 3 and "peak_memory < 16B   cannot be computed" in str(untold)
 
 
 def test_a_smaller_mesh_stands_for_the_files_own(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def refuse_heads(heads: int, kv_heads: int, ranks: int) -> None:
                 notes=(f"{kv_heads} heads of keys and values would be copied as needed",),
                 helps=(
                     f"an axis of {' or '.join(map(str, legal)) or 'one'} ranks",
-                    "or a ring, which leaves heads whole: `context_parallel(ring, ...)`",
+                    "or a ring, which does not split heads: `context_parallel(ring, ...)`",
                     "or a ring around a smaller Ulysses: `context_parallel(usp, ...)`",
                 ),
             )

@@ -209,7 +209,7 @@ def unnamed(what: str) -> Refusal:
     """An attention runs that no row is about."""
     return Refusal(
         Diagnostic(
-            "S660", f"`{site() or what}` attends, and no row says how it meets other ranks' keys",
+            "S660", f"`{site() or what}` is an attention that no `context_parallel` row names",
             notes=("all attentions of a model see the same tokens",),
             helps=("name all of them: `layers.*.self_attn  context_parallel(...)`",),
         )

@@ -17,8 +17,8 @@ from schedlang.runtime.context.trial import layout_of, parted
 from schedlang.runtime.parts import dotted
 from schedlang.runtime.slicing.slice_trial import Trial, forward
 
-MIXED = ("positions that it counts by shapes, or tokens that it mixes by other means than the"
-         " attentions that rows name, are those of one rank only")  # fmt: skip
+MIXED = ("positions counted from shapes, and tokens mixed outside of the attentions that rows"
+         " name, are those of one rank only")  # fmt: skip
 Outputs = dict[str, dict[int, Tensor]]
 
 
@@ -51,7 +51,7 @@ def fault(trial: Trial, tokens: Tokens, error: Exception, sites: Sequence[str]) 
         if not fits or not _near(layout.whole(mine, 1), want):
             return refusal(
                 f"`{kind}` cannot be split by tokens",
-                f"`{name}` gives a token something else than it gives within the sequence",
+                f"`{name}` gives a token another result than in the full sequence",
                 _window(trial.model, upto(whole.found, name)) or MIXED,
             )
     return refusal(f"`{kind}` cannot be split by tokens", str(error))

@@ -24,7 +24,7 @@ from schedlang.runtime.sharding.split_norm import NotSplit
 PROJECTIONS = ("Linear", "Conv1D", *CONVOLUTIONS)
 TABLES = ("Embedding", "EmbeddingBag")
 PLAIN = (*PROJECTIONS, *TABLES)  # kinds split along one dim for each axis
-GATHER_NORM = "gather before it: `output=R` on the row before, and leave it whole"
+GATHER_NORM = "gather before it: `output=R` on the row before, and keep it replicated"
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _left(edge: Edge, wanted: Wanted, out: Any, follower: Follower) -> Edge:
     if isinstance(leaves, S) and main is not None:
         leaves = replace(leaves, dim=dim_of(leaves) % main.ndim)
         if isinstance(computes, S) and computes != leaves and not switches(computes, leaves):
-            reason = f"it computes {computes} and cannot hand on {leaves}"
+            reason = f"it computes {computes} and cannot output {leaves}"
             raise _refuse(reason, wanted.axis, edge.group.label)
     return replace(edge, computes=computes, leaves=leaves)
 
@@ -199,7 +199,7 @@ def _edge(leaf: Leaf, wanted: Wanted, main: Tensor, note: Note, group: Group) ->
     computes = wants if wanted.computes is None else wanted.computes
     leaves = computes if wanted.output is None else wanted.output
     if isinstance(leaves, P):  # the follower knows no such tensor: it would take it for whole
-        reason = f"`{leaf.fqn}` would hand on a sum that is pending, and nothing adds it up"
+        reason = f"`{leaf.fqn}` would output a partial sum that no row adds up"
         raise _refuse(reason, wanted.axis, leaf.fqn, "use `output=R`, or split the sum")
     if isinstance(computes, S):
         ndim = main.ndim if is_main(main) else main.ndim + 1  # an embedding adds a dim to its ids
@@ -223,14 +223,14 @@ def _check_whole(
 ) -> None:  # fmt: skip
     """Refuse what a split projection or embedding cannot be given, or hand on."""
     if leaf.kind == "EmbeddingBag" and not isinstance(arrives, Replicate):
-        reason = f"`{leaf.fqn}` is given weights of its entries in parts ({arrives})"
+        reason = f"`{leaf.fqn}` needs replicated `per_sample_weights`, but gets {arrives}"
         raise _refuse(reason, None, leaf.fqn, "gather them first: `output=R` on the row before")
     reason, inner = "", CHANNELS if leaf.kind in CONVOLUTIONS else main.ndim - 1
     if isinstance(computes, S):
         if not isinstance(wants, Replicate):
-            reason = f"`{leaf.fqn}` splits its outputs, and computes them from whole inputs"
+            reason = f"`{leaf.fqn}` shards its outputs, and needs a replicated input"
         elif isinstance(leaves, S) and leaves.dim != computes.dim:
-            reason = f"`{leaf.fqn}` computes {computes} and cannot hand on {leaves}"
+            reason = f"`{leaf.fqn}` computes {computes} and cannot output {leaves}"
         elif leaf.bias is not None:
             reason = f"`{leaf.fqn}` adds its bias to a sum over one axis, and another splits it"
     elif isinstance(wants, S) and wants.blocks != 1 and arrives != wants:

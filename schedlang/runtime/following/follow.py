@@ -378,8 +378,8 @@ class Step:
                 continue
             if note.data or not note.roots:
                 raise Mismatch(
-                    self.frame, f"`{self.name}` mixes a tensor split over `{axis}` with one that"
-                    " is whole, and nothing would sum that one's gradient over the ranks",
+                    self.frame, f"`{self.name}` mixes a tensor sharded over `{axis}` with a"
+                    " replicated one, whose gradient nothing would sum over the ranks",
                     axis, (), self.follower.agreed,
                     ("shard the module that makes it, or give this module `input=...`",),
                 )  # fmt: skip

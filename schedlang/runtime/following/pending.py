@@ -47,7 +47,7 @@ def trouble(tensor: Tensor, axis: str, varies: Varies) -> str | None:
         seen.add(id(one))
         made: Made | None = one.__dict__.get("_schedlang_made")
         if made is None:
-            return f"a part is summed over `{axis}` as it is, without having been multiplied"
+            return f"a shard is summed over `{axis}`, as if it were a partial sum"
         found = _step(made, axis, varies)
         if isinstance(found, str):
             return found
@@ -70,12 +70,14 @@ def _step(made: Made, axis: str, varies: Varies) -> list[Tensor] | str:
         return parts if len(parts) == 1 and not masked else []
     if made.name in ADDS:
         if alike:
-            return f"`{made.name}` adds on each rank of `{axis}` what is alike, before the sum"
+            return (
+                f"`{made.name}` adds a replicated tensor on every rank of `{axis}` before the sum"
+            )
         return parts
     if made.name == "index_add":  # onto zeros
         return [t for t in parts if t is not made.inputs[0]]
     if made.name in LINEAR:
         return parts
     if made.name == "embedding":
-        return f"each rank of `{axis}` looks up some row, also where it does not hold the word"
+        return f"each rank of `{axis}` looks up a row, even for words that it does not hold"
     return f"`{made.name}` is not linear, and runs before the sum over `{axis}`"

@@ -105,8 +105,8 @@ class Away:
         if whole is not None and self.rewritten:
             raise Refusal(
                 Diagnostic(
-                    "S855", "a step on whole tensors cannot be undone where a disk is full",
-                    notes=("this optimizer looks at whole tensors, and they lie in parts",),
+                    "S855", "an optimizer step on full tensors cannot be undone if a disk is full",
+                    notes=("this optimizer needs full tensors, and they are sharded",),
                     helps=("keep everything in memory: `to=cpu`",
                            "or use an elementwise optimizer (SGD, Adam, AdamW, ...)"),
                 )

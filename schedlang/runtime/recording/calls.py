@@ -97,7 +97,7 @@ def calls_of(model: nn.Module, kwargs: Mapping[str, Any], meta: bool) -> Calls:
 
 def asks_for_values(error: Exception) -> Refusal:
     """The refusal of a model that reads values of tensors which, without data, have none."""
-    reason = "asks for values while it is recorded, and there is no data"
+    reason = "reads the value of a tensor while it is recorded without data"
     return refusal("S612", _inner(error), reason, note=str(error).split("\n")[0])
 
 

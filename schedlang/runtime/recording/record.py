@@ -130,7 +130,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise refusal(
                 ONCE,
                 name,
-                "is called more than once in one forward; a cut falls between two calls made once",
+                "is called more than once in one forward: no stage can start at it",
                 "cut outside the loop that calls it",
             )
         if self.called and unit < self.called[-1]:
@@ -238,8 +238,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise refusal(
                 "S611",
                 "",
-                "the code between units reads the value of a tensor, and there is no data",
-                "decide by shapes, or inside of a module: a stage runs whole modules",
+                "the forward reads the value of a tensor between modules",
+                "decide by shapes, or inside a module: stages are recorded without data",
                 note=f"after `{self.labels[self.called[-1]]}`" if self.called else "",
             )
         for tensor in self.arguments:

@@ -158,7 +158,7 @@ def _in_a_loop(calls: Calls, name: str) -> Refusal:
     return refusal(
         "S601",
         name,
-        f"is called {_times(count)} in one forward; a cut falls between two calls made once",
+        f"is called {_times(count)} in one forward: no stage can start at it",
         "cut outside the loop that calls it",
         f"or make each call a unit of its own first: `{name}  unroll({count})`",
         note=calls.place(name),

@@ -48,7 +48,8 @@ def nowhere(told: Told, pattern: Pattern, miss: Miss) -> Refusal:
         row = f"{told.name}.{miss.bias}".lstrip(".")
         helps = (f"if its bias is meant, add it apart, above: `{row}  decompose(bias)`",)
     return Refusal(
-        Diagnostic("S882", f"`{pattern.name}` is nowhere in `{told.name or 'the model'}`",
+        Diagnostic("S882",
+                   f"`{told.name or 'the model'}` has no match for the pattern `{pattern.name}`",
                    notes=(f"{of}: {miss.reason}", pattern.text), helps=helps)
     )  # fmt: skip
 

@@ -49,7 +49,7 @@ class NoExperts:
     reason: str
     error: float | None = None
     helps: tuple[str, ...] = (
-        "name the module that is called with tokens, experts of each, and weights",
+        "name the module that is called with (tokens, expert indices, routing weights)",
     )
 
     @property
@@ -66,7 +66,7 @@ def probe_experts(module: nn.Module) -> Experts | NoExperts:
     if not cubes and listed is not None:
         return listed
     if len(cubes) != 1:
-        return NoExperts("it has no parameters of three dims whose first dim are the experts")
+        return NoExperts("it has no parameters of 3 dims, of which dim 0 counts the experts")
     (count,) = cubes
     split = tuple(n for n, shape in shapes.items() if shape[:1] == (count,) and "." not in n)
     other = [name for name in shapes if name not in split]

@@ -228,7 +228,8 @@ def _unlike(name: str, key: str) -> Refusal:
     return Refusal(
         Diagnostic(
             "S637", f"ranks differ in `{key}` of the optimizer for `{name}`",
-            notes=("it does not lie as the parameter does, so one value must stand for all",),
-            helps=("let it hang on nothing that only one rank sees", "or save its parts yourself"),
+            notes=("it is not shaped like the parameter, so it must be equal on all ranks",),
+            helps=("compute it only from values that are equal on all ranks",
+                   "or save it yourself, rank by rank"),
         )
     )  # fmt: skip

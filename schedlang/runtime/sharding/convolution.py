@@ -126,7 +126,7 @@ def check(module: nn.Module, x: Tensor, spatial: Mapping[int, Edge]) -> None:
 
 def _misfit(fqn: str, dim: int, window: Window, rows: int, ranks: int) -> Diagnostic:
     reach = max(window.before, window.after)
-    wants = f"parts of at least {max(reach, 1)} that are multiples of {window.stride}"
+    wants = f"shards of at least {max(reach, 1)}, a multiple of {window.stride}"
     if not window.even(max(rows, 1)):
         wants = f"a padding of {window.dilation * (window.kernel - 1) // 2}"
     return Diagnostic(

@@ -86,7 +86,7 @@ class Along(Ambient):
         if name in NORMS:
             return self.mark(NORMS[name](self, *args, **kwargs))
         if name not in ELEMENTWISE:
-            raise NotSplit(f"`{name}` needs the whole hidden dim, of which each rank has a part")
+            raise NotSplit(f"`{name}` needs the full hidden dim, but each rank has a shard of it")
         out = func(*args, **kwargs)
         self._same(name, parts[0], out)
         return self.mark(out)

@@ -32,7 +32,7 @@ def fault(trial: Trial, slicing: Slicing, error: Exception) -> Refusal:
         return refusal(
             f"`{kind}` cannot be cut along its sequences",
             f"it is not causal: in `{name}` the first {first} tokens depend on later ones",
-            "slices see only what stands before them",
+            "a slice sees only the tokens before it",
         )
     if isinstance(error, Refusal):
         return error
@@ -50,9 +50,9 @@ def fault(trial: Trial, slicing: Slicing, error: Exception) -> Refusal:
         if joined is None or not _near(joined, outputs[0]):
             return refusal(
                 f"`{kind}` cannot be cut along its sequences",
-                f"`{name}` gives a slice something else than it gives within the sequence",
-                "positions that it counts by shapes, or tokens that it mixes by other means than "
-                "keys and values of an attention, begin anew in every slice",
+                f"`{name}` gives a slice another result than in the full sequence",
+                "positions counted from shapes, and tokens mixed outside of attention"
+                " (convolutions, sums), start anew in every slice",
             )
     return refusal(f"`{kind}` cannot be cut along its sequences", str(error))
 

@@ -42,8 +42,8 @@ class Sizes:
         layout = layout_of(tensors)
         before = self.known(signature, name)
         if before not in (None, layout):
-            reason = f"stage {name.source} hands on tensors whose shapes depend on values"
-            raise refusal("S612", "", reason, *FIXED, note="who receives them has to know them")
+            reason = f"stage {name.source} sends tensors whose shapes depend on values"
+            raise refusal("S612", "", reason, *FIXED, note="the receiving stage must know them")
         self.learn(signature, name, layout)
         return before is None
 

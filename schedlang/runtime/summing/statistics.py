@@ -144,8 +144,8 @@ def _other(one: BatchSum) -> Diagnostic:
     """A forward that takes another way than the one that was followed."""
     where = f"`{one.fqn}`" if one.fqn else "the model"
     return Diagnostic(
-        "S669", f"`{one.name}` in the forward of {where} is not the sum over rows that was found",
-        notes=("statistics of the whole batch are summed where the model was seen to sum them",),
-        helps=("let every batch take the same way through the model",
+        "S669", f"`{one.name}` in the forward of {where} is not the sum that was recorded there",
+        notes=("statistics are summed over ranks at the calls that were recorded at build",),
+        helps=("let the model make the same calls for every batch",
                "or allow statistics of parts: `step \"...\" relax(batch_stats) {`"),
     )  # fmt: skip
