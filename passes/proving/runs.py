@@ -163,15 +163,18 @@ def _buffers(case: Case, batch: Batch) -> None:
     """Refuse a model in whose buffers the parts leave what the whole does not (S708)."""
     from schedlang.passes.proving.buffers import check_buffers
     from schedlang.passes.proving.original import Sequential
+    from schedlang.passes.proving.parted import directions_of
     from schedlang.runtime.modes import ambient
     from schedlang.runtime.parts import split
 
     plan = case.plan
-    micro = plan.micro
     modes, _ = modes_of(case.seed)
     with ambient(*modes):
         subject = Sequential(twin(case), loss=case.loss)
-        check_buffers(subject, batch, split(batch, plan.shares, micro))
+        shares = split(batch, plan.shares, plan.micro)
+        assert case.prepared is not None
+        ways = directions_of(case.prepared.staged)
+        check_buffers(subject, batch, [run for parts in shares for run in ways.apart(parts)])
 
 
 def _parts(case: Case, batch: Batch, evaluate: bool = False) -> tuple[int, Row | None]:
