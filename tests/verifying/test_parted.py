@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.diagnostic import Refusal
+from schedlang.passes.proving import compare
 from schedlang.passes.verifying.prove import Case, prove
 from schedlang.report import Report
 from schedlang.runtime import program
@@ -220,3 +221,40 @@ def test_a_buffer_of_one_direction_is_refused_unless_relaxed(pool: Pool) -> None
     assert caught.value.diagnostics[0].code == "S708"
     relaxed = _planned(Largest(), _directed(2, "GEMS"))
     assert prove(Case(relaxed, batches, dtype="none"), pool=pool).ok
+
+
+# -- what is said of the model ---------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    """A mean over rows: parts of a batch make the whole."""
+
+    def __init__(self, spread: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.spread = nn.Linear(3, 1), spread
+        self.double()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.enter(x)[:, 0] - y
+        return out.std() if self.spread else out.square().mean()
+
+
+@pytest.mark.parametrize("spread", [False, True], ids=["ours", "the model's"])
+def test_what_the_model_alone_does_not_show_is_our_error(
+    spread: bool, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of the original that takes parts for more than they are is not blamed on its user."""
+    real = compare._derived
+
+    def derived(subject: Any, batch: Any, samples: Any) -> Any:
+        found = real(subject, batch, samples)
+        return {k: v if len(batch["x"]) == 8 or v is None else 2 * v for k, v in found.items()}
+
+    monkeypatch.setattr(compare, "_derived", derived)
+    plan = _planned(Plain(spread), RELAXED.replace(" relax(batch_stats)", ""))
+    with pytest.raises(Refusal if spread else AssertionError) as caught:
+        prove(Case(plan, tuple(BATCHES), dtype="none"), pool=pool)
+    assert ("S703" if spread else "an error of schedlang") in str(
+        caught.value.diagnostics[0].code if isinstance(caught.value, Refusal) else caught.value
+    )
