@@ -281,3 +281,18 @@ def buffer_stages(staged: Staged) -> dict[str, frozenset[int] | None]:
         for name in staged.cut.buffers(stage):
             found.setdefault(name, set()).update(staged.places(stage))
     return {name: frozenset(places) for name, places in found.items()}
+
+
+def buffer_homes(staged: Staged) -> tuple[dict[str, int], ...]:
+    """For each replica of the stages, buffer -> the place that keeps it; none without stages.
+
+    Replicas of a stage that share a place share its buffers; else each has its own.
+    """
+    if staged.axis is None:
+        return ()
+    found: list[dict[str, int]] = [{} for _ in staged.homes]
+    for stage in range(staged.cut.stages):
+        for name in staged.cut.buffers(stage):
+            for homes, row in zip(found, staged.homes):
+                homes[name] = min(homes.get(name, row[stage]), row[stage])
+    return tuple(found)

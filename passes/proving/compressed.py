@@ -60,9 +60,9 @@ class Compressed(Parted):
         total = sum(map(sum, weights)) or 1.0
         losses, outputs, inputs, grads = [], [], [], []
         for place, parts in enumerate(shares):
-            self._enter(place)
             self.module.zero_grad(set_to_none=True)
-            for part, weight in zip(parts, weights[place]):
+            for k, (part, weight) in enumerate(zip(parts, weights[place])):
+                self._enter(place, self.directions.replica(k))
                 loss = self._part(part, weight / total)
                 losses += [loss * (weight / total)] if weight else []
                 outputs.append(self.output)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from schedlang.passes.proving.observe import Batch
@@ -11,14 +12,56 @@ from schedlang.passes.proving.original import Sequential
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from schedlang.passes.cutting.staging import Staged
     from schedlang.runtime.parts import Part
+
+
+@dataclass(frozen=True)
+class Directions:
+    """Which copy of the buffers a microbatch meets, where stages are laid over ranks twice.
+
+    of     microbatch -> the replica of the stages that it goes through; none: one for all
+    homes  for each replica, buffer -> the place that keeps it: replicas at one place share it
+    """
+
+    of: tuple[int, ...] = ()
+    homes: tuple[Mapping[str, int], ...] = field(default_factory=tuple)
+
+    def copy(self, name: str, replica: int) -> int:
+        """The copy of a buffer that a replica of the stages reads and writes."""
+        return self.homes[replica].get(name, 0) if self.homes else 0
+
+    def replica(self, microbatch: int) -> int:
+        """The replica that a microbatch goes through."""
+        return self.of[microbatch] if self.of else 0
+
+    def apart(self, parts: Sequence[Part]) -> list[list[Part]]:
+        """The microbatches of each replica, in their order."""
+        found: dict[int, list[Part]] = {}
+        for k, part in enumerate(parts):
+            found.setdefault(self.replica(k), []).append(part)
+        return list(found.values())
+
+
+def directions_of(staged: Staged) -> Directions:
+    """Read from the order: each microbatch goes through one replica of the stages."""
+    from schedlang.passes.cutting.staging import buffer_homes
+    from schedlang.timeline import Kind
+
+    t = staged.timeline
+    if staged.axis is None or t.replicas < 2:
+        return Directions()
+    forward = t.kind == Kind.F
+    through = dict(zip(t.microbatch[forward].tolist(), t.replica[forward].tolist()))
+    return Directions(tuple(through[k] for k in range(t.microbatches)), buffer_homes(staged))
 
 
 class Parted(Sequential):
     """The plain loop over the microbatches of each replica, the loss being their weighed sum.
 
     The sequential oracle of statistics over parts: each part is a batch of its own to whatever
-    looks at the batch as a whole, and each replica keeps its own buffers, as its ranks do.
+    looks at the batch as a whole, and each replica keeps its own buffers, as its ranks do; of
+    stages laid over ranks in two directions so does each direction, and the first one evaluates.
     """
 
     def __init__(
@@ -26,13 +69,16 @@ class Parted(Sequential):
         *args: Any,
         split: Callable[[Batch], Sequence[Sequence[Part]]],
         weigh: Callable[[Batch], float],
+        directions: Directions | None = None,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self.split, self.weigh = split, weigh
-        self._of: dict[int, dict[str, Tensor]] = {}  # the buffers of each replica
+        self.directions = directions or Directions()
+        # by name, replica and copy
+        self._of: dict[tuple[str, int, int], Tensor] = {}
         self._start = {n: b.detach().clone() for n, b in self.module.named_buffers()}
-        self._at = 0
+        self._at = (0, 0)
 
     def derive(self, batch: Batch, samples: Sequence[int]) -> Tensor:
         """The weighed loss of all parts in training mode, its gradients in `gradients()`."""
@@ -47,8 +93,8 @@ class Parted(Sequential):
         total = sum(map(sum, weights)) or 1.0
         losses, outputs, inputs = [], [], []
         for place, parts in enumerate(shares):
-            self._enter(place)
-            for part, weight in zip(parts, weights[place]):
+            for k, (part, weight) in enumerate(zip(parts, weights[place])):
+                self._enter(place, self.directions.replica(k))
                 loss = self._part(part, weight / total)
                 losses += [loss * (weight / total)] if weight else []
                 outputs.append(self.output)
@@ -92,18 +138,21 @@ class Parted(Sequential):
         self._enter(0)
         return stack(outputs, rows, weights)
 
-    def _enter(self, place: int) -> None:
-        """Put the buffers of this replica in place, those of the other away."""
+    def _enter(self, place: int, direction: int = 0) -> None:
+        """Put the buffers of this replica and direction in place, those of the other away."""
         import torch
 
-        if place == self._at:
+        if (place, direction) == self._at:
             return
-        now = {name: b.detach().clone() for name, b in self.module.named_buffers()}
-        self._of[self._at] = now
+        before, was = self._at
+        copy = self.directions.copy
+        for name, buffer in self.module.named_buffers():
+            self._of[name, before, copy(name, was)] = buffer.detach().clone()
         with torch.no_grad():
-            for name, value in self._of.get(place, self._start).items():
-                self.module.get_buffer(name).copy_(value)
-        self._at = place
+            for name, value in self._start.items():
+                kept = self._of.get((name, place, copy(name, direction)), value)
+                self.module.get_buffer(name).copy_(kept)
+        self._at = place, direction
 
 
 def joined(inputs: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Replayed(Parted):
             total = sum(row[k] for row in weights for k in members)
             self.module.zero_grad(set_to_none=True)
             for place, k in ((place, k) for place in range(len(shares)) for k in members):
-                self._enter(place)
+                self._enter(place, self.directions.replica(k))
                 weight = weights[place][k]
                 loss = self._through(k, shares[place][k], weight / total if total else 0.0)
                 losses += [loss * (weight / whole)] if weight else []

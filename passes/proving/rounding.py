@@ -3,11 +3,17 @@
 With r the float64 result from the rounded weights, s the original's and x the program's in the
 working dtype, two orders of the same sums: |x - r| <= k |s - r| + 4 u |r| per tensor, u the dtype's
 unit roundoff. What a fixed tolerance cannot know, the condition of a sum, is in |s - r|.
+
+Of a tensor of few numbers, a small bias whose rows cancel, one |s - r| may be small by luck. Other
+runs of the original are more draws of the same error, and the largest counts: by the parts that the
+program makes, whose sums are rounded one by one before they cancel; and from values that differ by
+one rounding, up to half of the k above, past which they have met something that is no rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from schedlang.passes.proving.compare import is_left_out
@@ -34,21 +40,24 @@ IN_DTYPE = " in working dtype"
 
 def within_rounding(
     exact: Observation, original: Observation, program: Observation, *, times: float = 1.0,
-    rtol: Mapping[str, float] | None = None, low: float = 0.0,
+    rtol: Mapping[str, float] | None = None, low: float = 0.0, parts: Observation | None = None,
+    nudged: Sequence[Observation] = (),
 ) -> tuple[Row, ...]:  # fmt: skip
     """Rows for outputs, loss, gradients, norm and parameter updates; an error of 1 is the gate.
 
     `exact` is the original in float64 started from the weights of the other two. `times` widens all
     gates. For kinds in `rtol` the schedule has given a bound of its own for the relative error.
     With `low`, the spacing of a low dtype at 1, that both computed in: an error is at most twice
-    the original's own under the same casts, or `low` times its size.
+    the original's own under the same casts, or `low` times its size. Of its errors the largest
+    counts: of the run `original`, the one by `parts`, and those from values `nudged` by a rounding.
     """
-    return tuple(_rows(exact, original, program, times, rtol or {}, low))
+    return tuple(_rows(exact, original, program, times, rtol or {}, low, parts, nudged))
 
 
 def _rows(
     exact: Observation, original: Observation, program: Observation, times: float,
-    rtol: Mapping[str, float], low: float,
+    rtol: Mapping[str, float], low: float, parts: Observation | None,
+    nudged: Sequence[Observation],
 ) -> Iterator[Row]:  # fmt: skip
     unit = _unit(original)
     last = {key[:2]: key.step for key in exact.tensors}
@@ -69,7 +78,9 @@ def _rows(
         if key.kind in rtol:
             error, note = _relative(x, r), "the bound of the schedule"
         elif low:
-            error, note = _twice(x, s, r, low), ""
+            own = _off([original, *([parts] if parts is not None else ())], key, r)
+            own = max(own, min(_off(nudged, key, r), own * _TIMES.get(key.kind, 4.0) / 2))
+            error, note = _twice(x, s, r, low, own), ""
         elif key.kind in _SCALARS:
             error, note = _number(x, s, r, unit * _SCALARS[key.kind] * times), ""
         else:
@@ -92,12 +103,20 @@ def _relative(x: Tensor, r: Tensor) -> float:
     return error / size if size else (0.0 if error == 0 else float("inf"))
 
 
-def _twice(x: Tensor, s: Tensor, r: Tensor, low: float) -> float:
-    """The rule for casts; what overflows in the original must in the program."""
+def _off(runs: Sequence[Observation], key: Key, r: Tensor) -> float:
+    """The largest finite error of a tensor in some runs of the original."""
+    found = (_value(one, key) for one in runs)
+    there = [v for v in found if v is not None and v.shape == r.shape]
+    errors = [float((v.double() - r.double()).norm()) for v in there]
+    return max((error for error in errors if math.isfinite(error)), default=0.0)
+
+
+def _twice(x: Tensor, s: Tensor, r: Tensor, low: float, own: float) -> float:
+    """The rule for casts, `own` being the original's own error; what overflows there must here."""
     x, s, r = x.double(), s.double(), r.double()
     if not bool(s.isfinite().all()):
         return float(bool(x.isfinite().all())) * float("inf") if bool(x.isfinite().all()) else 0.0
-    gate = max(2.0 * float((s - r).norm()), low * float(r.norm()))
+    gate = max(2.0 * own, low * float(r.norm()))
     error = float((x - r).norm())
     return error / gate if gate else (0.0 if error == 0 else float("inf"))
 

@@ -146,6 +146,7 @@ def check_parts(case: Case) -> Case:
     assert bad is not None
     from schedlang.runtime.parts import split
 
+    _of_the_model(free, bad)
     sample = split(case.batches[0], case.plan.shares, case.plan.micro)[0][0].inputs
     check_microbatches(case.plan, sample, case.loss, case.weight is not None)
     raise Refusal(
@@ -159,19 +160,38 @@ def check_parts(case: Case) -> Case:
     )  # fmt: skip
 
 
+def _of_the_model(case: Case, bad: Row) -> None:
+    """Raise an error of our own where the model alone does not show what our runs of it show."""
+    from schedlang.passes.laying.weigh import part_weight
+    from schedlang.passes.proving.plainly import parts_make_the_whole
+    from schedlang.runtime.parts import split
+
+    plan = case.plan
+    parts = [p for share in split(case.batches[0], plan.shares, plan.micro) for p in share]
+    weigh = part_weight(plan, parts[0].inputs, case.loss, case.weight, len(parts))
+    if parts_make_the_whole(case, parts, [weigh(part.inputs) for part in parts]):
+        raise AssertionError(
+            f"an error of schedlang, not of the model: {bad.place} differs by {bad.error:.1e} in"
+            " runs of the parts, and the model called alone gives the loss of the whole batch"
+        )
+
+
 def _buffers(case: Case, batch: Batch) -> None:
     """Refuse a model in whose buffers the parts leave what the whole does not (S708)."""
     from schedlang.passes.proving.buffers import check_buffers
     from schedlang.passes.proving.original import Sequential
+    from schedlang.passes.proving.parted import directions_of
     from schedlang.runtime.modes import ambient
     from schedlang.runtime.parts import split
 
     plan = case.plan
-    micro = plan.micro
     modes, _ = modes_of(case.seed)
     with ambient(*modes):
         subject = Sequential(twin(case), loss=case.loss)
-        check_buffers(subject, batch, split(batch, plan.shares, micro))
+        shares = split(batch, plan.shares, plan.micro)
+        assert case.prepared is not None
+        ways = directions_of(case.prepared.staged)
+        check_buffers(subject, batch, [run for parts in shares for run in ways.apart(parts)])
 
 
 def _parts(case: Case, batch: Batch, evaluate: bool = False) -> tuple[int, Row | None]:

@@ -181,7 +181,7 @@ def sequential(
     from schedlang.passes.proving.compressed import Compressed
     from schedlang.passes.proving.fewer_bits import with_kept
     from schedlang.passes.proving.original import Sequential
-    from schedlang.passes.proving.parted import Parted
+    from schedlang.passes.proving.parted import Parted, directions_of
     from schedlang.passes.proving.replayed import Replayed
     from schedlang.runtime.parts import split
 
@@ -204,7 +204,10 @@ def sequential(
     assert case.prepared is not None
     replicas, micro = case.cuts
     weigh = case.weight or weight_of(case.prepared.traced, replicas * micro)
-    options |= {"split": lambda batch: split(batch, replicas, micro), "weigh": weigh}
+    options |= {
+        "split": lambda batch: split(batch, replicas, micro), "weigh": weigh,
+        "directions": directions_of(case.prepared.staged),
+    }  # fmt: skip
     if table is not None:
         return Replayed(module, condition.optimizer, **options, table=table)
     if few:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.completing.complete import completed
 from schedlang.passes.cutting.chains import Chains
-from schedlang.passes.cutting.staging import Staged, buffer_stages, shape_up
+from schedlang.passes.cutting.staging import Staged, buffer_homes, buffer_stages, shape_up
 from schedlang.passes.laying.casts import cast_loss, loss_scale
 from schedlang.passes.laying.context import exchange
 from schedlang.passes.laying.propagate import Traced
@@ -141,6 +141,7 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     assembly = Assembly(
         module=module, pipeline=pipeline, ranks=ranks, replicas=plan.data_axes, micro=plan.micro,
         parameters=found, holdings=holdings, buffer_stages=buffer_stages(staged),
+        buffer_homes=next(iter(buffer_homes(staged)), {}),
         ties=(*plan.model.ties, *plan.model.shared_buffers), sums=tuple(sums), sliced=sliced,
         keys=tuple(plan.model.model.state_dict()), loss_dtype=_loss_dtype(plan),
         weight=given.weight or _weight(prepared, plan.shares * plan.micro),

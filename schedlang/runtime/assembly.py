@@ -42,6 +42,8 @@ class Assembly:
     parameters: Mapping[str, nn.Parameter]
     holdings: Mapping[str, Holding]
     buffer_stages: Mapping[str, frozenset[int] | None]
+    # the place whose value of a buffer counts: of stages laid twice, that of the first replica
+    buffer_homes: Mapping[str, int]
     ties: tuple[tuple[str, ...], ...]
     keys: tuple[str, ...]  # of the original's state_dict, in order
     sums: tuple[Sum, ...]

@@ -54,13 +54,16 @@ def state_dict(a: Assembly) -> dict[str, Tensor]:
 
 
 def buffers(a: Assembly) -> dict[str, Tensor]:
-    """All buffers by name, those that a state dict leaves out too; of copies the first rank's."""
+    """All buffers by name, those that a state dict leaves out too; of copies the first rank's.
+
+    Of stages laid twice those of the first replica, which also evaluates: statistics of one
+    direction, never a mixture of both.
+    """
     own = {name: value.detach().cpu().clone() for name, value in a.buffers.items()}
     if a.stage_axis is None:
         return own
     place = a.ranks.mesh.index(a.ranks.rank, a.stage_axis)
-    everywhere = frozenset([place])
-    mine = {n: v for n, v in own.items() if place in (a.buffer_stages.get(n) or everywhere)}
+    mine = {n: v for n, v in own.items() if place == a.buffer_homes.get(n, place)}
     merged: dict[str, Tensor] = {}
     for values in reversed(gathered(mine, a.ranks.mesh.world)):
         merged.update(values)

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from schedlang.diagnostic import Refusal
+from schedlang.passes.proving import compare
 from schedlang.passes.verifying.prove import Case, prove
 from schedlang.report import Report
 from schedlang.runtime import program
@@ -106,3 +108,153 @@ def test_where_the_rule_never_vanishes_that_is_a_gap(pool: Pool) -> None:
     report = _proof(Routed(), BATCHES, pool)
     assert report.ok, str(report)
     assert any("limit" in gap.condition for gap in report.gaps)
+
+
+# -- stages laid over ranks in two directions ------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """Blocks with batch norms, for stages; momentum makes the order of updates count."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, momentum=0.3)) for _ in range(blocks)
+        )
+        self.double()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return ((x.sum(1) - y) ** 2).mean()
+
+
+def _directed(ranks: int, order: str, relax: str = "relax(batch_stats) ") -> str:
+    return f"""schedule 1
+
+mesh(pp={ranks})
+
+step "a" {relax}{{
+  blocks  pipeline_split(over=pp)
+  pipeline(order="{order}", micro=4)
+}}
+"""
+
+
+def _planned(model: nn.Module, text: str) -> Any:
+    return Schedule(model, parse(Source("rows.sched", text))).plan()
+
+
+@pytest.mark.parametrize(
+    ("order", "ranks"), [("Chimera", 2), ("GEMS", 2), ("GEMS", 3), ("DualPipe", 2)]
+)
+def test_each_direction_has_statistics_of_its_own(order: str, ranks: int, pool: Pool) -> None:
+    """Of three ranks the middle one keeps one copy, which both directions update in turn."""
+    plan = _planned(Blocks(ranks), _directed(ranks, order))
+    batches = tuple(_series(12, seed) for seed in range(2))
+    report = prove(Case(plan, batches, dtype="none"), pool=pool)
+    assert report.ok, str(report)
+    names = {row.name for row in report.rows if row.kind == "other state"}
+    assert {f"blocks.{k}.1.running_mean" for k in range(ranks)} <= names
+
+
+def _trained_buffers(plan: Any, batch: Any, folder: str) -> tuple[dict[str, Tensor], ...]:
+    """What a program's state says of its buffers after a step, and a checkpoint of it."""
+    from schedlang.passes.running.build import build
+
+    made = build(plan, batch)
+    made.train_step(batch)
+    made.save(folder)
+    now = made.buffers()
+    made.train_step(batch)
+    made.load(folder)
+    return now, made.buffers()
+
+
+def test_the_state_holds_the_statistics_of_the_first_direction(pool: Pool, tmp_path: Any) -> None:
+    """By hand: of all stages what the even microbatches leave, in the state and in a checkpoint."""
+    model, batch = Blocks(2), _series(12, 0)
+    plan = _planned(model, _directed(2, "Chimera"))
+    found = pool.run(_trained_buffers, 2, plan, batch, str(tmp_path / "saved"))
+    for first in (0, 6):  # microbatches of three rows: the first and the third
+        model(**{name: value[first : first + 3] for name, value in batch.items()})
+    for kept, loaded in found:
+        for name, value in model.named_buffers():
+            torch.testing.assert_close(kept[name], value)
+            torch.testing.assert_close(loaded[name], value)
+
+
+class Largest(Blocks):
+    """A buffer that microbatches in turn leave as the whole batch would, and halves do not."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.blocks = nn.ModuleList(_Largest() for _ in range(2))
+        self.double()
+
+
+class _Largest(nn.Module):
+    """Keeps the largest entry that it has seen."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.seen.copy_(torch.maximum(self.seen, x.detach().max()))
+        return torch.as_tensor(self.inner(x))
+
+
+def test_a_buffer_of_one_direction_is_refused_unless_relaxed(pool: Pool) -> None:
+    """1F1B leaves the largest of all rows; with two directions a copy sees half of them."""
+    batches = (_series(12, 0), _series(12, 1))
+    plain = _planned(Largest(), _directed(2, "1F1B", ""))
+    assert prove(Case(plain, batches, dtype="none"), pool=pool).ok
+    with pytest.raises(Refusal) as caught:
+        prove(Case(_planned(Largest(), _directed(2, "GEMS", "")), batches, dtype="none"), pool=pool)
+    assert caught.value.diagnostics[0].code == "S708"
+    relaxed = _planned(Largest(), _directed(2, "GEMS"))
+    assert prove(Case(relaxed, batches, dtype="none"), pool=pool).ok
+
+
+# -- what is said of the model ---------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    """A mean over rows: parts of a batch make the whole."""
+
+    def __init__(self, spread: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.spread = nn.Linear(3, 1), spread
+        self.double()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.enter(x)[:, 0] - y
+        return out.std() if self.spread else out.square().mean()
+
+
+@pytest.mark.parametrize("spread", [False, True], ids=["ours", "the model's"])
+def test_what_the_model_alone_does_not_show_is_our_error(
+    spread: bool, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of the original that takes parts for more than they are is not blamed on its user."""
+    real = compare._derived
+
+    def derived(subject: Any, batch: Any, samples: Any) -> Any:
+        found = real(subject, batch, samples)
+        return {k: v if len(batch["x"]) == 8 or v is None else 2 * v for k, v in found.items()}
+
+    monkeypatch.setattr(compare, "_derived", derived)
+    plan = _planned(Plain(spread), RELAXED.replace(" relax(batch_stats)", ""))
+    with pytest.raises(Refusal if spread else AssertionError) as caught:
+        prove(Case(plan, tuple(BATCHES), dtype="none"), pool=pool)
+    assert ("S703" if spread else "an error of schedlang") in str(
+        caught.value.diagnostics[0].code if isinstance(caught.value, Refusal) else caught.value
+    )

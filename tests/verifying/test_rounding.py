@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from schedlang.passes.proving.flips import tipped
-from schedlang.passes.proving.observe import Observation, conditions, observe
+from schedlang.passes.proving.observe import Key, Observation, conditions, observe
 from schedlang.passes.proving.original import Sequential
 from schedlang.passes.proving.rounding import within_rounding
 from schedlang.passes.verifying.prove import Case, prove
@@ -139,6 +139,74 @@ def test_what_a_batch_gives_is_in_the_dtype_asked_for(pool: Pool) -> None:
     report = _chosen(pool, Mean(), "bfloat16")
     assert report.ok, str(report)
     assert {row.kind for row in report.rows} >= {"loss in working dtype"}
+
+
+# -- more draws of the original's error ------------------------------------------------------------
+
+
+class Cancelling(nn.Module):
+    """A bias whose gradient is the sum of weights that nearly cancel, each exact in bfloat16."""
+
+    def __init__(self, wrong: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.wrong = nn.Linear(4, 3), wrong
+
+    def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = self.head(x)
+        if self.wrong and dist.is_initialized() and y.dtype == torch.bfloat16 and not x.is_meta:
+            y = y + 0.02 * (y - y.detach()).sum(0)
+        return (y.float() * w[:, None]).sum(1).mean()
+
+
+def _cancelled(pool: Pool, model: nn.Module, rows: str, mesh: str) -> Report:
+    """Of eight rows four weigh what needs more bits than bfloat16 has, and four as much less."""
+    half = torch.tensor([1.0, 1.0078125, 1.0234375, 1.0390625])
+    w = torch.cat([half, -half - torch.tensor([0.0, 0.0, 0.0, 0.0078125])])
+    batches = [
+        {"x": torch.randn(8, 4, generator=torch.Generator().manual_seed(k)), "w": w}
+        for k in range(2)
+    ]
+    return prove(Case(planned(model, rows, mesh, "dtype"), tuple(batches)), pool=pool)
+
+
+@pytest.mark.parametrize("micro", [False, True], ids=["replicas", "microbatches"])
+def test_parts_that_cancel_are_rounded_one_by_one(micro: bool, pool: Pool) -> None:
+    """What is exact for the whole batch is rounded for its halves, in the original by parts too."""
+    rows, mesh = "cast(bf16)\nzero(stage=0, over=dp)", "dp=2"
+    if micro:
+        rows, mesh = 'cast(bf16)\npipeline(order="GPipe", micro=2)', "pp=1"
+    report = _cancelled(pool, Cancelling(), rows, mesh)
+    assert report.ok, str(report)
+    assert "head.bias" in {r.name for r in report.rows if r.kind == "gradients in working dtype"}
+
+
+def test_a_wrong_gradient_stays_above_all_draws(pool: Pool) -> None:
+    """No run of the original has what the program does wrong: its gate hides nothing."""
+    report = _cancelled(pool, Cancelling(wrong=True), "cast(bf16)\nzero(stage=0, over=dp)", "dp=2")
+    assert report.exit_code == 1
+    bad = {(r.kind, r.name) for r in report.rows if not r.ok}
+    assert ("gradients in working dtype", "head.weight") in bad
+
+
+def _draws(*errors: float) -> list[Observation]:
+    """Runs of one tensor whose value is 1, with these errors."""
+    key = Key("SGD", "gradients", 0, "bias")
+    return [Observation({key: torch.tensor([1.0 + error, 1.0])}) for error in errors]
+
+
+def test_of_the_draws_the_largest_counts_up_to_a_bound() -> None:
+    """A draw from nudged values is bounded by the plain one: a tipped choice widens no gate."""
+    exact, plain, program, parts, near, far = _draws(0.0, 0.01, 0.035, 0.02, 0.02, 1.0)
+
+    def error(**more: Any) -> float:
+        (row,) = within_rounding(exact, plain, program, low=2**-8, **more)
+        return row.error
+
+    assert error() == pytest.approx(1.75, rel=1e-3)
+    assert error(parts=parts) == pytest.approx(0.875, rel=1e-3)
+    assert error(nudged=[near]) == pytest.approx(0.875, rel=1e-3)
+    assert error(nudged=[near, far]) == pytest.approx(1.75 / 4, rel=1e-3)
 
 
 class Mean(nn.Module):

@@ -241,13 +241,13 @@ def _buffers(program: Program) -> dict[str, Tensor]:
 
 
 def _speaker(program: Program, name: str) -> int:
-    """The rank that writes a buffer: the first whose stage uses it."""
+    """The rank that writes a buffer: the first at the place whose value counts."""
     a = program.assembly
-    stages = a.buffer_stages.get(name)
-    if a.stage_axis is None or not stages:
+    home = a.buffer_homes.get(name)
+    if a.stage_axis is None or home is None:
         return 0
     mesh, axis = a.ranks.mesh, a.stage_axis
-    return next(rank for rank in range(mesh.world) if mesh.index(rank, axis) == min(stages))
+    return next(rank for rank in range(mesh.world) if mesh.index(rank, axis) == home)
 
 
 def _dtypes(program: Program) -> dict[str, str]:
