@@ -141,6 +141,23 @@ class Linked(Layered):
         }
 
 
+class Graphs:
+    """Several graphs as one object, as libraries of graphs have it."""
+
+    def __init__(self, x: Tensor, edges: Tensor) -> None:
+        self.stored = {"x": x, "edges": edges}
+        self.num_graphs = 2
+
+
+class Holding(Layered):
+    """Is given an object, or a list of them, and what is right."""
+
+    def forward(self, data: Any, labels: Tensor | None = None) -> Any:
+        given = data if isinstance(data, list) else [data]
+        logits = torch.cat([self.logits(one.stored["x"]) for one in given]).mean(0)
+        return {"loss": logits.square().mean() if labels is None else (logits - labels).std()}
+
+
 def _points(seed: int) -> dict[str, Any]:
     return {"x": torch.randn(8, WIDTH, dtype=torch.float64, generator=_from(seed))}
 
@@ -161,6 +178,22 @@ def _list(seed: int) -> dict[str, Any]:
 def _graph(seed: int) -> dict[str, Any]:
     edges = torch.stack([torch.arange(8), torch.arange(8).roll(1)])
     return _points(seed) | {"edges": edges}
+
+
+def _object(seed: int) -> dict[str, Any]:
+    return {"data": Graphs(**_graph(seed))}
+
+
+def _objects(seed: int) -> dict[str, Any]:
+    return {"data": [Graphs(**_graph(seed)), Graphs(**_graph(seed + 1))]}
+
+
+def _beside(seed: int) -> dict[str, Any]:
+    return _object(seed) | {"labels": torch.ones(2, 3, dtype=torch.float64)}
+
+
+def _lists_beside(seed: int) -> dict[str, Any]:
+    return _objects(seed) | {"labels": torch.ones(2, 3, dtype=torch.float64)}
 
 
 def _from(seed: int) -> torch.Generator:
@@ -225,6 +258,10 @@ WALKS = {
     "a graph, dp": Walk(Linked, _graph, DP, "S670"),
     "a graph, microbatches": Walk(Linked, _graph, PP, "S670"),
     "a graph, whole": Walk(Linked, _graph, WHOLE),
+    "graphs in an object": Walk(Holding, _object, DP, "S605"),
+    "objects in a list": Walk(Holding, _objects, MICRO, "S605"),
+    "graphs in an object, and labels": Walk(Holding, _beside, DP, "S670"),
+    "objects in a list, and labels": Walk(Holding, _lists_beside, MICRO, "S670"),
     "batch norm, dp": Walk(Normed, _points, DP, "S703", late=True),
     "batch norm, microbatches": Walk(Normed, _points, PP, "S703", late=True),
     "batch norm, microbatches, relaxed": Walk(Normed, _points, PP, relax=FREE),
