@@ -272,13 +272,8 @@ class Schedule(Scope):
         )  # fmt: skip
         check_options(args, unknown, {"batch": batch, **options})
         check = partial(cheaply, loss=loss, weight=weight)
-        if batch is not None:
-            demand(plan, batch, loss, weight)
-            gained(plan, batch)
-            return telling(build(plan, batch, check=check, **options))
-        ranks = check_job(plan)
 
-        def later(first: Mapping[str, Any], local: bool) -> Program:
+        def made(first: Mapping[str, Any], local: bool = False) -> Program:
             whole = repeated(first, plan.shares) if local else first
             demand(plan, whole, loss, weight)
             gained(plan, whole)
@@ -286,7 +281,7 @@ class Schedule(Scope):
             asked = None if local else check
             return telling(build(plan, first, local=local, check=asked, **options))
 
-        return Waiting(later, ranks, plan.row_axes)
+        return made(batch) if batch is not None else Waiting(made, check_job(plan), plan.row_axes)
 
     # ---- declarations -------------------------------------------------------------------
 

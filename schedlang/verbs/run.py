@@ -85,15 +85,19 @@ def run(
         return
     took = _took(trained)
     if as_json:
-        facts = {"mesh": dict(planned.mesh.sizes), "world": planned.mesh.world}
-        code = FAILS if list(late(planned, took)) else 0
-        show_json({"exit": code, **facts, "steps": course.steps, "optimizer": course.optimizer,
-                   "lr": course.lr} | trained.to_json())  # fmt: skip
+        show_json(_facts(course, trained, FAILS if list(late(planned, took)) else 0))
     else:
         print(_report(title.name, course, trained))
         for one in trained.left:
             print(one.warning.render(), file=sys.stderr)
     demand_time(planned, took)
+
+
+def _facts(course: Course, trained: Trained, code: int) -> dict[str, Any]:
+    mesh = course.plan.mesh
+    facts = {"exit": code, "mesh": dict(mesh.sizes), "world": mesh.world, "steps": course.steps,
+             "optimizer": course.optimizer, "lr": course.lr}  # fmt: skip
+    return facts | trained.to_json()
 
 
 def _demand(course: Course) -> None:
