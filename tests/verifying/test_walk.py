@@ -290,7 +290,8 @@ def test_what_one_takes_all_take(name: str, threads: Threads) -> None:
         "plan": _code(lambda: account(_plan(walk), walk.batch(0), walk.loss)),
         "verify": _code(lambda: _verified(walk, threads)),
         "run": _code(lambda: _trained(walk, threads)),
-        "build": _code(lambda: threads.run(_stepped, _world(walk), walk)),
+        "build": _code(lambda: threads.run(_stepped, _world(walk), walk, False)),
+        "build at the first step": _code(lambda: threads.run(_stepped, _world(walk), walk, True)),
     }
     wanted = dict.fromkeys(said, walk.code) | ({"plan": ""} if walk.late else {})
     assert said == wanted
@@ -322,9 +323,9 @@ def _trained(walk: Walk, threads: Threads) -> None:
     assert len(threads.run(train, course.plan.mesh.world, course)[0].steps) == 2
 
 
-def _stepped(walk: Walk) -> float:
+def _stepped(walk: Walk, later: bool) -> float:
     program = walk.schedule().build(
-        batch=walk.batch(0), loss=walk.loss,
+        batch=None if later else walk.batch(0), loss=walk.loss,
         optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
     )  # fmt: skip
     return float(program.train_step(walk.batch(0)))
