@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -251,10 +252,14 @@ class Schedule(Scope):
                    program is built from, initial weights too; "batches", also each step's batch and
                    the optimizer's settings; "nothing"
         wait       seconds in which all ranks come here; then those that are there refuse
+        A model whose parts of a batch do not make the whole (batch norm, a sum as the loss) is
+        refused as `verify` refuses it, where that is found out in about a second: a larger one is
+        verified before it is trained
         """
         from schedlang.passes.costs.expected import demand
         from schedlang.passes.costs.gains import gained
         from schedlang.passes.laying.options import check_options
+        from schedlang.passes.proving.sound import cheaply
         from schedlang.passes.running.build import build, check_job
         from schedlang.passes.statics.roles import repeated
         from schedlang.runtime.replacing.left import telling
@@ -266,19 +271,17 @@ class Schedule(Scope):
             compare=compare, wait=wait,
         )  # fmt: skip
         check_options(args, unknown, {"batch": batch, **options})
-        if batch is not None:
-            demand(plan, batch, loss, weight)
-            gained(plan, batch)
-            return telling(build(plan, batch, **options))
-        ranks = check_job(plan)
+        check = partial(cheaply, loss=loss, weight=weight)
 
-        def later(first: Mapping[str, Any], local: bool) -> Program:
+        def made(first: Mapping[str, Any], local: bool = False) -> Program:
             whole = repeated(first, plan.shares) if local else first
             demand(plan, whole, loss, weight)
             gained(plan, whole)
-            return telling(build(plan, first, local=local, **options))
+            # rows of one rank are no whole batch that parts could be compared with
+            asked = None if local else check
+            return telling(build(plan, first, local=local, check=asked, **options))
 
-        return Waiting(later, ranks, plan.row_axes)
+        return made(batch) if batch is not None else Waiting(made, check_job(plan), plan.row_axes)
 
     # ---- declarations -------------------------------------------------------------------
 

@@ -79,6 +79,7 @@ class Options:
     compare    what ranks compare: `nothing`, what each builds (`build`), each batch too (`batches`)
     wait       seconds in which all ranks come to `build`
     hollow     everything lies on the meta device: for a step that only shows what would be sent
+    check      asked last of what is prepared, before anything is built; it may refuse
     """
 
     loss: Loss | None = None
@@ -91,6 +92,7 @@ class Options:
     compare: str = "build"
     wait: float = 20.0
     hollow: bool = False
+    check: Callable[[Plan, Mapping[str, Any], Prepared], None] | None = None
 
 
 PLAIN = Options()
@@ -127,6 +129,8 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         prepared = _agreed(prepare(plan, sample, loss, given.weight, trains=False), ranks)
     traced, staged, holdings = prepared.traced, prepared.staged, prepared.holdings
     check_build(staged, given.optimizer, given.clip, given.hollow)
+    if given.check is not None:
+        given.check(plan, batch, prepared)
     module = _local_copy(plan, holdings, ranks, given.hollow)
     builder = Builder(plan, module, traced, ranks, prepared.chains, prepared.bits)
     _apply(builder, prepared)

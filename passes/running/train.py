@@ -38,6 +38,7 @@ class Course:
     seed: int = 0
     watched: int = 0  # of how many steps at the end the operations are timed
     prepared: Prepared | None = None  # what is known of the plan before there are ranks
+    check: Callable[..., None] | None = None  # of `build`: asked before anything is built
 
     @property
     def lr(self) -> float:
@@ -114,6 +115,7 @@ def train(course: Course, tell: Tell | None = None) -> Trained:
     program = build(
         course.plan, batch, loss=course.loss, weight=course.weight, seed=course.seed,
         optimizer=optimizer(course.optimizer, course.lr), prepared=course.prepared,
+        check=course.check,
     )  # fmt: skip
     watch = _watch(program) if course.watched else None
     steps = []

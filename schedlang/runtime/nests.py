@@ -27,7 +27,8 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
-    "GetAttrKey", "MappingKey", "SequenceKey", "keystr", "know", "known_classes", "open_classes",
+    "GetAttrKey", "MappingKey", "SequenceKey", "closed", "keystr", "know", "known_classes",
+    "open_classes",
     "tree_flatten", "tree_flatten_with_path", "tree_leaves", "tree_map", "tree_map_only",
     "tree_map_with_path", "tree_unflatten",
 ]  # fmt: skip
@@ -86,6 +87,26 @@ def know(tree: Any) -> Any:
     """The nest itself; every class in it that holds a tensor is known to pytree afterwards."""
     _holds(tree)
     return tree
+
+
+def closed(value: Any) -> bool:
+    """Is it an object with tensors inside, of a class that it is not known how to take apart?"""
+    kind = type(value)
+    if isinstance(value, (*_PLAIN, list, tuple)):
+        return False
+    if kind in pytree.SUPPORTED_NODES or _form_of(kind) is not None:
+        return False
+    return _deep(value, 3)
+
+
+def _deep(value: Any, depth: int) -> bool:
+    """Is there a tensor so deep inside of it, in attributes or items?"""
+    if isinstance(value, _PLAIN) or not depth:
+        return isinstance(value, Tensor)
+    if isinstance(value, (list, tuple)):
+        return any(_deep(one, depth - 1) for one in value)
+    held = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+    return any(_deep(held[name], depth - 1) for name in held)
 
 
 def _holds(value: Any) -> bool:

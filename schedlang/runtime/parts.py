@@ -60,6 +60,17 @@ def rows_of(batch: Batch) -> int:
     for value in named_tensors(batch).values():
         if value.ndim:
             return value.shape[0]
+    objects = _closed(batch)
+    if objects:
+        key, one, _ = objects[0]
+        raise Refusal(
+            Diagnostic(
+                "S605", f"the batch has no rows: `{key}` is made of `{type(one).__name__}`",
+                notes=("parts of a batch are runs of rows, dim 0 of its tensors; how to cut objects"
+                       " of this class is not known",),
+                helps=_APART,
+            )
+        )  # fmt: skip
     raise Refusal(
         Diagnostic(
             "S605", "the batch has no rows",
@@ -67,6 +78,43 @@ def rows_of(batch: Batch) -> int:
             helps=("return a dict of tensors from `batch(seed)`: `{'input_ids': ...}`",),
         )
     )  # fmt: skip
+
+
+_APART = (
+    "let `forward` take the tensors inside, by name: `{'x': data.x, 'edges': data.edge_index}`",
+    "to cut them by rows, pad samples to one size: every tensor of [samples, ...]",
+)
+
+
+def _closed(batch: Batch) -> list[tuple[str, Any, int | None]]:
+    """Objects with tensors inside that cannot be cut, alone or in lists, by the key they are at;
+    and of how many samples they are, where that can be told."""
+    found: list[tuple[str, Any, int | None]] = []
+    for key, value in batch.items():
+        listed = isinstance(value, (list, tuple)) and len(value) > 0
+        one = value[0] if listed else value
+        if pytree.closed(one):
+            counts = (getattr(one, word, None) for word in ("num_graphs", "batch_size"))
+            count = len(value) if listed else next((c for c in counts if isinstance(c, int)), None)
+            found.append((key, one, count))
+    return found
+
+
+def _check_closed(batch: Batch, count: int) -> None:
+    """Refuse (S670) objects that have as many samples as the batch has rows: each part would be
+    given all of them."""
+    for key, one, samples in _closed(batch):
+        if samples == count:
+            raise Refusal(
+                Diagnostic(
+                    "S670", f"the batch cannot be cut by rows: `{key}` is made of"
+                    f" `{type(one).__name__}`",
+                    notes=(f"it has {samples} samples, as many as the batch has rows, and how to"
+                           " cut objects of this class is not known",),
+                    helps=(*_APART,
+                           "or leave the batch whole: 1 rank on the axes of `zero`, 1 microbatch"),
+                )
+            )  # fmt: skip
 
 
 def _check_lists(batch: Batch) -> None:
@@ -140,6 +188,8 @@ def even(batch: Batch, replicas: int, micro: int) -> bool:
 def _enough(batch: Batch, replicas: int, micro: int) -> int:
     """The rows of a batch, which are as many as its parts at least (S606)."""
     count = rows_of(batch)
+    if replicas * micro > 1:
+        _check_closed(batch, count)
     if count < replicas * micro:
         raise Refusal(
             Diagnostic(

@@ -177,6 +177,35 @@ def test_under_torchrun(sched: Path) -> None:
     assert found["losses"] == json.loads(call(*args).stdout)["losses"]
 
 
+SUMMED = (
+    MODEL.replace("DIES", "")
+    .replace("cross_entropy(", 'cross_entropy(reduction="sum", input=')
+    .replace('batch["ids"].flatten()', 'target=batch["ids"].flatten()')
+)
+
+
+def test_what_verify_refuses(sched: Path) -> None:
+    """A loss that parts do not add up to is refused by both, in the same words, with exit 2."""
+    (sched.parent / "model.py").write_text(SUMMED)
+    results = [CliRunner().invoke(app, [verb, str(sched)]) for verb in ("verify", "run")]
+    said = [r.stderr[r.stderr.index("error[S703]") :] for r in results]
+    assert [r.exit_code for r in results] == [2, 2] and said[0] == said[1], said
+    assert "weight(batch)" in said[0]
+
+
+@pytest.mark.deep
+def test_what_verify_refuses_under_torchrun(sched: Path) -> None:
+    """The ranks of a job refuse it, too: each alike, told once."""
+    (sched.parent / "model.py").write_text(SUMMED)
+    words = ("schedlang.cli", "run", str(sched), "--mesh", "dp=2,tp=1", "--steps", "1")
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*start, "-m", *words], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode != 0 and done.stderr.count("error[S703]") == 1, done.stderr
+
+
 @pytest.mark.deep
 def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     """The script of the README: it trains, saves, and goes on from there."""

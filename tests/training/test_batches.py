@@ -255,3 +255,19 @@ def test_a_part_without_labels_is_computed_as_it_is(rows: str, mesh: str, pool: 
     labels = torch.randint(11, (4, 5), generator=torch.Generator().manual_seed(0))
     labels[2:] = -100
     proven(pool, planned(Shifted(), rows, mesh), [{"labels": labels}, {"labels": labels.flip(1)}])
+
+
+def test_graphs_of_a_library() -> None:
+    """A batch of torch_geometric, or a list of its graphs, is refused with what to give instead."""
+    data = pytest.importorskip("torch_geometric.data")
+    edges = torch.tensor([[0, 1], [1, 2]])
+    graphs = [data.Data(x=torch.ones(3 + k, 4), edge_index=edges) for k in range(4)]
+    whole = data.Batch.from_data_list(graphs)
+    for given in (whole, graphs):
+        with pytest.raises(Refusal, match=r"S605.*`data` is made of `Data") as caught:
+            rows_of({"data": given})
+        assert "data.edge_index" in caught.value.render()
+        beside = {"data": given, "y": torch.ones(4)}
+        assert len(split(beside, 1, 1)[0]) == 1  # whole it may be
+        with pytest.raises(Refusal, match=r"S670.*`data` is made of `Data"):
+            split(beside, 2, 1)

@@ -486,3 +486,45 @@ def sectioned(seed: int) -> dict[str, Tensor]:
         "position_ids": torch.randint(16, (3, 4, 9), generator=draw),
         "labels": labels,
     }
+
+
+class DroppedAgain(Points):
+    """The dropout of its first block is called once more, after all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(*(DroppingTwice() for _ in range(2)))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h)
+        first: Any = self.blocks[0]
+        return ((self.head(first.drop(h))[..., 0] - y) ** 2).mean()
+
+
+class Heard(Points):
+    """Its loss reads what hooks inside of its blocks are told, as router losses do.
+
+    `doubling`: the hooks also change what they are told.
+    """
+
+    def __init__(self, kwargs: bool = False, doubling: bool = False) -> None:
+        super().__init__(*(Residual() for _ in range(3)))
+        self.kwargs, self.doubling = kwargs, doubling
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        told: list[Tensor] = []
+
+        def hook(module: nn.Module, args: Any, *rest: Any) -> Any:
+            told.append(rest[-1])
+            return 2 * rest[-1] if self.doubling else None
+
+        blocks: Any = self.blocks
+        puts = [b.up.register_forward_hook(hook, with_kwargs=self.kwargs) for b in blocks]
+        try:
+            error = super().forward(x, y)
+        finally:
+            for put in puts:
+                put.remove()
+        assert len(told) == len(blocks)
+        return error + torch.stack([one.logsumexp(-1).square().mean() for one in told]).sum()

@@ -357,3 +357,20 @@ def tables_of_later_stages_empty(patch: Patch, site: Site) -> None:
         return module
 
     patch.setattr(build, "_local_copy", copied)
+
+
+@bug("P34", "pipeline_split", Operator.SKIP, "dropping again", row="pipeline_split")
+def draws_of_other_stages_not_counted(patch: Patch, site: Site) -> None:
+    """What a stubbed unit would have drawn is not counted: its modules draw their first again."""
+    patch.setattr(stage, "skip_calls", lambda where, times: None)
+
+
+@bug("P35", "pipeline_split", Operator.DETACH, "heard", row="pipeline_split")
+def hooks_told_without_gradient(patch: Patch, site: Site) -> None:
+    """What hooks inside of a unit are told goes to its reader, and no gradient comes back."""
+    plain = stage.Stage._send
+
+    def send(self: Any, token: Any, leaf: Any, made: Any, edges: Any) -> None:
+        plain(self, token, leaf.detach() if token[1] < 0 else leaf, made, edges)
+
+    patch.setattr(stage.Stage, "_send", send)

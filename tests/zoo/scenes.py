@@ -154,6 +154,10 @@ SCENES: dict[str, Scene] = {
     ),
     "recomputed": _gpt2("transformer.h.* checkpoint()", ""),
     "dropping twice": _alone(networks.DroppingTwice, "blocks.* checkpoint()"),
+    "dropping again": Scene(
+        networks.made(networks.DroppedAgain), f"blocks {PIPELINE}", "pp=2", points
+    ),
+    "heard": Scene(networks.made(networks.Heard), f"blocks {PIPELINE}", "pp=2", points),
     "recomputed front": _alone(networks.Residual, "embed checkpoint()\nblocks.* checkpoint()"),
     "counting": _alone(networks.Counting, "blocks.* checkpoint()", holds=False),
     "written after": _alone(networks.WrittenAfter, "blocks.*.inner checkpoint()", holds=False),

@@ -1,0 +1,367 @@
+"""One walk through verbs: what `verify` takes, `run` and `build` take; what it refuses, they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schedlang.diagnostic import Refusal
+from schedlang.passes.costs.account import account
+from schedlang.passes.preparing.prepare import prepare
+from schedlang.passes.proving import sound as proving
+from schedlang.passes.proving.sound import cheaply
+from schedlang.passes.running.train import Course, train
+from schedlang.passes.verifying.prove import Case, prove
+from schedlang.plan import Plan
+from schedlang.schedule import Schedule
+from schedlang.source import Source
+from schedlang.syntax import parse
+from schedlang.verbs.run import sound
+from tests import expert_models
+from tests.engine import Threads
+
+Batch = Mapping[str, Any]
+WIDTH = 6
+
+
+class Layered(nn.Module):
+    """Blocks and a head; what it is given besides is for those that come from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+        self.double()
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Through all of it."""
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        found: Tensor = self.head(x)
+        return found
+
+    def forward(self, x: Tensor) -> Any:
+        return self.logits(x)
+
+
+class Told(Layered):
+    """Gives its loss."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        return {"loss": F.cross_entropy(self.logits(x), labels)}
+
+
+@dataclass
+class Answer:
+    """An output that no library has registered."""
+
+    loss: Tensor
+    logits: Tensor
+
+
+class Dressed(Layered):
+    """Its output is a dataclass."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Answer:
+        logits = self.logits(x)
+        return Answer(F.cross_entropy(logits, labels), logits)
+
+
+class Summed(Layered):
+    """Its loss is a sum over the rows, as if it were a mean."""
+
+    def forward(self, x: Tensor) -> Any:
+        return {"loss": self.logits(x).square().sum()}
+
+
+class Spread(Layered):
+    """Its loss is the spread of all rows, which no parts have."""
+
+    def forward(self, x: Tensor) -> Any:
+        return {"loss": self.logits(x).std()}
+
+
+class Counting(Layered):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        if self.training:
+            self.calls += 1
+        return {"loss": self.logits(x).square().mean()}
+
+
+class Normed(Layered):
+    """Normalises by the rows of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(2)
+        )
+        self.double()
+
+    def forward(self, x: Tensor) -> Any:
+        return {"loss": self.logits(x).square().mean()}
+
+
+class Shuffled(Layered):
+    """Draws an order, which has no form that other ranks could draw alike."""
+
+    def forward(self, x: Tensor) -> Any:
+        order = torch.randperm(WIDTH, device=x.device)
+        return {"loss": self.logits(x[:, order]).square().mean()}
+
+
+class Listed(Layered):
+    """Is given a list of samples, each of a length of its own."""
+
+    def forward(self, images: list[Tensor]) -> Any:
+        found = [self.logits(one).square().mean() for one in images]
+        return {"loss": torch.stack(found).mean()}
+
+
+class Linked(Layered):
+    """Rows look up each other by edges."""
+
+    def forward(self, x: Tensor, edges: Tensor) -> Any:
+        h = self.logits(x)
+        return {
+            "loss": (h + torch.zeros_like(h).index_add(0, edges[1], h[edges[0]])).square().mean()
+        }
+
+
+class Graphs:
+    """Several graphs as one object, as libraries of graphs have it."""
+
+    def __init__(self, x: Tensor, edges: Tensor) -> None:
+        self.stored = {"x": x, "edges": edges}
+        self.num_graphs = 2
+
+
+class Holding(Layered):
+    """Is given an object, or a list of them, and what is right."""
+
+    def forward(self, data: Any, labels: Tensor | None = None) -> Any:
+        given = data if isinstance(data, list) else [data]
+        logits = torch.cat([self.logits(one.stored["x"]) for one in given]).mean(0)
+        return {"loss": logits.square().mean() if labels is None else (logits - labels).std()}
+
+
+def _points(seed: int) -> dict[str, Any]:
+    return {"x": torch.randn(8, WIDTH, dtype=torch.float64, generator=_from(seed))}
+
+
+def _labelled(seed: int) -> dict[str, Any]:
+    return _points(seed) | {"labels": torch.randint(3, (8,), generator=_from(seed))}
+
+
+def _more(seed: int) -> dict[str, Any]:
+    return _labelled(seed) | {"names": torch.arange(8)}
+
+
+def _list(seed: int) -> dict[str, Any]:
+    g = _from(seed)
+    return {"images": [torch.randn(n, WIDTH, dtype=torch.float64, generator=g) for n in (2, 3)]}
+
+
+def _graph(seed: int) -> dict[str, Any]:
+    edges = torch.stack([torch.arange(8), torch.arange(8).roll(1)])
+    return _points(seed) | {"edges": edges}
+
+
+def _object(seed: int) -> dict[str, Any]:
+    return {"data": Graphs(**_graph(seed))}
+
+
+def _objects(seed: int) -> dict[str, Any]:
+    return {"data": [Graphs(**_graph(seed)), Graphs(**_graph(seed + 1))]}
+
+
+def _beside(seed: int) -> dict[str, Any]:
+    return _object(seed) | {"labels": torch.ones(2, 3, dtype=torch.float64)}
+
+
+def _lists_beside(seed: int) -> dict[str, Any]:
+    return _objects(seed) | {"labels": torch.ones(2, 3, dtype=torch.float64)}
+
+
+def _from(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def judged(output: Tensor, batch: Batch) -> Tensor:
+    """Reads labels that the forward does not take."""
+    return F.cross_entropy(output, batch["labels"])
+
+
+DP = "zero(stage=1, over=dp)"
+PP = 'blocks  pipeline_split(over=pp)\npipeline(order="1F1B", micro=2)'
+LAYERS = PP.replace("blocks", "layers")
+MICRO = 'pipeline(order="GPipe", micro=2)'
+WHOLE = "blocks.*  checkpoint()"
+FREE = "relax(batch_stats) "
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A model under rows, and the code by which all refuse it ("": all take it).
+
+    `late`: only a run on values shows it, so `plan` takes it.
+    """
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[int], Batch]
+    rows: str
+    code: str = ""
+    loss: Callable[..., Any] | None = None
+    relax: str = ""
+    late: bool = False
+
+    @property
+    def mesh(self) -> str:
+        """The axes that the rows name."""
+        return ", ".join(f"{axis}=2" for axis in ("dp", "pp") if f"over={axis}" in self.rows)
+
+    def schedule(self) -> Schedule:
+        """The rows over a model made anew."""
+        mesh = f"mesh({self.mesh})\n\n" if self.mesh else ""
+        text = f'schedule 1\n\n{mesh}step "all" {self.relax}{{\n{self.rows}\n}}\n'
+        return Schedule(self.model(), parse(Source("walk.sched", text)))
+
+
+def _balanced() -> nn.Module:
+    return expert_models.balanced(layers=2)
+
+
+WALKS = {
+    "router loss, dp": Walk(_balanced, expert_models.batch, DP),
+    "router loss, microbatches": Walk(_balanced, expert_models.batch, LAYERS, "S668"),
+    "router loss, microbatches, relaxed": Walk(_balanced, expert_models.batch, LAYERS, relax=FREE),
+    "no loss, dp": Walk(Layered, _points, DP, "S615"),
+    "no loss, pp": Walk(Layered, _points, PP, "S615"),
+    "no loss, one rank": Walk(Layered, _points, WHOLE, "S615"),
+    "a key for nobody, dp": Walk(Told, _more, DP, "S910"),
+    "a key for nobody, pp": Walk(Told, _more, PP, "S910"),
+    "a list of samples, dp": Walk(Listed, _list, DP, "S605"),
+    "a list of samples, microbatches": Walk(Listed, _list, MICRO, "S605"),
+    "a graph, dp": Walk(Linked, _graph, DP, "S670"),
+    "a graph, microbatches": Walk(Linked, _graph, PP, "S670"),
+    "a graph, whole": Walk(Linked, _graph, WHOLE),
+    "graphs in an object": Walk(Holding, _object, DP, "S605"),
+    "objects in a list": Walk(Holding, _objects, MICRO, "S605"),
+    "graphs in an object, and labels": Walk(Holding, _beside, DP, "S670"),
+    "objects in a list, and labels": Walk(Holding, _lists_beside, MICRO, "S670"),
+    "batch norm, dp": Walk(Normed, _points, DP, "S703", late=True),
+    "batch norm, microbatches": Walk(Normed, _points, PP, "S703", late=True),
+    "batch norm, microbatches, relaxed": Walk(Normed, _points, PP, relax=FREE),
+    "batch norm, dp, relaxed": Walk(Normed, _points, DP, relax=FREE),
+    "batch norm, whole": Walk(Normed, _points, "head  checkpoint()"),
+    "batch norm, recomputed": Walk(Normed, _points, WHOLE, "S813", late=True),
+    "a dataclass, pp": Walk(Dressed, _labelled, PP),
+    "a dataclass, dp": Walk(Dressed, _labelled, DP),
+    "labels for the loss, dp": Walk(Layered, _labelled, DP, loss=judged),
+    "labels for the loss, pp": Walk(Layered, _labelled, PP, loss=judged),
+    "a sum as a loss, dp": Walk(Summed, _points, DP, "S703", late=True),
+    "a sum as a loss, microbatches": Walk(Summed, _points, MICRO, "S703", late=True),
+    "the spread as a loss, dp": Walk(Spread, _points, DP, "S703", late=True),
+    "calls counted, microbatches": Walk(Counting, _points, MICRO, "S708", late=True),
+    "calls counted, dp": Walk(Counting, _points, DP),
+    "draws of an order, dp": Walk(Shuffled, _points, DP, "S812"),
+    "draws of an order, pp": Walk(Shuffled, _points, PP, "S812"),
+}
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_what_one_takes_all_take(name: str, threads: Threads) -> None:
+    """`verify`, `run`, and a program built in Python and stepped, say the same; so does `plan`."""
+    walk = WALKS[name]
+    said = {
+        "plan": _code(lambda: account(_plan(walk), walk.batch(0), walk.loss)),
+        "verify": _code(lambda: _verified(walk, threads)),
+        "run": _code(lambda: _trained(walk, threads)),
+        "build": _code(lambda: threads.run(_stepped, _world(walk), walk, False)),
+        "build at the first step": _code(lambda: threads.run(_stepped, _world(walk), walk, True)),
+    }
+    wanted = dict.fromkeys(said, walk.code) | ({"plan": ""} if walk.late else {})
+    assert said == wanted
+
+
+def _code(way: Callable[[], Any]) -> str:
+    try:
+        way()
+    except Refusal as refusal:
+        return refusal.diagnostic.code
+    return ""
+
+
+def _plan(walk: Walk) -> Plan:
+    return walk.schedule().plan()
+
+
+def _world(walk: Walk) -> int:
+    return _plan(walk).mesh.world
+
+
+def _verified(walk: Walk, threads: Threads) -> None:
+    case = Case(_plan(walk), (walk.batch(0), walk.batch(1)), walk.loss, dtype="none")
+    assert prove(case, pool=threads).ok
+
+
+def _trained(walk: Walk, threads: Threads) -> None:
+    course = sound(Course(_plan(walk), walk.batch, walk.loss, steps=2))
+    assert len(threads.run(train, course.plan.mesh.world, course)[0].steps) == 2
+
+
+def _stepped(walk: Walk, later: bool) -> float:
+    program = walk.schedule().build(
+        batch=None if later else walk.batch(0), loss=walk.loss,
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+    )  # fmt: skip
+    return float(program.train_step(walk.batch(0)))
+
+
+def test_what_is_asked_leaves_no_trace() -> None:
+    """`build` asks a copy of the model: values, buffers, modes and random numbers stay."""
+    walk = Walk(Counting, _points, DP)
+    schedule = walk.schedule()
+    model, plan = schedule.plan().model.model, schedule.plan()
+    model.eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    drawn = torch.random.get_rng_state()
+    found = prepare(plan, walk.batch(0))
+    cheaply(plan, walk.batch(0), found)
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+    assert not model.training and all(p.grad is None for p in model.parameters())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_what_takes_long_is_left_to_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a large model is asked, nor one that cannot be run here in float64."""
+    walk = WALKS["a sum as a loss, dp"]
+    plan, batch = _plan(walk), walk.batch(0)
+    found = prepare(plan, batch)
+    with pytest.raises(Refusal, match="S703"):
+        cheaply(plan, batch, found)
+    with monkeypatch.context() as patch:
+        patch.setattr(proving, "CHEAP", 10)
+        cheaply(plan, batch, found)
+
+    def dies(self: Summed, x: Tensor) -> Any:
+        if x.is_meta:
+            return {"loss": self.logits(x).square().sum()}
+        raise TypeError("no kernel for Double")
+
+    monkeypatch.setattr(Summed, "forward", dies)
+    cheaply(plan, batch, found)
