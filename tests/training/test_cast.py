@@ -327,7 +327,7 @@ def test_refused_beside_what_cannot_follow() -> None:
     """Weights in few bits, coded sums of scaled gradients, and a step that nobody allowed."""
     coded = "cast(fp16)\nzero(stage=0, over=dp)\ncompress(gradients, int8, over=dp)"
     for model, rows, relax, code, said in (
-        (Net().bfloat16(), "cast(bf16)", "dtype", "S891", "no master weight"),
+        (Net().bfloat16(), "cast(bf16)", "dtype", "S891", "master weight"),
         (Net(), coded, "dtype, lossy", "S894", "`cast(bf16)`"),
         (Net(), "cast(bf16)", "", "S505", "relax(dtype)"),
     ):
