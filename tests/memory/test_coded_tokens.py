@@ -146,7 +146,8 @@ def test_another_layout_is_found(threads: Threads, monkeypatch: pytest.MonkeyPat
      "model.layers.*.mlp.down_proj  shard(row, over=tp)\n"
      "model.layers.*.self_attn.{q,k,v}_proj  shard(col, over=tq)\n"
      "model.layers.*.self_attn.o_proj  shard(row, over=tq)\n"
-     + LLAMA.format("ring, over=cp", "int8"), "cp=2, tp=2, tq=2", "S858", "activations sharded over `tq`"),
+     + LLAMA.format("ring, over=cp", "int8"), "cp=2, tp=2, tq=2", "S858",
+     "activations sharded over `tq`"),
 ])  # fmt: skip
 def test_refused(
     model: Callable[[], nn.Module], rows: str, mesh: str, code: str, said: str
