@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from schedlang import nodes as n
 from schedlang import spelling
 from schedlang.diagnostic import SPELLED, Refusal
-from schedlang.primitive import registry
+from schedlang.primitive import find
 from schedlang.source import Source
 from schedlang.syntax import parse
 
@@ -72,7 +72,7 @@ def _statement(item: n.Item) -> Iterator[str]:
             for path in item.paths:
                 yield f'sch["{spelling.path(path)}"].{_call(call)}'
         case n.Do(call=call):
-            known = registry().get(call.name.text)
+            known = find(call.name.text)
             if known is None:
                 raise _Unsayable  # a function of Python's, of the model file
             if known.__name__ == "verify":  # `sch.verify(...)` verifies, here and now

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import linecache
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +16,7 @@ import schedlang
 from schedlang.diagnostic import Refusal
 from schedlang.in_python import spelled
 from schedlang.schedule import Schedule
-
-
-class Block(nn.Module):
-    """A pair of layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
+from tests.tools.test_api import Block
 
 
 class Net(nn.Module):
@@ -304,3 +296,10 @@ def test_no_optimizer_before_the_first_batch() -> None:
         torch.optim.lr_scheduler.StepLR(program.optimizer, 1)
     said = caught.value.render()
     assert "sch.build(batch=batch, ...)" in said and "LR scheduler" in said
+
+
+def test_verbs_need_not_be_loaded_before() -> None:
+    """In a process that has met no verb yet a row is spelled as in any other."""
+    code = "from schedlang.in_python import spelled; print(spelled('`zero(stage=1, over=dp)`'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == '`sch.zero(stage=1, over="dp")`', done
