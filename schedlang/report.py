@@ -120,6 +120,19 @@ class Report:
         """One line for each kind of thing that was compared, in the order of comparison."""
         return tuple(_summed(kind, rows) for kind, rows in _kinds(self.rows).items())
 
+    @property
+    def account(self) -> tuple[tuple[str, str], ...]:
+        """What is told of a failure, as heads and words: where, which row, how to repeat it."""
+        first = self.first
+        if first is None:
+            return ()
+        told = (
+            ("first difference", f"{first.place}   error {first.error:.1e}"), ("what", first.note),
+            ("pattern", self.diagnosis), *self.localised,
+            *(("to blame", row) for row in self.blamed), ("repeat", self.command),
+        )  # fmt: skip
+        return tuple((head, text) for head, text in told if text)
+
     def blame(self, *rows: str, diagnosis: str = "") -> Report:
         """The same report with the rows of the schedule that are to blame."""
         return replace(self, blamed=rows, diagnosis=diagnosis or self.diagnosis)

@@ -110,20 +110,13 @@ def _at(error: float) -> float:
 
 
 def _failure(report: Report) -> Iterator[str]:
-    first = report.first
-    if first is None:
-        return
-    told = [("first difference", f"{first.place}   error {first.error:.1e}"), ("what", first.note)]
-    told += [("pattern", report.diagnosis), *report.localised]
-    told += [("to blame", row) for row in report.blamed]
-    told.append(("repeat", report.command))
     rows = "".join(
         f'<tr><td class="different">{html.escape(name)}</td>'
         f"<td><code>{html.escape(text)}</code></td></tr>"
-        for name, text in told
-        if text
+        for name, text in report.account
     )
-    yield f"<table>{rows}</table>"
+    if rows:
+        yield f"<table>{rows}</table>"
 
 
 def _rest(report: Report) -> Iterator[str]:

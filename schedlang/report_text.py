@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from schedlang.tables import GAP, wrapped
 
 if TYPE_CHECKING:
-    from schedlang.report import Report, Row, Summary
+    from schedlang.report import Report, Summary
 
 WIDTH = 100
 _SHORT = 36  # characters of a fact that stands beside others
@@ -105,14 +105,7 @@ def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _failure(report: Report) -> Iterator[Line]:
-    first: Row | None = report.first
-    if first is None:
-        return
-    told = [("first difference", f"{first.place}   error {first.error:.1e}"), ("what", first.note)]
-    told += [("pattern", report.diagnosis), *report.localised]
-    told += [("to blame", row) for row in report.blamed]
-    told.append(("repeat", report.command))
-    yield from (("red", f" {head:17}  {text}") for head, text in told if text)
+    yield from (("red", f" {head:17}  {text}") for head, text in report.account)
 
 
 def _unexercised(report: Report, width: int, hint: str) -> Iterator[str]:

@@ -16,8 +16,6 @@ from schedlang.runtime.slicing.carry import Span
 
 Weight = Callable[[Batch], float]
 Place = tuple[str, int]  # a file and a line of it
-CARRIERS = ("cache", "calls")
-SHIFTS = ("none", "given", "head")
 
 
 @dataclass(frozen=True)
