@@ -158,7 +158,14 @@ def load_model_file(named: str | None, beside: Path | None = None) -> ModelFile:
     return _checked(module, IMPORT_NAME, path.resolve())
 
 
+class Importing:
+    """Whether a model file is being imported in this process."""
+
+    now = False
+
+
 def _run(load: Callable[[], Any], what: str) -> Any:
+    Importing.now = True
     try:
         with uncollected():  # of torch and transformers it would take a second
             return load()
@@ -175,6 +182,8 @@ def _run(load: Callable[[], Any], what: str) -> Any:
                 ),
             )
         ) from error
+    finally:
+        Importing.now = False
 
 
 def _chain(error: BaseException | None) -> Iterator[str]:

@@ -312,3 +312,38 @@ def test_what_the_first_job_names_is_imported_once(tmp_path: Path) -> None:
     finally:
         sys.path.remove(str(tmp_path))
         del sys.modules["slow_to_import"]
+
+
+STARTS_RANKS = """
+from schedlang.runtime.launching.launch import Pool
+
+def task() -> int:
+    return 1
+
+pool = Pool()
+result = pool.run(task, 1)
+"""
+
+
+@pytest.mark.parametrize("load", ["model file", "preloaded"])
+def test_a_file_that_starts_ranks_is_not_loaded_by_them(tmp_path: Path, load: str) -> None:
+    """A file that starts ranks when it is imported is refused with what to write instead; no
+    process starts another without end."""
+    from schedlang.modelfile import load_model_file
+
+    file = tmp_path / "model.py"
+    file.write_text(STARTS_RANKS)
+    with pytest.raises(Refusal) as refused:
+        if load == "model file":
+            load_model_file(str(file))
+        else:
+            with Pool(files={"started_by_ranks": file}) as pool:
+                pool.run(_loaded, 1)
+    assert refused.value.diagnostics[0].code == "S905"
+    assert '__name__ == "__main__"' in refused.value.diagnostics[0].helps[0]
+
+
+def _loaded() -> int:
+    import started_by_ranks  # type: ignore[import-not-found]
+
+    return int(started_by_ranks.result)

@@ -75,8 +75,15 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
 # ---- the server ----------------------------------------------------------------------------------
 
 
+class Serving:
+    """Whether this process is the server, or a rank that it forked."""
+
+    here = False
+
+
 def main(control_fd: int, preload: Sequence[str], files: Mapping[str, str], scratch: str) -> None:
     """Serve on an inherited socket until its other end is closed or the parent is gone."""
+    Serving.here = True
     control = socket.socket(fileno=control_fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     _import(preload, files)

@@ -28,6 +28,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.modelfile import Importing
 from schedlang.runtime.launching import folders, forkserver
 from schedlang.runtime.launching.forkserver import progress
 from schedlang.runtime.launching.hang import doubt, stacks
@@ -52,6 +54,8 @@ class Pool:
         preload: Sequence[str] = BASE,
         files: Mapping[str, str | Path] | None = None,
     ) -> None:
+        if forkserver.Serving.here or Importing.now:  # each would start the next one, until memory is full
+            raise Refusal(_started_by_ranks())
         self.files = {name: str(path) for name, path in (files or {}).items()}
         self._scratch, kept = folders.made()  # stores, logs
         weakref.finalize(self, os.close, kept)
@@ -262,6 +266,14 @@ def modules_of(blob: bytes) -> tuple[str, ...]:
     """The modules imported here that a pickle names."""
     words = {arg for _, arg, _ in pickletools.genops(blob) if isinstance(arg, str)}
     return tuple(sorted(word for word in words if word in sys.modules and word != "__main__"))
+
+
+def _started_by_ranks() -> Diagnostic:
+    return Diagnostic(
+        "S905", "this file starts ranks, and they would start others when they import it",
+        notes=("ranks import the files that hold the model, the loss and the optimizer",),
+        helps=("put what the file runs under `if __name__ == \"__main__\":`",),
+    )  # fmt: skip
 
 
 def _end(control: socket.socket, server: subprocess.Popen[bytes], scratch: Path) -> None:
