@@ -320,7 +320,7 @@ def test_verify_of_70b_on_meta(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     file = tmp_path / "big.sched"
     file.write_text(f"schedule 1 for LlamaForCausalLM\n\n{step(BLOCK, 'tp=8')}")
-    found = run("verify", file, "--mesh", "tp=2", "--dtype", "none")
+    found = run("verify", file, "--mesh", "tp=2", "--dtype", "none", "--verbose")
     assert found.exit_code == 0, found.output
     said = " ".join(found.output.split())
     assert "num_hidden_layers 80 -> 2" in said and "mesh tp=8 -> tp=2" in said
