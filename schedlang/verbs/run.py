@@ -180,9 +180,10 @@ def _here(course: Course, shown: _Shown) -> Trained:
 
     from schedlang.passes.proving.sound import cheaply
     from schedlang.passes.running.train import train
+    from schedlang.runtime.launching.heart import inside
 
     check = partial(cheaply, loss=course.loss, weight=course.weight)
-    with shown:
+    with inside(), shown:
         trained = train(replace(course, check=check), shown.step)
     if dist.is_initialized():
         dist.barrier()  # whoever closes first could cut off what is still on its way

@@ -9,7 +9,6 @@ import secrets
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -190,16 +189,18 @@ def _see(beside: Path) -> None:
 def _publish(target: Path, beside: Path) -> None:
     """Put the new folder, once it is on the disk, in the old one's place, which then goes."""
     settle(beside)
-    move = partial(exchange, beside, target, beside_of(target, REPLACED))
-    if not target.exists():
-        beside.rename(target)
-        move = partial(target.rename, beside)  # and back
+    former = target.exists()
+    if former:
+        exchange(beside, target, beside_of(target, REPLACED))
     else:
-        move()
+        beside.rename(target)
     try:
         sync(target.parent)
-    except BaseException:
-        move()
+    except BaseException:  # and back
+        if former:
+            exchange(beside, target, beside_of(target, REPLACED))
+        else:
+            target.rename(beside)
         raise
     _sweep(target)
 
