@@ -9,6 +9,8 @@ from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from schedlang.tables import columns
+
 if TYPE_CHECKING:
     from schedlang.diagnostic import Refusal
 
@@ -50,9 +52,8 @@ def tell(refusal: Refusal) -> None:
     else:
         speaks = store.add(f"{key}/count", 1) == 1
     if speaks:
-        print(
-            f"rank {os.environ.get('RANK', '0')}: {refusal.render()}", file=sys.stderr, flush=True
-        )
+        said = refusal.render(columns(sys.stderr))
+        print(f"rank {os.environ.get('RANK', '0')}: {said}", file=sys.stderr, flush=True)
         if store is not None:
             store.set(f"{key}/told", "1")
     elif store is not None:
