@@ -104,8 +104,8 @@ class expert_parallel(Primitive):  # noqa: N801
             return
         shared = set(plan.mesh.fold(self.inner)) & set(plan.mesh.fold(self.over))
         if shared:
-            both = f"distribute the experts of `{site}` and shard each"
-            refuse("S428", f"`{sorted(shared)[0]}` cannot both {both}",
+            both = f"both distribute and shard the experts of `{site}`"
+            refuse("S428", f"`{sorted(shared)[0]}` cannot {both}",
                    helps=("name another axis: `inner=tp`",))  # fmt: skip
         found = self._inner(site, plan)
         if found is None:

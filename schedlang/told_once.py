@@ -46,7 +46,7 @@ def tell(refusal: Refusal) -> None:
     """Print a refusal if no other rank has; then all ranks may end, which ends the others."""
     from datetime import timedelta
 
-    store, key = _store(), _key(refusal)
+    store, key = job_store(), _key(refusal)
     if store is None:
         speaks = os.environ.get("RANK", "0") == "0"
     else:
@@ -70,7 +70,7 @@ def _key(refusal: Refusal) -> str:
     return f"schedlang/refused/{attempt}/{hashlib.blake2b(said, digest_size=8).hexdigest()}"
 
 
-def _store() -> Any:
+def job_store() -> Any:
     """The job's own store, which torchrun keeps; None where it cannot be had."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None

@@ -221,7 +221,7 @@ class Program:
         if new and known:
             raise Refusal(
                 Diagnostic(
-                    "S619", f"the batch has a key `{new[0]}` that the batch of `build` has not",
+                    "S619", f"the batch has a key `{new[0]}`, and that of `build` has none",
                     notes=(f"the program was built from a batch of {', '.join(sorted(known))}",),
                     helps=("build with the keys that training has: `sch.build(batch=batch)`",),
                 )

@@ -82,6 +82,18 @@ def test_a_script_of_ones_own(tmp_path: Path) -> None:
     assert "exitcode  : 3" in done.stderr
 
 
+def test_a_rank_that_never_comes(tmp_path: Path) -> None:
+    """A rank that torchrun has started and that does not come to `build`, nor joins the job before,
+    is named by the others, which do not wait for minutes."""
+    (tmp_path / "train.py").write_text(
+        "import os, time\nif os.environ['RANK'] == '1':\n    time.sleep(1000)\n"
+        + SCRIPT.replace("sch.build(", "sch.build(wait=3, ")
+    )
+    done, seconds = _torchrun(tmp_path / "train.py")
+    assert done.returncode and done.stderr.count("error[S651]: rank 1 has not come") == 1
+    assert "within 3 s" in done.stderr and seconds < 60, seconds
+
+
 MODEL = '''
 """A model that waits for ever on one rank, in its third step."""
 
