@@ -52,7 +52,7 @@ for step in range(3):
     if away and step == 2:
         program.module[0].register_forward_hook(lambda *given: never_comes_back())
     program.train_step(batch)
-    print("made step", step, flush=True)
+    os.write(1, f"made step {step}\\n".encode())  # in one piece, beside the other rank
 
 '''
 
