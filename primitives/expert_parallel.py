@@ -104,10 +104,10 @@ class expert_parallel(Primitive):  # noqa: N801
             return
         shared = set(plan.mesh.fold(self.inner)) & set(plan.mesh.fold(self.over))
         if shared:
-            both = f"distribute the experts of `{site}` and shard each"
+            both = f"both distribute and shard the experts of `{site}`"
             free = [axis for axis in plan.mesh.names if axis not in plan.mesh.fold(self.over)]
             other = f"name another axis: `inner={free[0]}`" if free else "leave out `inner=`"
-            refuse("S428", f"`{sorted(shared)[0]}` cannot both {both}", helps=(other,))
+            refuse("S428", f"`{sorted(shared)[0]}` cannot {both}", helps=(other,))
         found = self._inner(site, plan)
         if found is None:
             refuse("S428", f"the experts of `{site}` cannot be cut inside",

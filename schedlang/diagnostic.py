@@ -11,6 +11,7 @@ from types import FunctionType
 from typing import TypeVar
 
 from schedlang.source import NOWHERE, Source, Span, python_span
+from schedlang.tables import wrapped
 from schedlang.told_once import in_a_job, install
 
 T = TypeVar("T")
@@ -55,9 +56,9 @@ class Diagnostic:
         at = f" ({self.primary.span})" if self.primary.span else ""
         return f"<{self.level}[{self.code}]: {self.title}{at}>"
 
-    def render(self) -> str:
-        """The message as text, framed as rustc frames its own."""
-        return "\n".join(_render(self))
+    def render(self, width: int | None = None) -> str:
+        """The message as text, framed as rustc frames its own; sentences in so many columns."""
+        return "\n".join(_render(self, width))
 
     def to_json(self) -> dict[str, object]:
         """The same facts for machines; places count lines and columns from 1."""
@@ -89,9 +90,9 @@ class Refusal(Exception):
         """The same refusal, its homeless messages placed at `span`."""
         return Refusal(*(d.at(span) for d in self.diagnostics))
 
-    def render(self) -> str:
+    def render(self, width: int | None = None) -> str:
         """All messages, a blank line between two."""
-        return "\n\n".join(d.render() for d in self.diagnostics)
+        return "\n\n".join(d.render(width) for d in self.diagnostics)
 
     def __str__(self) -> str:
         return "\n" + self.render()
@@ -193,8 +194,8 @@ def _frame(labels: list[Label], primary: Label, gutter: int) -> Iterable[str]:
         yield f"{' ' * gutter} | {marks}"
 
 
-def _render(d: Diagnostic) -> Iterable[str]:
-    yield f"{d.level}[{d.code}]: {_short(d.title)}"
+def _render(d: Diagnostic, width: int | None) -> Iterator[str]:
+    yield from wrapped(_short(d.title), width, f"{d.level}[{d.code}]: ", None)
     placed = [label for label in (d.primary, *d.also) if label.span]
     gutter = len(str(max((label.span.line for label in placed), default=0)))
     by_source: dict[Source, list[Label]] = {}
@@ -209,13 +210,12 @@ def _render(d: Diagnostic) -> Iterable[str]:
             yield f"{' ' * gutter} |"
             yield from _frame(labels, d.primary, gutter)
             yield f"{' ' * gutter} |"
-    if d.primary.text and not d.primary.span.source.text:
-        yield f"{' ' * gutter} = note: {_short(d.primary.text)}"
-    for label in d.also:
-        if label.span and label.text and not label.span.source.text:
-            yield f"{' ' * gutter} = note: {label.span}: {_short(label.text)}"
-    yield from (f"{' ' * gutter} = note: {_short(note)}" for note in d.notes)
-    yield from (f"{' ' * gutter} = help: {_short(text)}" for text in _helps(d))
+    told = [] if d.primary.span.source.text else [d.primary.text]
+    told += [f"{label.span}: {_short(label.text)}" for label in d.also
+             if label.span and label.text and not label.span.source.text]  # fmt: skip
+    said = [("note", note) for note in (*told, *d.notes) if note]
+    for kind, text in (*said, *(("help", text) for text in _helps(d))):
+        yield from wrapped(_short(text), width, f"{' ' * gutter} = {kind}: ", None)
 
 
 def _helps(d: Diagnostic) -> Iterator[str]:

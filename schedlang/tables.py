@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from typing import TextIO
 
 Row = Sequence[str]
 GAP = "  "
+CODE, GLUE = re.compile(r"`[^`\n]*`"), "\0"  # what is written in code marks; its spaces meanwhile
 
 
-def columns() -> int | None:
+def columns(out: TextIO | None = None) -> int | None:
     """The columns of the terminal; None where the output goes elsewhere, and may be any width."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return shutil.get_terminal_size().columns if (out or sys.stdout).isatty() else None
 
 
-def wrapped(text: str, width: int | None, indent: str = "", more: str = "  ") -> list[str]:
-    """Lines broken between words, never within one; those after the first stand `more` in."""
+def wrapped(text: str, width: int | None, indent: str = "", more: str | None = "  ") -> list[str]:
+    """Lines broken between words, never within one, nor within `what is to be pasted`.
+
+    Those after the first stand `more` in; None: as far in as the first text, whatever stands there.
+    """
     if width is None or len(indent) + len(text) <= width:
         return [indent + text]
-    return textwrap.wrap(
-        text, max(width, 40), initial_indent=indent, subsequent_indent=indent + more,
+    later = " " * len(indent) if more is None else indent + more
+    glued = CODE.sub(lambda found: found[0].replace(" ", GLUE), text)
+    lines = textwrap.wrap(
+        glued, max(width, 40), initial_indent=indent, subsequent_indent=later,
         break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
+    return [line.replace(GLUE, " ") for line in lines]
+
+
+def fitted(text: str, width: int | None) -> str:
+    """The same with its long lines broken between words; what is broken off stands further in."""
+    if width is None:
+        return text
+    lines = ((line.lstrip(" "), line) for line in text.split("\n"))
+    return "\n".join(
+        part
+        for inner, line in lines
+        for part in wrapped(inner, width, " " * (len(line) - len(inner)), "    ")
+    )
 
 
 def widths(rows: Sequence[Row]) -> list[int]:

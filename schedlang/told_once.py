@@ -9,6 +9,8 @@ from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from schedlang.tables import columns
+
 if TYPE_CHECKING:
     from schedlang.diagnostic import Refusal
 
@@ -44,15 +46,14 @@ def tell(refusal: Refusal) -> None:
     """Print a refusal if no other rank has; then all ranks may end, which ends the others."""
     from datetime import timedelta
 
-    store, key = _store(), _key(refusal)
+    store, key = job_store(), _key(refusal)
     if store is None:
         speaks = os.environ.get("RANK", "0") == "0"
     else:
         speaks = store.add(f"{key}/count", 1) == 1
     if speaks:
-        print(
-            f"rank {os.environ.get('RANK', '0')}: {refusal.render()}", file=sys.stderr, flush=True
-        )
+        said = refusal.render(columns(sys.stderr))
+        print(f"rank {os.environ.get('RANK', '0')}: {said}", file=sys.stderr, flush=True)
         if store is not None:
             store.set(f"{key}/told", "1")
     elif store is not None:
@@ -69,7 +70,7 @@ def _key(refusal: Refusal) -> str:
     return f"schedlang/refused/{attempt}/{hashlib.blake2b(said, digest_size=8).hexdigest()}"
 
 
-def _store() -> Any:
+def job_store() -> Any:
     """The job's own store, which torchrun keeps; None where it cannot be had."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None

@@ -18,16 +18,20 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 import schedlang
 from schedlang.diagnostic import Refusal
 from schedlang.runtime.program import Program
-from schedlang.runtime.saving import boxes
-from tests.layouts import odd_program, points
+from schedlang.runtime.saving import boxes, export
+from schedlang.runtime.saving.export import MARK
+from schedlang.runtime.storage import exchange
+from tests.layouts import Odd, odd_program, points
 
 CALLS = ("open", "mkdir", "rename", "replace", "fsync", "unlink", "rmdir", "ftruncate")
 FIRST = 100  # the state that was saved before
@@ -96,6 +100,7 @@ def _killing(at: int) -> None:
         setattr(os, name, dying(getattr(os, name)))
     io.open = dying(io.open)  # as pathlib opens
     boxes._item = dying(boxes._item)  # each box of the data
+    exchange._at_once = dying(exchange._at_once)
 
 
 def _left(folder: Path) -> list[str]:
@@ -168,6 +173,115 @@ def killed_at_random(folder: Path, count: int) -> dict[str, int]:
         os.waitpid(child, 0)
         seen["killed"] += 1
         _after(program, other, place, FIRST + 1, seen)
+    return dict(seen)
+
+
+def _exported(place: Path) -> set[float]:
+    """All numbers of an export: one, where it is of one state; none where there is no export."""
+    if not (place / MARK).is_file():
+        return set()
+    found = load_file(place / MARK).values()
+    return {number for tensor in found for number in tensor.double().unique().tolist()}
+
+
+def _in_three() -> None:
+    """From now on as where two names cannot be exchanged in one move."""
+    exchange._at_once = lambda one, other: False
+
+
+def _after_export(program: Program, place: Path, at_once: bool, seen: Counter[str]) -> None:
+    """What lies there after an export that may have been killed, and what the next ones do."""
+    there = _exported(place)
+    if at_once or there:
+        seen[
+            "whole" if there in ({FIRST}, {FIRST + 1}) else "lost" if not there else "mixture"
+        ] += 1
+    else:  # the former waits under another name; one that fails puts it back
+        real, export._write = export._write, lambda *given: (_ for _ in ()).throw(OSError("no"))
+        with suppress(Refusal):
+            program.export(place, Odd())
+        export._write = real
+        seen["put back" if _exported(place) == {FIRST} else "lost"] += 1
+    filled(program, FIRST + 2)
+    program.export(place, Odd())  # the next one sweeps
+    seen["left"] += len([p for p in place.parent.iterdir() if p != place])
+    seen["not replaced"] += _exported(place) != {FIRST + 2}
+
+
+def exports_killed_at_each_write(folder: Path, at_once: bool) -> dict[str, int]:
+    """Exports that die before each call that changes the disk, until one comes through."""
+    program, seen = _program(), Counter[str]()
+    for at in range(1, 1000):
+        place = folder / f"export{at}" / "weights"
+        filled(program, FIRST)
+        program.export(place, Odd())
+        filled(program, FIRST + 1)
+
+        def act(at: int = at, place: Path = place) -> None:
+            if not at_once:
+                _in_three()
+            _killing(at)
+            program.export(place, Odd())
+
+        ended = os.waitstatus_to_exitcode(os.waitpid(_child(act), 0)[1])
+        seen["killed"] += ended == -signal.SIGKILL
+        _after_export(program, place, at_once, seen)
+        shutil.rmtree(place.parent)
+        if not ended:
+            break
+        assert ended == -signal.SIGKILL, ended
+    return dict(seen)
+
+
+def exports_killed_at_random(folder: Path, count: int) -> dict[str, int]:
+    """Exports that die at moments drawn from all of the time that one takes."""
+    program, seen = _program(), Counter[str]()
+    draw = random.Random(0)
+    place = folder / "exports" / "weights"
+    start = time.perf_counter()
+    for _ in range(5):
+        program.export(place, Odd())
+    takes = (time.perf_counter() - start) / 5
+    for _ in range(count):
+        filled(program, FIRST)
+        program.export(place, Odd())
+        filled(program, FIRST + 1)
+        child = _child(lambda: [program.export(place, Odd()) for _ in range(50)])
+        time.sleep(draw.uniform(0.2, 3) * takes)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        seen["killed"] += 1
+        _after_export(program, place, True, seen)
+    return dict(seen)
+
+
+def two_exporters(folder: Path, count: int) -> dict[str, int]:
+    """Two jobs that export to one place: each export is made or refused, what is there is whole."""
+    program, seen = _program(), Counter[str]()
+    place = folder / "exporters" / "weights"
+    program.export(place, Odd())
+
+    def act(base: int) -> None:
+        made = 0
+        while made < count:
+            filled(program, base + made)
+            try:
+                program.export(place, Odd())
+                made += 1
+            except Refusal as refusal:
+                assert refusal.diagnostic.code == "S638", refusal
+                time.sleep(0.003)
+
+    children = {_child(lambda base=base: act(base)) for base in (1000, 2000)}  # type: ignore[misc]
+    while children:
+        found = _exported(place)
+        seen["one state" if len(found) == 1 else "lost" if not found else "mixture"] += 1
+        for child in list(children):
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                children.discard(child)
+                seen["jobs that failed"] += os.waitstatus_to_exitcode(status) != 0
+    seen["left"] = len([p for p in place.parent.iterdir() if p != place])
     return dict(seen)
 
 
@@ -279,7 +393,7 @@ def main() -> None:
     """Try what is asked for, and print what came of it."""
     options = argparse.ArgumentParser()
     options.add_argument("folder", type=Path)
-    for name in ("writes", "kills", "loads", "jobs", "flips"):
+    for name in ("writes", "kills", "loads", "jobs", "flips", "exports"):
         options.add_argument(f"--{name}", type=int, default=0)
     asked = options.parse_args()
     torch.set_num_threads(1)
@@ -294,6 +408,12 @@ def main() -> None:
         found["two jobs"] = two_jobs(asked.folder, asked.jobs)
     if asked.flips:
         found["bits flipped"] = flipped(asked.folder, asked.flips)
+    if asked.exports:
+        for at_once in (True, False):
+            name = f"exports killed before each write, {'one move' if at_once else 'three'}"
+            found[name] = exports_killed_at_each_write(asked.folder, at_once)
+        found["exports killed at random"] = exports_killed_at_random(asked.folder, asked.exports)
+        found["two exporters"] = two_exporters(asked.folder, asked.exports)
     print(json.dumps(found))
 
 

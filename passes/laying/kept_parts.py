@@ -198,7 +198,7 @@ def refusal(plan: Plan, fqn: str, axis: str, what: str) -> Refusal:
     label = Label(row.span or NOWHERE, "rounds what modules save, block by block")
     return Refusal(
         Diagnostic(
-            "S935", f"ranks of `{axis}` do not save equal shards of the activations of `{fqn}`",
+            "S935", f"ranks of `{axis}` save unequal shards of activations of `{fqn}`",
             label,
             notes=(what, "one process could not round the same blocks"),
             helps=("select modules whose activations are replicated, or sharded in equal parts",

@@ -209,12 +209,12 @@ def _check_data(plan: Plan, fqn: str) -> None:
     row = next(a for a in plan.actions if fqn in a.sites and "placement" in a.primitive.writes)
     label = Label(row.span) if row.span is not None else Label()
     if plan.mesh.size(first) > 1 and not set(first) <= set(plan.data_axes):
-        said = f"no row splits the batch over `{first[0]}`, the first axis of the grid of `{fqn}`"
+        said = f"no row splits the batch over `{first[0]}`, for the grid of `{fqn}`"
         add = f"add `zero(stage=0, over={first[0]})` at the end"
         raise Refusal(Diagnostic("S510", said, label, helps=(add,)))
     for axis in {plain for axes in others for plain in axes} & set(plan.data_axes):
         if plan.mesh.size(axis) > 1:
-            said = f"`{axis}` splits the batch, and the hidden dim in the grid of `{fqn}`"
+            said = f"`{axis}` splits the batch and, in the grid of `{fqn}`, the hidden dim"
             raise Refusal(Diagnostic("S510", said, label, helps=("leave it out of `zero`",)))
 
 

@@ -71,7 +71,7 @@ def _taken_apart(plan: Plan, first: BatchSum) -> Refusal:
     return Refusal(
         Diagnostic(
             "S668",
-            f"the loss needs statistics of the full batch, but there are {micro} microbatches",
+            f"the loss needs statistics of the full batch, not of {micro} microbatches",
             Label(next(rows, NOWHERE)),
             notes=(f"the forward of {where} takes a {first.name} over all rows"
                    + (f", {first.line}" if first.line else ""),

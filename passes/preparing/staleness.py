@@ -43,7 +43,7 @@ def check_build(staged: Staged, optimizer: Any, clip: float | None, hollow: bool
         return
     if clip is not None:
         _refuse(
-            "`clip` needs the norm of all gradients, but stages update at different times", None,
+            "`clip` needs one norm of all gradients, which a stale order has not", None,
             notes=("the first stage has made several updates when the last one makes its first:"
                    " no norm of all gradients exists",),
             helps=("leave `clip` out", SYNCHRONOUS),
@@ -105,7 +105,7 @@ def _check_coded(plan: Plan) -> None:
     if plan.compression is None:
         return
     _refuse(
-        "gradients are summed in fewer bytes once a step, and stages update several times in one",
+        "`compress` sums once a step, but stages update several times in it",
         next((a for a in plan.actions if a.name == "compress"), None),
         notes=("what a code leaves out is added to the gradient of the next step",),
         helps=("drop this row: gradients are then summed whole", SYNCHRONOUS),
@@ -117,7 +117,7 @@ def _check_scaled(plan: Plan) -> None:
     if plan.scaled is None:
         return
     _refuse(
-        "a loss that is scaled for float16 may have its step skipped, and stages update inside it",
+        "loss scaling may skip a step, but stages update inside of it",
         next((a for a in plan.actions if a.name == "cast"), None),
         notes=("whether any rank's gradients overflowed is known at the end of a step",),
         helps=("`cast(bf16)` needs no scale", SYNCHRONOUS),

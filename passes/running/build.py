@@ -107,9 +107,11 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     """
     from schedlang.runtime.collectives.agreement import told_if_refused
     from schedlang.runtime.collectives.ranks import join_world
+    from schedlang.runtime.launching.heart import watch
 
     given = replace(options, **more)
-    join_world()
+    join_world(wait=given.wait)
+    watch()
     with told_if_refused():
         return _built(plan, batch, given)
 

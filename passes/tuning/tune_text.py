@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedlang.amounts import size
 from schedlang.passes.tuning.tune import Job, Tried, ranked
+from schedlang.tables import GAP, fitted, table, widths
 from schedlang.value import shown
 
 if TYPE_CHECKING:
@@ -20,17 +21,18 @@ BOUND = (
 )
 
 
-def text(job: Job, found: Sequence[Tried], top: int | None) -> str:
+def text(
+    job: Job, found: Sequence[Tried], top: int | None, title: str = "", width: int | None = None
+) -> str:
     """The table of those that fit, `top` of them; then what does not, in a line for each reason."""
     memory = job.cluster.memory
     best = ranked(found, memory)
-    lines = [_head(job, found, len(best))]
-    if best:
-        lines += ["", *_table(best[:top]), ""]
-        if top is not None and len(best) > top:
-            lines.append(f"{len(best) - top} more fit: --top {len(best)}")
-    lines += [*_too_large(found, memory), *_refused(found), BOUND]
-    return "\n".join(lines)
+    below = [*_too_large(found, memory), *_refused(found), BOUND]
+    if best and top is not None and len(best) > top:
+        below.insert(0, f"{len(best) - top} more fit: --top {len(best)}")
+    parts = [fitted(title + _head(job, found, len(best)), width)]
+    parts += ["", *_table(best[:top], width), ""] if best else []
+    return "\n".join([*parts, fitted("\n".join(below), width)])
 
 
 def to_json(job: Job, found: Sequence[Tried]) -> dict[str, Any]:
@@ -73,15 +75,16 @@ def _cluster(one: Cluster) -> str:
     return f"{one.name}, {size(one.memory)}, {one.speed / 1e12:g} TFLOP/s, {near}, {far}"
 
 
-def _table(best: Sequence[Tried]) -> Iterator[str]:
+def _table(best: Sequence[Tried], width: int | None) -> Iterator[str]:
     knobs, axes = list(best[0].given), list(dict.fromkeys(a for one in best for a in one.mesh))
     beside = [axis for axis in axes if axis not in knobs]
     names = [*knobs, *beside] if set(knobs) - set(axes) or not set(knobs) else axes
     rows = [["", *names, *HEADS]]
     rows += [[str(place), *_cells(one, names)] for place, one in enumerate(best, 1)]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths)).rstrip()
+    wide = widths(rows)
+    right = [[cell.rjust(w) for cell, w in zip(row, wide)] for row in rows]
+    room = None if width is None else width + len(GAP)
+    yield from (line.removeprefix(GAP) for line in table(right, room))
 
 
 def _cells(one: Tried, names: Sequence[str]) -> list[str]:
@@ -123,5 +126,5 @@ def _refused(found: Sequence[Tried]) -> Iterator[str]:
             reasons.setdefault(one.refusal.code, []).append(one)
     for code, those in reasons.items():
         assert those[0].refusal is not None
-        said = those[0].refusal.title
-        yield f"{len(those)} refused, {code}: {setting(those[0].given)}: {said}"
+        told = [setting(those[0].given or those[0].mesh), those[0].refusal.title]
+        yield ": ".join([f"{len(those)} refused, {code}", *filter(None, told)])

@@ -20,6 +20,7 @@ from schedlang.runtime.comparing import Comparing
 from schedlang.runtime.context.install import At
 from schedlang.runtime.dealt import dealt, positive
 from schedlang.runtime.keeping.away import Away, at_home
+from schedlang.runtime.launching.heart import inside
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.no_labels import bare
 from schedlang.runtime.outputs import whole_output
@@ -129,6 +130,7 @@ class Program:
 
     # -- a step ----------------------------------------------------------------------------------
 
+    @inside()
     def train_step(self, batch: Batch, *, local: bool = False) -> Tensor:
         """Forward, backward, reduction, clipping and optimizer step; the loss of the whole batch.
 
@@ -219,7 +221,7 @@ class Program:
         if new and known:
             raise Refusal(
                 Diagnostic(
-                    "S619", f"the batch has a key `{new[0]}` that the batch of `build` has not",
+                    "S619", f"the batch has a key `{new[0]}`, and that of `build` has none",
                     notes=(f"the program was built from a batch of {', '.join(sorted(known))}",),
                     helps=("build with the keys that training has: `sch.build(batch=batch)`",),
                 )

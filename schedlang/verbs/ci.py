@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
+from schedlang.tables import columns, fitted
 from schedlang.verbs.ending import FAILS, HOLDS, REFUSED, UNCHECKED, show_json
 from schedlang.verbs.outcome import AsJson, Common, verb
 
@@ -147,9 +148,9 @@ def _say(outcome: Outcome) -> None:
     """One line for what holds, all there is to say for what does not."""
     print(f"{outcome.file}: {outcome.question} {outcome.word}  {outcome.seconds:.1f} s", flush=True)
     if outcome.skipped or outcome.code != HOLDS:
-        print(outcome.skipped or outcome.text, flush=True)
+        print(fitted(outcome.skipped or outcome.text, columns()), flush=True)
     elif outcome.text and outcome.question == "check":
-        print(outcome.text, file=sys.stderr)
+        print(fitted(outcome.text, columns(sys.stderr)), file=sys.stderr)
 
 
 def _tell_github(found: Sequence[Outcome], out: TextIO) -> None:

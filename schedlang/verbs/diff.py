@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from schedlang.tables import columns, fitted
 from schedlang.verbs.ending import show_json
 from schedlang.verbs.outcome import AsJson, Common, verb
 
@@ -52,9 +53,7 @@ def diff(
     if markdown:
         print(diff_page.markdown(names, found, costs))
         return
-    print(found)
-    for cost in costs:
-        print(cost)
+    print(fitted("\n".join(map(str, (found, *costs))), columns()))
 
 
 def _sides(files: tuple[Path, Path], common: Common) -> list[Planned]:

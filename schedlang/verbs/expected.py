@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from schedlang.tables import columns
 from schedlang.verbs.ending import FAILS
 
 if TYPE_CHECKING:
@@ -64,6 +65,6 @@ def _say_left(plan: Plan, took: Took | None) -> None:
 def _fail(problems: Iterable[Diagnostic]) -> None:
     found = list(problems)
     for problem in found:
-        print(problem.render(), file=sys.stderr)
+        print(problem.render(columns(sys.stderr)), file=sys.stderr)
     if found:
         raise typer.Exit(FAILS)

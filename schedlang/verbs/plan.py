@@ -83,7 +83,7 @@ def plan(
         return
     found = planned(file, common.model, common.knob, common.mesh)
     for warning in () if as_json else found.warnings:
-        print(warning.render() + "\n", file=sys.stderr)
+        print(warning.render(columns(sys.stderr)) + "\n", file=sys.stderr)
     took = step_of(found.plan, cost)
     shown = view(found.plan, accounted(found, memory=True), file.name, each=each)
     _draw(shown, written)

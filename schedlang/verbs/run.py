@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from schedlang.tables import columns
 from schedlang.verbs.drawing import WATCHED, Run, check_timeline, write_measured
 from schedlang.verbs.ending import FAILS, REFUSED, show_json
 from schedlang.verbs.outcome import AsJson, Common, Timeout, unchecked, verb
@@ -94,7 +95,7 @@ def _show(name: str, course: Course, trained: Trained, as_json: bool) -> None:
     else:
         print(_report(name, course, trained))
         for one in trained.left:
-            print(one.warning.render(), file=sys.stderr)
+            print(one.warning.render(columns(sys.stderr)), file=sys.stderr)
     demand_time(plan, took)
 
 
@@ -180,9 +181,10 @@ def _here(course: Course, shown: _Shown) -> Trained:
 
     from schedlang.passes.proving.sound import cheaply
     from schedlang.passes.running.train import train
+    from schedlang.runtime.launching.heart import inside
 
     check = partial(cheaply, loss=course.loss, weight=course.weight)
-    with shown:
+    with inside(), shown:
         trained = train(replace(course, check=check), shown.step)
     if dist.is_initialized():
         dist.barrier()  # whoever closes first could cut off what is still on its way

@@ -68,6 +68,7 @@ def simulate(
     A schedule's order, ranks, microbatches and chunks are those of its plan.  `--cost` counts
     milliseconds where the schedule expects something of `time(step)`: exit 1 if it does not hold.
     """
+    from schedlang.tables import columns
     from schedlang.verbs.costs import costs
     from schedlang.verbs.expected import demand_time, step_of
     from schedlang.verbs.files import check_folders, planned
@@ -87,6 +88,6 @@ def simulate(
     if as_json:
         show_json(found.to_json())
     else:
-        print(f"{found.text()}\n\n{in_bars(found.times, width)}")
+        print(f"{found.text(width or columns())}\n\n{in_bars(found.times, width)}")
     if file is not None and (took := step_of(plan.plan, cost)) is not None:
         demand_time(plan.plan, took)

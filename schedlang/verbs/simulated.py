@@ -7,9 +7,11 @@ from fractions import Fraction
 from typing import Any
 
 from schedlang.cost import Cost
+from schedlang.tables import fitted
 from schedlang.timeline import Timeline, Timing, peak, peak_live, timing
 from schedlang.timeline.versions import is_stale, weight_copies
 
+WIDE = 100 + len("rank 0: ")  # columns where there is no terminal
 LONGEST = 20_000  # operations that are listed in JSON
 
 
@@ -72,8 +74,8 @@ class Simulated:
             "timeline": t.text().split("\n") if len(t) <= LONGEST else None,
         }  # fmt: skip
 
-    def text(self) -> str:
-        """For people."""
+    def text(self, width: int | None = None) -> str:
+        """For people, in so many columns."""
         times, top = self.times, peak(self.timeline, self.cost)
         most = int(top.argmax())
         lines = [
@@ -95,7 +97,8 @@ class Simulated:
         if self.memory is not None and top[most] > self.memory + 1e-9:
             lines.append(f"over the limit of {self.memory:g} M_B, which this order does not obey")
         lines += [f"estimated: {line}" for line in self.estimated]
-        return "\n".join([*lines, "", self.timeline.text(100)])
+        drawn = self.timeline.text((width or WIDE) - len(f"rank {self.timeline.ranks - 1}: "))
+        return fitted("\n".join(lines), width) + f"\n\n{drawn}"
 
 
 def simulated(

@@ -7,7 +7,7 @@ import threading
 import time
 from types import TracebackType
 
-FIRST, EVERY = 10.0, 10.0  # seconds until the first plain line, and between two
+FIRST, EVERY = 2.0, 10.0  # seconds until the first plain line, and between two
 REFRESH = 0.5  # of the line on a terminal
 
 

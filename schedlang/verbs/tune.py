@@ -81,6 +81,7 @@ def tune(
     """
     from schedlang.passes.tuning.tune import ranked
     from schedlang.passes.tuning.tune_text import text, to_json
+    from schedlang.tables import columns
 
     start = time.perf_counter()
     asked = _asked(file, machine, wanted, model, knob or ())
@@ -93,8 +94,8 @@ def tune(
     if as_json:
         show_json(to_json(asked.job, found))
     else:
-        print(f"{file.name} · {text(asked.job, found, wanted.top)}")
-        if best:
+        print(text(asked.job, found, wanted.top, f"{file.name} · ", columns()))
+        if best:  # in one line, however long: it is to be pasted
             print(f"next: {_next(file, best[0], model, knob or ())}")
         print(f"tried in {time.perf_counter() - start:.1f} s", file=sys.stderr)
     if not best:

@@ -110,7 +110,7 @@ def test_what_cannot_be_cut() -> None:
     said = refused(models.tiny(), ROW.format("dp", "") + DP.format(0), "dp=2, tp=3")
     assert "S428" in said and "an inner dim of 10" in said and "`tp` may be 1, 2, 5, 10" in said
     said = refused(models.tiny(), ROW.format("tp", ""), "tp=2")
-    assert "S428" in said and "`tp` cannot both distribute the experts" in said
+    assert "S428" in said and "`tp` cannot both distribute and shard the experts" in said
     both = ROW.format("dp", "") + "zero(stage=0, over=(dp, tp))"
     with pytest.raises(Refusal, match="`tp` cannot shard both the batch and each expert") as caught:
         prepare(planned(models.tiny(), both, "dp=2, tp=2"), BATCHES[0])

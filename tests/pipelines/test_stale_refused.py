@@ -44,7 +44,7 @@ REFUSED = {
               "summed at every update"),
     "coded": (lambda: stale(Chain(), '"PipeDream", micro=4', "dp=2, pp=2", relax="staleness, lossy",
                             zero="zero(stage=0, over=dp)\ncompress(gradients, int8, over=dp)"),
-              series(16, 0), "summed in fewer bytes once a step"),
+              series(16, 0), "`compress` sums once a step"),
 }  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def test_what_has_no_clear_meaning(name: str) -> None:
 def test_clipping_and_no_optimizer_are_refused() -> None:
     """There is no norm of all gradients, and an update needs an optimizer."""
     plan = stale(Chain(), '"PipeDream", micro=4', "pp=1")
-    assert "`clip` needs the norm of all gradients" in said(
+    assert "`clip` needs one norm of all gradients" in said(
         plan, series(8, 0), optimizer=sgd, clip=1.0
     )
     assert "no optimizer" in said(plan, series(8, 0))

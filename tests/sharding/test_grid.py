@@ -324,7 +324,7 @@ def test_refusals_say_what_fits(rows: str, mesh: str, said: str) -> None:
 def test_rows_of_a_grid_have_to_split_the_batch() -> None:
     """Without its `zero` row a grid would sum the same gradient on every row of it."""
     text = refused(Toy().double(), PAIR.format(SUMMA, SUMMA), "r=2, c=2", points(0, 4))
-    assert "[S510]: no row splits the batch over `r`, the first axis of the grid of `up`" in text
+    assert "[S510]: no row splits the batch over `r`, for the grid of `up`" in text
     assert "add `zero(stage=0, over=r)` at the end" in text
 
 
@@ -332,7 +332,7 @@ def test_columns_of_a_grid_see_the_same_rows() -> None:
     """An axis cannot split the batch and the hidden dim."""
     rows = TRUNK.format(SUMMA, SUMMA, SUMMA, "(r, c)")
     text = refused(Squares().double(), rows, "r=2, c=2", {"x": torch.zeros(4, WIDTH).double()})
-    assert "[S510]: `c` splits the batch, and the hidden dim in the grid of `first`" in text
+    assert "[S510]: `c` splits the batch and, in the grid of `first`, the hidden dim" in text
 
 
 def test_a_cube_names_its_axes_in_turn() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 import time
@@ -235,3 +236,85 @@ def test_plan_and_tree_fit(folder: Path, width: int) -> None:
     narrow = tree.text(root, width=50)
     assert set(narrow.split()) >= {"Net", "up", "down"}
     assert set(narrow.replace("│", "").split()) == set(tree.text(root).replace("│", "").split())
+
+
+# -- a terminal of 80 columns ------------------------------------------------------------------
+
+KNOBS = """schedule 1
+
+mesh(dp=dp, tp=tp)
+
+knob dp: int = 1 in [1, 2, 4]
+knob tp: int = 2 in [1, 2]
+knob a_knob_with_a_long_name_that_says_what_it_is_for: bool = false
+knob another_knob_with_a_name_that_is_just_as_long_as_that: bool = false
+
+step "a step" {
+  layers.*.up    shard(col, over=tp)
+  layers.*.down  shard(row, over=tp)
+}
+
+step "data" {
+  zero(stage=1, over=dp)
+}
+"""
+STAGES = """schedule 1
+
+mesh(pp=2)
+
+step "stages" {
+  layers  pipeline_split(over=pp)
+  pipeline(order="Interleaved1F1B", micro=16, chunks=2)
+}
+"""
+BROKEN = """schedule 1
+
+mesh(tp=2)
+
+layers.*.a_module_that_is_not_there_and_has_a_name_of_its_own  shard(col, over=tp)
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["tune", "knobs.sched", "--gpus", "4", "--on", "h100"],
+        ["tune", "model.py", "--gpus", "4", "--on", "h100"],
+        ["diff", "knobs.sched", "stages.sched"],
+        ["simulate", "stages.sched"],
+        ["simulate", "--order", "1F1B", "--ranks", "12", "--micro", "40"],
+        ["ci", "x.sched", "broken.sched", "--static"],
+        ["plan", "broken.sched"],
+        ["check", "broken.sched", "--model", "model.py"],
+    ],
+    ids=" ".join,
+)
+def test_eighty_columns(folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    """What is written to a terminal fits; all words of what is written elsewhere stand in it whole,
+    but for a timeline, which is as long as there is room for."""
+    texts = {"knobs": KNOBS, "stages": STAGES, "broken": BROKEN}
+    for name, text in texts.items():
+        (folder / f"{name}.sched").write_text(text)
+    free = CliRunner().invoke(app, words)
+    assert free.exit_code in (0, 2), free.output
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = sys.modules[CliRunner.__module__]._NamedTextIOWrapper
+    monkeypatch.setattr(stream, "isatty", lambda self: True)
+    tight = CliRunner().invoke(app, words)
+    assert tight.exit_code == free.exit_code, tight.output
+    for wide, narrow in ((free.stdout, tight.stdout), (free.stderr, tight.stderr)):
+        said = [one for one in narrow.rpartition("\r")[2].splitlines() if not _pasted(one)]
+        assert all(len(line) <= 80 for line in said), max(said, key=len)
+        assert _words(wide) <= _words(narrow), _words(wide) - _words(narrow)
+
+
+def _pasted(line: str) -> bool:
+    """Is it a command, or a line of a schedule, that has to be one line?"""
+    return line.startswith("next: ") or " | " in line
+
+
+def _words(text: str) -> set[str]:
+    lines = [line for line in text.splitlines() if not line.startswith(("rank ", "planned in"))]
+    words = (word for line in lines for word in line.split() if "tried in" not in line)
+    return {word for word in words if not re.fullmatch(r"[\d.]+", word)}  # seconds vary

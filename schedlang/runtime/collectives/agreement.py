@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 import zlib
 from collections import Counter
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.told_once import job_store
 
 WAIT = 20.0  # seconds for the ranks of a job to come to `build`
 _MORE = 3.0  # seconds beyond that for what the one that compares says
@@ -61,6 +63,25 @@ def agree(items: Sequence[Item], wait: float = WAIT) -> None:
     if (store := _store()) is None:
         return
     _Meeting(store, dist.get_rank(), dist.get_world_size(), wait).hold(items)
+
+
+def all_come(wait: float = WAIT) -> None:
+    """Raise Refusal S651 where ranks that torchrun has started do not come to join the job.
+
+    Whoever joins waits for them for minutes, and names nobody.
+    """
+    store, world = job_store(), int(os.environ["WORLD_SIZE"])
+    if store is None or world == 1:
+        return
+    room = f"schedlang/came/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{world}"
+    count, rank = f"{room}/count", os.environ["RANK"]
+    store.set(f"{room}/{rank}", "1")
+    store.add(count, 1)
+    if not until(lambda: bool(store.add(count, 0) >= world), wait):
+        gone = [one for one in range(world) if not store.check([f"{room}/{one}"])]
+        said = missing(gone, world, wait)
+        raise Refusal(Diagnostic(said["code"], said["title"], notes=tuple(said["notes"]),
+                                 helps=tuple(said["helps"])))  # fmt: skip
 
 
 @contextmanager
@@ -195,14 +216,9 @@ class _Meeting:
         for rank, key in keys.items():
             if self._has(key) and "refused" in (told := self._read(key)):
                 return self._refuses(rank, told["refused"])
-        gone = [rank for rank, key in keys.items() if not self._has(key)]
-        verb, do = ("has", "does") if len(gone) == 1 else ("have", "do")
-        return _said(
-            "S651", f"{_ranks(gone)} {verb} not come to `build` within {self.wait:g} s",
-            [f"this job has {self.world} ranks, and all of them build together"],
-            [f"see what {_ranks(gone)} {do} meanwhile: `build` stands outside of `if rank == 0`",
-             "where ranks load for longer, let them wait: `sch.build(wait=300, ...)`"],
-        )  # fmt: skip
+        return missing(
+            [rank for rank, key in keys.items() if not self._has(key)], self.world, self.wait
+        )
 
     def _refuses(self, rank: int, why: str) -> Any:
         notes = [f"rank {rank} says: {why}"]
@@ -229,6 +245,17 @@ class _Meeting:
 
     def _read(self, key: str) -> Any:
         return json.loads(zlib.decompress(self.store.get(key)))
+
+
+def missing(gone: Sequence[int], world: int, wait: float) -> dict[str, Any]:
+    """What is said of ranks that are not there."""
+    verb, do = ("has", "does") if len(gone) == 1 else ("have", "do")
+    return _said(
+        "S651", f"{_ranks(gone)} {verb} not come to `build` within {wait:g} s",
+        [f"this job has {world} ranks, and all of them build together"],
+        [f"see what {_ranks(gone)} {do} meanwhile: `build` stands outside of `if rank == 0`",
+         "where ranks load for longer, let them wait: `sch.build(wait=300, ...)`"],
+    )  # fmt: skip
 
 
 def _said(code: str, title: str, notes: Iterable[str], helps: Iterable[str]) -> dict[str, Any]:

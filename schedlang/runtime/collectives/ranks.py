@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from schedlang.diagnostic import Diagnostic, Refusal, guess
 from schedlang.mesh import Mesh
+from schedlang.runtime.collectives.agreement import WAIT, all_come
 from schedlang.runtime.collectives.collective import Group
 
 _PR_SET_PDEATHSIG = 1
@@ -26,11 +27,15 @@ TIMEOUT = timedelta(minutes=10)  # of a collective that others do not join
 _SETTLE = 0.1  # seconds at the end of a process for gloo's threads to let go of their tensors
 
 
-def join_world(device: str | None = None) -> None:
-    """Join the job that torchrun started, if there is one and nobody has joined yet."""
+def join_world(device: str | None = None, wait: float = WAIT) -> None:
+    """Join the job that torchrun started, if there is one and nobody has joined yet.
+
+    Raises Refusal S651 where other ranks do not come for so many seconds.
+    """
     _settle_at_exit()
     _end_with_torchrun()
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        all_come(wait)
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
         dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=TIMEOUT)
 

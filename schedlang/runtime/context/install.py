@@ -76,9 +76,9 @@ class Unseen(Exchanging):
         if keeper() is not None:
             raise Refusal(
                 Diagnostic(
-                    "S935", "attention drops weights where ranks split tokens, and what it saves is"
-                    " kept in fewer bits",
-                    notes=("one process keeps the scores for it, which no rank has",),
+                    "S935", "`compress` cannot round what attention with dropout saves here",
+                    notes=("ranks split tokens, so that no rank saves the scores that one process"
+                           " keeps for its dropout",),
                     helps=("train without dropout of attention weights",
                            "or select modules beside it, as in `layers.*.mlp  compress(...)`"),
                 )

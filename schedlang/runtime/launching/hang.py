@@ -32,7 +32,7 @@ def doubt(job: Job, ranks: Sequence[Rank], hang_after: float) -> None:
         return  # asking reads a file for each thread of each rank
     job.asked, times = now, _spent(ranks)
     before = job.spent = job.spent or times
-    if any(_works(times[pid], before.get(pid, (0.0, 0.0)), hang_after) for pid in times):
+    if any(works(times[pid], before.get(pid, (0.0, 0.0)), hang_after) for pid in times):
         job.moved, job.spent = now, times
     elif now - job.moved > hang_after:
         raise Hang(f"no rank got on for {hang_after:g} s", stacks(job, ranks))
@@ -44,7 +44,7 @@ def _spent(ranks: Sequence[Rank]) -> Times:
     return {one[0]: (cpu_seconds(one), queued_seconds(one)) for one in pids}
 
 
-def _works(now: tuple[float, float], then: tuple[float, float], hang_after: float) -> bool:
+def works(now: tuple[float, float], then: tuple[float, float], hang_after: float) -> bool:
     """Whether a process that had so much of a processor, and waited so long for one, works."""
     ran, queued = now[0] - then[0], now[1] - then[1]
     return ran >= _SLEEPING * hang_after or ran + queued >= _WANTING * hang_after

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from schedlang.runtime.program import Program
 
 MARK = "model.safetensors"
+MARKS = (MARK, f"{MARK}.index.json")  # of one file, of several
 MOST = 2**36  # bytes of one file
 
 
@@ -26,8 +27,9 @@ def export(program: Program, path: str | os.PathLike[str], model: nn.Module) -> 
     `model` is the one that the schedule was made for, and is only read.  A model of transformers is
     written by its own `save_pretrained`, with its configuration and in its files' names, so that
     `from_pretrained` loads the folder, ties intact.  Any other becomes one file of whole tensors,
-    for `safetensors.torch.load_model`; what is tied is written once.  Raises Refusal S631, S632 or
-    S634 on all ranks, leaving what was at the path as it was.
+    for `safetensors.torch.load_model`; what is tied is written once.  What was at the path stays
+    until the new folder takes its name, in one move.  Raises Refusal S631, S632, S634 or S638 on
+    all ranks, leaving what was at the path as it was.
     """
     a = program.assembly
     world, rank = a.ranks.mesh.world, a.ranks.rank
@@ -42,8 +44,8 @@ def export(program: Program, path: str | os.PathLike[str], model: nn.Module) -> 
             _write(folder, state, model)
 
     replace_folder(
-        target, rank, world, fill, mark=MARK, told=lambda error: _unwritten(target, str(error)),
-        failures=(Exception,),
+        target, rank, world, fill, marks=MARKS,
+        told=lambda error: _unwritten(target, str(error)), failures=(Exception,),
     )  # fmt: skip
 
 

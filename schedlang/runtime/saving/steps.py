@@ -126,9 +126,9 @@ def _begin(target: Path, step: int, held: ExitStack) -> Path:
         )  # fmt: skip
     target.mkdir(parents=True, exist_ok=True)
     try:
-        held.enter_context(locked(target))
+        held.enter_context(locked(target / LOCK))
     except Held as other:
-        raise Refusal(_held(target, other)) from None
+        raise Refusal(other.told(target)) from None
     _sweep(target)
     beside = beside_of(target / _name(step, 0), SAVING)
     beside.mkdir()
@@ -167,16 +167,6 @@ def _ours(target: Path) -> bool:
     return target.is_dir() and (
         any((target / mark).is_file() for mark in marks) or not any(target.iterdir())
     )
-
-
-def _held(target: Path, other: Held) -> Diagnostic:
-    who = f"process {other.pid} on `{other.host}`" if other.pid else "another job"
-    return Diagnostic(
-        "S638", f"another job is saving into `{target}`",
-        notes=(f"it is {who}", "nothing was changed"),
-        helps=("let each job save into a folder of its own",
-               "if it is the same job, end the other one"),
-    )  # fmt: skip
 
 
 # -- the file that names the last ------------------------------------------------------------------

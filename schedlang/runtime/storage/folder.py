@@ -7,7 +7,8 @@ import pickle
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.storage.exchange import exchange
+from schedlang.runtime.storage.lock import Held, locked
 
 T = TypeVar("T")
 _LENGTH, _SHORT = 8, 4096  # bytes of a length; bytes that go with it
@@ -108,19 +111,21 @@ def fill_folder(
 
 
 def replace_folder(
-    target: Path, rank: int, world: int, fill: Callable[[Path], None], *, mark: str,
+    target: Path, rank: int, world: int, fill: Callable[[Path], None], *, marks: Sequence[str],
     told: Callable[[BaseException], Diagnostic], failures: tuple[type[BaseException], ...],
 ) -> None:  # fmt: skip
     """Let all ranks fill a new folder, then put it in the target's place.
 
-    What stood there before stays until the new one is on the disk; `mark` is a file that such a
-    folder has.  Raises the same Refusal on all ranks, leaving everything as it was.
+    What stood there before stays, under its own name, until the new one is on the disk; one of
+    `marks` is a file that such a folder has.  Nobody else replaces it meanwhile.  Raises the same
+    Refusal on all ranks, leaving everything as it was.
     """
-    fill_folder(
-        rank, world, lambda: _begin(target, mark),
-        lambda beside: together(world, lambda: fill(beside), told, failures),
-        lambda beside: _publish(target, beside), told,
-    )  # fmt: skip
+    with ExitStack() as held:
+        fill_folder(
+            rank, world, lambda: _begin(target, marks, held),
+            lambda beside: together(world, lambda: fill(beside), told, failures),
+            lambda beside: _publish(target, beside), told,
+        )  # fmt: skip
 
 
 def beside_of(target: Path, ending: str) -> Path:
@@ -134,9 +139,18 @@ def leftovers(target: Path, ending: str) -> list[Path]:
     return [path for path in target.parent.iterdir() if ours.fullmatch(path.name)]
 
 
-def _begin(target: Path, mark: str) -> Path:
-    """Make the new folder; folders of saves that died are swept away."""
-    if target.exists() and not _replaceable(target, mark):
+def _begin(target: Path, marks: Sequence[str], held: ExitStack) -> Path:
+    """Make the new folder, alone; what replacements that died have left is swept away."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        held.enter_context(locked(target.with_name(f".{target.name}.lock"), stays=False))
+    except Held as other:
+        raise Refusal(other.told(target)) from None
+    if not os.path.lexists(target):  # one that took three moves has died after the first
+        former = [path for path in leftovers(target, REPLACED) if path.is_dir()]
+        if former:
+            max(former, key=lambda path: path.stat().st_mtime_ns).rename(target)
+    if target.exists() and not _replaceable(target, marks):
         raise Refusal(
             Diagnostic(
                 "S632", f"`{target}` exists and is no checkpoint",
@@ -144,16 +158,21 @@ def _begin(target: Path, mark: str) -> Path:
                 helps=("give the path of a folder of its own",),
             )
         )  # fmt: skip
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for old in leftovers(target, SAVING):
-        shutil.rmtree(old, ignore_errors=True)
+    _sweep(target)
     beside = beside_of(target, SAVING)
     beside.mkdir()
     return beside
 
 
-def _replaceable(target: Path, mark: str) -> bool:
-    return target.is_dir() and ((target / mark).is_file() or not any(target.iterdir()))
+def _sweep(target: Path) -> None:
+    for ending in (SAVING, REPLACED):
+        for left in leftovers(target, ending):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _replaceable(target: Path, marks: Sequence[str]) -> bool:
+    found = target.is_dir() and any((target / mark).is_file() for mark in marks)
+    return found or (target.is_dir() and not any(target.iterdir()))
 
 
 def _see(beside: Path) -> None:
@@ -168,25 +187,34 @@ def _see(beside: Path) -> None:
 
 
 def _publish(target: Path, beside: Path) -> None:
-    """Put the new folder in the old one's place; names reach the disk before the old one goes."""
-    sync(beside)
-    old = beside_of(target, REPLACED) if target.exists() else None
-    if old is not None:
-        target.rename(old)
-    try:
+    """Put the new folder, once it is on the disk, in the old one's place, which then goes."""
+    settle(beside)
+    former = target.exists()
+    if former:
+        exchange(beside, target, beside_of(target, REPLACED))
+    else:
         beside.rename(target)
-    except OSError:
-        if old is not None:
-            old.rename(target)
+    try:
+        sync(target.parent)
+    except BaseException:  # and back
+        if former:
+            exchange(beside, target, beside_of(target, REPLACED))
+        else:
+            target.rename(beside)
         raise
-    sync(target.parent)
-    for left in leftovers(target, REPLACED):
-        shutil.rmtree(left, ignore_errors=True)
+    _sweep(target)
 
 
-def sync(folder: Path) -> None:
-    """The names in a folder reach the disk."""
-    handle = os.open(folder, os.O_RDONLY)
+def settle(folder: Path) -> None:
+    """All files below a folder, and their names, reach the disk."""
+    for inner, _, names in os.walk(folder):
+        for name in (*names, "."):
+            sync(Path(inner, name))
+
+
+def sync(path: Path) -> None:
+    """What is in a file, or the names that are in a folder, reach the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -1,4 +1,4 @@
-"""A folder that one job at a time writes into."""
+"""A folder, or the place of one, that one job at a time writes into."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from schedlang.diagnostic import Diagnostic
 
 LOCK, CLAIM = ".schedlang-lock", ".schedlang-claim"
 # a file system that has no such locks
@@ -23,15 +25,25 @@ class Held(Exception):
         self.pid, self.host = (pid, host) if pid.isdigit() and host else ("", "")
         super().__init__(told)
 
+    def told(self, folder: Path) -> Diagnostic:
+        """That another job is at work in, or on, this folder."""
+        who = f"process {self.pid} on `{self.host}`" if self.pid else "another job"
+        return Diagnostic(
+            "S638", f"another job is saving into `{folder}`",
+            notes=(f"it is {who}", "nothing was changed"),
+            helps=("let each job save into a folder of its own",
+                   "if it is the same job, end the other one"),
+        )  # fmt: skip
+
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Nobody else writes into the folder meanwhile.  Raises Held at once, or OSError.
+def locked(file: Path, stays: bool = True) -> Iterator[None]:
+    """Nobody else has the lock of this file meanwhile.  Raises Held at once, or OSError.
 
     The lock is the kernel's, of the open file: it ends with the process that holds it, whatever
-    ends that.  The file stays: one that is removed could be locked by two.
+    ends that.  A file that does not stay is removed by who holds it.
     """
-    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    handle = _opened(file)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -40,7 +52,13 @@ def locked(folder: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno not in _NONE:
                 raise
-            with _claimed(folder / CLAIM):
+            with _claimed(file.with_name(CLAIM if stays else f"{file.name}.claim")):
+                yield
+            if not stays:
+                file.unlink(missing_ok=True)
+            return
+        if not _is(handle, file):  # who held it has removed it: another may have made it anew
+            with locked(file, stays):
                 yield
             return
         try:
@@ -48,9 +66,23 @@ def locked(folder: Path) -> Iterator[None]:
             os.pwrite(handle, _me(), 0)
             yield
         finally:
+            if not stays:
+                file.unlink(missing_ok=True)
             fcntl.flock(handle, fcntl.LOCK_UN)  # also of what a fork meanwhile has inherited
     finally:
         os.close(handle)
+
+
+def _opened(file: Path) -> int:
+    return os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def _is(handle: int, file: Path) -> bool:
+    """Does the open file still have this name?"""
+    try:
+        return os.path.samestat(os.fstat(handle), file.lstat())
+    except FileNotFoundError:
+        return False
 
 
 def _me() -> bytes:

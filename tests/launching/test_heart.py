@@ -1,0 +1,222 @@
+"""Tests of the watch under torchrun: a job in which no rank gets on ends, others are left alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from schedlang.runtime.launching import heart
+from schedlang.runtime.launching.heart import Heart, inside
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = '''
+"""A loop of one's own, in which rank 1 is away for a while, and then never comes back."""
+
+import os
+import sys
+import time
+
+import torch
+from torch import nn
+
+import schedlang
+from schedlang.runtime.launching import heart
+
+heart.HANG = 4.0
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+batch = {"input": torch.randn(4, 8)}
+sch = schedlang.create_schedule(model)
+sch.mesh(tp=2)
+sch["0"].shard("col", over="tp")
+sch["1"].shard("row", over="tp")
+program = sch.build(batch=batch, loss=lambda output, batch: output.pow(2).mean())
+away = os.environ["RANK"] == "1"
+
+
+def never_comes_back():
+    time.sleep(1000)
+
+
+for step in range(3):
+    if away and step == 1:
+        time.sleep(8)  # outside of a step: reading data, say
+    if away and step == 2:
+        program.module[0].register_forward_hook(lambda *given: never_comes_back())
+    program.train_step(batch)
+    os.write(1, f"made step {step}\\n".encode())  # in one piece, beside the other rank
+
+'''
+
+
+def _torchrun(*words: object, **more: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """A job of two ranks, and how long it took."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    began = time.monotonic()
+    done = subprocess.run(
+        [*start, *map(str, words)], cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **more},
+    )  # fmt: skip
+    return done, time.monotonic() - began
+
+
+def test_a_script_of_ones_own(tmp_path: Path) -> None:
+    """A rank that is away between two steps is waited for; one that hangs in a step ends the job,
+    which says where each rank stands, once."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done, _ = _torchrun(tmp_path / "train.py")
+    assert done.returncode, done.stderr
+    assert done.stdout.count("made step 1") == 2 and "made step 2" not in done.stdout
+    assert done.stderr.count("no rank got on for 4 s") == 1, done.stderr
+    first, _, second = done.stderr.partition("rank 1:\n")
+    assert "rank 0:\n" in first and "distributed_c10d.py" in first
+    assert "in never_comes_back" in second.splitlines()[0], done.stderr
+    assert "exitcode  : 3" in done.stderr
+
+
+def test_a_rank_that_never_comes(tmp_path: Path) -> None:
+    """A rank that torchrun has started and that does not come to `build`, nor joins the job before,
+    is named by the others, which do not wait for minutes."""
+    (tmp_path / "train.py").write_text(
+        "import os, time\nif os.environ['RANK'] == '1':\n    time.sleep(1000)\n"
+        + SCRIPT.replace("sch.build(", "sch.build(wait=3, ")
+    )
+    done, seconds = _torchrun(tmp_path / "train.py")
+    assert done.returncode and done.stderr.count("error[S651]: rank 1 has not come") == 1
+    assert "within 3 s" in done.stderr and seconds < 60, seconds
+
+
+MODEL = '''
+"""A model that waits for ever on one rank, in its third step."""
+
+import os
+import time
+
+import torch
+from torch import nn
+
+from schedlang.runtime.launching import heart
+
+heart.HANG = 4.0
+calls = 0
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        global calls
+        calls += 1
+        if os.environ.get("RANK") == "1" and calls > 30:
+            time.sleep(1000)
+        return self.down(torch.relu(self.up(x)))
+
+
+def model():
+    return Net()
+
+
+def batch(seed):
+    return {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))}
+
+
+def loss(output, batch):
+    return output.pow(2).mean()
+'''
+
+SCHEDULE = """schedule 1 for Net
+
+mesh(tp=2)
+
+step "rows" {
+  up    shard(col, over=tp)
+  down  shard(row, over=tp)
+}
+"""
+
+
+@pytest.mark.deep
+def test_run_under_torchrun(tmp_path: Path) -> None:
+    """`run` ends alike."""
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "net.sched").write_text(SCHEDULE)
+    done, _ = _torchrun("-m", "schedlang", "run", tmp_path / "net.sched", "--steps", 1000)
+    assert done.returncode and done.stderr.count("no rank got on for 4 s") == 1, done.stderr
+    assert "model.py" in done.stderr.partition("rank 1:\n")[2].splitlines()[0], done.stderr
+
+
+# -- two ranks in one process ----------------------------------------------------------------------
+
+
+def _hearts(hang_after: float) -> tuple[list[Heart], list[Any]]:
+    store, ends = dist.HashStore(), []
+    return [Heart(store, k, 2, hang_after, lambda text: ends.append(text)) for k in (0, 1)], ends
+
+
+def _idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on nothing is spent here."""
+    monkeypatch.setattr(Heart, "now", lambda self: (1.0, 1.0, 1))
+
+
+def test_who_asks_first_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both find out at once: one asks, the other answers, and one of them tells it."""
+    monkeypatch.setattr(heart, "_ANSWER", 0.2)
+    _idle(monkeypatch)
+    (one, other), ends = _hearts(hang_after=0.05)
+    with inside():
+        time.sleep(0.1)
+        other.look()
+        one.look()
+    assert len(ends) == 2 and [text is not None for text in ends].count(True) == 2
+    told, again = ends  # here one thread plays both: the first could not speak, so the other did
+    assert told == again and told.startswith("no rank got on for 0.05 s\nrank 0:\n  no answer")
+    assert "test_heart.py" in told.partition("rank 1:\n")[2]
+
+
+def test_one_that_is_outside_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a script does between two steps is its own; inside of a step it waits for others."""
+    _idle(monkeypatch)
+    (one, other), ends = _hearts(hang_after=30.0)
+    for _ in range(3):
+        one.look()
+    assert one.beats == 3 and not ends
+    with inside():
+        other.look()  # it sees that others got on
+        assert other.beats == 3 and not ends and not other.gets_on()
+
+
+def test_one_that_works_gets_on() -> None:
+    """Seconds on a processor count, and so does somebody who debugs."""
+    (one, _), ends = _hearts(hang_after=0.6)
+    with inside():
+        assert not one.gets_on()
+        end = time.process_time() + 0.3
+        while time.process_time() < end:
+            pass
+        assert one.gets_on()
+        one.spent = None
+        names = {"__name__": "pdb", "one": one}
+        exec("def asks():\n    return one.gets_on()", names)
+        asks: Any = names["asks"]
+        assert asks()
+
+
+def test_what_passed_while_all_was_stopped() -> None:
+    """A machine that slept, or a job that was stopped as a whole, is no hang."""
+    (one, _), ends = _hearts(hang_after=30.0)
+    with inside():
+        one.look()
+        one.moved -= 100
+        one.looked -= 100  # as if it had stood still for so long
+        one.look()
+    assert not ends
