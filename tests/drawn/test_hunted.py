@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from schedlang.codes import CODES
-from tests.drawn.judge import ABSENT, FAILED, PASSED, REFUSED, judged, model_of
+from schedlang.schedule import Schedule
+from tests.drawn.judge import ABSENT, BROKEN, FAILED, PASSED, REFUSED, judged
 from tests.drawn.least import least
 from tests.drawn.models import NAMES
 from tests.drawn.rows import drawn
@@ -36,10 +37,22 @@ def test_two_hundred_hold(tens: int, threads: Threads) -> None:
 
 def test_a_wrong_program_is_no_pass(threads: Threads) -> None:
     """A schedule that passes fails once the runtime has a bug in what it uses."""
-    number = next(k for k in range(400) if "1, over=dp" in drawn(model_of(k), k, SEED)
-                  and judged(k, SEED, threads).kind == PASSED)  # fmt: skip
+    text = 'schedule 1\n\nmesh(dp=2)\n\nstep "drawn" {\n  zero(stage=0, over=dp)\n}\n'
+    number = NAMES.index("nanogpt")
+    assert judged(number, SEED, threads, text=text).kind == PASSED
     with mutate("D01"):
-        assert judged(number, SEED, threads).kind == FAILED
+        assert judged(number, SEED, threads, text=text).kind == FAILED
+
+
+def test_a_raised_error_is_no_refusal(threads: Threads) -> None:
+    """A mistake of ours is told apart from a refusal, with its traceback; nothing is raised."""
+    text = 'schedule 1\n\nstep "drawn" {\n  nothing.here  checkpoint()\n}\n'
+    number = NAMES.index("towers")
+    assert judged(number, SEED, threads, text=text).why.startswith("S201")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Schedule, "plan", lambda self: {}["gone"])
+        found = judged(number, SEED, threads, text="schedule 1\n")
+    assert found.kind == BROKEN and found.why.strip().endswith("KeyError: 'gone'")
 
 
 def test_the_same_number_is_the_same_schedule() -> None:
