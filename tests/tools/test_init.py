@@ -37,7 +37,7 @@ def test_a_folder_is_its_model_file() -> None:
 
 
 def test_sequences_are_split_where_the_model_allows_it() -> None:
-    """What `verify` would refuse of a model's tokens is not written: T5 says why, Llama is split."""
+    """What `verify` would refuse of a model is not written: T5 says why, Llama is split."""
     refused = run(ROOT / "examples" / "t5" / "model.py", "--mesh", "cp=2")
     assert refused.exit_code == 2 and "S212" in refused.stderr, refused.output
     assert "cannot be split by tokens" in refused.stderr
