@@ -216,7 +216,7 @@ OWN = (
     Subject("convolved", own.Convolved, _pictures, _classes),
     Subject("towers", own.Towers, lambda seed: {
         "left": _noise(seed, 6), "right": _noise(seed + 1, 6), "y": _numbers(seed, 4)}, _classes),
-    Subject("looped", own.Looped, _plain),
+    Subject("looped", own.Looped, _plain, lambda output, batch: output[0]),
 )  # fmt: skip
 
 
