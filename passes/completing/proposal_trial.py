@@ -29,9 +29,16 @@ class Trial:
     """One model and one batch on which rows are tried; nothing of the model itself is changed."""
 
     def __init__(
-        self, facts: ModelFacts, blocks: Blocks, batch: Mapping[str, Any], loss: Loss | None
-    ) -> None:
-        self.facts, self.all, self.batch, self.loss = facts, blocks, batch, loss
+        self, facts: ModelFacts, blocks: Blocks, batch: Mapping[str, Any], loss: Loss | None,
+        weight: Loss | None = None,
+    ) -> None:  # fmt: skip
+        self.facts, self.all, self.batch, self.loss, self.weight = (
+            facts,
+            blocks,
+            batch,
+            loss,
+            weight,
+        )
 
     # -- the model with fewer blocks ---------------------------------------------------------------
 
@@ -146,6 +153,20 @@ class Trial:
                 said = f"{type(error).__name__}: {error}".split("\n")[0]
                 refusal = Refusal(Diagnostic("S612", said))
         return refusal
+
+    def by_tokens(self, rows: Sequence[Row], axis: str, ranks: int) -> Refusal | None:
+        """Why the model cannot run on some of its tokens; None if it can, or has no values."""
+        from schedlang.passes.laying.context import tokens_of
+        from schedlang.passes.laying.propagate import propagate
+
+        lines = [f"{path}  {row.call}" for row in rows for path in paths(row, self.all)]
+        try:
+            plan = self._plan(lines, f"{axis}={ranks}", self.all.facts)
+            traced = propagate(plan, self.sample, self.loss)
+            tokens_of(plan, traced, self.sample, self.loss, self.weight)
+        except Refusal as refusal:
+            return refusal
+        return None
 
     @staticmethod
     def _plan(lines: Sequence[str], mesh: str, facts: ModelFacts) -> Plan:

@@ -50,7 +50,12 @@ def context_rows(finder: Finder) -> None:
         call = f"context_parallel({method}, over={finder.axis})"
         made = finder.mended([Row((name,), call, "each rank has some tokens") for name in names])
         if names and isinstance(made, list):
-            finder.rows += made
+            refused = finder.trial.by_tokens(made, finder.axis, finder.ranks)
+            if refused is None:
+                finder.rows += made
+            else:  # another way to exchange keys would not help: the model counts by itself
+                told = refused.diagnostic
+                finder.notes += [f"not split along the sequence: {told.title}", *told.notes]
             return
         if names and method == METHODS[-1]:
             finder.notes.append(f"not split along the sequence: {made}")

@@ -75,7 +75,7 @@ def propose(
     check_loss(propagate(Plan(facts), batch, loss))
     check_keys(Plan(facts), batch, loss, weight)
     blocks = blocks_of(facts)
-    asked = Asked(Trial(facts, blocks, batch, loss), blocks, mesh, batch)
+    asked = Asked(Trial(facts, blocks, batch, loss, weight), blocks, mesh, batch)
     notes: list[str] = []
     rows = _rows(asked, notes)
     rest = _rest(asked)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +14,11 @@ from schedlang.verbs.ending import show_json
 from schedlang.verbs.outcome import AsJson, verb
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from schedlang.modelfile import ModelFile
+
+TRIED = 1 << 24  # parameters: a model of so many is made with its values in a moment
 
 
 @verb
@@ -42,13 +47,25 @@ def init(
     import torch  # noqa: F401  (a model file may put it off; it is counted among the imports)
 
     imports = time.perf_counter() - start
-    made = propose(found.model(meta=True), found.batch(0), sizes, found.loss, found.weight)
+    module = _model(found, sizes)
+    made = propose(module, found.batch(0), sizes, found.loss, found.weight)
     spent = time.perf_counter() - start - imports
     if as_json:
         show_json({"schedule": made.text, "notes": list(made.notes), "mesh": dict(sizes)})
     else:
         print(made.text, end="")
         print(f"written in {spent:.1f} s, imports {imports:.1f} s", file=sys.stderr)
+
+
+def _model(found: ModelFile, sizes: Mapping[str, int]) -> nn.Module:
+    """The model on the meta device; a small one whose sequences are to be split with its values:
+    whether it can run on some of its tokens is tried, as it is before it trains."""
+    from schedlang.passes.proposing.propose import ROLES
+
+    module = found.model(meta=True)
+    split = any(size > 1 and ROLES[axis] == "tokens" for axis, size in sizes.items())
+    small = sum(parameter.numel() for parameter in module.parameters()) <= TRIED
+    return found.model() if split and small else module
 
 
 def _file(named: str) -> ModelFile:

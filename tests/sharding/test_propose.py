@@ -20,6 +20,7 @@ from schedlang.runtime.launching.launch import Pool
 from schedlang.schedule import Schedule
 from schedlang.source import Source
 from schedlang.syntax import parse
+from tests import models
 from tests.proofs import proven
 from tests.survey import ready
 
@@ -151,6 +152,16 @@ def test_other_axes(mesh: dict[str, int]) -> None:
     for axis in mesh:
         assert f"over={axis}" in found.text or "over=(dp, ep)" in found.text
     assert account(planned(model, found.text), batch).classes
+
+
+def test_what_runs_on_no_part_of_its_tokens_is_not_split_by_them() -> None:
+    """BART counts positions from shapes: its sequences are not split where that would be refused,
+    and the reason names the module."""
+    with pytest.raises(Refusal) as raised:
+        propose(models.bart(), models.tokens(4, 8), {"cp": 2})
+    said = raised.value.render()
+    assert "S212" in said and "cannot be split by tokens" in said
+    assert "`model.decoder.embed_tokens` gives a token another result" in said
 
 
 def test_whole_weights_are_said() -> None:

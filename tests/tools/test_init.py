@@ -36,6 +36,15 @@ def test_a_folder_is_its_model_file() -> None:
     assert folder["schedule"].startswith("schedule 1 for ") and folder["mesh"] == {"dp": 2}
 
 
+def test_sequences_are_split_where_the_model_allows_it() -> None:
+    """What `verify` would refuse of a model is not written: T5 says why, Llama is split."""
+    refused = run(ROOT / "examples" / "t5" / "model.py", "--mesh", "cp=2")
+    assert refused.exit_code == 2 and "S212" in refused.stderr, refused.output
+    assert "cannot be split by tokens" in refused.stderr
+    split = run(ROOT / "examples" / "llama" / "model.py", "--mesh", "cp=2")
+    assert split.exit_code == 0 and "context_parallel(ring, over=cp)" in split.stdout
+
+
 def test_wrong_input() -> None:
     """An unknown axis, a mesh that is none, and a missing file are refused with what is legal."""
     for words, said in (

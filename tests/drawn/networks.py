@@ -1,0 +1,263 @@
+"""Small networks as people write them: fused attention, bags, a recurrence, adapters, a loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class _Attention(nn.Module):
+    """Causal, of q, k and v from one weight; the head's width is counted from the whole."""
+
+    def __init__(self, width: int, heads: int, rate: float) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.drop, self.n_head, self.n_embd, self.rate = nn.Dropout(rate), heads, width, rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.size()
+        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
+        q, k, v = (z.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for z in (q, k, v))
+        rate = self.rate if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)
+        return self.drop(self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C)))
+
+
+class _MLP(nn.Module):
+    def __init__(self, width: int, rate: float) -> None:
+        super().__init__()
+        self.c_fc, self.c_proj = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.c_proj(F.gelu(self.c_fc(x))))
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, heads: int, rate: float) -> None:
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(width), _Attention(width, heads, rate)
+        self.ln_2, self.mlp = nn.LayerNorm(width), _MLP(width, rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class NanoGPT(nn.Module):
+    """nanoGPT's form: a ModuleDict, a tied head, logits and loss as a tuple."""
+
+    def __init__(self, words: int = 61, width: int = 16, rate: float = 0.1) -> None:
+        super().__init__()
+        self.transformer = nn.ModuleDict(
+            dict(
+                wte=nn.Embedding(words, width),
+                wpe=nn.Embedding(16, width),
+                h=nn.ModuleList([_Block(width, 4, rate) for _ in range(4)]),
+                ln_f=nn.LayerNorm(width),
+            )  # fmt: skip
+        )
+        self.lm_head = nn.Linear(width, words, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight
+
+    def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        t: Any = self.transformer
+        x = t.wte(idx) + t.wpe(torch.arange(idx.size(1), device=idx.device))
+        for block in t.h:
+            x = block(x)
+        logits = self.lm_head(t.ln_f(x))
+        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+
+
+class DLRM(nn.Module):
+    """Bags of embeddings, their products with the dense features; the loss stands outside."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList(nn.EmbeddingBag(n, width, mode="sum") for n in (40, 24, 16))
+        self.bottom = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, width), nn.ReLU())
+        self.top = nn.Sequential(nn.Linear(width + 6, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
+        x = self.bottom(dense)
+        e = torch.stack([x, *(bag(sparse[:, i]) for i, bag in enumerate(self.bags))], 1)
+        i, j = torch.tril_indices(4, 4, offset=-1)
+        out: Tensor = self.top(torch.cat([x, (e @ e.transpose(1, 2))[:, i, j]], 1))
+        return out.squeeze(1)
+
+
+class Recurrent(nn.Module):
+    """A language model around two layers of nn.LSTM, with dropout between them."""
+
+    def __init__(self, words: int = 30, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.rnn = nn.LSTM(width, width, num_layers=2, batch_first=True, dropout=0.1)
+        self.head = nn.Linear(width, words)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h, _ = self.rnn(self.embed(x))
+        return F.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+
+
+@dataclass
+class Denoised:
+    """An output of a class of its own."""
+
+    noise: Tensor
+
+
+class _Modulated(nn.Module):
+    """A block whose norms are moved by a condition (DiT)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, elementwise_affine=False)
+        self.attn = nn.MultiheadAttention(width, heads, dropout=0.1, batch_first=True)
+        self.norm2 = nn.LayerNorm(width, elementwise_affine=False)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.move = nn.Linear(width, 4 * width)
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        a, b, d, e = self.move(F.silu(c))[:, None].chunk(4, -1)
+        h = self.norm1(x) * (1 + a) + b
+        x = x + self.attn(h, h, h, need_weights=False)[0]
+        return x + self.down(F.silu(self.up(self.norm2(x) * (1 + d) + e)))
+
+
+class Denoiser(nn.Module):
+    """DiT's form: time and class move every norm; the output is a dataclass."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.enter, self.kinds = nn.Linear(8, width), nn.Embedding(7, width)
+        self.place = nn.Parameter(torch.randn(6, width) / 4)
+        self.time = nn.Sequential(nn.Linear(8, width), nn.SiLU(), nn.Linear(width, width))
+        self.blocks = nn.ModuleList(_Modulated(width, 2) for _ in range(4))
+        self.leave = nn.Linear(width, 8)
+
+    def forward(self, x: Tensor, t: Tensor, kind: Tensor) -> Denoised:
+        waves = torch.sin(t[:, None].to(x.dtype) / 10.0 * torch.arange(1, 9, device=x.device))
+        c = self.time(waves.to(x.dtype)) + self.kinds(kind)
+        h = self.enter(x) + self.place
+        for block in self.blocks:
+            h = block(h, c)
+        return Denoised(self.leave(h))
+
+
+class _LoRA(nn.Module):
+    """A frozen projection with a low-rank adapter."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int = 4) -> None:
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs, bias=False).requires_grad_(False)
+        self.lora_A = nn.Linear(inputs, rank, bias=False)
+        self.lora_B = nn.Linear(rank, outputs, bias=False)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 2.0 * self.lora_B(self.lora_A(self.drop(x)))
+
+
+class _AdaptedBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width).requires_grad_(False)
+        self.gate, self.up = _LoRA(width, 2 * width), _LoRA(width, 2 * width)
+        self.down = _LoRA(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Adapted(nn.Module):
+    """Frozen blocks with adapters: most parameters have no gradient."""
+
+    def __init__(self, words: int = 61, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width).requires_grad_(False)
+        self.layers = nn.ModuleList(_AdaptedBlock(width) for _ in range(4))
+        self.head = nn.Linear(width, words, bias=False).requires_grad_(False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        h = self.embed(input_ids)
+        for layer in self.layers:
+            h = layer(h)
+        logits = self.head(h)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+class _Mixed(nn.Module):
+    """ConvNeXt's block: a depthwise convolution, a norm over channels, a gained pair of layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.deep = nn.Conv2d(width, width, 3, padding=1, groups=width)
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.gain = nn.Parameter(torch.full((width,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.deep(x).permute(0, 2, 3, 1))
+        h = self.gain * self.down(F.gelu(self.up(h)))
+        return x + h.permute(0, 3, 1, 2)
+
+
+class Convolved(nn.Module):
+    """A stem, blocks of two widths in Sequentials, and scores; the loss stands outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 4, stride=4)
+        self.stages = nn.ModuleList(
+            [
+                nn.Sequential(_Mixed(8), _Mixed(8)),
+                nn.Sequential(nn.Conv2d(8, 16, 2, stride=2), _Mixed(16), _Mixed(16)),
+            ]
+        )
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        for stage in self.stages:
+            h = stage(h)
+        out: Tensor = self.head(h.mean((2, 3)))
+        return out
+
+
+class Towers(nn.Module):
+    """Two towers of one weight, joined; a buffer that no gradient moves."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, width))
+        self.join = nn.Bilinear(width, width, 8)
+        self.norm = nn.GroupNorm(2, 8)
+        self.register_buffer("scale", torch.full((8,), 1.5))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        both = self.norm(self.join(self.tower(left), self.tower(right))) * self.scale
+        out: Tensor = self.head(F.relu(both))
+        return out
+
+
+class Looped(nn.Module):
+    """One block called three times (ALBERT), and a norm that is called after each."""
+
+    def __init__(self, words: int = 61, width: int = 16) -> None:
+        super().__init__()
+        self.embed, self.block = nn.Embedding(words, width), _Block(width, 2, 0.1)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.embed(input_ids)
+        for _ in range(3):
+            h = self.norm(self.block(h))
+        logits = self.head(h)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
