@@ -13,19 +13,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.runtime.device import has_streams, on_accelerator, settled
+from schedlang.runtime.device import has_streams, settled
 from schedlang.runtime.keeping.peer import Peer
 from schedlang.runtime.keeping.streamed import Window
 from schedlang.runtime.stepping.whole_step import WholeStep, step_on
 from schedlang.runtime.storage import copies
-from schedlang.runtime.storage.leaving import give_back, local
+from schedlang.runtime.storage.leaving import all_arrived, give_back, local
 from schedlang.runtime.storage.scratch import Scratch
 from schedlang.runtime.storage.tiers import CPU, DEVICE, DISK, PEER, mark, plain_copy
 from schedlang.runtime.summing.gradient import buckets, local_gradient
@@ -81,19 +81,19 @@ class _Made:
 
 @dataclass(frozen=True)
 class _Fetched:
-    """A parameter's values and gradient where its step is computed, once the event is past."""
+    """A parameter's values and gradient where its step is computed; wait for the event first."""
 
     name: str
     value: Tensor
     grad: Tensor
-    event: torch.Event | None
+    event: torch.Event | None = None  # of a gradient that comes to the device
 
-    def arrived(self) -> Tensor:
-        """The gradient; both may be used."""
-        if on_accelerator(self.grad):
-            return copies.ready(self.grad, self.event)
-        settled(self.event)
-        return self.grad
+
+class _Batch(NamedTuple):
+    """What steps together, and what to wait for before the host reads it."""
+
+    each: Sequence[_Fetched]
+    copied: Sequence[torch.Event | None]
 
 
 T = TypeVar("T")
@@ -149,7 +149,7 @@ class Away:
     def arrived(self) -> None:
         """All gradients have been made: those that left are there, and parameters are gone."""
         self.window.clear()
-        copies.settle()
+        all_arrived(self.parameters.values())
 
     def step(self, optimizer: torch.optim.Optimizer | None, whole: WholeStep | None) -> None:
         """The optimizer's step.
@@ -234,13 +234,20 @@ class Away:
         for bucket in buckets(sizes):
             yield [names[k] for k in bucket]
 
-    def _coming(self) -> Iterator[list[_Fetched]]:
+    def _coming(self) -> Iterator[_Batch]:
         """What steps together; where it is copied, the next while this is stepped on."""
         fetched = map(self._fetched, self._batches())
-        apart = any(has_streams(local(one).device) for one in self.parameters.values())
-        return _ahead(fetched) if apart else fetched
+        return _ahead(fetched) if self._devices else fetched
 
-    def _fetched(self, names: Sequence[str]) -> list[_Fetched]:
+    @property
+    def _devices(self) -> list[torch.device]:
+        """Those from which the host copies, and need not wait until it reads."""
+        some = list(self.parameters.values())
+        there = [local(one) for one in (*some, *(p.grad for p in some)) if one is not None]
+        lies = dict.fromkeys(one.device for one in there)
+        return [device for device in lies if has_streams(device)]
+
+    def _fetched(self, names: Sequence[str]) -> _Batch:
         """What the step on some parameters needs, on its way to where the step is computed."""
         found = []
         for name in names:
@@ -249,20 +256,21 @@ class Away:
             if grad is None:
                 continue
             if tiers.step == CPU:
-                there = grad.device if on_accelerator(grad) else value.device
                 own = tiers.parameter == CPU and not self.disk
                 value = value if own else copies.to_host(value)
                 grad = grad if tiers.gradient != DEVICE else copies.to_host(grad)
-                found.append(_Fetched(name, value, grad, copies.mark(there)))
+                found.append(_Fetched(name, value, grad))
             else:
                 value = value.clone() if self.disk else value
                 near = tiers.gradient == DEVICE
                 grad, event = (grad, None) if near else copies.to_device(grad, value.device)
                 found.append(_Fetched(name, value, grad, event))
-        return found
+        return _Batch(found, [copies.mark(device) for device in self._devices])
 
-    def _step(self, optimizer: torch.optim.Optimizer, fetched: Sequence[_Fetched]) -> list[_Made]:
-        made = [self._master(optimizer, one) for one in fetched]
+    def _step(self, optimizer: torch.optim.Optimizer, fetched: _Batch) -> list[_Made]:
+        for event in fetched.copied:
+            settled(event)
+        made = [self._master(optimizer, one) for one in fetched.each]
         step_on(optimizer, {id(one.parameter): one.master for one in made})
         for one in made:
             tiers = self.tiers.get(one.name, Tiers())
@@ -276,7 +284,7 @@ class Away:
         """What stands for a parameter in the step: a copy, or the parameter's own values."""
         parameter = self.parameters[fetched.name]
         old, master = optimizer.state.pop(parameter, {}), nn.Parameter(fetched.value)
-        master.grad = fetched.arrived()
+        master.grad = copies.ready(fetched.grad, fetched.event)
         # what is on disk, or may have to be as it was, is not stepped on
         state = copy.deepcopy(dict(old)) if self.disk else dict(old)
         if state:

@@ -37,6 +37,10 @@ class _Gone:
         """Another one is on its way."""
         self._more.append((host, event))
 
+    def arrived(self) -> None:
+        """The host has waited for all copies."""
+        self._event, self._more = None, [(host, None) for host, _ in self._more]
+
     def whole(self) -> Tensor:
         """The sum of all that have left; waits for those that are on their way."""
         settled(self._event)
@@ -86,6 +90,15 @@ def let_leave(parameters: Iterable[nn.Parameter], scratch: Scratch | None = None
 def gradient_device(parameter: Tensor) -> torch.device:
     """Where the gradient of a parameter lies at the end of a step, also if it has none now."""
     return torch.device("cpu") if leaves(parameter) else local(parameter).device
+
+
+def all_arrived(parameters: Iterable[Tensor]) -> None:
+    """Wait once for the gradients of these that are on their way."""
+    copies.settle()
+    for parameter in parameters:
+        away: _Gone | None = vars(parameter).get(_SLOT)
+        if away is not None:
+            away.arrived()
 
 
 def accumulated(parameter: Tensor) -> None:
