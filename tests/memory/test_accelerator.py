@@ -1,0 +1,193 @@
+"""Tests on a simulated accelerator: what is kept elsewhere, and drawn again, is as on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import schedlang
+from schedlang.runtime.device import (
+    Replayed,
+    default_generators,
+    indexed,
+    numbers,
+    own_device,
+    undrawn,
+)
+from schedlang.runtime.keeping.offload import everything_moves
+from schedlang.runtime.storage import copies
+
+accelerators = pytest.importorskip("schedlang.testing.accelerator")
+WIDTH, WORDS = 16, 12
+
+
+@pytest.fixture
+def acc() -> Iterator[Any]:
+    """A simulated accelerator; it must have seen no race."""
+    from schedlang.testing.accelerator import build as compiled
+
+    if reason := compiled.unavailable():
+        pytest.skip(reason)
+    with accelerators.simulated() as one:
+        yield one
+        one.check()
+
+
+class Block(nn.Module):
+    """Computes something in between, and drops some of it."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(torch.relu(self.up(self.norm(x)))))
+
+
+class Model(nn.Module):
+    """A few blocks between an embedding and a head, with a loss of its own."""
+
+    def __init__(self, rate: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Block(rate) for _ in range(3))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def _batch(seed: int, device: Any) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids, labels = (torch.randint(0, WORDS, (4, 6), generator=generator) for _ in range(2))
+    labels[0, 4:] = -100
+    return {"ids": ids.to(device), "labels": labels.to(device)}
+
+
+def _trained(device: Any, rows: Callable[[Any], Any], rate: float = 0.0) -> dict[str, Tensor]:
+    """The parameters after three steps of two microbatches."""
+    sch = schedlang.create_schedule(Model(rate).to(device))
+    rows(sch)
+    with everything_moves():
+        program = sch.build(
+            optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
+            batch=_batch(0, device),
+        )
+    torch.manual_seed(5)
+    for seed in range(3):
+        program.train_step(_batch(seed, device))
+    return program.state_dict()
+
+
+def _near(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name].cpu(), value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+KEPT = {
+    "plainly": lambda s: None,
+    "parameters": lambda s: s["layers.*"].offload("parameters", to="cpu"),
+    "gradients": lambda s: s["layers.*"].offload("gradients", to="cpu"),
+    "optimizer": lambda s: s["layers.*"].offload("optimizer", to="cpu"),
+    "on disk": lambda s: s["layers.*"].offload("optimizer", to="disk"),
+    "activations": lambda s: s["layers.*"].offload("activations", to="cpu"),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_kept_elsewhere(acc: Any, kind: str) -> None:
+    """What is offloaded is copied without a race, and training is as on the CPU."""
+    _near(_trained("sim", KEPT[kind]), _trained("cpu", KEPT[kind]))
+
+
+def test_one_way_and_back(acc: Any) -> None:
+    """A copy to the host and back is there when it is used, however its device is called."""
+    x = torch.randn(64, 64, device="sim")
+    wanted = x.cpu()
+    host = copies.to_host(x)
+    del x
+    assert host.is_pinned()
+    there, event = copies.to_device(host, torch.device("sim"))
+    assert torch.equal(copies.ready(there, event).cpu(), wanted)
+    copies.settle()
+    assert torch.equal(host, wanted)
+
+
+def test_written_behind(acc: Any) -> None:
+    """What is written from the host into a tensor of the device comes after all that reads it."""
+    x, new = torch.randn(32, device="sim"), torch.randn(32).pin_memory()
+    twice = x * 2
+    before = x.cpu()
+    copies.onto(x, new)
+    assert torch.equal((x + 1).cpu(), new + 1) and torch.equal(twice.cpu(), before * 2)
+
+
+def test_gradients_wait_for_none(acc: Any) -> None:
+    """A second microbatch of gradients that leave has the host wait for nothing."""
+    from schedlang.runtime.storage.leaving import all_arrived, gradient_of, let_leave
+
+    layers = [nn.Linear(8, 8).to("sim") for _ in range(2)]
+    parameters = [p for layer in layers for p in layer.parameters()]
+    let_leave(parameters)
+    x = torch.randn(4, 8, device="sim")
+    with acc.no_synchronisation():
+        for _ in range(2):
+            layers[1](layers[0](x)).sum().backward()
+    all_arrived(parameters)
+    found = [gradient_of(p) for p in parameters]
+    plain = [nn.Linear(8, 8).to("sim") for _ in range(2)]
+    for one, other in zip(plain, layers):
+        one.load_state_dict(other.state_dict())
+    (2 * plain[1](plain[0](x)).sum()).backward()
+    for grad, p in zip(found, (p for one in plain for p in one.parameters())):
+        assert grad is not None and grad.device.type == "cpu" and p.grad is not None
+        torch.testing.assert_close(grad, p.grad.cpu())
+
+
+def test_draws_of_the_device(acc: Any) -> None:
+    """The generator of the device stands where it stood, for a second run and after a look."""
+    device = indexed(torch.device("sim"))
+    drawn = Replayed(default_generators([device]))
+    first = torch.rand(8, device=device).cpu()
+    with drawn:
+        assert torch.equal(torch.rand(8, device=device).cpu(), first)
+    following = torch.rand(8, device=device).cpu()
+    with drawn:
+        torch.rand(8, device=device)
+        with undrawn():
+            torch.manual_seed(7)
+            torch.rand(8, device=device)
+        assert torch.equal(torch.rand(8, device=device).cpu(), following)
+
+
+def test_numbers_are_read_at_once(acc: Any) -> None:
+    """Numbers on the device take one wait, numbers of the host none."""
+    there = [torch.tensor(float(k), device="sim") for k in range(4)]
+    acc.reset()
+    assert numbers([*there, 7.0]) == [0.0, 1.0, 2.0, 3.0, 7.0]
+    assert len(acc.synchronisations()) == 1
+    with acc.no_synchronisation():
+        assert numbers([1, 2.5]) == [1.0, 2.5]
+
+
+def test_own_device(acc: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LOCAL_RANK chooses a device and makes it current; a choice that was made stays."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    before = torch.accelerator.current_device_index()
+    try:
+        assert own_device() == torch.device("sim", 3)
+        assert torch.accelerator.current_device_index() == 3
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        assert own_device() == torch.device("sim", 3)
+    finally:
+        torch.accelerator.set_device_index(before)
