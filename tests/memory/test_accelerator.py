@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import schedlang
+from schedlang.passes.laying.weigh import ByLabels
+from schedlang.runtime.collectives.collective import Group
 from schedlang.runtime.device import (
     Replayed,
     default_generators,
@@ -18,7 +20,15 @@ from schedlang.runtime.device import (
     own_device,
     undrawn,
 )
+from schedlang.runtime.following.trace import LabelRule
+from schedlang.runtime.keeping.dynamic import dynamic
 from schedlang.runtime.keeping.offload import everything_moves
+from schedlang.runtime.keeping.recompute import checkpoint
+from schedlang.runtime.regions.checked import draws
+from schedlang.runtime.routing.capacity import kept
+from schedlang.runtime.routing.dispatch import Step, Way
+from schedlang.runtime.staging.kept_inputs import Kept
+from schedlang.runtime.stepping.loss_scale import LossScale
 from schedlang.runtime.storage import copies
 
 accelerators = pytest.importorskip("schedlang.testing.accelerator")
@@ -191,3 +201,120 @@ def test_own_device(acc: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         assert own_device() == torch.device("sim", 3)
     finally:
         torch.accelerator.set_device_index(before)
+
+
+def _twice(module: nn.Module, kept: Callable[[nn.Module], Any]) -> tuple[Tensor, Tensor]:
+    """The gradients of a module that drops, plainly and with what is run again in between."""
+    import copy
+
+    x, found = torch.randn(6, WIDTH, device="sim"), []
+    for change in (lambda one: None, kept):
+        one = copy.deepcopy(module)
+        change(one)
+        torch.manual_seed(3)
+        leaf = x.clone().requires_grad_()
+        one(one(leaf)).square().sum().backward()
+        assert leaf.grad is not None
+        found.append(leaf.grad.cpu())
+    return found[0], found[1]
+
+
+AGAIN = {
+    "checkpoint": lambda one: checkpoint(one),
+    "in a budget": lambda one: dynamic([one], 0),
+}
+
+
+@pytest.mark.parametrize("kind", AGAIN)
+def test_the_same_masks_again(acc: Any, kind: str) -> None:
+    """What is run again in backward drops what it dropped before."""
+    plain, again = _twice(Block(0.5).to("sim"), AGAIN[kind])
+    assert torch.equal(plain, again)
+
+
+class Own(nn.Module):
+    """Draws from a generator of its own, and from the device's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.rand(x.shape, generator=self.generator).to(x.device)
+        return x * mask + torch.rand_like(x)
+
+
+def test_a_stage_again(acc: Any) -> None:
+    """A stage that is run again draws alike, on its device and from generators of its own, and
+    leaves both where the first run left them."""
+    model, x = Own().to("sim"), torch.ones(4, 4, device="sim")
+    kept = Kept.now({}, model, x.device)
+    first = model(x).cpu()
+    wanted = [one.get_state() for one in (model.generator, torch.sim.default_generators[0])]
+    with kept.drawn:
+        assert torch.equal(model(x).cpu(), first)
+    after = [one.get_state() for one in (model.generator, torch.sim.default_generators[0])]
+    assert all(map(torch.equal, wanted, after))
+
+
+def test_what_draws_is_seen(acc: Any) -> None:
+    """A module that draws on its device is known as one that draws."""
+    x = torch.randn(2, WIDTH, device="sim")
+    assert draws(Block(0.5).to("sim"), ((x,), {})) and not draws(Block(0.0).to("sim"), ((x,), {}))
+
+
+def test_a_scale_waits_for_nobody(acc: Any) -> None:
+    """Gradients are unscaled, and what is found is told on, while the host goes on."""
+    layer = nn.Linear(4, 4).to("sim")
+    scale = LossScale(8.0, growth=2)
+    for value, wanted in ((1.0, False), (float("inf"), True)):
+        for p in layer.parameters():
+            p.grad = torch.full_like(p, value)
+        like = torch.zeros(3, dtype=torch.float64, device="sim")
+        with acc.no_synchronisation():
+            scale.unscale(dict(layer.named_parameters()))
+            told = scale.told(like)
+        scale.hear(told)
+        assert scale.overflow is wanted and scale.next() is not wanted
+    scale.unscale(dict(layer.named_parameters()))  # of a world of one, where nobody is told
+    assert not scale.next() and scale.overflow
+
+
+def test_labels_are_counted_at_once(acc: Any) -> None:
+    """What all parts of a batch weigh takes one wait, however many parts there are."""
+    rule = LabelRule("labels", (), -100)
+    weigh = ByLabels(rule)
+    parts = [_batch(seed, "sim") for seed in range(5)]
+    acc.reset()
+    found = numbers([weigh.counted(part) for part in parts])
+    assert len(acc.synchronisations()) == 1
+    assert found == [22.0] * 5 == [weigh(part) for part in parts]
+
+
+def _sent(capacity: float | None) -> tuple[list[str], Tensor]:
+    """Of two ranks that hold two experts each: waits of a rank's dispatch, and what came home."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    group = Group(("dp",), (0, 1), rank, dist.group.WORLD)
+    step = Step(group, ((0, 1), (2, 3)))
+    generator = torch.Generator().manual_seed(rank)
+    experts = torch.randint(0, 4, (10,), generator=generator).to("sim")
+    rows = torch.randn(10, 4, generator=generator).to("sim")
+    step.take(Way(rows, experts))
+    here = accelerators.current()
+    here.reset()
+    if capacity is not None:
+        kept(experts[:, None], 4, capacity)
+    way = step.take(Way(rows, experts))
+    y = way.home(way.rows * (1 + way.experts)[:, None])
+    waits = [str(one) for one in here.synchronisations()]
+    return waits, (y - rows * (1 + experts)[:, None]).abs().max().cpu()
+
+
+@pytest.mark.parametrize("capacity", [None, 1.0])
+def test_a_dispatch_waits_once(acc: Any, capacity: float | None) -> None:
+    """Rows on their way to experts make the host wait once, for how many go where."""
+    for waits, gap in accelerators.spawn(_sent, capacity, ranks=2):
+        assert len(waits) == 1, waits
+        assert float(gap) == 0.0
