@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,15 +22,22 @@ from schedlang.runtime.device import (
     undrawn,
 )
 from schedlang.runtime.following.trace import LabelRule
+from schedlang.runtime.keeping.coded import Tally, code
 from schedlang.runtime.keeping.dynamic import dynamic
 from schedlang.runtime.keeping.offload import everything_moves
 from schedlang.runtime.keeping.recompute import checkpoint
+from schedlang.runtime.keeping.rounded import Coding
 from schedlang.runtime.regions.checked import draws
 from schedlang.runtime.routing.capacity import kept
 from schedlang.runtime.routing.dispatch import Step, Way
+from schedlang.runtime.staging.bag import Bag, address
+from schedlang.runtime.staging.flight import work_of
 from schedlang.runtime.staging.kept_inputs import Kept
+from schedlang.runtime.staging.parking import offload, reload
 from schedlang.runtime.stepping.loss_scale import LossScale
 from schedlang.runtime.storage import copies
+from schedlang.runtime.storage.own import Addresses
+from schedlang.timeline import Kind, Op
 
 accelerators = pytest.importorskip("schedlang.testing.accelerator")
 WIDTH, WORDS = 16, 12
@@ -318,3 +326,41 @@ def test_a_dispatch_waits_once(acc: Any, capacity: float | None) -> None:
     for waits, gap in accelerators.spawn(_sent, capacity, ranks=2):
         assert len(waits) == 1, waits
         assert float(gap) == 0.0
+
+
+def test_parked_on_the_host(acc: Any) -> None:
+    """What a stage has saved goes to the host and back on a stream of its own: the host waits for
+    nothing, and the backward for what comes back."""
+    model, x = Block(0.0).to("sim"), torch.randn(64, WIDTH, device="sim")
+    model(x).square().sum().backward()
+    wanted = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    bag = Bag(Addresses(model, address, [x]))
+    with bag.collecting():
+        loss = model(x).square().sum()
+    bag.close(())
+    op = Op(Kind.OFFLOAD, 0, 0)
+    step: Any = SimpleNamespace(flights={work_of(op): SimpleNamespace(bag=bag)}, hosts={})
+    assert bag.bytes
+    with acc.no_synchronisation():
+        offload(step, op)
+        assert not bag.bytes
+        torch.randn(256, 256, device="sim")  # takes what has become free
+        reload(step, op)
+        bag.open()
+        loss.backward()
+    for p, grad in zip(model.parameters(), wanted, strict=True):
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad.cpu(), grad)
+
+
+def test_coded(acc: Any) -> None:
+    """What is kept in few bits is judged in one wait for each tensor, and weights in none."""
+    model, x = Block(0.0).to("sim"), torch.randn(64, WIDTH, device="sim", requires_grad=True)
+    tally = Tally()
+    code(model, "block", Coding(8, 16), tally)
+    acc.reset()
+    model(x)
+    waits = [one.place for one in acc.synchronisations()]
+    # the inputs of the norm and of both layers, and the mean that is too small
+    assert tally.tensors == 3 and len(waits) <= 5, waits
