@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from schedlang.runtime.collectives.collective import Group, count
+from schedlang.runtime.device import on_accelerator
 from schedlang.runtime.storage.leaving import local
 from schedlang.runtime.storage.tiers import PEER, mark
 
@@ -141,7 +142,7 @@ class Peer:
                 ops.append(dist.P2POp(dist.isend, out, to, ring.pg))
             if into.numel():
                 ops.append(dist.P2POp(dist.irecv, into, source, ring.pg))
-            if not into.is_cuda:
+            if not on_accelerator(into):
                 works = [one.op(one.tensor, one.peer, one.group) for one in ops]
             else:  # both ways at once, or two ranks wait for each other
                 works = list(dist.batch_isend_irecv(ops)) if ops else []

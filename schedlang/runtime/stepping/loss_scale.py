@@ -8,7 +8,7 @@ the scale is halved; after `growth` steps without one it is doubled.  All ranks 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ class LossScale:
     good      steps that have followed the last change
     overflow  the last step was skipped, on all ranks
     last      what the loss of the last step was multiplied by
+    noted     whether this rank found one, on each device where it looked: nobody waits for it
     """
 
     scale: float = 1.0
@@ -33,6 +34,7 @@ class LossScale:
     good: int = 0
     overflow: bool = False
     last: float = 1.0
+    noted: list[Tensor] = field(default_factory=list)
 
     def unscale(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Divide this rank's gradients, and note whether any of them is infinite or no number."""
@@ -43,18 +45,23 @@ class LossScale:
             if grads:
                 torch._foreach_mul_(grads, 1.0 / self.scale)
             real = [g for g in grads if not g.is_meta]  # a step that is only played has no values
-            self.overflow = not all(bool(norm.isfinite()) for norm in _largest(real))
+            self.noted = [~torch.stack(norms).isfinite().all() for norms in _largest(real)]
 
     def told(self, like: Tensor) -> Tensor:
         """What this rank has noted, to be added up over all ranks; nothing without a scale."""
-        return like.new_full((int(self.growth > 0),), float(self.overflow))
+        found = like.new_zeros(int(self.growth > 0))
+        for one in self.noted if self.growth > 0 else ():
+            found += one.to(like)
+        return found
 
     def hear(self, total: Tensor) -> None:
         """Take over what all ranks together have noted."""
-        self.overflow = not total.is_meta and bool(total.any())
+        self.overflow, self.noted = not total.is_meta and bool(total.any()), []
 
     def next(self) -> bool:
         """Change the scale for the next step; whether this step's update is to be made."""
+        if self.noted:  # alone: nobody was told, and nobody else can have found any
+            self.overflow, self.noted = any(map(bool, self.noted)), []
         if self.overflow:
             self.scale, self.good = self.scale * BACKOFF, 0
         elif self.good + 1 == self.growth:
@@ -73,10 +80,10 @@ class LossScale:
             self.scale, self.good = told["scale"], told["good"]
 
 
-def _largest(grads: list[Tensor]) -> list[Tensor]:
-    """The largest element of each, in size; infinite or no number where any is."""
-    kinds = dict.fromkeys(g.device for g in grads)
-    found: list[Tensor] = []
-    for kind in kinds:
-        found += torch._foreach_norm([g for g in grads if g.device == kind], float("inf"))
-    return found
+def _largest(grads: list[Tensor]) -> list[list[Tensor]]:
+    """The largest element of each, in size, device by device; infinite or NaN where any is."""
+    kinds = dict.fromkeys((g.device, g.dtype) for g in grads)
+    return [
+        list(torch._foreach_norm([g for g in grads if (g.device, g.dtype) == kind], float("inf")))
+        for kind in kinds
+    ]

@@ -1,4 +1,4 @@
-"""Copies between the device and the host: on a GPU pinned, on a stream of their own, and later.
+"""Copies between device and host: on an accelerator pinned, on a stream of their own, and later.
 
 On a CPU they are copies all the same, and done at once.
 """
@@ -8,6 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from schedlang.runtime.device import (
+    current_stream,
+    follow,
+    has_streams,
+    indexed,
+    new_stream,
+    on_stream,
+    record,
+    synchronize,
+    used_on,
+    wait,
+)
 from schedlang.runtime.storage.scratch import Scratch
 from schedlang.runtime.storage.tiers import empty
 
@@ -15,8 +27,8 @@ from schedlang.runtime.storage.tiers import empty
 def to_host(source: Tensor, scratch: Scratch | None = None) -> Tensor:
     """A contiguous copy in host memory, or with `scratch` in a file; it begins at once.
 
-    From a GPU into memory it ends later: what reads it on the host calls `settle` first, and
-    `to_device` comes after it by itself.
+    From an accelerator into memory it ends later: what reads it on the host calls `settle` first,
+    or waits for a `mark`, and `to_device` comes after it by itself.
     """
     with torch._C.DisableTorchFunction():
         source = source.detach()
@@ -24,57 +36,69 @@ def to_host(source: Tensor, scratch: Scratch | None = None) -> Tensor:
             return torch.empty_like(source)
         if scratch is not None:
             return scratch.put(source)
-        host = empty(source.shape, source.dtype, pinned=source.is_cuda)
-        if not source.is_cuda:
+        host = empty(source.shape, source.dtype, beside=source.device)
+        if not has_streams(source.device):
             return host.copy_(source)
         stream = side_stream(source.device)
-        stream.wait_stream(torch.cuda.current_stream(source.device))
-        with torch.cuda.stream(stream):
+        follow(stream, current_stream(source.device))
+        with on_stream(stream):
             host.copy_(source, non_blocking=True)
-        source.record_stream(stream)  # its memory is not reused before the copy is done
+        used_on(source, stream)  # its memory is not reused before the copy is done
         return host
 
 
-def to_device(host: Tensor, device: torch.device) -> tuple[Tensor, torch.cuda.Event | None]:
+def to_device(host: Tensor, device: torch.device) -> tuple[Tensor, torch.Event | None]:
     """A copy on a device, and what to wait for (by `ready`) before it is used."""
     with torch._C.DisableTorchFunction():
-        if device.type != "cuda":
+        if not has_streams(device):
             return torch.empty(host.shape, dtype=host.dtype, device=device).copy_(host), None
         stream = side_stream(device)  # it runs in order: this comes after the copy out
-        with torch.cuda.stream(stream):
+        with on_stream(stream):
             made = torch.empty(host.shape, dtype=host.dtype, device=device)
             made.copy_(host, non_blocking=True)
-            return made, stream.record_event()
+        return made, record(stream)
 
 
-def ready(tensor: Tensor, event: torch.cuda.Event | None) -> Tensor:
+def onto(value: Tensor, source: Tensor) -> None:
+    """Write into memory of the device; what comes next on its current stream runs behind."""
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        if value.device == source.device or not has_streams(value.device):
+            value.copy_(source)
+            return
+        stream, current = side_stream(value.device), current_stream(value.device)
+        follow(stream, current)  # whoever reads what it was
+        with on_stream(stream):
+            value.copy_(source, non_blocking=True)
+        wait(record(stream), current)
+        used_on(value, stream)
+
+
+def ready(tensor: Tensor, event: torch.Event | None) -> Tensor:
     """A copy that the current stream may use."""
     if event is not None:
-        stream = torch.cuda.current_stream(tensor.device)
-        stream.wait_event(event)
-        tensor.record_stream(stream)
+        stream = current_stream(tensor.device)
+        wait(event, stream)
+        used_on(tensor, stream)
     return tensor
 
 
 def settle() -> None:
     """Wait until all copies to the host are there."""
     for stream in _streams.values():
-        stream.synchronize()
+        synchronize(stream)
 
 
-def mark(device: torch.device) -> torch.cuda.Event | None:
+def mark(device: torch.device) -> torch.Event | None:
     """What to wait for until all copies of a device so far are done; None: they are."""
-    if device.type != "cuda":
-        return None
-    event: torch.cuda.Event = side_stream(device).record_event()
-    return event
+    return record(side_stream(device)) if has_streams(device) else None
 
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
+_streams: dict[torch.device, torch.Stream | None] = {}
 
 
-def side_stream(device: torch.device) -> torch.cuda.Stream:
+def side_stream(device: torch.device) -> torch.Stream | None:
     """The stream on which copies of a device run."""
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return _streams[device]
+    place = indexed(device)  # one stream, whichever way the current device is told
+    if place not in _streams:
+        _streams[place] = new_stream(place)
+    return _streams[place]
