@@ -1,0 +1,221 @@
+"""The devices of this machine: the accelerator, its streams, generators and memory, by any name.
+
+The only file that asks of what type a device is. Everything goes through `torch.accelerator` and
+the module that torch has for a device, so that each kind of accelerator is served alike. On a CPU
+there are no streams: what asks for one is given None, and what is given None does nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+HOST = torch.device("cpu")
+_NOT_THERE = "meta"  # shapes without bytes
+
+
+class States(Protocol):
+    """What draws random numbers, and can be put back to where it stood."""
+
+    def get_state(self) -> Tensor:
+        """Where it stands."""
+
+    def set_state(self, new_state: Tensor) -> Any:
+        """Stand there again."""
+
+
+# ---- which device ---------------------------------------------------------------------------
+
+
+def accelerator() -> torch.device | None:
+    """The kind of accelerator that this machine has, without an index; None: it has none."""
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
+def own_device() -> torch.device:
+    """The device of this rank, made current: the one of LOCAL_RANK, or the CPU where there is none.
+
+    A device other than the first that is current already was chosen by whoever started us, and
+    stays. Ranks beyond the devices of a machine share them, by turns; a rank that sees one device
+    (as starters that hide the others have it) takes that.
+    """
+    kind = accelerator()
+    if kind is None:
+        return HOST
+    place = torch.accelerator.current_device_index()
+    if place == 0:
+        place = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
+        torch.accelerator.set_device_index(place)
+    return torch.device(kind.type, place)
+
+
+def indexed(device: torch.device) -> torch.device:
+    """A device with its index: of an accelerator without one, the current."""
+    if device.index is not None or not _accelerates(device):
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def make_current(device: torch.device) -> None:
+    """Have new tensors and kernels of this thread go to a device; nothing for a CPU."""
+    if _accelerates(device) and device.index is not None:
+        torch.accelerator.set_device_index(device.index)
+
+
+def on_accelerator(where: Tensor | torch.device) -> bool:
+    """Whether a tensor lies, or a device is, apart from the host: neither CPU nor meta."""
+    return _accelerates(where.device if isinstance(where, Tensor) else where)
+
+
+def on_host(where: Tensor | torch.device) -> bool:
+    """Whether a tensor lies in the memory of the host."""
+    return (where.device if isinstance(where, Tensor) else where).type == HOST.type
+
+
+def not_there(where: Tensor | torch.device) -> bool:
+    """Whether a device has shapes and no bytes."""
+    return (where.device if isinstance(where, Tensor) else where).type == _NOT_THERE
+
+
+def device_of(tensors: Iterable[Tensor]) -> torch.device:
+    """The device of the first tensor that has one; of none, the CPU."""
+    return next((tensor.device for tensor in tensors), HOST)
+
+
+def _accelerates(device: torch.device) -> bool:
+    return device.type != HOST.type and device.type != _NOT_THERE
+
+
+# ---- streams and events -----------------------------------------------------------------------
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether work on a device is ordered by streams."""
+    return _accelerates(device) and hasattr(torch.get_device_module(device), "Stream")
+
+
+def new_stream(device: torch.device) -> torch.Stream | None:
+    """A stream of its own on a device; None: it has none."""
+    return torch.Stream(indexed(device)) if has_streams(device) else None
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """The stream on which this thread's kernels run; None: it has none."""
+    return torch.accelerator.current_stream(indexed(device)) if has_streams(device) else None
+
+
+def on_stream(stream: torch.Stream | None) -> AbstractContextManager[Any]:
+    """Within, this thread's kernels run on a stream."""
+    return nullcontext() if stream is None else stream
+
+
+def follow(stream: torch.Stream | None, first: torch.Stream | None) -> None:
+    """What is put on a stream from now on runs after all that stands on the first one."""
+    if stream is not None and first is not None:
+        stream.wait_stream(first)
+
+
+def record(stream: torch.Stream | None) -> torch.Event | None:
+    """A mark behind what stands on a stream now."""
+    return None if stream is None else stream.record_event()
+
+
+def wait(event: torch.Event | None, stream: torch.Stream | None) -> None:
+    """What is put on a stream from now on runs after a mark."""
+    if event is not None and stream is not None:
+        stream.wait_event(event)
+
+
+def settled(event: torch.Event | None) -> None:
+    """Have the host wait for a mark."""
+    if event is not None:
+        event.synchronize()
+
+
+def used_on(tensor: Tensor, stream: torch.Stream | None) -> Tensor:
+    """The tensor, whose memory is given to nobody before a stream is done with it."""
+    if stream is not None and on_accelerator(tensor):
+        tensor.record_stream(stream)
+    return tensor
+
+
+def synchronize(where: torch.device | torch.Stream | None) -> None:
+    """Have the host wait for all that was started on a device or a stream; nothing for a CPU."""
+    if isinstance(where, torch.Stream):
+        where.synchronize()
+    elif where is not None and _accelerates(where):
+        torch.accelerator.synchronize(indexed(where))
+
+
+# ---- memory -----------------------------------------------------------------------------------
+
+
+def host_empty(shape: Sequence[int], dtype: torch.dtype, *, beside: torch.device) -> Tensor:
+    """A new tensor in host memory, pinned where it is for copies from or to an accelerator."""
+    pinned = has_streams(beside)
+    return torch.empty(tuple(shape), dtype=dtype, device=HOST, pin_memory=pinned)
+
+
+def live_bytes(device: torch.device) -> int | None:
+    """Bytes of tensors that a device's allocator holds now; None: nobody counts them."""
+    told = _memory(device, "memory_allocated")
+    return None if told is None else int(told)
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """The most that they were since `reset_peak`; None: nobody counts them."""
+    told = _memory(device, "max_memory_allocated")
+    return None if told is None else int(told)
+
+
+def reset_peak(device: torch.device) -> None:
+    """Count the peak from now on."""
+    _memory(device, "reset_peak_memory_stats")
+
+
+def _memory(device: torch.device, name: str) -> Any:
+    if not _accelerates(device):
+        return None
+    told = getattr(torch.get_device_module(device), name, None)
+    return None if told is None else told(indexed(device))
+
+
+# ---- random numbers ---------------------------------------------------------------------------
+
+
+class _Module:
+    """The generator of a device whose module shows it by its state alone."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def get_state(self) -> Tensor:
+        """Where it stands."""
+        state: Tensor = self.module.get_rng_state()
+        return state
+
+    def set_state(self, new_state: Tensor) -> None:
+        """Stand there again."""
+        self.module.set_rng_state(new_state)
+
+
+def default_generator(device: torch.device) -> States:
+    """The generator that operators on a device draw from where none is given."""
+    if not _accelerates(device):
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    if hasattr(module, "init"):
+        module.init()  # generators are made with the device's context
+    held = getattr(module, "default_generators", None)
+    return held[indexed(device).index] if held else _Module(module)
+
+
+def default_generators(devices: Iterable[torch.device]) -> list[States]:
+    """The CPU's generator, from which seeds are drawn everywhere, and those of the devices."""
+    apart = {indexed(device): None for device in devices if _accelerates(device)}
+    return [torch.default_generator, *(default_generator(device) for device in apart)]
