@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
+from schedlang.runtime.collectives import comm
 from schedlang.runtime.recording.graph import refusal
 from schedlang.runtime.slicing.sliced import Slices
 from schedlang.runtime.staging.bag import Bag
@@ -61,8 +61,8 @@ class Pipeline:
         ranks: Sequence[int] = (0,),
         place: int = 0,
         *,
-        group: dist.ProcessGroup | None = None,
-        down: dist.ProcessGroup | None = None,
+        group: comm.ProcessGroup | None = None,
+        down: comm.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
         lookahead: int = 1,
         handlers: Mapping[Kind, Handler] | None = None,

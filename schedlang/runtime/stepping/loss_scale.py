@@ -8,7 +8,7 @@ the scale is halved; after `growth` steps without one it is doubled.  All ranks 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class LossScale:
     good: int = 0
     overflow: bool = False
     last: float = 1.0
+    _wrong: list[Tensor] = field(default_factory=list)  # by device, of the step under way
 
     def unscale(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Divide this rank's gradients, and note whether any of them is infinite or no number."""
@@ -43,15 +44,23 @@ class LossScale:
             if grads:
                 torch._foreach_mul_(grads, 1.0 / self.scale)
             real = [g for g in grads if not g.is_meta]  # a step that is only played has no values
-            self.overflow = not all(bool(norm.isfinite()) for norm in _largest(real))
+            norms = [norm.double() for norm in _largest(real)]
+            kinds = dict.fromkeys(norm.device for norm in norms)
+            self._wrong = [
+                (~torch.stack([n for n in norms if n.device == kind]).isfinite()).any()
+                for kind in kinds
+            ]
 
     def told(self, like: Tensor) -> Tensor:
         """What this rank has noted, to be added up over all ranks; nothing without a scale."""
-        return like.new_full((int(self.growth > 0),), float(self.overflow))
+        wrong = like.new_zeros((int(self.growth > 0),))
+        for one in self._wrong:
+            wrong += one.to(like.device)
+        return wrong
 
     def hear(self, total: Tensor) -> None:
         """Take over what all ranks together have noted."""
-        self.overflow = not total.is_meta and bool(total.any())
+        self.overflow = self.growth > 0 and not total.is_meta and bool(total.any())
 
     def next(self) -> bool:
         """Change the scale for the next step; whether this step's update is to be made."""
