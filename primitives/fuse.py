@@ -111,12 +111,13 @@ class fuse(Primitive):  # noqa: N801
         import copy
         from contextlib import nullcontext
 
+        from schedlang.runtime.device import device_of
         from schedlang.runtime.regions.checked import check_fused
         from schedlang.runtime.rowwise.child import interpreted
 
         module = copy.deepcopy(plan.model.model.get_submodule(site.fqn))
         self._compile(module, site, plan)
-        device = next((p.device.type for p in module.parameters()), "cpu")
+        device = device_of(module.parameters()).type
         generated = self.backend == "rowwise"
         first, later = calls[""], {words: call for words, call in calls.items() if words}
         with interpreted(device) if generated else nullcontext("inductor") as by:

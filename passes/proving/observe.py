@@ -155,6 +155,8 @@ def observe(
     """
     import torch
 
+    from schedlang.runtime.device import undrawn
+
     seen = Observation()
     order: tuple[str, ...] = ()
     ties: tuple[tuple[str, ...], ...] = ()
@@ -162,7 +164,7 @@ def observe(
     unread: set[str] = set()
     left: dict[str, str] = {}
     for condition in conditions:
-        with torch.random.fork_rng(devices=[]):
+        with undrawn():
             torch.manual_seed(0)  # a side that draws from torch's generator leaves another state
             subject = make(condition)
             sight = _Sight(seen, condition.name, condition.follow, keep, gone, unread, left)

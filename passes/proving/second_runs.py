@@ -125,7 +125,7 @@ class _Apart:
     def __init__(self, module: nn.Module) -> None:
         import torch
 
-        from schedlang.runtime.keeping.generators import Replayed, own_generators
+        from schedlang.runtime.device import Replayed, own_generators
         from schedlang.runtime.scope import capture
 
         self.place = capture()

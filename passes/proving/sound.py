@@ -57,4 +57,6 @@ def _hollow(plan: Plan) -> bool:
 
 def _has_float64(plan: Plan) -> bool:
     """Whether the device where the model lies computes in float64."""
-    return all(tensor.device.type != "mps" for tensor in plan.model.model.parameters())
+    from schedlang.runtime.device import has_float64
+
+    return all(has_float64(tensor.device) for tensor in plan.model.model.parameters())

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Protocol, cast
 import torch
 from torch import Tensor
 
-from schedlang.kernels.device import runs
+from schedlang.kernels.device import KIND, gpu_here, runs
 
 # roundings that a right kernel may add up, in units of the type's spacing
 _ROUNDINGS = {torch.bfloat16: 1.0, torch.float16: 1.0, torch.float32: 4.0}
@@ -125,7 +125,7 @@ def run_kernel_check(
     In the interpreter a row of a case costs well under a millisecond.
     Raises RuntimeError with the child's own words if the process fails.
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or (KIND if gpu_here() else "cpu")
     environment = dict(os.environ)
     environment.pop("TRITON_INTERPRET", None)
     if device == "cpu":

@@ -21,15 +21,33 @@ try:
 except ImportError:  # triton is published for Linux on x86-64 only
     triton = tl = None
 
-__all__ = ["INTERPRETED", "LONGEST", "autocast_to", "count", "matrix", "note", "programs", "runs",
-           "runs_kernel", "tile", "tl", "triton", "wide"]  # fmt: skip
+__all__ = ["INTERPRETED", "KIND", "LONGEST", "autocast_to", "capability", "count", "gpu_here",
+           "matrix", "note", "on_gpu", "programs", "runs", "runs_kernel", "tile", "tl", "triton",
+           "wide"]  # fmt: skip
 
 LONGEST = 16384  # elements of a row that one program holds in registers; twice as many spill
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     interpreter.install()
 
+KIND = "cuda"  # of the devices that kernels are written, tuned and asked for here
+
 _runs: Counter[str] = Counter()
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether a tensor lies where kernels are compiled for; other accelerators have none."""
+    return x.is_cuda
+
+
+def gpu_here() -> bool:
+    """Whether this machine has a device that kernels are compiled for."""
+    return torch.cuda.is_available()
+
+
+def capability(x: Tensor) -> tuple[int, int]:
+    """What the instruction set of a tensor's GPU is called."""
+    return torch.cuda.get_device_capability(x.device)
 
 
 def runs() -> dict[str, int]:
@@ -58,7 +76,7 @@ def runs_kernel(x: Tensor, *others: Tensor | None, longest: int | None = LONGEST
         and x.numel() > 0
         and (longest is None or x.shape[-1] <= longest)
         and all(t.dtype in (torch.float32, torch.bfloat16, torch.float16) for t in given)
-        and (x.is_cuda or (INTERPRETED and x.device.type == "cpu"))
+        and (on_gpu(x) or (INTERPRETED and x.is_cpu))
     )
 
 
@@ -90,7 +108,7 @@ def tile(size: int) -> tuple[int, int, int]:
 
 def programs(x: Tensor) -> int:
     """Programs of a backward kernel: enough to fill the device, few enough partial sums."""
-    if not x.is_cuda:
+    if not on_gpu(x):
         return 4
     return 2 * torch.cuda.get_device_properties(x.device).multi_processor_count
 

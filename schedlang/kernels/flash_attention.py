@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from schedlang.kernels.device import note
+from schedlang.kernels.device import note, on_gpu
 from schedlang.kernels.flex_attention import Case as Attending
 from schedlang.kernels.flex_attention import Rule, reference
 
@@ -47,7 +47,7 @@ def flash_attention(
 
 def runs_flash(q: Tensor) -> bool:
     """Whether the package has a kernel for tensors like this one."""
-    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= _LARGEST
+    return on_gpu(q) and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= _LARGEST
 
 
 def unfit(
@@ -62,7 +62,7 @@ def unfit(
         return "it adds no bias and no sinks to scores"
     if q.shape[-1] > _LARGEST:
         return f"its heads have at most {_LARGEST} numbers"
-    if q.is_cuda and q.dtype == torch.float32:
+    if on_gpu(q) and q.dtype == torch.float32:
         return "it takes bfloat16 and float16"
     known = mask is None or (type(mask) is Tensor and not mask.is_meta)
     if known and window_of(q, k, rule, mask) is None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from schedlang.kernels.device import note, triton
+from schedlang.kernels.device import note, on_gpu, triton
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def flex_attention(
 def runs_flex(q: Tensor) -> bool:
     """Whether FlexAttention has a kernel, forward and backward, for tensors like this one here."""
     kinds = (torch.float32, torch.bfloat16, torch.float16)
-    return q.is_cuda and triton is not None and q.dtype in kinds
+    return on_gpu(q) and triton is not None and q.dtype in kinds
 
 
 def reference(

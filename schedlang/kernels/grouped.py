@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from schedlang.kernels.device import note
+from schedlang.kernels.device import capability, note, on_gpu
 
 _ALIGNED = 16  # bytes at which the rows of a matrix begin that torch's product takes
 
@@ -61,7 +61,7 @@ def _reference_backward(
 def _fits(*tensors: Tensor) -> bool:
     """Whether torch's product takes these: bfloat16, on a GPU that has it, sizes that align."""
     first = tensors[0]
-    if first.is_cuda and torch.cuda.get_device_capability(first.device) < (8, 0):
+    if on_gpu(first) and capability(first) < (8, 0):
         return False
     return first.numel() > 0 and all(
         t.dtype == torch.bfloat16 and t.shape[-1] * t.element_size() % _ALIGNED == 0

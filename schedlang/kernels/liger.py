@@ -17,7 +17,7 @@ from torch import Tensor
 
 from schedlang.kernels import layer_norm as layers
 from schedlang.kernels import rms_norm as roots
-from schedlang.kernels.device import note, triton
+from schedlang.kernels.device import note, on_gpu, triton
 
 _CASTING = {"early": "llama", "late": "gemma"}  # its words for where it rounds
 
@@ -46,7 +46,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 def runs_liger(x: Tensor, weight: Tensor) -> bool:
     """Whether its kernels take these tensors: on a GPU, in float32 and below."""
     kinds = (torch.float32, torch.bfloat16, torch.float16)
-    return x.is_cuda and triton is not None and x.dtype in kinds and weight.dtype in kinds
+    return on_gpu(x) and triton is not None and x.dtype in kinds and weight.dtype in kinds
 
 
 def _functional() -> Any:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 HOST = torch.device("cpu")
 _NOT_THERE = "meta"  # shapes without bytes
@@ -80,6 +80,11 @@ def on_host(where: Tensor | torch.device) -> bool:
 def not_there(where: Tensor | torch.device) -> bool:
     """Whether a device has shapes and no bytes."""
     return (where.device if isinstance(where, Tensor) else where).type == _NOT_THERE
+
+
+def has_float64(device: torch.device) -> bool:
+    """Whether a device computes in float64; Apple's does not."""
+    return device.type != "mps"
 
 
 def device_of(tensors: Iterable[Tensor]) -> torch.device:
@@ -219,3 +224,36 @@ def default_generators(devices: Iterable[torch.device]) -> list[States]:
     """The CPU's generator, from which seeds are drawn everywhere, and those of the devices."""
     apart = {indexed(device): None for device in devices if _accelerates(device)}
     return [torch.default_generator, *(default_generator(device) for device in apart)]
+
+
+def own_generators(module: nn.Module) -> list[torch.Generator]:
+    """The generators that a module, or one inside of it, holds as plain attributes."""
+    held = (value for one in module.modules() for value in vars(one).values())
+    return list({id(value): value for value in held if isinstance(value, torch.Generator)}.values())
+
+
+class Replayed(AbstractContextManager[None]):
+    """Within, generators stand where they stood when this was made; afterwards, where they were."""
+
+    def __init__(self, generators: Iterable[States]) -> None:
+        self.first = [(one, one.get_state()) for one in generators]
+        self.now: list[list[tuple[States, Tensor]]] = []
+
+    def __enter__(self) -> None:
+        self.now.append([(one, one.get_state()) for one, _ in self.first])
+        for one, state in self.first:
+            one.set_state(state)
+
+    def __exit__(self, *error: object) -> None:
+        for one, state in self.now.pop():
+            one.set_state(state)
+
+
+def undrawn() -> AbstractContextManager[None]:
+    """Within, anybody may draw, or seed them all; afterwards default generators are as before.
+
+    Of the accelerator the current device's, unless nobody has begun to use it.
+    """
+    kind = accelerator()
+    begun = kind is not None and getattr(torch.get_device_module(kind), "is_initialized", bool)()
+    return Replayed(default_generators([kind] if kind is not None and begun else []))

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from schedlang.runtime.device import device_of, peak_bytes
 from schedlang.runtime.parts import rows_of
 from schedlang.runtime.program import Program
 from schedlang.runtime.summing.gradient import local_gradient
@@ -16,7 +16,7 @@ from schedlang.runtime.summing.gradient import local_gradient
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank, counted from its tensors; `peak` as CUDA's allocator saw it, or None."""
+    """Bytes on one rank, counted from its tensors; `peak` as its allocator saw it, or None."""
 
     rank: int
     parameters: int
@@ -38,7 +38,7 @@ def memory_of(program: Program) -> Memory:
         state = [value for slots in program.optimizer.state.values() for value in slots.values()]
     held = program.away.peer if program.away is not None else None
     state_bytes = _bytes(state) + (held.held_bytes() if held is not None else 0)
-    peak = torch.cuda.max_memory_allocated() if any(p.is_cuda for p in parameters) else None
+    peak = peak_bytes(device_of(parameters))
     own = program.assembly.ranks.rank
     return Memory(own, _bytes(parameters), _bytes(grads), state_bytes, peak)
 

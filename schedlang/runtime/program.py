@@ -33,6 +33,7 @@ from schedlang.runtime.staging.step import Result
 from schedlang.runtime.staging.versions import Versions, totals, versions_of
 from schedlang.runtime.staging.watch import Watch
 from schedlang.runtime.stepping.loss_scale import LossScale
+from schedlang.runtime.stepping.one_kind import step_by_kinds
 from schedlang.runtime.stepping.whole_step import WholeStep
 from schedlang.runtime.storage.leaving import drop_gradient
 from schedlang.runtime.storage.tiers import DEVICE
@@ -197,7 +198,7 @@ class Program:
         elif self.whole is not None:
             self.whole.step(self.optimizer)
         elif self.optimizer is not None:
-            self.optimizer.step()
+            step_by_kinds(self.optimizer)
 
     def eval_step(self, batch: Batch, *, local: bool = False) -> Any:
         """The output of the whole batch, structured as the model's own, on every rank.

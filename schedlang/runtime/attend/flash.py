@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from schedlang.runtime.attend.reach import Reach
+from schedlang.runtime.device import on_host
 
 SMALL = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -34,7 +35,7 @@ def form(reach: Reach, queries: range, keys: range) -> tuple[slice, slice, bool]
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """The result, and its log-sum-exp in float32."""
     k, v = _as_many(k, q), _as_many(v, q)
-    if q.device.type == "cpu":
+    if on_host(q):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, scale=scale
         )
@@ -51,7 +52,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """What these keys give to the gradients; `out` and `lse` are those over all keys."""
     heads, (k, v) = k.shape[1], (_as_many(k, q), _as_many(v, q))
-    if q.device.type == "cpu":
+    if on_host(q):
         lse = lse.transpose(1, 2).contiguous().transpose(1, 2)  # as the operator lays it out
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, scale=scale

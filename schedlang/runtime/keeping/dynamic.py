@@ -21,9 +21,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from schedlang.runtime.device import Replayed, default_generators
 from schedlang.runtime.forward import layers_of, wrap
 from schedlang.runtime.keeping.chosen import alias, draws, fresh
-from schedlang.runtime.keeping.generators import Replayed, default_generators
 from schedlang.runtime.keeping.recompute import versions, written_twice
 from schedlang.runtime.keeping.remat import Block, Node, Outside, Pool, Ref
 from schedlang.runtime.recording.burden import key_of, operations
@@ -106,7 +106,7 @@ class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         drawn = None
         if draws(func, args, kwargs):
             own = [one for one in tree_leaves(kwargs) if isinstance(one, torch.Generator)]
-            drawn = Replayed(own or default_generators(given))
+            drawn = Replayed(own or default_generators(one.device for one in given))
         refs = tree_map_only(Tensor, self._ref, (args, kwargs))
         return Node(func, refs, 0.0, drawn, self._filled)
 

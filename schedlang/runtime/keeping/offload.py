@@ -2,9 +2,9 @@
 
 Saved-tensor hooks around the forward of one module instance copy every storage that autograd wants
 to keep, once however many views of it are saved, and let go of the original (Rhu et al., "vDNN",
-2016).  Parameters and buffers stay where they are.  On a GPU copies go through pinned memory on a
-stream of their own; backward of one module starts the reload of the one before it.  On a CPU the
-copies are as real, so that a `Ledger` shows what lies where.
+2016).  Parameters and buffers stay where they are.  On an accelerator copies go through pinned
+memory on a stream of their own; backward of one module starts the reload of the one before it.  On
+a CPU the copies are as real, so that a `Ledger` shows what lies where.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from schedlang.runtime import scope
+from schedlang.runtime.device import settled
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.storage import copies
 from schedlang.runtime.storage.own import place, places
@@ -48,7 +49,7 @@ class Store:
     paced: bool = False
     moved: int = 0  # bytes copied to the host so far
     _seen: dict[int, tuple[StorageWeakRef, int, weakref.ref[_Copy]]] = field(default_factory=dict)
-    _mark: torch.cuda.Event | None = None
+    _mark: torch.Event | None = None
     _device: torch.device | None = None
     _last: dict[int | None, weakref.ref[_Call]] = field(default_factory=dict)
 
@@ -79,8 +80,7 @@ class Store:
         """A call has ended, its copies are on their way."""
         if self.paced and self._device is not None:
             under_way, self._mark = self._mark, copies.mark(self._device)
-            if under_way is not None:
-                under_way.synchronize()
+            settled(under_way)
 
     def copy_of(self, tensor: Tensor) -> _Copy:
         """The host copy of the storage behind a tensor, made now or shared with another view."""

@@ -29,9 +29,9 @@ from torch.utils.checkpoint import (
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.regions.operators import Key
+from schedlang.runtime.device import Replayed, own_generators
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.keeping.chosen import Chosen, Wanted, draws, fresh
-from schedlang.runtime.keeping.generators import Replayed, own_generators
 from schedlang.runtime.keeping.kept import KeepCollectives
 from schedlang.runtime.modes import reentry
 from schedlang.runtime.staging.arguments import put, take

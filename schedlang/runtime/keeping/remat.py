@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.runtime.keeping.generators import Replayed
+from schedlang.runtime.device import Replayed
 
 
 class Pool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from schedlang.runtime.keeping.generators import Replayed, own_generators
+from schedlang.runtime.device import Replayed, on_host, own_generators
 from schedlang.runtime.recording.torch_calls import name_of
 from schedlang.runtime.recording.units import Switch
 from schedlang.runtime.staging.arguments import put, take
@@ -132,7 +132,7 @@ def _said(value: Any) -> str:
     """What a value is, of tensors what is known without data."""
     if isinstance(value, Tensor):
         known = f"{list(value.shape)}"
-        if type(value) is Tensor and value.device.type == "cpu" and not value.requires_grad:
+        if type(value) is Tensor and on_host(value) and not value.requires_grad:
             return known + "".join(map(repr, value.flatten()[:SHOWN].tolist()))
         return known
     if isinstance(value, (bool, int, float, complex, str)):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.runtime import scope
+from schedlang.runtime.device import undrawn
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.keeping.coded import Code
 from schedlang.runtime.keeping.rounded import Coding, Rounded
@@ -103,7 +104,7 @@ def _gradient(model: nn.Module, run: Run, draw: int) -> list[Tensor]:
 
 
 def _forward(run: Run, draw: int) -> Tensor | None:
-    with torch.random.fork_rng(devices=[]), scope.entered(scope.Scope(draw, 0, ())):
+    with undrawn(), scope.entered(scope.Scope(draw, 0, ())):
         torch.manual_seed(0)
         return run()
 

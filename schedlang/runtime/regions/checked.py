@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from schedlang.kernels.check import Comparison, compare
+from schedlang.runtime.device import default_generators, on_host, undrawn
 from schedlang.runtime.forward import layers_of, plain_forward
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
@@ -48,7 +49,7 @@ def check_fused(
     if not draws(module, call):
         return found
     if given_masks is None:
-        given_masks = _device(module, call).type != "cpu"
+        given_masks = not on_host(_device(module, call))
     drawn = _checked(module, calls, training=True, given_masks=given_masks)
     found += [replace(one, name=f"{one.name} with dropout") for one in drawn]
     return found + (list(_draws_alike(module, call)) if given_masks else [])
@@ -57,7 +58,7 @@ def check_fused(
 def draws(module: nn.Module, call: Call) -> bool:
     """Whether the module draws random numbers in training, as it stands, from any generator."""
     twin = copy.deepcopy(module).train()
-    with torch.random.fork_rng(), torch.no_grad():
+    with undrawn(), torch.no_grad():
         before = _states(_device(module, call))
         plain_forward(twin)(*call[0], **call[1])
         after = _states(_device(module, call))
@@ -70,8 +71,7 @@ def _device(module: nn.Module, call: Call) -> torch.device:
 
 
 def _states(device: torch.device) -> list[Tensor]:
-    own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.get_rng_state(), *own]
+    return [one.get_state() for one in default_generators([device])]
 
 
 class GivenMasks(TorchFunctionMode):
@@ -124,7 +124,7 @@ def _bound(name: str, error: float, allowed: float) -> Comparison:
 
 def _number(function: Callable[..., Any], call: Call, seed: int) -> float:
     """One number of a call's outputs, all of which count in it."""
-    with torch.random.fork_rng(), torch.no_grad():
+    with undrawn(), torch.no_grad():
         torch.manual_seed(seed)
         out = _tensors(function(*call[0], **call[1]), "")
     return float(torch.stack([_weighed(t) for _, t in out if t.is_floating_point()]).sum())
@@ -204,7 +204,7 @@ def _values(
         return new
 
     given = [prepared(value, str(place)) for place, value in enumerate(args)]
-    with torch.random.fork_rng():
+    with undrawn():
         torch.manual_seed(0)  # the same masks, whatever the type: they are drawn in float64
         out = forward(*given, **{name: prepared(value, name) for name, value in kwargs.items()})
     found = {f"output {n}": t for n, t in _tensors(out, "") if t.is_floating_point()}

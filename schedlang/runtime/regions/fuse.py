@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.device import device_of, not_there
 from schedlang.runtime.forward import layers_of, wrap
 from schedlang.runtime.modes import Ambient
 
@@ -60,8 +61,8 @@ def fuse(module: nn.Module, *, split_backward: bool = False, rounding: str = "fp
     Raises Refusal without a compiler, for a module whose computation was replaced already, and at
     the call where the forward is not one graph.
     """
-    device = next((p.device.type for p in module.parameters()), "cpu")
-    missing = unavailable(device) if device != "meta" else None
+    device = device_of(module.parameters())
+    missing = unavailable(device.type) if not not_there(device) else None
     if missing:
         raise _refusal("S831", "inductor cannot compile here", missing)
     layers = layers_of(module)

@@ -10,6 +10,7 @@ from torch import nn
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.patterns import Pattern
+from schedlang.runtime.device import device_of, not_there
 from schedlang.runtime.forward import layers_of, wrap
 from schedlang.runtime.regions.flow import Given, Looked, flow, given_of, owned
 from schedlang.runtime.regions.fuse import unavailable
@@ -56,9 +57,9 @@ def nowhere(told: Told, pattern: Pattern, miss: Miss) -> Refusal:
 
 def fuse_pattern(module: nn.Module, told: Told) -> None:
     """Let a built module compute each match as one region, in place."""
-    device = next((p.device.type for p in module.parameters()), "cpu")
-    inductor = told.how.backend == "inductor" and device != "meta"
-    missing = unavailable(device) if inductor else None
+    device = device_of(module.parameters())
+    inductor = told.how.backend == "inductor" and not not_there(device)
+    missing = unavailable(device.type) if inductor else None
     if missing:
         raise Refusal(Diagnostic("S831", "inductor cannot compile here", notes=(missing,)))
     wrap(module, "fuse", Regions(module, told))

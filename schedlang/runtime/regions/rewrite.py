@@ -62,7 +62,7 @@ class Region:
         if self.backend == "rowwise" and _float64():
             with plain_torch():
                 return self.wide(*given)
-        if _widened() or not all(t.device.type != "meta" for t in given if isinstance(t, Tensor)):
+        if _widened() or any(t.is_meta for t in given if isinstance(t, Tensor)):
             return self.plain(*given)
         if self.fast is None:
             self.fast = self._made()

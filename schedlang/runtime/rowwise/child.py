@@ -20,7 +20,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from schedlang.kernels.device import INTERPRETED, triton
+from schedlang.kernels.device import INTERPRETED, KIND, triton
 from schedlang.runtime.rowwise.launch import Kernel, Shape, jitted, launching
 
 
@@ -28,7 +28,7 @@ from schedlang.runtime.rowwise.launch import Kernel, Shape, jitted, launching
 def interpreted(device: str) -> Iterator[str]:
     """What runs kernels for tensors of a device inside: "triton", "interpreter" or "reference"."""
     with ExitStack() as stack:
-        if device == "cuda":
+        if device == KIND:
             yield "triton"
         elif triton is None:
             yield "reference"

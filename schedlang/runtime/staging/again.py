@@ -22,13 +22,8 @@ def recompute(step: Step, op: Op) -> None:
     work = work_of(op)
     kept = step.kept.pop(work)
     model = step.pipe.stages[work.stage].model
-    device = step.pipe.mail.device
     before = _buffers(model)
-    devices = [device] if kept.cuda is not None else []
-    with torch.random.fork_rng(devices):
-        torch.set_rng_state(kept.cpu)
-        if kept.cuda is not None:
-            torch.cuda.set_rng_state(kept.cuda, device)
+    with kept.drawn:
         step.launch(work, kept.received)
     _restore(model, before)
 

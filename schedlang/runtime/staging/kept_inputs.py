@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from schedlang.runtime.device import Replayed, default_generators, own_generators
 from schedlang.runtime.recording.graph import Token
 
 
@@ -16,11 +17,10 @@ class Kept:
     """What it received from other stages, and where generators of random numbers stood."""
 
     received: Mapping[Token, Tensor]
-    cpu: Tensor
-    cuda: Tensor | None
+    drawn: Replayed
 
     @staticmethod
-    def now(received: Mapping[Token, Tensor], device: torch.device) -> Kept:
-        """Before the forward."""
-        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return Kept(received, torch.get_rng_state(), cuda)
+    def now(received: Mapping[Token, Tensor], model: nn.Module, device: torch.device) -> Kept:
+        """Before the forward of a stage's model, whose device draws, or the model itself."""
+        drawn = Replayed([*default_generators([device]), *own_generators(model)])
+        return Kept(received, drawn)

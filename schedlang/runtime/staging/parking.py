@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
 
 from schedlang.runtime.collectives import comm
+from schedlang.runtime.device import not_there
 from schedlang.runtime.staging.bag import Bag
 from schedlang.runtime.staging.flight import Work, work_of
 from schedlang.runtime.staging.mail import Mail
 from schedlang.runtime.staging.step import Step
+from schedlang.runtime.storage import copies
 from schedlang.runtime.storage.tiers import PEER
 from schedlang.timeline import Op
 
@@ -54,7 +55,7 @@ class Parking:
         sizes = torch.tensor(told, dtype=torch.int64, device=self.out.device)
         self.out.send(to, (work, "sizes"), [sizes], header=True)
         self.out.send(to, (work, "bytes"), bag.pack(), header=False)
-        if self.out.device.type == "meta":
+        if not_there(self.out.device):
             self._free()  # there is nothing on its way
 
     def make_room(self) -> None:
@@ -108,25 +109,14 @@ class Parking:
 def offload(step: Step, op: Op) -> None:
     """Copy what a forward has saved to host memory."""
     bag = bag_of(step, work_of(op))
-    parts = bag.pack()
-    hosts = [_to_host(part) for part in parts]
-    step.hosts[work_of(op)] = [(host, part.device) for host, part in zip(hosts, parts)]
+    step.hosts[work_of(op)] = [(copies.to_host(part), part.device) for part in bag.pack()]
 
 
 def reload(step: Step, op: Op) -> None:
     """Start the copy back from host memory."""
     hosts = step.hosts.pop(work_of(op))
-    back = [
-        host.clone() if home.type == "cpu" else host.to(home, non_blocking=True)
-        for host, home in hosts
-    ]
-    bag_of(step, work_of(op)).bring(lambda: back)
-
-
-def _to_host(part: Tensor) -> Tensor:
-    """A copy in host memory; from a GPU through pinned memory, before what comes next on it."""
-    host = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
-    return host.copy_(part, non_blocking=part.is_cuda)
+    back = [copies.to_device(host, home) for host, home in hosts]
+    bag_of(step, work_of(op)).bring(lambda: [copies.ready(*one) for one in back])
 
 
 def bag_of(step: Step, work: Work) -> Bag:

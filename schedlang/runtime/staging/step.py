@@ -86,7 +86,7 @@ class Step:
         for source, tokens in stage.incoming.items():
             received.update(zip(tokens, self.collect(False, source, work.stage, work)))
         if self.train and work in self.pipe.again:
-            self.kept[work] = Kept.now(received, self.pipe.mail.device)
+            self.kept[work] = Kept.now(received, stage.model, self.pipe.mail.device)
             # the second run must see what the first one did
             own = {t: v.clone() if stage.mutated(t) else v for t, v in received.items()}
             with torch.no_grad():

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from schedlang.runtime.collectives import comm
+from schedlang.runtime.device import synchronize
 from schedlang.timeline import Op
 
 
@@ -72,8 +73,7 @@ class Watch:
         self.steps[-1].append(Ran(op, turn, self._arrived, self._now()))
 
     def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         return time.perf_counter() - self.zeros[-1]
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from schedlang.runtime.collectives.ranks import Ranks
 from schedlang.runtime.saving.holding import Holding, assemble, take
 from schedlang.runtime.saving.moments import _laid, like_parameter, local
+from schedlang.runtime.stepping.one_kind import step_by_kinds
 from schedlang.runtime.summing.gradient import local_gradient
 
 AT_ONCE = 2**24  # elements that are whole at a time, or one parameter
@@ -122,7 +123,7 @@ def step_on(optimizer: torch.optim.Optimizer, stands_for: Mapping[int, nn.Parame
         for group in optimizer.param_groups:
             found = (stands_for.get(id(p)) for p in group["params"])
             group["params"] = [p for p in found if p is not None]
-        optimizer.step()
+        step_by_kinds(optimizer)
     finally:
         for group, parameters in zip(optimizer.param_groups, before):
             group["params"] = parameters

@@ -1,4 +1,4 @@
-"""Copies between the device and the host: on a GPU pinned, on a stream of their own, and later.
+"""Copies between device and host: on an accelerator pinned, on a stream of their own, and later.
 
 On a CPU they are copies all the same, and done at once.
 """
@@ -8,6 +8,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from schedlang.runtime.device import (
+    current_stream,
+    follow,
+    has_streams,
+    new_stream,
+    on_stream,
+    record,
+    synchronize,
+    used_on,
+    wait,
+)
 from schedlang.runtime.storage.scratch import Scratch
 from schedlang.runtime.storage.tiers import empty
 
@@ -15,8 +26,8 @@ from schedlang.runtime.storage.tiers import empty
 def to_host(source: Tensor, scratch: Scratch | None = None) -> Tensor:
     """A contiguous copy in host memory, or with `scratch` in a file; it begins at once.
 
-    From a GPU into memory it ends later: what reads it on the host calls `settle` first, and
-    `to_device` comes after it by itself.
+    From an accelerator into memory it ends later: what reads it on the host calls `settle` first,
+    or waits for a `mark`, and `to_device` comes after it by itself.
     """
     with torch._C.DisableTorchFunction():
         source = source.detach()
@@ -24,57 +35,66 @@ def to_host(source: Tensor, scratch: Scratch | None = None) -> Tensor:
             return torch.empty_like(source)
         if scratch is not None:
             return scratch.put(source)
-        host = empty(source.shape, source.dtype, pinned=source.is_cuda)
-        if not source.is_cuda:
+        return into_host(empty(source.shape, source.dtype, beside=source.device), source)
+
+
+def into_host(host: Tensor, source: Tensor) -> Tensor:
+    """The host's memory, into which a copy begins at once, and ends later as of `to_host`."""
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        if not has_streams(source.device):
             return host.copy_(source)
         stream = side_stream(source.device)
-        stream.wait_stream(torch.cuda.current_stream(source.device))
-        with torch.cuda.stream(stream):
+        follow(stream, current_stream(source.device))
+        with on_stream(stream):
             host.copy_(source, non_blocking=True)
-        source.record_stream(stream)  # its memory is not reused before the copy is done
+        used_on(source, stream)  # its memory is not reused before the copy is done
         return host
 
 
-def to_device(host: Tensor, device: torch.device) -> tuple[Tensor, torch.cuda.Event | None]:
+def to_device(host: Tensor, device: torch.device) -> tuple[Tensor, torch.Event | None]:
     """A copy on a device, and what to wait for (by `ready`) before it is used."""
     with torch._C.DisableTorchFunction():
-        if device.type != "cuda":
+        if not has_streams(device):
             return torch.empty(host.shape, dtype=host.dtype, device=device).copy_(host), None
         stream = side_stream(device)  # it runs in order: this comes after the copy out
-        with torch.cuda.stream(stream):
+        with on_stream(stream):
             made = torch.empty(host.shape, dtype=host.dtype, device=device)
             made.copy_(host, non_blocking=True)
-            return made, stream.record_event()
+        return made, record(stream)
 
 
-def ready(tensor: Tensor, event: torch.cuda.Event | None) -> Tensor:
+def into_device(value: Tensor, host: Tensor) -> None:
+    """Write into memory of the device; what comes next on its current stream runs behind."""
+    made, event = to_device(host, value.device)
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        value.copy_(ready(made, event))
+
+
+def ready(tensor: Tensor, event: torch.Event | None) -> Tensor:
     """A copy that the current stream may use."""
     if event is not None:
-        stream = torch.cuda.current_stream(tensor.device)
-        stream.wait_event(event)
-        tensor.record_stream(stream)
+        stream = current_stream(tensor.device)
+        wait(event, stream)
+        used_on(tensor, stream)
     return tensor
 
 
 def settle() -> None:
     """Wait until all copies to the host are there."""
     for stream in _streams.values():
-        stream.synchronize()
+        synchronize(stream)
 
 
-def mark(device: torch.device) -> torch.cuda.Event | None:
+def mark(device: torch.device) -> torch.Event | None:
     """What to wait for until all copies of a device so far are done; None: they are."""
-    if device.type != "cuda":
-        return None
-    event: torch.cuda.Event = side_stream(device).record_event()
-    return event
+    return record(side_stream(device)) if has_streams(device) else None
 
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
+_streams: dict[torch.device, torch.Stream | None] = {}
 
 
-def side_stream(device: torch.device) -> torch.cuda.Stream:
+def side_stream(device: torch.device) -> torch.Stream | None:
     """The stream on which copies of a device run."""
     if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        _streams[device] = new_stream(device)
     return _streams[device]

@@ -64,11 +64,11 @@ class Ran:
 
 
 class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes storages on one kind of device as they come and go; with `works` also what is done."""
+    """Notes storages on one device as they come and go; with `works` also what is done."""
 
     def __init__(self, device: str, works: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device = device
+        self.device = torch.device(device)
         self.works = works
         self.blocks: list[Block] = []
         self.events: list[tuple[int, int]] = []  # block, bytes more or fewer
@@ -189,7 +189,7 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _block(self, value: Any) -> Block | None:
         """The block of a tensor on the device; None for anything else."""
         local = getattr(value, "_local_tensor", value)
-        if type(local) not in _KINDS or local.device.type != self.device:
+        if type(local) not in _KINDS or local.device != self.device:
             return None
         storage = local.untyped_storage()
         key = id(storage)

@@ -18,6 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from schedlang.runtime.device import HOST, host_empty
+
 DEVICE, CPU, DISK = "device", "cpu", "disk"
 PEER = "peer"  # on the device, held for another rank
 TIERS = (DEVICE, CPU, DISK, PEER)
@@ -138,11 +140,11 @@ def _makes(tier: str) -> Iterator[None]:
 
 
 def empty(
-    shape: torch.Size, dtype: torch.dtype, tier: str = CPU, *, pinned: bool = False
+    shape: torch.Size, dtype: torch.dtype, tier: str = CPU, *, beside: torch.device = HOST
 ) -> Tensor:
-    """A new tensor in host memory, marked."""
+    """A new tensor in host memory, marked; pinned, where that helps copies of the device beside."""
     with _makes(tier):
-        return mark(torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned), tier)
+        return mark(host_empty(shape, dtype, beside=beside), tier)
 
 
 def made_on(
@@ -157,4 +159,5 @@ def made_on(
 def plain_copy(tensor: Tensor, tier: str = CPU) -> Tensor:
     """A copy in host memory, contiguous, marked."""
     with torch._C.DisableTorchFunction():
-        return empty(tensor.shape, tensor.dtype, tier).copy_(tensor.detach())
+        made = empty(tensor.shape, tensor.dtype, tier, beside=tensor.device)
+        return made.copy_(tensor.detach())
