@@ -347,7 +347,11 @@ class Program:
             return self._near(torch.zeros((), dtype=torch.float64))
         shares = [w / total for w in weights]
         return torch.stack(
-            [self._near(x.double()) * shares[k] for k, x in losses.items() if x is not None]
+            [
+                self._near(x.detach().double()) * shares[k]
+                for k, x in losses.items()
+                if x is not None
+            ]
         ).sum()
 
     def _near(self, value: Tensor) -> Tensor:
