@@ -128,3 +128,23 @@ def check(found: Any) -> None:
 def test_as_on_a_cpu(rows: str, backend: str) -> None:
     """Loss, norm and parameters are those of the model alone, in worlds of either kind."""
     check(spawn(trained, rows, "sim", backend=backend))
+
+
+def waits(rows: str, clip: float | None = CLIP, **more: Any) -> list[str]:
+    """On a rank: where the host waited for the device in two steps whose loss nobody looks at."""
+    made = program(rows, "sim", **more)
+    seen = current()
+    rows_here = [{k: v.to("sim") for k, v in batch(step).items()} for step in range(4)]
+    for step in rows_here[:2]:
+        made.train_step(step)
+    seen.reset()
+    for step in rows_here[2:]:
+        made.train_step(step)
+    return [str(one) for one in seen.synchronisations()]
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_step_waits_for_nothing(rows: str) -> None:
+    """Whose loss and norm nobody reads: gradients are summed and clipped, and the host goes on."""
+    for rank, found in enumerate(spawn(waits, rows)):
+        assert not found, (rank, found)
