@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.laying.propagate import Traced, propagate
 from schedlang.plan import Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from schedlang.runtime.following.trace import LabelRule
 
 Loss = Callable[..., Any]
 Weight = Callable[[Mapping[str, Any]], float]
@@ -22,16 +28,27 @@ def part_weight(
     return weight_of(propagate(Plan(plan.model), sample, loss), parts)
 
 
+@dataclass(frozen=True)
+class ByLabels:
+    """By the labels that count; of a batch without any, which can be evaluated only, by rows."""
+
+    rule: LabelRule
+
+    def __call__(self, batch: Mapping[str, Any]) -> float:
+        """What a part weighs."""
+        return self.rule.count(batch)
+
+    def counted(self, batch: Mapping[str, Any]) -> Tensor | float:
+        """The same where the labels lie."""
+        return self.rule.counted(batch)
+
+
 def weight_of(traced: Traced, parts: int) -> Weight:
     """What a part of a batch weighs: its labels that count, else its rows."""
-    from schedlang.runtime.parts import named_tensors, rows_of
+    from schedlang.runtime.parts import rows_of
 
     if len(traced.labels) == 1:
-        rule = traced.labels[0]
-        # a batch without labels can be evaluated, not trained on: only its rows count
-        return lambda batch: float(
-            rule.count(batch) if rule.source in named_tensors(batch) else rows_of(batch)
-        )
+        return ByLabels(traced.labels[0])
     if len(traced.labels) > 1 and parts > 1:
         raise Refusal(
             Diagnostic(

@@ -12,6 +12,7 @@ from schedlang.diagnostic import Diagnostic
 from schedlang.runtime.collectives.ranks import Ranks
 from schedlang.runtime.context.install import Exchanging
 from schedlang.runtime.context.tokens import Tokens
+from schedlang.runtime.device import numbers
 from schedlang.runtime.drawing.random import LogicalDropout
 from schedlang.runtime.parts import Batch, Part
 from schedlang.runtime.saving.holding import Holding
@@ -85,7 +86,12 @@ class Assembly:
 
     def weigh(self, part: Part) -> float:
         """What a part of a batch weighs in the mean loss."""
-        return self.weight(part.weighed if part.weighed is not None else part.inputs)
+        return self.weigh_all([part])[0]
+
+    def weigh_all(self, parts: Sequence[Part]) -> list[float]:
+        """What each part weighs; the host waits once for all of them, if at all."""
+        weight = getattr(self.weight, "counted", self.weight)
+        return numbers([weight(p.weighed if p.weighed is not None else p.inputs) for p in parts])
 
     @property
     def buffers(self) -> dict[str, Tensor]:

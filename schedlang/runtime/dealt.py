@@ -45,7 +45,8 @@ def _of_all(a: Assembly, batch: Batch) -> Dealt:
     rows = split(batch, mesh.size(a.row_axes), a.micro)
     everyone = [parts for share in rows for parts in a.by_tokens(share)]
     alone = mesh.size(a.replicas) * a.micro == 1
-    weigh = [[1.0 if alone else a.weigh(part) for part in parts] for parts in everyone]
+    weights = iter(() if alone else a.weigh_all([part for parts in everyone for part in parts]))
+    weigh = [[1.0 if alone else next(weights) for _ in parts] for parts in everyone]
     return Dealt(everyone[place], weigh[place], weigh)
 
 
@@ -53,7 +54,7 @@ def _of_rows(a: Assembly, batch: Batch) -> Dealt:
     mesh = a.ranks.mesh
     (rows,) = split(batch, 1, a.micro)
     own = a.by_tokens(rows)[mesh.index(a.ranks.rank, a.context)]
-    weights = [a.weigh(part) for part in own]
+    weights = a.weigh_all(own)
     group = a.ranks.group(a.replicas)
     if group.pg is None:
         return Dealt(own, weights, [weights])

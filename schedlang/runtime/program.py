@@ -344,7 +344,8 @@ class Program:
         losses = {k: result.loss for k, result in results.items()}
         assert None not in losses.values(), "the model gives no loss: pass `loss=`"
         if not losses or not a.speaks(a.ranks.rank):
-            return self._near(torch.zeros((), dtype=torch.float64))
+            device = a.ranks.device if on_accelerator(a.ranks.device) else None
+            return torch.zeros((), dtype=torch.float64, device=device)
         shares = [w / total for w in weights]
         return torch.stack(
             [

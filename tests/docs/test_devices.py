@@ -19,7 +19,6 @@ COMMUNICATING = {
     "schedlang/runtime/collectives/ranks.py",
     "schedlang/runtime/attend/travel.py",
     "schedlang/runtime/summing/replicas.py",
-    "schedlang/runtime/staging/step.py",
     "schedlang/runtime/staging/mail.py",
     "schedlang/verbs/run.py",
 }

@@ -11,7 +11,7 @@ from schedlang.runtime.staging.bag import ALIGNED, SMALL, Bag
 @pytest.mark.parametrize("counts", [(6,), (6, 7), (SMALL + 1,), (5, SMALL + 3, 9)])
 def test_parts_are_as_long_as_announced(counts: tuple[int, ...]) -> None:
     """One storage alone or several together, large or small: the bytes are those of `sizes`."""
-    bag, made = Bag(tuple), []
+    bag, made = Bag(), []
     with bag.collecting():
         for count in counts:
             x = torch.rand(count, dtype=torch.float64, requires_grad=True)

@@ -45,12 +45,16 @@ class LabelRule:
 
     def count(self, batch: Mapping[str, Any]) -> float:
         """How many labels count in this part of a batch; its rows if it has no labels."""
+        return float(self.counted(batch))
+
+    def counted(self, batch: Mapping[str, Any]) -> Tensor | float:
+        """The same where the labels lie: of many parts they are read at once, by `numbers`."""
         labels = named_tensors(batch).get(self.source)
         if labels is None:
             return float(rows_of(batch))
         for step in self.steps:
             labels = step(labels)
-        return float((labels != self.ignore_index).sum())
+        return (labels != self.ignore_index).sum()
 
 
 @dataclass

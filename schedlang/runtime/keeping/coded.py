@@ -27,7 +27,15 @@ from schedlang.runtime.keeping.offload import Move, back, mover
 from schedlang.runtime.keeping.rounded import Coding, Rounded, rounded
 from schedlang.runtime.sharding.leaf import know_coded
 from schedlang.runtime.storage.fewer import is_uncoded, keeping
-from schedlang.runtime.storage.own import given_whole, is_candidate, is_copy, own, place
+from schedlang.runtime.storage.own import (
+    HALVES,
+    Addresses,
+    given_whole,
+    is_candidate,
+    is_copy,
+    own,
+    place,
+)
 from schedlang.runtime.storage.tiers import reference_to
 
 
@@ -73,7 +81,9 @@ class Code:
         """Run `inner` with the hooks on; plainly where no gradient is recorded."""
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        call = _Call(self, _words(self), given_whole((args, kwargs)), mover())
+        call = _Call(
+            self, _words(self), given_whole((args, kwargs)), mover(), Addresses(self.module)
+        )
         try:
             with keeping(call.pack), torch.autograd.graph.saved_tensors_hooks(call.pack, unpack):
                 return inner(*args, **kwargs)
@@ -88,9 +98,11 @@ class Code:
         """A tensor is kept in whole numbers."""
         self.tally.note(tensor, made)
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Is a tensor one of the module's own, as it is stored or cast?"""
-        return any(place(one) == place(tensor) or is_copy(tensor, one) for one in own(self.module))
+    def casts(self, tensor: Tensor) -> bool:
+        """Is a tensor one of the module's own, cast?"""
+        if tensor.dtype not in HALVES:
+            return False
+        return any(is_copy(tensor, one) for one in own(self.module))
 
 
 def _words(layer: Code) -> tuple[object, ...]:
@@ -118,13 +130,16 @@ class _Call:
     words: tuple[object, ...]
     given: frozenset[int]
     move: Move
+    own: Addresses
     saved: int = 0
     rows: set[tuple[int, ...]] = field(default_factory=set)  # of what was saved, less the last dim
     known: dict[tuple[object, ...], tuple[Any, Rounded | Moved]] = field(default_factory=dict)
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd keeps of a tensor; one that is saved twice is kept once."""
-        if is_uncoded() or not is_candidate(tensor, self.given) or self.layer.holds(tensor):
+        if is_uncoded() or not is_candidate(tensor, self.given):
+            return self.move(tensor)
+        if place(tensor) in self.own or self.layer.casts(tensor):
             return self.move(tensor)
         reference = reference_to(tensor)  # keeps the place, not the memory
         key = (reference.cdata, tensor._version, tensor.dtype, *_view(tensor))

@@ -25,7 +25,7 @@ from schedlang.runtime import scope
 from schedlang.runtime.device import settled
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.storage import copies
-from schedlang.runtime.storage.own import place, places
+from schedlang.runtime.storage.own import Addresses, place
 from schedlang.runtime.storage.scratch import Scratch
 from schedlang.runtime.storage.tiers import CPU, DEVICE, DISK, gone, reference_to
 
@@ -152,10 +152,10 @@ class Offload:
         """Run `inner` with the hooks on; plainly where no gradient is recorded."""
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        call = self.store.begin()
+        call, own = self.store.begin(), Addresses(self.module)
 
         def pack(tensor: Tensor) -> Any:
-            if self._stays(tensor):
+            if self._stays(tensor, own):
                 return tensor
             return _Packed(call, call.keep(tensor), tensor)
 
@@ -164,7 +164,7 @@ class Offload:
         self.store.end()
         return output
 
-    def _stays(self, tensor: Tensor) -> bool:
+    def _stays(self, tensor: Tensor, own: Addresses) -> bool:
         if type(tensor) is not Tensor or tensor.layout != torch.strided:
             return True
         if tensor.is_meta and _watching is None:
@@ -175,7 +175,7 @@ class Offload:
         if storage.nbytes() < self.store.smallest or place(tensor) == 0:
             return True
         home = next(self.module.parameters(), tensor).device
-        if tensor.device != home or place(tensor) in set(places(self.module)):
+        if tensor.device != home or place(tensor) in own:
             return True
         self.store.track(DEVICE, tensor)
         return False

@@ -6,7 +6,6 @@ rows of the batch, on however many ranks they are, so that the rule does not kno
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -33,7 +32,7 @@ def kept(index: Tensor, count: int, capacity: float, groups: Sequence[Group] = (
         place, size = place + group.rank * size, size * group.size
     if index.is_meta:  # no values: only what is sent can be seen
         return index.new_empty(index.shape, dtype=torch.bool)
-    limit = math.ceil(capacity * int(everyone.sum()) / count)
+    limit = (everyone.sum().double() * capacity / count).ceil().long()  # the host need not know
     before = everyone[:place].sum(0) + chosen.cumsum(0) - chosen
     return (before.gather(1, flat[:, None])[:, 0] < limit).view_as(index)
 

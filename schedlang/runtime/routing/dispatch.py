@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from schedlang.runtime.collectives import comm
 from schedlang.runtime.collectives.collective import Group, count
@@ -81,6 +82,7 @@ class Step:
 
     group: Group
     table: tuple[tuple[int, ...], ...]
+    _known: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
 
     def take(self, way: Way, ahead: bool = False) -> Way:
         """The rows that come along this axis, in place of those that were here.
@@ -91,27 +93,37 @@ class Step:
             return self._without_values(way)
         way.arrive()
         group, each = self.group, len(self.table[0])
-        key = torch.zeros(1 + max(map(max, self.table)), dtype=torch.long, device=way.rows.device)
-        flat = [expert for row in self.table for expert in row]
-        key[flat] = torch.arange(len(flat), device=key.device)
+        key, mine = self._constants(way.rows.device)
         wanted = key[way.experts]
         order = torch.argsort(wanted, stable=True)
-        going = torch.bincount(wanted, minlength=len(flat)).view(group.size, each)
+        going = wanted.new_zeros(group.size * each)  # counted so that the host need not wait
+        going = going.scatter_add_(0, wanted, torch.ones_like(wanted)).view(group.size, each)
         coming = exchanged(going, group)
-        give, take = going.sum(1).tolist(), coming.sum(1).tolist()
+        # the one time that the host waits: how many rows each rank gives, and takes
+        give, take = torch.stack([going.sum(1), coming.sum(1)]).tolist()
         works: list[Any] = []
         rows = way.rows[order]
         if ahead and group.pg is not None:
             came: Tensor = _Begun.apply(rows, group, give, take, works)  # type: ignore[no-untyped-call]
         else:
             came = exchange(rows, group, give, take)
-        mine = torch.tensor(self.table[group.rank], device=key.device)
-        experts = mine.repeat(group.size).repeat_interleave(coming.flatten())
+        experts = mine.repeat_interleave(coming.flatten(), output_size=sum(take))
 
         def home(y: Tensor) -> Tensor:
             return exchange(y, group, take, give)[torch.argsort(order)]
 
         return Way(came, experts, [*way.back, home], works)
+
+    def _constants(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Of each expert its place in the table, row by row; and what comes, rank by rank."""
+        if device not in self._known:
+            with _disable_current_modes():  # a second run of this call makes them no more
+                flat = [expert for row in self.table for expert in row]
+                key = torch.zeros(1 + max(flat), dtype=torch.long)
+                key[flat] = torch.arange(len(flat))
+                mine = torch.tensor(self.table[self.group.rank]).repeat(self.group.size)
+                self._known[device] = key.to(device), mine.to(device)
+        return self._known[device]
 
     def _without_values(self, way: Way) -> Way:
         """The same for as many rows as if all experts were chosen equally often."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from schedlang.placement import P
 from schedlang.runtime.collectives import collective
@@ -78,6 +79,7 @@ class Spread:
         self.reach = self._at(here)
         self.held = self._at([True] * len(edges))
         self.shadowed = tuple(expert for expert in self.reach if expert in routing.shadow)
+        self._known: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
         self.steps: list[Step] = []
         for k, edge in enumerate(edges):
             if not here[k]:
@@ -94,6 +96,15 @@ class Spread:
             expert for expert, place in pairs
             if all(a == b for a, b, same in zip(place, self.mine, here) if same)
         )  # fmt: skip
+
+    def _places(self, some: tuple[int, ...], device: torch.device) -> Tensor:
+        """Of each expert its place among some of them, -1 of others: made once on a device."""
+        if (some, device) not in self._known:
+            with _disable_current_modes():  # a second run of this call makes it no more
+                found = torch.full((self.count,), -1)
+                found[list(some)] = torch.arange(len(some))
+                self._known[some, device] = found.to(device)
+        return self._known[some, device]
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """What the experts of all ranks give for these tokens."""
@@ -115,9 +126,11 @@ class Spread:
             if self.routing.capacity is not None:
                 kept(index, self.count, self.routing.capacity, [e.group for e in self.apart])
             return index.new_empty(rows), index.new_empty(rows)
-        keep = torch.zeros(self.count, dtype=torch.bool, device=index.device)
-        keep[list(self.reach)] = True
-        mine = keep[index]
+        if len(self.reach) == self.count and self.routing.capacity is None:  # all of them
+            tokens, choices = index.shape
+            token = torch.arange(tokens, device=index.device)[:, None].expand(-1, choices)
+            return token.reshape(-1), torch.arange(choices, device=index.device).repeat(tokens)
+        mine = (self._places(self.reach, index.device) >= 0)[index]
         if self.routing.capacity is not None:
             groups = [edge.group for edge in self.apart]
             mine = mine & kept(index, self.count, self.routing.capacity, groups)
@@ -136,8 +149,7 @@ class Spread:
             here, away = (near.new_empty(n, dtype=torch.long)
                           for n in (stay, rows.shape[0] - stay))  # fmt: skip
         else:
-            hot = torch.tensor(self.shadowed, device=rows.device)
-            near = torch.isin(experts, hot)
+            near = (self._places(self.shadowed, rows.device) >= 0)[experts]
             here, away = near.nonzero()[:, 0], (~near).nonzero()[:, 0]
         copies = self._shadows()
         stayed = self._called(rows[here], experts[here], dtype, copies, self.shadowed)
@@ -183,12 +195,11 @@ class Spread:
     def _shadows(self) -> dict[str, Tensor]:
         """Copies of the shadowed experts; their gradients are summed where the experts live."""
         found: dict[str, Tensor] = {}
-        at = [self.held.index(e) if e in self.held else 0 for e in self.shadowed]
-        here = [e in self.held for e in self.shadowed]
         for name in self.routing.experts.split:
             part = self.module.get_parameter(name)
-            mask = torch.tensor(here, device=part.device).view(-1, *[1] * (part.ndim - 1))
-            copy = part[torch.tensor(at, device=part.device)] * mask
+            at = self._places(self.held, part.device)[list(self.shadowed)]
+            mask = (at >= 0).view(-1, *[1] * (part.ndim - 1))
+            copy = part[at.clamp(min=0)] * mask
             for edge in self.apart:
                 copy = collective.enter(collective.reduce(copy, edge.group), edge.group)
             found[name] = copy
@@ -209,8 +220,7 @@ class Spread:
             return y * rows.new_ones(rows.shape[0], 1).bool() if self.alike else y
         if not rows.shape[0]:  # every rank takes part in what comes behind, and in the backward
             return rows + sum(part.flatten()[:0].sum() for part in parts)
-        local = torch.zeros(self.count, dtype=torch.long, device=rows.device)
-        local[list(held)] = torch.arange(len(held), device=rows.device)
+        local = self._places(held, rows.device)
         for path in self.routing.experts.numbers:
             set_number(self.module, path, len(held))
         ones = rows.new_ones(rows.shape[0], 1, dtype=dtype)

@@ -9,7 +9,7 @@ bytes; it comes back to the last bit.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -58,13 +58,13 @@ class _Saved(NamedTuple):
 
 
 class Bag:
-    """The storages that one forward saved; `stays()` are tensors whose memory is not taken.
+    """The storages that one forward saved, but those at addresses that stay.
 
     They are asked for in the course of the forward: fully_shard gathers weights in it. What lies
     on the meta device is counted where `hollow`, and left alone otherwise.
     """
 
-    def __init__(self, stays: Callable[[], Iterable[Tensor]], hollow: bool = False) -> None:
+    def __init__(self, stays: Container[int] = (), hollow: bool = False) -> None:
         self._stays, self._hollow = stays, hollow
         self._slots: list[_Slot] = []
         self._known: dict[int, int] = {}  # while the forward runs: address -> slot
@@ -92,10 +92,10 @@ class Bag:
     def close(self, leaves: Iterable[Tensor]) -> None:
         """The forward has ended; the memory of its received `leaves` is the bag's as well."""
         for leaf in leaves:
-            if _address(leaf) in self._known:
+            if address(leaf) in self._known:
                 self._leaves.append((leaf, self._put(leaf)))
         self._known.clear()
-        self._stays = tuple
+        self._stays = ()
 
     def sizes(self) -> list[int]:
         """The bytes of each part, as `pack` makes them: one storage alone is not filled up."""
@@ -127,16 +127,14 @@ class Bag:
             leaf.data = self._view(saved)
 
     def _pack(self, tensor: Tensor) -> Any:
-        key = _address(tensor)
+        key = address(tensor)
         taken = key in self._known or (
-            _plain(tensor)
-            and (self._hollow or not tensor.is_meta)
-            and key not in set(map(_address, self._stays()))
+            _plain(tensor) and (self._hollow or not tensor.is_meta) and key not in self._stays
         )
         return self._put(tensor) if taken else tensor
 
     def _put(self, tensor: Tensor) -> _Saved:
-        key = _address(tensor)
+        key = address(tensor)
         if key not in self._known:
             self._known[key] = len(self._slots)
             storage = tensor.untyped_storage()
@@ -202,7 +200,7 @@ def _plain(tensor: Tensor) -> bool:
     return not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
 
 
-def _address(tensor: Tensor) -> int:
+def address(tensor: Tensor) -> int:
     """Equal for tensors in the same memory; tensors of other classes lie nowhere in particular."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return int(local.untyped_storage()._cdata) if local.layout == torch.strided else id(tensor)

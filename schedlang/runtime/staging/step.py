@@ -10,15 +10,17 @@ import torch
 
 from schedlang.diagnostic import Refusal
 from schedlang.runtime import nests as pytree
+from schedlang.runtime.device import not_there
 from schedlang.runtime.logits.lazy_logits import LazyLogits
 from schedlang.runtime.recording.graph import Token
 from schedlang.runtime.recording.lossless import no_loss
-from schedlang.runtime.staging.bag import Bag
+from schedlang.runtime.staging.bag import Bag, address
 from schedlang.runtime.staging.flight import Carried, Flight, Message, Work
 from schedlang.runtime.staging.kept_inputs import Kept
 from schedlang.runtime.staging.mail import Layout, layout_of
 from schedlang.runtime.staging.split import SplitBackward
 from schedlang.runtime.staging.stage import Forwarded, Stage, enter, signature
+from schedlang.runtime.storage.own import Addresses
 
 if TYPE_CHECKING:
     from schedlang.runtime.staging.pipeline import Pipeline
@@ -132,8 +134,8 @@ class Step:
         """A bag for what a forward saves, but for weights, buffers and inputs of the model."""
         inputs = pytree.tree_leaves(dict(self.batches[work.microbatch]))
         given = [value for value in inputs if isinstance(value, torch.Tensor)]
-        stays = lambda: (*stage.model.parameters(), *stage.model.buffers(), *given)  # noqa: E731
-        return Bag(stays, hollow=self.pipe.mail.device.type == "meta")
+        stays = Addresses(stage.model, address, given)
+        return Bag(stays, hollow=not_there(self.pipe.mail.device))
 
     # -- backward ----------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ class LossScale:
     good      steps that have followed the last change
     overflow  the last step was skipped, on all ranks
     last      what the loss of the last step was multiplied by
+    noted     whether this rank found one, on each device where it looked: nobody waits for it
     """
 
     scale: float = 1.0
@@ -33,7 +34,7 @@ class LossScale:
     good: int = 0
     overflow: bool = False
     last: float = 1.0
-    _wrong: list[Tensor] = field(default_factory=list)  # by device, of the step under way
+    noted: list[Tensor] = field(default_factory=list)
 
     def unscale(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Divide this rank's gradients, and note whether any of them is infinite or no number."""
@@ -44,26 +45,24 @@ class LossScale:
             if grads:
                 torch._foreach_mul_(grads, 1.0 / self.scale)
             real = [g for g in grads if not g.is_meta]  # a step that is only played has no values
-            norms = [norm.double() for norm in _largest(real)]
-            kinds = dict.fromkeys(norm.device for norm in norms)
-            self._wrong = [
-                (~torch.stack([n for n in norms if n.device == kind]).isfinite()).any()
-                for kind in kinds
-            ]
+            self.noted = [~torch.stack(norms).isfinite().all() for norms in _largest(real)]
 
     def told(self, like: Tensor) -> Tensor:
         """What this rank has noted, to be added up over all ranks; nothing without a scale."""
-        wrong = like.new_zeros((int(self.growth > 0),))
-        for one in self._wrong:
-            wrong += one.to(like.device)
-        return wrong
+        found = like.new_zeros(int(self.growth > 0))
+        for one in self.noted if self.growth > 0 else ():
+            found += one.to(like)
+        return found
 
     def hear(self, total: Tensor) -> None:
         """Take over what all ranks together have noted."""
-        self.overflow = self.growth > 0 and not total.is_meta and bool(total.any())
+        there = self.growth > 0 and not total.is_meta  # else nobody has to wait for the device
+        self.overflow, self.noted = there and bool(total.any()), []
 
     def next(self) -> bool:
         """Change the scale for the next step; whether this step's update is to be made."""
+        if self.noted:  # alone: nobody was told, and nobody else can have found any
+            self.overflow, self.noted = any(map(bool, self.noted)), []
         if self.overflow:
             self.scale, self.good = self.scale * BACKOFF, 0
         elif self.good + 1 == self.growth:
@@ -82,10 +81,10 @@ class LossScale:
             self.scale, self.good = told["scale"], told["good"]
 
 
-def _largest(grads: list[Tensor]) -> list[Tensor]:
-    """The largest element of each, in size; infinite or no number where any is."""
-    kinds = dict.fromkeys(g.device for g in grads)
-    found: list[Tensor] = []
-    for kind in kinds:
-        found += torch._foreach_norm([g for g in grads if g.device == kind], float("inf"))
-    return found
+def _largest(grads: list[Tensor]) -> list[list[Tensor]]:
+    """The largest element of each, in size, device by device; infinite or NaN where any is."""
+    kinds = dict.fromkeys((g.device, g.dtype) for g in grads)
+    return [
+        list(torch._foreach_norm([g for g in grads if (g.device, g.dtype) == kind], float("inf")))
+        for kind in kinds
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -45,6 +45,41 @@ def own(module: nn.Module) -> Iterator[Tensor]:
         for each in group:
             with torch.no_grad():
                 yield each.to_local() if hasattr(each, "to_local") else each
+
+
+class Addresses:
+    """Where a module's own tensors lie in one call, found anew only when some of them have moved.
+
+    fully_shard gathers parameters, and offloading brings them, for a whole module at a time: so
+    one parameter of each submodule tells. `address` is equal for tensors in the same memory, and
+    `given` are others that count as its own.
+    """
+
+    def __init__(
+        self, module: nn.Module, address: Callable[[Tensor], int] = place,
+        given: Iterable[Tensor] = (),
+    ) -> None:  # fmt: skip
+        self._module, self._address = module, address
+        self._given = frozenset(map(address, given))
+        self._owners = [
+            (owner, next(iter(names)))
+            for owner in module.modules()
+            if (names := [n for n, p in owner._parameters.items() if p is not None])
+        ]
+        self._seen: tuple[object, ...] | None = None
+        self._found: frozenset[int] = frozenset()
+
+    def __contains__(self, address: object) -> bool:
+        now = tuple(_told(owner._parameters[name]) for owner, name in self._owners)
+        if now != self._seen:
+            self._seen = now
+            self._found = self._given.union(map(self._address, own(self._module)))
+        return address in self._found
+
+
+def _told(parameter: Tensor | None) -> tuple[int, int]:
+    """Another one whenever there is another parameter, or it has moved."""
+    return id(parameter), parameter.data_ptr() if type(parameter) is nn.Parameter else 0
 
 
 def given_whole(arguments: Any) -> frozenset[int]:
