@@ -326,7 +326,7 @@ class Program:
         both = torch.cat([both, self._told(used, both), scale.told(both)])
         comm.all_reduce(both, a.ranks.world.group)
         scale.hear(both[2 + len(used) :])
-        if not all(used):
+        if any(not here and name in a.parameters for name, here in zip(names, used)):
             for name, count in zip(names, both[2 : 2 + len(used)].tolist()):
                 if not count and name in a.parameters:  # of what nobody used, as in a plain loop
                     drop_gradient(a.parameters[name])

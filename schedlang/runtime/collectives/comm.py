@@ -17,8 +17,8 @@ import signal
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache, cached_property
@@ -117,7 +117,21 @@ class World:
         """This rank's of these groups, for tensors of the host."""
         if not self.backends or devices.HOST.type in self.backends:
             return self.made(groups)
-        return self._once(groups, "host", lambda: self._each(groups, _HOSTS))
+        with self._unbound():
+            return self._once(groups, "host", lambda: self._each(groups, _HOSTS))
+
+    @contextmanager
+    def _unbound(self) -> Iterator[None]:
+        """A bound world asks each new group for the backend of its device, which hosts have not."""
+        world: Any = self.group
+        if self.bound is None:
+            yield
+            return
+        world.bound_device_id = None
+        try:
+            yield
+        finally:
+            world.bound_device_id = self.bound
 
     def made(self, groups: Groups, purpose: str = "") -> ProcessGroup | None:
         """This rank's of these groups, None if it is in none; all ranks of the world ask for them.
