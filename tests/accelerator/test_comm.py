@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from schedlang.passes.running.build import build
 from schedlang.runtime.collectives import comm
-from schedlang.testing.accelerator import current, spawn, unavailable
+from schedlang.runtime.collectives.ranks import Ranks
+from schedlang.testing.accelerator import close, current, spawn, unavailable
+from schedlang.timeline import TimelineError
 from tests.proofs import planned
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "it is there")
@@ -218,3 +220,22 @@ def test_labels_on_the_device_are_asked_once() -> None:
     """What parts weigh is known to the host before they are computed."""
     for found in spawn(waits, "pipeline", "sim"):
         assert len(found) <= 2
+
+
+def in_one_queue(rows: str) -> str:
+    """On a rank: what is said where messages both ways go through one communicator."""
+    Ranks.one_way = property(lambda self: False)  # type: ignore[assignment]
+    made = program(rows, "sim")
+    with pytest.raises(TimelineError) as refused:
+        made.train_step(batch(0))
+    return str(refused.value)
+
+
+def test_messages_that_would_block_are_refused() -> None:
+    """The order is proven under the rule of the backend before anything is sent."""
+    close()  # the ranks that were patched are not used again
+    try:
+        for said in spawn(in_one_queue, "pipeline"):
+            assert "messages block each other" in said and "stands before its message" in said
+    finally:
+        close()

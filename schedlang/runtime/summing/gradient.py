@@ -159,7 +159,9 @@ def square_sum(
     grads = [local_gradient(p) for name, p in parameters.items() if speaks(name)]
     present = [g for g in grads if g is not None and g.numel()]
     if not present:
-        return torch.zeros((), dtype=torch.float64, device=device)
+        # without values everything lies on the meta device, wherever the rank is
+        home = device if on_accelerator(device) else None
+        return torch.zeros((), dtype=torch.float64, device=home)
     kinds = dict.fromkeys(g.device for g in present)
     apart = [torch._foreach_norm([g for g in present if g.device == kind]) for kind in kinds]
     sums = [torch.stack([n.double() for n in norms]).square().sum() for norms in apart]
