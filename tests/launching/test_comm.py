@@ -189,3 +189,33 @@ def test_hosts_are_served_by_their_own_backend() -> None:
     assert nccl.queues(cuda) and not nccl.by_host(cuda)
     assert gloo.by_host(cuda) and not gloo.queues(cuda)
     assert not any((nccl.queues(cpu), gloo.queues(cpu), nccl.by_host(cpu), gloo.by_host(cpu)))
+
+
+def _assembled() -> tuple[int, int, bool]:
+    """How often ranks meet for all tensors of a model, by sum and by broadcast."""
+    batch, told = models.tokens(), {"all_reduce": 0, "broadcast": 0}
+    model = models.gpt2(2)
+    program = build(planned(model, "zero(stage=3, over=dp)", "dp=4"), batch, optimizer=sgd)
+    plain = {name: getattr(dist, name) for name in told}
+
+    def counted(name: str) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            told[name] += 1
+            return plain[name](*args, **kwargs)
+
+        return run
+
+    for name in told:
+        setattr(dist, name, counted(name))
+    try:
+        state = program.state_dict()
+    finally:
+        for name, function in plain.items():
+            setattr(dist, name, function)
+    same = all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+    return told["all_reduce"], told["broadcast"], same
+
+
+def test_whole_tensors_need_no_message_of_each_rank(pool: Pool) -> None:
+    """As many sums as the tensors have buckets, bit for bit, and nothing rank by rank."""
+    assert pool.run(_assembled, 4) == [(1, 0, True)] * 4
