@@ -377,9 +377,9 @@ class Communicator:
             try:
                 one.wait(_SLICE)
             except RuntimeError:
-                if one.is_completed():
-                    raise
-                return False
+                if not one.is_completed():
+                    return False
+                one.wait()  # its own error, or it ended just now
         return True
 
     def _blockers(self, work: Work) -> list[int]:
