@@ -1,4 +1,4 @@
-"""Leaves one wait, event or record of a module out, while a program runs: what it guards must show."""
+"""Leaves one wait, event or record of a module out while a program runs: it must be missed."""
 
 from __future__ import annotations
 

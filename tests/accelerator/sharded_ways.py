@@ -9,10 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-
 from tests.accelerator.trained import (
     RANKS,
-
     apart,
     batch,
     here,
@@ -139,14 +137,30 @@ def after_optimizer() -> float:
     return apart([whole(p) for p in root.parameters()])
 
 
-def after_error(where: str) -> float:
+def gathered_too_late() -> float:
+    """The program asks for a gather when backward has no use for it any more."""
+
+    def prepare(found: Any) -> None:
+        def begin(_: Any, args: tuple[Any, ...]) -> None:
+            args[0].requires_grad_()
+            args[0].register_hook(lambda _: found[2].unshard(async_op=True) and None)
+
+        found.register_forward_pre_hook(begin)
+
+    return plain(prepare)
+
+
+def after_error(where: str, prepare: Callable[[Any], None], replicas: bool = False) -> float:
     """A step fails in the middle, is given up, and training begins anew."""
     from torch.distributed.fsdp import fully_shard
 
+    shape, names = ((2, 1), ("replicate", "shard")) if replicas else ((2,), None)
+    mesh = dist.init_device_mesh("sim", shape, mesh_dim_names=names)
     found = model().to(here())
     for block in found:
-        fully_shard(block)
-    root: Any = fully_shard(found)
+        fully_shard(block, mesh=mesh)
+    root: Any = fully_shard(found, mesh=mesh)
+    prepare(root)
     failing = True
 
     def fail(*_: Any) -> None:
@@ -154,7 +168,7 @@ def after_error(where: str) -> float:
             raise ValueError("given up")
 
     if where == "forward":
-        root[1].down.register_forward_pre_hook(fail)
+        root[0].down.register_forward_pre_hook(fail)
     else:
         root[0].up.register_full_backward_hook(fail)
     try:
@@ -164,17 +178,28 @@ def after_error(where: str) -> float:
     root.reset_iter_state()
     root.zero_grad()
     steps(root)
-    found_ = apart([whole(p) for p in root.parameters()])
+    far = apart([whole(p) for p in root.parameters()])
     # after a backward that failed, torch trains otherwise than before, on the CPU in the same way
-    return found_ if where == "forward" or math.isnan(found_) else 0.0
+    return far if where == "forward" or math.isnan(far) else 0.0
 
 
 def failed_forward() -> float:
-    return after_error("forward")
+    return after_error("forward", lambda root: root[0].set_modules_to_forward_prefetch([root[2]]))
+
+
+def failed_gathered() -> float:
+    def prepare(root: Any) -> None:
+        root.register_forward_pre_hook(lambda *_: root[2].unshard(async_op=True) and None)
+
+    return after_error("forward", prepare)
 
 
 def failed_backward() -> float:
-    return after_error("backward")
+    return after_error("backward", lambda root: None)
+
+
+def failed_replicas() -> float:
+    return after_error("backward", lambda root: None, replicas=True)
 
 
 def two_dimensions() -> float:
@@ -202,10 +227,9 @@ def two_dimensions() -> float:
     return apart([p.full_tensor().cpu() for p in root.parameters()], 2)
 
 
-
-
 TWO = (
     *(clipped, kept, offloaded, offloaded_pageable, cast, replicated, hooked, gathered_ahead),
-    *(gathered_at_once, gathered_in_vain, after_optimizer, failed_forward, failed_backward),
+    *(gathered_at_once, gathered_in_vain, after_optimizer, gathered_too_late),
+    *(failed_forward, failed_gathered, failed_backward, failed_replicas),
 )
 FOUR = (hybrid, hybrid_late, partly_resharded, two_dimensions)

@@ -1,4 +1,4 @@
-"""Ranks on simulated devices: processes of this machine, kept warm, each with a device of its own."""
+"""Ranks on simulated devices: processes of this machine, kept warm, each on its own device."""
 
 from __future__ import annotations
 
@@ -83,12 +83,13 @@ def _on_rank(fn: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str
 
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
 
     from schedlang.testing.accelerator.simulation import simulated
 
     global _here
     rank, size = dist.get_rank(), dist.get_world_size()
-    store = dist.PrefixStore("simulated", dist.distributed_c10d._get_default_store())
+    store = PrefixStore("simulated", dist.distributed_c10d._get_default_store())
     dist.barrier()  # whoever closes first could cut off those that are still connecting
     dist.destroy_process_group()
     with simulated(
@@ -113,7 +114,7 @@ def _on_rank(fn: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str
             _here = None
             if dist.is_initialized():
                 dist.destroy_process_group()
-    again = dist.PrefixStore("after", store)
+    again = PrefixStore("after", store)
     dist.init_process_group("gloo", store=again, rank=rank, world_size=size)  # as it was found
     return result, reports
 
