@@ -87,7 +87,8 @@ def sharded(
     """FSDP2 over the blocks and the root; all parameters, whole."""
     from torch.distributed.fsdp import fully_shard
 
-    mesh = dist.init_device_mesh("sim", shape)
+    names = ("replicate", "shard") if len(shape) == 2 else None
+    mesh = dist.init_device_mesh("sim", shape, mesh_dim_names=names)
     found = model() if given.get("offload_policy") else model().to(here())
     for block in found:
         fully_shard(block, mesh=mesh, **given)

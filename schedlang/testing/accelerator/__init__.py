@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from schedlang.testing.accelerator.build import Unavailable, unavailable
-    from schedlang.testing.accelerator.collectives import Deadlock, Mismatch
+    from schedlang.testing.accelerator.works import Deadlock, Mismatch
     from schedlang.testing.accelerator.simulation import (
         Operation,
         Raced,
@@ -49,7 +49,7 @@ __all__ = [
 
 _HOMES = {
     "build": ("Unavailable", "unavailable"),
-    "collectives": ("Deadlock", "Mismatch"),
+    "works": ("Deadlock", "Mismatch"),
     "worlds": ("close", "current", "spawn"),
 }
 

@@ -32,7 +32,7 @@ class Unavailable(RuntimeError):
 
 
 def unavailable() -> str:
-    """Why the device cannot be simulated here; empty if it can, as far as is known before trying."""
+    """Why the device cannot be simulated here; empty if it can, as far as is known by looking."""
     if sys.platform != "linux":
         return f"the simulated accelerator needs Linux, and this is {sys.platform}"
     if not torch.distributed.is_available():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import itertools
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
 
 from schedlang.testing.accelerator import transfers
 from schedlang.testing.accelerator.boards import Board
@@ -28,46 +28,31 @@ from schedlang.testing.accelerator.queues import (
     Transfer,
     Unequal,
 )
+from schedlang.testing.accelerator.works import (
+    BACKEND,
+    Deadlock,
+    Mismatch,
+    State,
+    Together,
+    Work,
+    publish,
+    span,
+)
 
-BACKEND = "simccl"
 STUCK_AFTER = 2.0  # seconds without a result before a rank looks whether it can still come
 _RING = 64  # collectives whose descriptions are kept
 _NEVER = datetime.timedelta(days=30)
 _SLICE = datetime.timedelta(milliseconds=100)
 
-
-class Deadlock(RuntimeError):
-    """Ranks that wait for each other: none of them can go on."""
-
-
-class Mismatch(RuntimeError):
-    """Ranks of a group that do not do the same."""
-
-
-class _State:
-    """What this process knows of all its communicators."""
-
-    core: Any = None
-    tickets = itertools.count(1)
-    open: dict[int, Work] = {}
-    world: Board | None = None
-    me = 0
-    waits = itertools.count(1)
-    communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 def register(core: Any) -> None:
     """Make the backend known to torch.distributed."""
-    _State.core = core
-    core.set_publisher(_publish)
+    State.core = core
+    core.set_publisher(publish)
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, _made, extended_api=True, devices=["sim"])
-
-
-def _publish(ticket: int) -> None:
-    work = _State.open.get(ticket)
-    if work is not None:
-        work.publish()
 
 
 def _made(options: Any, backend_options: Any) -> Any:
@@ -75,128 +60,12 @@ def _made(options: Any, backend_options: Any) -> Any:
     one = Communicator(
         options.store, options.group_rank, ranks, options.timeout, str(options.group_id)
     )
-    return _State.core.SimBackend(options.group_rank, options.group_size, one)
+    return State.core.SimBackend(options.group_rank, options.group_size, one)
 
 
 def alive() -> int:
     """Communicators of this process that were not shut down."""
-    return sum(not one.closed for one in _State.communicators)
-
-
-class Work:
-    """One operation: launched, its inputs copied; its results come when a stream waits for it."""
-
-    def __init__(
-        self, group: Communicator, name: str, ins: Sequence[Tensor], outs: Sequence[Tensor],
-        asynchronous: bool, told: Any = None, device: int | None = None,
-    ) -> None:  # fmt: skip
-        core = _State.core
-        self.group, self.name, self.outs = group, name, list(outs)
-        self.device = group.checked(name, [*ins, *outs]) if device is None else device
-        now = core.current_stream(self.device)
-        self.stream = group.stream(self.device) if asynchronous else now
-        if asynchronous:
-            core.stream_waits(self.device, self.stream, core.snapshot(self.device, now))
-        group.publish_before(self, [*ins, *outs])
-        self.staged_in = [core.alias(t.detach()).clone() for t in ins]
-        self.staged_out = [torch.empty(t.shape, dtype=t.dtype) for t in outs]
-        index, when = core.launch(self.device, self.stream, f"{BACKEND}.{name}", ins, outs)
-        for t in outs:
-            if t.numel():
-                core.alias(t.detach()).view(-1).view(torch.uint8).fill_(0xFF)
-        self.clock = core.snapshot(self.device, self.stream)
-        self.ticket = next(_State.tickets)
-        self.number = group.describe(name, told, self.device)
-        self.item: Item | None = None
-        self.transfer: Transfer | None = None
-        self.gloo: list[Any] = []
-        self.finish: Callable[[], None] = lambda: None
-        self.started, self.host_waits = False, False
-        self.finished = False
-        self._lock = threading.RLock()
-        _State.open[self.ticket] = self
-        core.opened(self.ticket, index, when)
-
-    def start(self, begin: Callable[[], transfers.Started]) -> Work:
-        """Hand the data to gloo, in its turn."""
-        queue = self.group.whole
-        if queue.idle():
-            self.gloo, self.finish = begin()
-            self.group.latest = self.gloo
-            return self
-
-        def later() -> None:
-            self.gloo, self.finish = begin()
-            for work in self.gloo:
-                work.wait()
-
-        self.item = Item([], later)
-        queue.put(self.item)
-        return self
-
-    def publish(self) -> None:
-        """Wait until the data is there, and put it into the memory of the device."""
-        with self._lock:
-            if self.finished:
-                if self.group.failed is not None and self.staged_out:
-                    raise self.group.failed
-                return
-            self.finished = True
-            _State.open.pop(self.ticket, None)
-            _State.core.closed(self.ticket)
-            self.group.wait_for(self)
-            self.finish()
-            for out, staged in zip(self.outs, self.staged_out):
-                if out.numel() and out.untyped_storage().size():
-                    _State.core.alias(out.detach()).copy_(staged)
-            self.staged_in, self.staged_out = [], []
-
-    def wait(self) -> bool:
-        """The current stream comes after this operation."""
-        core = _State.core
-        self.publish()
-        now = core.current_stream(self.device)
-        core.stream_waits(self.device, now, self.clock)
-        if self.host_waits:
-            core.synchronise("barrier", self.device, now)
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether the results are there."""
-        return self.finished
-
-    def result(self) -> list[Tensor]:
-        """The tensors that it writes."""
-        return self.outs
-
-    def __str__(self) -> str:
-        if self.transfer is not None:
-            return f"{self.transfer} in {self.group}"
-        shapes = ", ".join(
-            f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in self.outs
-        )
-        return f"{self.name} of {shapes or 'nothing'}, number {self.number} of {self.group}"
-
-
-class Together:
-    """Works that were launched as one."""
-
-    def __init__(self, works: Sequence[Work], device: int, stream: int) -> None:
-        self.works, self.device, self.stream = list(works), device, stream
-
-    def wait(self) -> bool:
-        """The current stream comes after all of them."""
-        for work in self.works:
-            work.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether all results are there."""
-        return all(work.finished for work in self.works)
-
-    def result(self) -> list[Tensor]:
-        """The tensors that they write."""
-        return [t for work in self.works for t in work.outs]
+    return sum(not one.closed for one in _communicators)
 
 
 class Communicator:
@@ -207,12 +76,12 @@ class Communicator:
     ) -> None:
         self.rank, self.size, self.ranks = rank, len(ranks), list(ranks)
         self.store, self.timeout, self.name = store, timeout, name
-        gloo = dist.PrefixStore("gloo", store)
+        gloo = PrefixStore("gloo", store)
         self.gloo = dist.ProcessGroupGloo(gloo, rank, self.size, timeout=_NEVER)
         self.board = Board(store, rank, self.size, _RING + self.size + 1)
-        if _State.world is None or _State.world.size < self.size:
-            waits = dist.PrefixStore("waits", store)
-            _State.world, _State.me = Board(waits, rank, self.size, 1), self.ranks[rank]
+        if State.world is None or State.world.size < self.size:
+            waits = PrefixStore("waits", store)
+            State.world, State.me = Board(waits, rank, self.size, 1), self.ranks[rank]
         self.closed, self.eager = False, False
         self.failed: RuntimeError | None = None
         self.latest: list[Any] = []
@@ -222,7 +91,7 @@ class Communicator:
         self._sent: dict[tuple[int, str, int], int] = {}
         self._queues: dict[int, Queue] = {}
         self.whole = self._queue(self.size)
-        _State.communicators.add(self)
+        _communicators.add(self)
 
     def __str__(self) -> str:
         return f"group {self.name!r} of ranks {self.ranks}"
@@ -259,17 +128,17 @@ class Communicator:
     def stream(self, device: int) -> int:
         """The stream of this group on a device."""
         if device not in self._streams:
-            self._streams[device] = _State.core.new_stream(device)
+            self._streams[device] = State.core.new_stream(device)
         return self._streams[device]
 
     def publish_before(self, new: Work, tensors: Sequence[Tensor]) -> None:
         """What ran before on the same stream is there for what comes after it."""
-        spans = [_span(t) for t in tensors]
-        for work in list(_State.open.values()):
+        spans = [span(t) for t in tensors]
+        for work in list(State.open.values()):
             if work.device != new.device or work.stream != new.stream:
                 continue
             for out in work.outs:
-                low, high = _span(out)
+                low, high = span(out)
                 if any(low < b and a < high for a, b in spans):
                     work.publish()
                     break
@@ -328,7 +197,7 @@ class Communicator:
                 if waited > self.timeout.total_seconds():
                     missing = [self.ranks[r] for r in self._blockers(work)]
                     raise Deadlock(
-                        f"{BACKEND}: {work} is not done after {waited:.0f} s: rank {_State.me} "
+                        f"{BACKEND}: {work} is not done after {waited:.0f} s: rank {State.me} "
                         f"waits for ranks {missing}, which are busy with something else"
                     )
         except (Deadlock, Mismatch) as error:
@@ -336,17 +205,17 @@ class Communicator:
             raise
         except Unequal as error:
             raise self._failing(
-                f"{BACKEND}: {error.one} on rank {_State.me} meets "
-                f"{error.numel} elements in {error.bytes} bytes, or another dtype, on the other side"
+                f"{BACKEND}: {error.one} on rank {State.me} meets "
+                f"{error.numel} elements, {error.bytes} bytes, on the other side"
             ) from None
         except DuplicateDevice as error:
             raise self._failing(self._duplicate(error.peer, error.device)) from None
         except Exception as error:
             self.compare(work)  # it may be why
-            raise RuntimeError(f"{BACKEND}: {work} failed on rank {_State.me}: {error}") from error
+            raise RuntimeError(f"{BACKEND}: {work} failed on rank {State.me}: {error}") from error
         finally:
-            if told and _State.world is not None:
-                _State.world.write(0, None)
+            if told and State.world is not None:
+                State.world.write(0, None)
         try:
             self.compare(work)
         except Mismatch as error:
@@ -356,11 +225,11 @@ class Communicator:
     def fail(self, error: RuntimeError) -> None:
         """What is still open will never come: whoever waits for it is told the same."""
         self.failed = error
-        for ticket, work in list(_State.open.items()):
+        for ticket, work in list(State.open.items()):
             if work.group is self:
                 work.finished = True
-                del _State.open[ticket]
-                _State.core.closed(ticket)
+                del State.open[ticket]
+                State.core.closed(ticket)
 
     def _arrived(self, work: Work) -> bool:
         """Whether it is done, after a moment of waiting."""
@@ -377,9 +246,9 @@ class Communicator:
             try:
                 one.wait(_SLICE)
             except RuntimeError:
-                if one.is_completed():
-                    raise
-                return False
+                if not one.is_completed():
+                    return False
+                one.wait()  # its own error, or it ended just now
         return True
 
     def _blockers(self, work: Work) -> list[int]:
@@ -392,7 +261,7 @@ class Communicator:
                 return []
             if head.transfers:
                 return [one.peer for one in head.transfers if not self._met(one, key)]
-            for other in list(_State.open.values()):
+            for other in list(State.open.values()):
                 work = other if other.item is head else work
         last = work.number
         if not last:
@@ -428,10 +297,10 @@ class Communicator:
                 first = "; ".join(str(one) for one in head.transfers)
                 text += f", behind {first}"
         blockers = [self.ranks[r] for r in self._blockers(work)]
-        if _State.world is not None:
-            before = _State.world.read(_State.me, 0)
+        if State.world is not None:
+            before = State.world.read(State.me, 0)
             if before is None or before[1:] != [text, blockers]:
-                _State.world.write(0, [next(_State.waits), text, blockers])
+                State.world.write(0, [next(State.waits), text, blockers])
 
     def _look(self, work: Work) -> None:
         """Follow who waits for whom: if nobody that this rank waits for can go on, none can."""
@@ -447,13 +316,13 @@ class Communicator:
     def _stuck(self) -> dict[int, Any] | None:
         """All ranks that are reached from this one, if each of them waits for another."""
         found: dict[int, Any] = {}
-        todo = [_State.me]
-        assert _State.world is not None
+        todo = [State.me]
+        assert State.world is not None
         while todo:
             rank = todo.pop()
             if rank in found:
                 continue
-            row = _State.world.read(rank, 0)
+            row = State.world.read(rank, 0)
             if row is None or not row[2]:
                 return None
             found[rank] = row
@@ -475,8 +344,10 @@ class Communicator:
 
     def all_reduce(self, tensors: Sequence[Tensor], op: Any, asynchronous: bool) -> Work:
         """Sum (or another reduction) in place."""
-        return self._collective("all_reduce", tensors, tensors, asynchronous, _told(tensors, op),
-            lambda w: transfers.reduced(self.gloo, self.size, w.staged_in, w.staged_out, op))  # fmt: skip
+        return self._collective(
+            "all_reduce", tensors, tensors, asynchronous, _told(tensors, op),
+            lambda w: transfers.reduced(self.gloo, self.size, w.staged_in, w.staged_out, op),
+        )  # fmt: skip
 
     def reduce(self, tensors: Sequence[Tensor], root: int, op: Any, asynchronous: bool) -> Work:
         """The same at one rank; the others keep what they have."""
@@ -499,16 +370,20 @@ class Communicator:
 
     def broadcast(self, tensors: Sequence[Tensor], root: int, asynchronous: bool) -> Work:
         """The tensors of one rank, for all."""
-        return self._collective("broadcast", tensors, tensors, asynchronous,
+        return self._collective(
+            "broadcast", tensors, tensors, asynchronous,
             [*_told(tensors), root],
-            lambda w: transfers.broadcast(self.gloo, w.staged_in, w.staged_out, root))  # fmt: skip
+            lambda w: transfers.broadcast(self.gloo, w.staged_in, w.staged_out, root),
+        )  # fmt: skip
 
     def all_gather(
         self, outs: Sequence[Sequence[Tensor]], ins: Sequence[Tensor], asynchronous: bool
     ) -> Work:
         """One tensor of each rank, in a list."""
-        return self._collective("all_gather", ins, outs[0], asynchronous, _told(outs[0]),
-            lambda w: transfers.gathered(self.gloo, w.staged_in[0], w.staged_out))  # fmt: skip
+        return self._collective(
+            "all_gather", ins, outs[0], asynchronous, _told(outs[0]),
+            lambda w: transfers.gathered(self.gloo, w.staged_in[0], w.staged_out),
+        )  # fmt: skip
 
     def all_gather_into_tensor(
         self, outs: Sequence[Tensor], ins: Sequence[Tensor], asynchronous: bool
@@ -517,16 +392,20 @@ class Communicator:
         for x, y in zip(ins, outs):
             if y.numel() != x.numel() * self.size or x.dtype != y.dtype:
                 raise ValueError(f"{BACKEND} all_gather_into_tensor: {_told([x, y])} do not fit")
-        return self._collective("all_gather_into_tensor", ins, outs, asynchronous, _told(ins),
-            lambda w: transfers.gathered_into(self.gloo, self.size, w.staged_in, w.staged_out))  # fmt: skip
+        return self._collective(
+            "all_gather_into_tensor", ins, outs, asynchronous, _told(ins),
+            lambda w: transfers.gathered_into(self.gloo, self.size, w.staged_in, w.staged_out),
+        )  # fmt: skip
 
     def reduce_scatter(
         self, outs: Sequence[Tensor], ins: Sequence[Sequence[Tensor]], op: Any, asynchronous: bool
     ) -> Work:
         """A part of a sum for each rank, from a list."""
-        return self._collective("reduce_scatter", ins[0], outs, asynchronous, _told(ins[0], op),
+        return self._collective(
+            "reduce_scatter", ins[0], outs, asynchronous, _told(ins[0], op),
             lambda w: transfers.reduce_scattered_list(
-                self.gloo, self.rank, self.size, w.staged_in, w.staged_out[0], op))  # fmt: skip
+                self.gloo, self.rank, self.size, w.staged_in, w.staged_out[0], op),
+        )  # fmt: skip
 
     def reduce_scatter_tensor(
         self, outs: Sequence[Tensor], ins: Sequence[Tensor], op: Any, asynchronous: bool
@@ -535,23 +414,25 @@ class Communicator:
         for x, y in zip(ins, outs):
             if x.numel() != y.numel() * self.size or x.dtype != y.dtype:
                 raise ValueError(f"{BACKEND} reduce_scatter_tensor: {_told([x, y])} do not fit")
-        return self._collective("reduce_scatter_tensor", ins, outs, asynchronous, _told(ins, op),
+        return self._collective(
+            "reduce_scatter_tensor", ins, outs, asynchronous, _told(ins, op),
             lambda w: transfers.reduce_scattered(
-                self.gloo, self.rank, self.size, w.staged_in, w.staged_out, op))  # fmt: skip
+                self.gloo, self.rank, self.size, w.staged_in, w.staged_out, op),
+        )  # fmt: skip
 
     def all_to_all_single(
         self, out: Tensor, given: Tensor, outs: Sequence[int], ins: Sequence[int],
         asynchronous: bool,
     ) -> Work:  # fmt: skip
         """A part of each rank for each rank; parts are counted in rows."""
-        return self._collective("all_to_all_single", [given], [out], asynchronous,
+        return self._collective(
+            "all_to_all_single", [given], [out], asynchronous,
             str(given.dtype), lambda w: transfers.exchanged(
                 self.gloo, w.staged_in[0], w.staged_out[0],
-                _parts(given, ins, self.size), _parts(out, outs, self.size)))  # fmt: skip
+                _parts(given, ins, self.size), _parts(out, outs, self.size)),
+        )  # fmt: skip
 
-    def all_to_all(
-        self, outs: Sequence[Tensor], ins: Sequence[Tensor], asynchronous: bool
-    ) -> Work:
+    def all_to_all(self, outs: Sequence[Tensor], ins: Sequence[Tensor], asynchronous: bool) -> Work:
         """The same with lists."""
 
         def begin(work: Work) -> transfers.Started:
@@ -562,7 +443,7 @@ class Communicator:
             )
 
             def finish() -> None:
-                parts = y.split([t.numel() for t in outs])
+                parts: Any = torch.split(y, [t.numel() for t in outs])
                 for part, staged in zip(parts, work.staged_out):
                     staged.view(-1).copy_(part)
 
@@ -576,8 +457,10 @@ class Communicator:
     ) -> Work:  # fmt: skip
         """One tensor of each rank, at one rank."""
         flat = list(outs[0]) if outs else []
-        return self._collective("gather", ins, flat, asynchronous, [str(ins[0].dtype), root],
-            lambda w: transfers.gathered_at(self.gloo, w.staged_in[0], w.staged_out, root))  # fmt: skip
+        return self._collective(
+            "gather", ins, flat, asynchronous, [str(ins[0].dtype), root],
+            lambda w: transfers.gathered_at(self.gloo, w.staged_in[0], w.staged_out, root),
+        )  # fmt: skip
 
     def scatter(
         self, outs: Sequence[Tensor], ins: Sequence[Sequence[Tensor]], root: int,
@@ -585,17 +468,21 @@ class Communicator:
     ) -> Work:  # fmt: skip
         """One tensor for each rank, from one rank."""
         flat = list(ins[0]) if ins else []
-        return self._collective("scatter", flat, outs, asynchronous, [str(outs[0].dtype), root],
-            lambda w: transfers.scattered(self.gloo, w.staged_in, w.staged_out[0], root))  # fmt: skip
+        return self._collective(
+            "scatter", flat, outs, asynchronous, [str(outs[0].dtype), root],
+            lambda w: transfers.scattered(self.gloo, w.staged_in, w.staged_out[0], root),
+        )  # fmt: skip
 
     def barrier(self, device: int, asynchronous: bool) -> Work:
         """All ranks came; the host waits for its stream, too."""
-        index = _State.core.get_device() if device < 0 else device
+        index = State.core.get_device() if device < 0 else device
         with torch._C.DisableTorchFunction():
             token = torch.ones(1, device=torch.device("sim", index))
-        work = self._collective("barrier", [token], [token], asynchronous, None,
+        work = self._collective(
+            "barrier", [token], [token], asynchronous, None,
             lambda w: transfers.reduced(
-                self.gloo, self.size, w.staged_in, w.staged_out, dist.ReduceOp.SUM))  # fmt: skip
+                self.gloo, self.size, w.staged_in, w.staged_out, dist.ReduceOp.SUM),
+        )  # fmt: skip
         work.host_waits = True
         return work
 
@@ -632,9 +519,7 @@ class Communicator:
         number = self._sent.get((key, kind, peer), 0) + 1
         self._sent[key, kind, peer] = number
         base = 0 if key == self.size else 1 << 21
-        return work, Transfer(
-            kind, staged, work.device, peer, number, base, self.ranks[peer]
-        )
+        return work, Transfer(kind, staged, work.device, peer, number, base, self.ranks[peer])
 
     def _queue(self, key: int) -> Queue:
         """The queue toward a peer, or (at the size of the group) that of all."""
@@ -651,7 +536,8 @@ class Communicator:
         """All of it: sends and receives of a batch run side by side."""
         batch, self._batch = self._batch or [], None
         works = [one for one in batch if isinstance(one, Work)]
-        staged = [self._staged(*one, self.size) for one in batch if not isinstance(one, Work)]
+        moved = [one for one in batch if not isinstance(one, Work)]
+        staged = [self._staged(kind, some, peer, self.size) for kind, some, peer in moved]
         if staged:
             item = Item([one for _, one in staged])
             item.after = list(self.latest)
@@ -659,7 +545,7 @@ class Communicator:
                 work.transfer, work.item = one, item
                 works.append(work)
             self.whole.put(item)
-        device = works[0].device if works else _State.core.get_device()
+        device = works[0].device if works else State.core.get_device()
         return Together(works, device, self.stream(device))
 
     # ---- groups ---------------------------------------------------------------------------------
@@ -669,7 +555,7 @@ class Communicator:
         if self.rank not in ranks:
             return None
         inside = [self.ranks[r] for r in ranks]
-        prefix = dist.PrefixStore(f"split{'-'.join(map(str, inside))}", store)
+        prefix = PrefixStore(f"split{'-'.join(map(str, inside))}", store)
         made = Communicator(
             prefix, list(ranks).index(self.rank), inside, timeout, f"{self.name}/split"
         )
@@ -681,11 +567,6 @@ class Communicator:
         self.closed = True
         for queue in self._queues.values():
             queue.close()
-
-
-def _span(t: Tensor) -> tuple[int, int]:
-    start = t.data_ptr()
-    return start, start + t.numel() * t.element_size()
 
 
 def _told(tensors: Sequence[Tensor], op: Any = None) -> list[Any]:

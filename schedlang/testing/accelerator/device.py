@@ -26,10 +26,12 @@ def registered() -> Any:
     taken = torch._C._get_privateuse1_backend_name()
     if taken not in ("privateuseone", NAME):
         raise build.Unavailable(f"another device holds torch's place for one more: {taken}")
-    torch.utils.rename_privateuse1_backend(NAME)
+    backend: Any = torch.utils.backend_registration
+    backend.rename_privateuse1_backend(NAME)
     core.register()
-    torch._register_device_module(NAME, _module(core))
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    register_module: Any = torch._register_device_module
+    register_module(NAME, _module(core))
+    backend.generate_methods_for_privateuse1_backend(for_storage=True)
     _assignable(core)
     from schedlang.testing.accelerator import collectives
 
@@ -186,5 +188,6 @@ def _assignable(core: Any) -> None:
     def _has_compatible_shallow_copy_type(input: torch.Tensor, from_: torch.Tensor) -> bool:
         return across(input, from_) or bool(compatible(input, from_))  # dynamo reads these names
 
-    torch.Tensor.data = property(lambda self: old.__get__(self), assign)
+    tensor: Any = torch.Tensor
+    tensor.data = property(lambda self: old.__get__(self), assign)
     torch._has_compatible_shallow_copy_type = _has_compatible_shallow_copy_type

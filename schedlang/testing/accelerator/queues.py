@@ -12,6 +12,7 @@ from torch import Tensor
 
 from schedlang.testing.accelerator import transfers
 
+
 class Transfer:
     """A tensor on its way between this rank and a peer: the `number`-th of its queue that way."""
 
@@ -22,12 +23,11 @@ class Transfer:
         self.device = device
         self.whom = whom  # the peer as the world counts
         self.tag = base + 2 * number  # what NCCL matches by order, gloo matches by this
-        self.said = [str(staged.dtype).removeprefix("torch."), list(staged.shape), staged.numel()]
+        self.dtype = str(staged.dtype).removeprefix("torch.")
 
     def __str__(self) -> str:
-        dtype, shape, _ = self.said
         toward = "to" if self.kind == "send" else "from"
-        return f"{self.kind} {dtype}{shape} {toward} rank {self.whom}"
+        return f"{self.kind} {self.dtype}{list(self.staged.shape)} {toward} rank {self.whom}"
 
 
 class Item:
@@ -118,7 +118,7 @@ class Queue:
         greetings = []
         for one in ones:
             code = [one.staged.numel(), one.staged.element_size(), one.device]
-            ours = torch.tensor([*code, sum(map(ord, one.said[0]))])
+            ours = torch.tensor([*code, sum(map(ord, one.dtype))])
             theirs = torch.empty_like(ours)
             first, second = one.tag + 1, one.tag + (1 << 20) + 1
             out, back = (first, second) if one.kind == "send" else (second, first)

@@ -258,7 +258,7 @@ def _backward() -> Iterator[None]:
     try:
         probe.sum().backward()  # type: ignore[no-untyped-call]
     except RuntimeError:
-        with torch.autograd.set_multithreading_enabled(False):  # type: ignore[attr-defined]
+        with torch.autograd.set_multithreading_enabled(False):
             yield
     else:
         yield

@@ -32,12 +32,13 @@ _WIDER = {
 
 def all_reduce(gloo: Any, size: int, tensor: Tensor, op: Any) -> tuple[list[Any], Finish, Tensor]:
     """The reduction, in a tensor of its own that `Finish` fills to the end."""
+    kinds: Any = dist.ReduceOp.RedOpType
     kind = op.op if hasattr(op, "op") else op
-    average = kind == dist.ReduceOp.RedOpType.AVG
-    if kind == dist.ReduceOp.RedOpType.PREMUL_SUM:
+    average = kind == kinds.AVG
+    if kind == kinds.PREMUL_SUM:
         raise NotImplementedError("simccl: PREMUL_SUM is not simulated")
     made = tensor.to(_WIDER.get(tensor.dtype, tensor.dtype), copy=True).view(-1)
-    options = c10d.AllreduceOptions()
+    options: Any = c10d.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.SUM if average else op
     works = [gloo.allreduce([made], options)] if made.numel() else []
 
@@ -51,7 +52,9 @@ def all_reduce(gloo: Any, size: int, tensor: Tensor, op: Any) -> tuple[list[Any]
     return works, finish, made
 
 
-def reduced(gloo: Any, size: int, ins: Sequence[Tensor], outs: Sequence[Tensor], op: Any) -> Started:
+def reduced(
+    gloo: Any, size: int, ins: Sequence[Tensor], outs: Sequence[Tensor], op: Any
+) -> Started:
     """all_reduce of each."""
     works: list[Any] = []
     ends = []

@@ -1,4 +1,4 @@
-"""Ranks on simulated devices: processes of this machine, kept warm, each with a device of its own."""
+"""Ranks on simulated devices: processes of this machine, kept warm, each on its own device."""
 
 from __future__ import annotations
 
@@ -83,12 +83,14 @@ def _on_rank(fn: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str
 
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
 
     from schedlang.testing.accelerator.simulation import simulated
 
     global _here
     rank, size = dist.get_rank(), dist.get_world_size()
-    store = dist.PrefixStore("simulated", dist.distributed_c10d._get_default_store())
+    store = PrefixStore("simulated", dist.distributed_c10d._get_default_store())
+    dist.barrier()  # whoever closes first could cut off those that are still connecting
     dist.destroy_process_group()
     with simulated(
         options["devices"], timeline=options["timeline"], lines=options["lines"]
@@ -107,10 +109,18 @@ def _on_rank(fn: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str
             result = fn(*args)
             simulation.settle()
             reports = [dataclasses.replace(one, rank=rank) for one in simulation.reports()]
+            _all_here(store, "done", size)
         finally:
             _here = None
             if dist.is_initialized():
                 dist.destroy_process_group()
-    again = dist.PrefixStore("after", store)
+    again = PrefixStore("after", store)
     dist.init_process_group("gloo", store=again, rank=rank, world_size=size)  # as it was found
     return result, reports
+
+
+def _all_here(store: Any, name: str, size: int) -> None:
+    """Wait until each rank has come so far."""
+    if store.add(name, 1) == size:
+        store.set(f"all {name}", "1")
+    store.get(f"all {name}")
