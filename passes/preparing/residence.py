@@ -139,7 +139,7 @@ def away(
     from schedlang.runtime.stepping.elementwise import is_tensorwise
     from schedlang.runtime.storage.leaving import let_leave
     from schedlang.runtime.storage.scratch import Scratch
-    from schedlang.runtime.storage.tiers import DEVICE, DISK
+    from schedlang.runtime.storage.tiers import CPU, DISK
 
     plan = builder.plan
     disk = any(row.tier == DISK for row in plan.stores)
@@ -149,9 +149,8 @@ def away(
     tiers = {name: one for name, one in tiers_of(plan).items() if name in found}
     homes = {**_sliced(found, sliced, scratch, tiers)}
     homes |= _streamed(builder, staged, found, window, scratch, tiers, frozenset(homes))
-    for name, one in tiers.items():
-        if one.gradient != DEVICE:
-            let_leave([found[name]], scratch if one.gradient == DISK else None)
+    for tier, to in ((CPU, None), (DISK, scratch)):
+        let_leave([found[name] for name, one in tiers.items() if one.gradient == tier], to)
     alone = optimizer is None or is_tensorwise(optimizer)
     files = any(r.tier == DISK and r.what in ("parameters", "optimizer") for r in plan.stores)
     world, ring = plan.mesh.world, peer_of(builder, found, tiers, optimizer)

@@ -9,22 +9,23 @@ ranks have written all of theirs: a full disk leaves everything as it was before
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.device import has_streams, settled
 from schedlang.runtime.keeping.peer import Peer
 from schedlang.runtime.keeping.streamed import Window
 from schedlang.runtime.stepping.whole_step import WholeStep, step_on
 from schedlang.runtime.storage import copies
-from schedlang.runtime.storage.leaving import give_back, local
+from schedlang.runtime.storage.leaving import all_arrived, give_back, local
 from schedlang.runtime.storage.scratch import Scratch
 from schedlang.runtime.storage.tiers import CPU, DEVICE, DISK, PEER, mark, plain_copy
 from schedlang.runtime.summing.gradient import buckets, local_gradient
@@ -78,6 +79,35 @@ class _Made:
     home: Tensor | None = None  # where the parameter will lie, on disk
 
 
+@dataclass(frozen=True)
+class _Fetched:
+    """A parameter's values and gradient where its step is computed; wait for the event first."""
+
+    name: str
+    value: Tensor
+    grad: Tensor
+    event: torch.Event | None = None  # of a gradient that comes to the device
+
+
+class _Batch(NamedTuple):
+    """What steps together, and what to wait for before the host reads it."""
+
+    each: Sequence[_Fetched]
+    copied: Sequence[torch.Event | None]
+
+
+T = TypeVar("T")
+
+
+def _ahead(some: Iterable[T]) -> Iterator[T]:
+    """Each, after the one behind it was asked for: its copies run while this one is computed."""
+    before: list[T] = []
+    for one in some:
+        yield from before
+        before = [one]
+    yield from before
+
+
 @dataclass
 class Away:
     """What of this rank's parameters lies where.
@@ -119,7 +149,7 @@ class Away:
     def arrived(self) -> None:
         """All gradients have been made: those that left are there, and parameters are gone."""
         self.window.clear()
-        copies.settle()
+        all_arrived(self.parameters.values())
 
     def step(self, optimizer: torch.optim.Optimizer | None, whole: WholeStep | None) -> None:
         """The optimizer's step.
@@ -135,11 +165,12 @@ class Away:
             return
         if self.peer is not None and optimizer is not None:
             for names in self.peer.steps(optimizer):
-                self._commit(optimizer, self._step(optimizer, names) if names else ())
+                fetched = self._fetched(names)
+                self._commit(optimizer, self._step(optimizer, fetched) if names else ())
         made: list[_Made] = []
-        for names in self._batches() if optimizer is not None else ():
+        for fetched in self._coming() if optimizer is not None else ():
             assert optimizer is not None
-            made += self._step(optimizer, names)
+            made += self._step(optimizer, fetched)
             if not self.disk:
                 self._commit(optimizer, made)
                 made = []
@@ -203,12 +234,43 @@ class Away:
         for bucket in buckets(sizes):
             yield [names[k] for k in bucket]
 
-    def _step(self, optimizer: torch.optim.Optimizer, names: Sequence[str]) -> list[_Made]:
-        made = []
+    def _coming(self) -> Iterator[_Batch]:
+        """What steps together; where it is copied, the next while this is stepped on."""
+        fetched = map(self._fetched, self._batches())
+        return _ahead(fetched) if self._devices else fetched
+
+    @property
+    def _devices(self) -> list[torch.device]:
+        """Those from which the host copies, and need not wait until it reads."""
+        some = list(self.parameters.values())
+        there = [local(one) for one in (*some, *(p.grad for p in some)) if one is not None]
+        lies = dict.fromkeys(one.device for one in there)
+        return [device for device in lies if has_streams(device)]
+
+    def _fetched(self, names: Sequence[str]) -> _Batch:
+        """What the step on some parameters needs, on its way to where the step is computed."""
+        found = []
         for name in names:
-            grad = local_gradient(self.parameters[name])
-            if grad is not None:
-                made.append(self._master(optimizer, name, grad))
+            parameter, tiers = self.parameters[name], self.tiers.get(name, Tiers())
+            grad, value = local_gradient(parameter), local(parameter)
+            if grad is None:
+                continue
+            if tiers.step == CPU:
+                own = tiers.parameter == CPU and not self.disk
+                value = value if own else copies.to_host(value)
+                grad = grad if tiers.gradient != DEVICE else copies.to_host(grad)
+                found.append(_Fetched(name, value, grad))
+            else:
+                value = value.clone() if self.disk else value
+                near = tiers.gradient == DEVICE
+                grad, event = (grad, None) if near else copies.to_device(grad, value.device)
+                found.append(_Fetched(name, value, grad, event))
+        return _Batch(found, [copies.mark(device) for device in self._devices])
+
+    def _step(self, optimizer: torch.optim.Optimizer, fetched: _Batch) -> list[_Made]:
+        for event in fetched.copied:
+            settled(event)
+        made = [self._master(optimizer, one) for one in fetched.each]
         step_on(optimizer, {id(one.parameter): one.master for one in made})
         for one in made:
             tiers = self.tiers.get(one.name, Tiers())
@@ -218,23 +280,16 @@ class Away:
                 one.home = self.scratch.put(self.homes[one.name].laid(one.master.detach()))
         return made
 
-    def _master(self, optimizer: torch.optim.Optimizer, name: str, grad: Tensor) -> _Made:
+    def _master(self, optimizer: torch.optim.Optimizer, fetched: _Fetched) -> _Made:
         """What stands for a parameter in the step: a copy, or the parameter's own values."""
-        parameter, tiers = self.parameters[name], self.tiers.get(name, Tiers())
-        value, old = local(parameter), optimizer.state.pop(parameter, {})
-        if tiers.step == CPU:
-            own = tiers.parameter == CPU and not self.disk
-            master = nn.Parameter(value if own else plain_copy(value))
-            master.grad = grad if tiers.gradient != DEVICE else plain_copy(grad)
-        else:
-            master = nn.Parameter(value.clone() if self.disk else value)
-            near = tiers.gradient == DEVICE
-            master.grad = grad if near else copies.ready(*copies.to_device(grad, value.device))
+        parameter = self.parameters[fetched.name]
+        old, master = optimizer.state.pop(parameter, {}), nn.Parameter(fetched.value)
+        master.grad = copies.ready(fetched.grad, fetched.event)
         # what is on disk, or may have to be as it was, is not stepped on
         state = copy.deepcopy(dict(old)) if self.disk else dict(old)
         if state:
             optimizer.state[master] = state
-        return _Made(name, parameter, master, old)
+        return _Made(fetched.name, parameter, master, old)
 
     def _commit(self, optimizer: torch.optim.Optimizer, made: Sequence[_Made]) -> None:
         for one in made:
@@ -245,8 +300,7 @@ class Away:
                 continue
             value = local(one.parameter)
             if value.data_ptr() != one.master.data_ptr():
-                with torch.no_grad():
-                    value.copy_(one.master)
+                copies.onto(value, one.master.detach())
 
     def _laid(self, state: Mapping[str, Any], tiers: Tiers, shape: torch.Size) -> dict[str, Any]:
         """The state of a parameter where it lies; what is not shaped like it stays in memory."""

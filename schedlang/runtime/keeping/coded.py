@@ -202,8 +202,8 @@ def extreme(tensor: Tensor) -> bool:
         return False
     with torch._C.DisableTorchFunction():
         low, high = torch.aminmax(tensor.detach())
-    bound = torch.finfo(tensor.dtype).max / 4
-    return not (-bound < float(low) and float(high) < bound)
+        bound = torch.finfo(tensor.dtype).max / 4
+        return not bool((low > -bound) & (high < bound))  # one wait for both
 
 
 def stream(*words: object) -> int:

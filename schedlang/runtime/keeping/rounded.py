@@ -127,7 +127,7 @@ def _draws(like: Tensor, first: int, stream: int) -> Tensor:
     """Numbers in [0, 1) for elements from place `first` on, with as many digits as fit."""
     places = torch.arange(1, like.numel() + 1, device=like.device).add_(first)
     digits = 1 - round(math.log2(torch.finfo(like.dtype).eps))
-    bits = mixed(places, torch.tensor(stream, device=like.device)) >> (_DRAWN - digits)
+    bits = mixed(places, places.new_full((), stream)) >> (_DRAWN - digits)
     return bits.to(like.dtype).div_(2**digits).view_as(like)
 
 

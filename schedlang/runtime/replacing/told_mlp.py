@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from schedlang.kernels.gated import ACTIVATIONS
 from schedlang.kernels.probe import TOLERANCE, Mismatch, bare_copy, one_input, relative
+from schedlang.runtime.device import undrawn
 from schedlang.runtime.float64 import Float64
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.replacing.mlp import Gated, computed, middle
@@ -38,7 +39,7 @@ def probe_gated(module: nn.Module) -> Gated | Mismatch:
         return more
     # around zero: activations must show
     copied = bare_copy(module, torch.float64, spread=lambda shape: 3.0 / shape[-1] ** 0.5)
-    with torch.random.fork_rng(devices=[]), ambient(Float64):
+    with undrawn(), ambient(Float64):
         try:
             plain = list(_forms(copied, list(linear)))
             return _nearest(copied, [

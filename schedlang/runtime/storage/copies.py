@@ -12,6 +12,7 @@ from schedlang.runtime.device import (
     current_stream,
     follow,
     has_streams,
+    indexed,
     new_stream,
     on_stream,
     record,
@@ -35,12 +36,7 @@ def to_host(source: Tensor, scratch: Scratch | None = None) -> Tensor:
             return torch.empty_like(source)
         if scratch is not None:
             return scratch.put(source)
-        return into_host(empty(source.shape, source.dtype, beside=source.device), source)
-
-
-def into_host(host: Tensor, source: Tensor) -> Tensor:
-    """The host's memory, into which a copy begins at once, and ends later as of `to_host`."""
-    with torch._C.DisableTorchFunction(), torch.no_grad():
+        host = empty(source.shape, source.dtype, beside=source.device)
         if not has_streams(source.device):
             return host.copy_(source)
         stream = side_stream(source.device)
@@ -63,11 +59,18 @@ def to_device(host: Tensor, device: torch.device) -> tuple[Tensor, torch.Event |
         return made, record(stream)
 
 
-def into_device(value: Tensor, host: Tensor) -> None:
+def onto(value: Tensor, source: Tensor) -> None:
     """Write into memory of the device; what comes next on its current stream runs behind."""
-    made, event = to_device(host, value.device)
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        value.copy_(ready(made, event))
+        if value.device == source.device or not has_streams(value.device):
+            value.copy_(source)
+            return
+        stream, current = side_stream(value.device), current_stream(value.device)
+        follow(stream, current)  # whoever reads what it was
+        with on_stream(stream):
+            value.copy_(source, non_blocking=True)
+        wait(record(stream), current)
+        used_on(value, stream)
 
 
 def ready(tensor: Tensor, event: torch.Event | None) -> Tensor:
@@ -95,6 +98,7 @@ _streams: dict[torch.device, torch.Stream | None] = {}
 
 def side_stream(device: torch.device) -> torch.Stream | None:
     """The stream on which copies of a device run."""
-    if device not in _streams:
-        _streams[device] = new_stream(device)
-    return _streams[device]
+    place = indexed(device)  # one stream, whichever way the current device is told
+    if place not in _streams:
+        _streams[place] = new_stream(place)
+    return _streams[place]

@@ -2,11 +2,15 @@
 
 Autograd adds a gradient to a parameter, and it is moved at once to where the gradients of earlier
 microbatches wait (Ren et al., ZeRO-Offload, 2021).  `gradient_of` and its kin are how the rest of
-the runtime asks: a tensor on another device than its parameter cannot be its `.grad`.
+the runtime asks: a tensor on another device than its parameter cannot be its `.grad`.  On an
+accelerator the copy is under way when the hook returns; the host waits for it when somebody asks,
+or when so many others have left behind it that it has long been there.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Iterable
 from functools import partial
 
@@ -14,16 +18,44 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from schedlang.runtime.device import has_streams, settled
 from schedlang.runtime.storage import copies
 from schedlang.runtime.storage.scratch import Scratch
 
 _SLOT, _AWAY = "_schedlang_gradient", "_schedlang_gradient_leaves"
+_UNDER_WAY = 4  # gradients that lie twice in host memory, at most: they are yet to be added
+
+
+class _Gone:
+    """A gradient off the device: the sum of those that were added, and those on their way."""
+
+    def __init__(self, host: Tensor, event: torch.Event | None = None) -> None:
+        self._host, self._event = host, event
+        self._more: list[tuple[Tensor, torch.Event | None]] = []
+
+    def come(self, host: Tensor, event: torch.Event | None) -> None:
+        """Another one is on its way."""
+        self._more.append((host, event))
+
+    def arrived(self) -> None:
+        """The host has waited for all copies."""
+        self._event, self._more = None, [(host, None) for host, _ in self._more]
+
+    def whole(self) -> Tensor:
+        """The sum of all that have left; waits for those that are on their way."""
+        settled(self._event)
+        self._event, more, self._more = None, self._more, []
+        for host, event in more:
+            settled(event)
+            with torch._C.DisableTorchFunction():
+                self._host.add_(host)
+        return self._host
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
     """The gradient of a parameter, wherever it lies."""
-    away: Tensor | None = vars(parameter).get(_SLOT)
-    return parameter.grad if away is None else away
+    away: _Gone | None = vars(parameter).get(_SLOT)
+    return parameter.grad if away is None else away.whole()
 
 
 def leaves(parameter: Tensor) -> bool:
@@ -34,7 +66,7 @@ def leaves(parameter: Tensor) -> bool:
 def set_gradient(parameter: Tensor, value: Tensor) -> None:
     """Give a parameter a gradient, away if its gradients leave."""
     if leaves(parameter):
-        setattr(parameter, _SLOT, value)
+        setattr(parameter, _SLOT, _Gone(value))
     else:
         parameter.grad = value
 
@@ -47,16 +79,26 @@ def drop_gradient(parameter: Tensor) -> None:
 
 def let_leave(parameters: Iterable[nn.Parameter], scratch: Scratch | None = None) -> None:
     """From now on gradients of these leave as they are made, with `scratch` to disk."""
+    under_way: deque[weakref.ref[_Gone]] = deque()
     for parameter in parameters:
         if parameter.requires_grad and not parameter.is_meta:
             vars(parameter)[_AWAY] = True
-            hook = partial(_leave, scratch)
+            hook = partial(_leave, scratch, under_way)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def gradient_device(parameter: Tensor) -> torch.device:
     """Where the gradient of a parameter lies at the end of a step, also if it has none now."""
     return torch.device("cpu") if leaves(parameter) else local(parameter).device
+
+
+def all_arrived(parameters: Iterable[Tensor]) -> None:
+    """Wait once for the gradients of these that are on their way."""
+    copies.settle()
+    for parameter in parameters:
+        away: _Gone | None = vars(parameter).get(_SLOT)
+        if away is not None:
+            away.arrived()
 
 
 def accumulated(parameter: Tensor) -> None:
@@ -70,7 +112,7 @@ def give_back(parameter: nn.Parameter) -> None:
     away = vars(parameter).pop(_SLOT, None)
     if away is None:
         return
-    part = away.to(local(parameter).device)
+    part = away.whole().to(local(parameter).device)
     if isinstance(parameter, DTensor):
         part = DTensor.from_local(
             part, parameter.device_mesh, parameter.placements, run_check=False,
@@ -85,16 +127,27 @@ def local(value: Tensor) -> Tensor:
     return part
 
 
-def _leave(scratch: Scratch | None, parameter: Tensor) -> None:
-    made, away = parameter.grad, vars(parameter).get(_SLOT)
+def _leave(
+    scratch: Scratch | None, under_way: deque[weakref.ref[_Gone]], parameter: Tensor
+) -> None:
+    made: Tensor | None = parameter.grad
+    away: _Gone | None = vars(parameter).get(_SLOT)
     if made is None:
         return
     parameter.grad = None
     with torch._C.DisableTorchFunction():
-        if away is not None:
-            copies.settle()
-            made = local(made).to(away.device) if scratch is None else away + local(made).cpu()
-        if away is not None and scratch is None:
-            away.add_(made)
+        part = local(made)
+        if scratch is not None:
+            part = part if away is None else away.whole() + part.cpu()
+            setattr(parameter, _SLOT, _Gone(copies.to_host(part, scratch)))
+        elif away is None:
+            setattr(parameter, _SLOT, _Gone(copies.to_host(part), copies.mark(part.device)))
+        elif not has_streams(part.device):
+            away.whole().add_(part)
         else:
-            setattr(parameter, _SLOT, copies.to_host(local(made), scratch))
+            away.come(copies.to_host(part), copies.mark(part.device))
+            under_way.append(weakref.ref(away))
+            while len(under_way) > _UNDER_WAY:
+                oldest = under_way.popleft()()
+                if oldest is not None:
+                    oldest.whole()

@@ -1,0 +1,366 @@
+"""Tests on a simulated accelerator: what is kept elsewhere, and drawn again, is as on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import schedlang
+from schedlang.passes.laying.weigh import ByLabels
+from schedlang.runtime.collectives.collective import Group
+from schedlang.runtime.device import (
+    Replayed,
+    default_generators,
+    indexed,
+    numbers,
+    own_device,
+    undrawn,
+)
+from schedlang.runtime.following.trace import LabelRule
+from schedlang.runtime.keeping.coded import Tally, code
+from schedlang.runtime.keeping.dynamic import dynamic
+from schedlang.runtime.keeping.offload import everything_moves
+from schedlang.runtime.keeping.recompute import checkpoint
+from schedlang.runtime.keeping.rounded import Coding
+from schedlang.runtime.regions.checked import draws
+from schedlang.runtime.routing.capacity import kept
+from schedlang.runtime.routing.dispatch import Step, Way
+from schedlang.runtime.staging.bag import Bag, address
+from schedlang.runtime.staging.flight import work_of
+from schedlang.runtime.staging.kept_inputs import Kept
+from schedlang.runtime.staging.parking import offload, reload
+from schedlang.runtime.stepping.loss_scale import LossScale
+from schedlang.runtime.storage import copies
+from schedlang.runtime.storage.own import Addresses
+from schedlang.timeline import Kind, Op
+
+accelerators = pytest.importorskip("schedlang.testing.accelerator")
+WIDTH, WORDS = 16, 12
+
+
+@pytest.fixture
+def acc() -> Iterator[Any]:
+    """A simulated accelerator; it must have seen no race."""
+    from schedlang.testing.accelerator import build as compiled
+
+    if reason := compiled.unavailable():
+        pytest.skip(reason)
+    with accelerators.simulated() as one:
+        yield one
+        one.check()
+
+
+class Block(nn.Module):
+    """Computes something in between, and drops some of it."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(torch.relu(self.up(self.norm(x)))))
+
+
+class Model(nn.Module):
+    """A few blocks between an embedding and a head, with a loss of its own."""
+
+    def __init__(self, rate: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Block(rate) for _ in range(3))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def _batch(seed: int, device: Any) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids, labels = (torch.randint(0, WORDS, (4, 6), generator=generator) for _ in range(2))
+    labels[0, 4:] = -100
+    return {"ids": ids.to(device), "labels": labels.to(device)}
+
+
+def _trained(device: Any, rows: Callable[[Any], Any], rate: float = 0.0) -> dict[str, Tensor]:
+    """The parameters after three steps of two microbatches."""
+    sch = schedlang.create_schedule(Model(rate).to(device))
+    rows(sch)
+    with everything_moves():
+        program = sch.build(
+            optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
+            batch=_batch(0, device),
+        )
+    torch.manual_seed(5)
+    for seed in range(3):
+        program.train_step(_batch(seed, device))
+    return program.state_dict()
+
+
+def _near(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name].cpu(), value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+KEPT = {
+    "plainly": lambda s: None,
+    "parameters": lambda s: s["layers.*"].offload("parameters", to="cpu"),
+    "gradients": lambda s: s["layers.*"].offload("gradients", to="cpu"),
+    "optimizer": lambda s: s["layers.*"].offload("optimizer", to="cpu"),
+    "on disk": lambda s: s["layers.*"].offload("optimizer", to="disk"),
+    "activations": lambda s: s["layers.*"].offload("activations", to="cpu"),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_kept_elsewhere(acc: Any, kind: str) -> None:
+    """What is offloaded is copied without a race, and training is as on the CPU."""
+    _near(_trained("sim", KEPT[kind]), _trained("cpu", KEPT[kind]))
+
+
+def test_one_way_and_back(acc: Any) -> None:
+    """A copy to the host and back is there when it is used, however its device is called."""
+    x = torch.randn(64, 64, device="sim")
+    wanted = x.cpu()
+    host = copies.to_host(x)
+    del x
+    assert host.is_pinned()
+    there, event = copies.to_device(host, torch.device("sim"))
+    assert torch.equal(copies.ready(there, event).cpu(), wanted)
+    copies.settle()
+    assert torch.equal(host, wanted)
+
+
+def test_written_behind(acc: Any) -> None:
+    """What is written from the host into a tensor of the device comes after all that reads it."""
+    x, new = torch.randn(32, device="sim"), torch.randn(32).pin_memory()
+    twice = x * 2
+    before = x.cpu()
+    copies.onto(x, new)
+    assert torch.equal((x + 1).cpu(), new + 1) and torch.equal(twice.cpu(), before * 2)
+
+
+def test_gradients_wait_for_none(acc: Any) -> None:
+    """A second microbatch of gradients that leave has the host wait for nothing."""
+    from schedlang.runtime.storage.leaving import all_arrived, gradient_of, let_leave
+
+    layers = [nn.Linear(8, 8).to("sim") for _ in range(2)]
+    parameters = [p for layer in layers for p in layer.parameters()]
+    let_leave(parameters)
+    x = torch.randn(4, 8, device="sim")
+    with acc.no_synchronisation():
+        for _ in range(2):
+            layers[1](layers[0](x)).sum().backward()
+    all_arrived(parameters)
+    found = [gradient_of(p) for p in parameters]
+    plain = [nn.Linear(8, 8).to("sim") for _ in range(2)]
+    for one, other in zip(plain, layers):
+        one.load_state_dict(other.state_dict())
+    (2 * plain[1](plain[0](x)).sum()).backward()
+    for grad, p in zip(found, (p for one in plain for p in one.parameters())):
+        assert grad is not None and grad.device.type == "cpu" and p.grad is not None
+        torch.testing.assert_close(grad, p.grad.cpu())
+
+
+def test_draws_of_the_device(acc: Any) -> None:
+    """The generator of the device stands where it stood, for a second run and after a look."""
+    device = indexed(torch.device("sim"))
+    drawn = Replayed(default_generators([device]))
+    first = torch.rand(8, device=device).cpu()
+    with drawn:
+        assert torch.equal(torch.rand(8, device=device).cpu(), first)
+    following = torch.rand(8, device=device).cpu()
+    with drawn:
+        torch.rand(8, device=device)
+        with undrawn():
+            torch.manual_seed(7)
+            torch.rand(8, device=device)
+        assert torch.equal(torch.rand(8, device=device).cpu(), following)
+
+
+def test_numbers_are_read_at_once(acc: Any) -> None:
+    """Numbers on the device take one wait, numbers of the host none."""
+    there = [torch.tensor(float(k), device="sim") for k in range(4)]
+    acc.reset()
+    assert numbers([*there, 7.0]) == [0.0, 1.0, 2.0, 3.0, 7.0]
+    assert len(acc.synchronisations()) == 1
+    with acc.no_synchronisation():
+        assert numbers([1, 2.5]) == [1.0, 2.5]
+
+
+def test_own_device(acc: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LOCAL_RANK chooses a device and makes it current; a choice that was made stays."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    before = torch.accelerator.current_device_index()
+    try:
+        assert own_device() == torch.device("sim", 3)
+        assert torch.accelerator.current_device_index() == 3
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        assert own_device() == torch.device("sim", 3)
+    finally:
+        torch.accelerator.set_device_index(before)
+
+
+def _twice(module: nn.Module, kept: Callable[[nn.Module], Any]) -> tuple[Tensor, Tensor]:
+    """The gradients of a module that drops, plainly and with what is run again in between."""
+    import copy
+
+    x, found = torch.randn(6, WIDTH, device="sim"), []
+    for change in (lambda one: None, kept):
+        one = copy.deepcopy(module)
+        change(one)
+        torch.manual_seed(3)
+        leaf = x.clone().requires_grad_()
+        one(one(leaf)).square().sum().backward()
+        assert leaf.grad is not None
+        found.append(leaf.grad.cpu())
+    return found[0], found[1]
+
+
+AGAIN = {
+    "checkpoint": lambda one: checkpoint(one),
+    "in a budget": lambda one: dynamic([one], 0),
+}
+
+
+@pytest.mark.parametrize("kind", AGAIN)
+def test_the_same_masks_again(acc: Any, kind: str) -> None:
+    """What is run again in backward drops what it dropped before."""
+    plain, again = _twice(Block(0.5).to("sim"), AGAIN[kind])
+    assert torch.equal(plain, again)
+
+
+class Own(nn.Module):
+    """Draws from a generator of its own, and from the device's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.rand(x.shape, generator=self.generator).to(x.device)
+        return x * mask + torch.rand_like(x)
+
+
+def test_a_stage_again(acc: Any) -> None:
+    """A stage that is run again draws alike, on its device and from generators of its own, and
+    leaves both where the first run left them."""
+    model, x = Own().to("sim"), torch.ones(4, 4, device="sim")
+    kept = Kept.now({}, model, x.device)
+    first = model(x).cpu()
+    wanted = [one.get_state() for one in (model.generator, torch.sim.default_generators[0])]
+    with kept.drawn:
+        assert torch.equal(model(x).cpu(), first)
+    after = [one.get_state() for one in (model.generator, torch.sim.default_generators[0])]
+    assert all(map(torch.equal, wanted, after))
+
+
+def test_what_draws_is_seen(acc: Any) -> None:
+    """A module that draws on its device is known as one that draws."""
+    x = torch.randn(2, WIDTH, device="sim")
+    assert draws(Block(0.5).to("sim"), ((x,), {})) and not draws(Block(0.0).to("sim"), ((x,), {}))
+
+
+def test_a_scale_waits_for_nobody(acc: Any) -> None:
+    """Gradients are unscaled, and what is found is told on, while the host goes on."""
+    layer = nn.Linear(4, 4).to("sim")
+    scale = LossScale(8.0, growth=2)
+    for value, wanted in ((1.0, False), (float("inf"), True)):
+        for p in layer.parameters():
+            p.grad = torch.full_like(p, value)
+        like = torch.zeros(3, dtype=torch.float64, device="sim")
+        with acc.no_synchronisation():
+            scale.unscale(dict(layer.named_parameters()))
+            told = scale.told(like)
+        scale.hear(told)
+        assert scale.overflow is wanted and scale.next() is not wanted
+    scale.unscale(dict(layer.named_parameters()))  # of a world of one, where nobody is told
+    assert not scale.next() and scale.overflow
+
+
+def test_labels_are_counted_at_once(acc: Any) -> None:
+    """What all parts of a batch weigh takes one wait, however many parts there are."""
+    rule = LabelRule("labels", (), -100)
+    weigh = ByLabels(rule)
+    parts = [_batch(seed, "sim") for seed in range(5)]
+    acc.reset()
+    found = numbers([weigh.counted(part) for part in parts])
+    assert len(acc.synchronisations()) == 1
+    assert found == [22.0] * 5 == [weigh(part) for part in parts]
+
+
+def _sent(capacity: float | None) -> tuple[list[str], Tensor]:
+    """Of two ranks that hold two experts each: waits of a rank's dispatch, and what came home."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    group = Group(("dp",), (0, 1), rank, dist.group.WORLD)
+    step = Step(group, ((0, 1), (2, 3)))
+    generator = torch.Generator().manual_seed(rank)
+    experts = torch.randint(0, 4, (10,), generator=generator).to("sim")
+    rows = torch.randn(10, 4, generator=generator).to("sim")
+    step.take(Way(rows, experts))
+    here = accelerators.current()
+    here.reset()
+    if capacity is not None:
+        kept(experts[:, None], 4, capacity)
+    way = step.take(Way(rows, experts))
+    y = way.home(way.rows * (1 + way.experts)[:, None])
+    waits = [str(one) for one in here.synchronisations()]
+    return waits, (y - rows * (1 + experts)[:, None]).abs().max().cpu()
+
+
+@pytest.mark.parametrize("capacity", [None, 1.0])
+def test_a_dispatch_waits_once(acc: Any, capacity: float | None) -> None:
+    """Rows on their way to experts make the host wait once, for how many go where."""
+    for waits, gap in accelerators.spawn(_sent, capacity, ranks=2):
+        assert len(waits) == 1, waits
+        assert float(gap) == 0.0
+
+
+def test_parked_on_the_host(acc: Any) -> None:
+    """What a stage has saved goes to the host and back on a stream of its own: the host waits for
+    nothing, and the backward for what comes back."""
+    model, x = Block(0.0).to("sim"), torch.randn(64, WIDTH, device="sim")
+    model(x).square().sum().backward()
+    wanted = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    bag = Bag(Addresses(model, address, [x]))
+    with bag.collecting():
+        loss = model(x).square().sum()
+    bag.close(())
+    op = Op(Kind.OFFLOAD, 0, 0)
+    step: Any = SimpleNamespace(flights={work_of(op): SimpleNamespace(bag=bag)}, hosts={})
+    assert bag.bytes
+    with acc.no_synchronisation():
+        offload(step, op)
+        assert not bag.bytes
+        torch.randn(256, 256, device="sim")  # takes what has become free
+        reload(step, op)
+        bag.open()
+        loss.backward()
+    for p, grad in zip(model.parameters(), wanted, strict=True):
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad.cpu(), grad)
+
+
+def test_coded(acc: Any) -> None:
+    """What is kept in few bits is judged in one wait for each tensor, and weights in none."""
+    model, x = Block(0.0).to("sim"), torch.randn(64, WIDTH, device="sim", requires_grad=True)
+    tally = Tally()
+    code(model, "block", Coding(8, 16), tally)
+    acc.reset()
+    model(x)
+    waits = [one.place for one in acc.synchronisations()]
+    # the inputs of the norm and of both layers, and the mean that is too small
+    assert tally.tensors == 3 and len(waits) <= 5, waits
