@@ -110,7 +110,7 @@ def peer_of(
     axis: str = rows[0].primitive.over  # type: ignore[attr-defined]
     ranks = builder.plan.mesh
     everyone = gathered(len(rounds), ranks.world)
-    group = replace(builder.ranks.group(axis), pg=builder.ranks.again(axis))
+    group = replace(builder.ranks.group(axis), pg=builder.ranks.again(axis, "peer"))
     return Peer(group, found, rounds, max(everyone[rank] for rank in group.ranks))
 
 

@@ -325,7 +325,7 @@ def built(case: Case, condition: Condition) -> Program:
 
 def observed(case: Case, told: Sequence[Condition], made: list[Program]) -> Observation:
     """One rank's observation of programs, which are noted in `made`."""
-    import torch.distributed as dist
+    from schedlang.runtime.collectives import comm
 
     def make(condition: Condition) -> Distributed:
         program = built(case, condition)
@@ -333,8 +333,7 @@ def observed(case: Case, told: Sequence[Condition], made: list[Program]) -> Obse
         apart = (condition.case or case).parted
         return Distributed(program, condition.evaluate, apart=apart, follow=condition.follow)
 
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return observe(make, told, keep=rank == 0)
+    return observe(make, told, keep=comm.rank() == 0)
 
 
 def tried(case: Case, told: Sequence[Condition]) -> Observation:

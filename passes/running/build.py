@@ -105,12 +105,13 @@ def build(plan: Plan, batch: Mapping[str, Any], options: Options = PLAIN, **more
     Raises Refusal before any collective where the plan cannot be built, and where ranks of the job
     would build different things.
     """
-    from schedlang.runtime.collectives.agreement import told_if_refused
-    from schedlang.runtime.collectives.ranks import join_world
+    from schedlang.runtime.collectives.agreement import all_come, told_if_refused
+    from schedlang.runtime.collectives.comm import join_world
     from schedlang.runtime.launching.heart import watch
 
     given = replace(options, **more)
-    join_world(wait=given.wait)
+    all_come(given.wait)
+    join_world()
     watch()
     with told_if_refused():
         return _built(plan, batch, given)
@@ -124,7 +125,7 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     loss = given.loss
     _alike(plan, batch, given)
     plan = completed(plan, batch, loss)
-    ranks = check_job(plan)
+    ranks = check_job(plan, given.hollow)
     prepared = given.prepared
     if prepared is None:
         sample = parts.sample(batch, 1 if given.local else plan.shares, plan.micro)
@@ -237,13 +238,17 @@ def _last_rank(plan: Plan, staged: Staged) -> int:
     return plan.mesh.rank(dict.fromkeys(plan.mesh.sizes, 0) | last)
 
 
-def check_job(plan: Plan) -> Ranks:
+def check_job(plan: Plan, hollow: bool = False) -> Ranks:
     """Join the running job; refuse idle axes (S205) and a mesh of another size (S607)."""
-    from schedlang.runtime.collectives.ranks import Ranks, join_world
+    from schedlang.runtime.collectives import comm
+    from schedlang.runtime.collectives.ranks import Ranks
 
-    join_world()
+    comm.join_world()
     check_axes(plan)
-    return Ranks(plan.mesh)
+    if hollow:
+        return Ranks(plan.mesh)
+    lies = next((one.device for one in plan.model.model.parameters()), None)
+    return Ranks(plan.mesh, comm.here().home(lies))
 
 
 def _weight(prepared: Prepared, parts: int) -> Weight:
@@ -279,11 +284,11 @@ def _local_copy(
             return hollow_parameter(parameter)
         if hollow:
             return hollow_parameter(parameter, holding.local_shape(plan.mesh, ranks.rank))
-        part = take(parameter.detach(), holding, plan.mesh, ranks.rank)
+        part = take(parameter.detach(), holding, plan.mesh, ranks.rank).to(ranks.device)
         return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
     def other(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to("meta") if hollow else tensor.detach().clone()
+        return tensor.to("meta") if hollow else tensor.detach().clone().to(ranks.device)
 
     return copy_with(plan.model.model, local, other)
 

@@ -40,14 +40,15 @@ def pipeline_of(
     from schedlang.runtime.staging.stage import Stage, Stub
     from schedlang.runtime.summing.replicas import gathering
 
-    staged = prepared.staged
+    staged, device = prepared.staged, ranks.device
     slices = slices_of(prepared.slicing, module, prepared.traced, weight)
     if staged.axis is None:
         split = _splits(plan, staged, 0, sliced)
         stage = Stage(module, staged.cut, 0, loss=loss, split=split, late=_late(plan))
-        return Pipeline({0: stage}, staged.timeline, (ranks.rank,), slices=slices)
+        alone = (ranks.rank,)
+        return Pipeline({0: stage}, staged.timeline, alone, device=device, slices=slices)
     group = ranks.group(staged.axis)
-    down = ranks.again(staged.axis) if ranks.one_way else None
+    down = ranks.again(staged.axis, "down") if ranks.one_way else None
     place = plan.mesh.index(ranks.rank, staged.axis)
     switch = Switch(module, staged.cut.graph.units)
     skeleton = local_skeleton(plan, prepared.traced)
@@ -62,7 +63,7 @@ def pipeline_of(
         for s in staged.stages_at(place)
     }  # fmt: skip
     return Pipeline(
-        stages, staged.timeline, group.ranks, place, group=group.pg, down=down,
+        stages, staged.timeline, group.ranks, place, group=group.pg, down=down, device=device,
         lookahead=plan.ahead, slices=slices, parks=_parks(staged, ranks),
         picked=bool(peer_rows(plan, "activations")),
         handlers=gathering(sliced) if gathers_by_rows(plan, staged) else None,
@@ -103,7 +104,7 @@ def _parks(staged: Staged, ranks: Ranks) -> tuple[Any, ...]:
 
     if staged.axis is None or not (staged.timeline.kind == Kind.EVICT).any():
         return ()
-    return tuple(ranks.again(staged.axis) for _ in range(4))
+    return tuple(ranks.again(staged.axis, f"parked {way}") for way in range(4))
 
 
 def _late(plan: Plan) -> frozenset[str] | None:

@@ -83,7 +83,7 @@ def sums_of(
             group = ranks.group(one.axes)
             if one.kind == "replicas" and "gradients" in plan.overlaps:
                 # begun in the middle of a backward, beside what that itself sends
-                group = replace(group, pg=ranks.again(one.axes))
+                group = replace(group, pg=ranks.again(one.axes, "early"))
         if one.kind != "compressed" and group is not None and names:
             sums.append(Sum(group, names, one.kind, one.bucket))
     return sums

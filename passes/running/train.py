@@ -159,18 +159,11 @@ def _step(program: Any, number: int, batch: Mapping[str, Any]) -> Step:
 
 def _everyones(program: Any) -> tuple[tuple[Memory, tuple[Left, ...]], ...]:
     """Of each rank its memory, and the calls that kernels left to the model there."""
-    import torch.distributed as dist
-
+    from schedlang.runtime.collectives import comm
     from schedlang.runtime.measure import memory_of
     from schedlang.runtime.replacing.left import left_in
 
-    world = program.assembly.ranks.mesh.world
-    mine = memory_of(program), left_in(program.assembly.module)
-    found: list[Any] = [mine]
-    if world > 1:
-        found = [None] * world
-        dist.all_gather_object(found, mine)
-    return tuple(found)
+    return tuple(comm.gathered((memory_of(program), left_in(program.assembly.module))))
 
 
 def _home(plan: Plan) -> Callable[[Mapping[str, Any]], dict[str, Any]]:

@@ -181,12 +181,14 @@ def _called(letter: Letter | None) -> str:
 
 def _timeline(plan: Plan, prepared: Prepared) -> Iterator[Diagnostic]:
     """The table that every rank runs ends for all microbatches, and its transfers are paired."""
-    from schedlang.timeline import TimelineError, check, with_transfers
+    from schedlang.timeline import TimelineError, check, check_queues, with_transfers
 
     staged = prepared.staged
     if staged.axis is None:
         return
     try:
-        check(with_transfers(staged.timeline.with_edges(staged.cut.edges)))
+        order = with_transfers(staged.timeline.with_edges(staged.cut.edges))
+        check(order)
+        check_queues(order)  # as with NCCL; one that ends there ends with gloo
     except TimelineError as error:
         yield Diagnostic("S714", str(error), placed(facet_row(plan, "order")))

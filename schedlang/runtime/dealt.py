@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-import torch.distributed as dist
-
 from schedlang.runtime.assembly import Assembly
+from schedlang.runtime.collectives import comm
 from schedlang.runtime.parts import Batch, Part, rows_of, split
 
 
@@ -60,16 +58,16 @@ def _of_rows(a: Assembly, batch: Batch) -> Dealt:
     group = a.ranks.group(a.replicas)
     if group.pg is None:
         return Dealt(own, weights, [weights])
-    here = torch.tensor([[*weights, rows_of(batch)]], dtype=torch.float64)
-    told = here.new_empty(group.size, len(weights) + 1)
-    dist.all_gather_into_tensor(told, here, group=group.pg)
+    on_host = a.ranks.on_host(a.replicas)
+    assert on_host is not None
+    told = comm.numbers([*weights, rows_of(batch)], on_host)
     first = sum(  # samples are numbered across all ranks; those of a sequence have the same
-        int(count) for rank, count in zip(group.ranks, told[:, -1].tolist())
+        int(count) for rank, (*_, count) in zip(group.ranks, told)
         if mesh.index(rank, a.row_axes) < mesh.index(a.ranks.rank, a.row_axes)
         and not any(mesh.coordinates(rank)[axis] for axis in a.context)
     )  # fmt: skip
     parts = [replace(part, rows=tuple(first + row for row in part.rows)) for part in own]
-    return Dealt(parts, weights, told[:, :-1].tolist())
+    return Dealt(parts, weights, [everyone for *everyone, _ in told])
 
 
 def positive(total: float) -> float:

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from schedlang.runtime import nests as pytree
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.attend import Layout
+from schedlang.runtime.collectives import comm
 from schedlang.runtime.context.rejoin import across_tokens
 from schedlang.runtime.logits.vocab import ShardedLogits
 from schedlang.runtime.parts import Absent, stack
@@ -50,9 +50,7 @@ def _of_all_copies(a: Assembly, own: Mapping[int, Any]) -> list[Any]:
     places = {pipe.home(last, replica) for replica in range(pipe.timeline.replicas)}
     if a.stage_axis is not None and len(places) > 1:
         line = a.ranks.group(a.stage_axis)
-        found: list[Any] = [None] * line.size
-        dist.all_gather_object(found, own, group=line.pg)
-        own = {k: one for part in found for k, one in part.items()}
+        own = {k: one for part in comm.gathered(own, line.pg) for k, one in part.items()}
     return [own[k] for k in sorted(own)] if pipe.place == pipe.home(last) else []
 
 
@@ -106,14 +104,10 @@ def _across_replicas(a: Assembly, mine: Weighed) -> Any:
     group = a.ranks.group(a.row_axes)
     if group.pg is None:
         return mine[0]
-    found: list[Any] = [None] * group.size
-    dist.all_gather_object(found, mine, group=group.pg)
-    return stack(*zip(*found))
+    return stack(*zip(*comm.gathered(mine, group.pg)))
 
 
 def _from_last(a: Assembly, output: Any) -> Any:
     if a.stage_axis is None:
         return output
-    sent = [output]
-    dist.broadcast_object_list(sent, src=a.last_rank)
-    return sent[0]
+    return comm.told_by(a.last_rank, output)

@@ -51,6 +51,16 @@ def followed(batch: Batch, grad: bool = True) -> dict[str, Any]:
     return out
 
 
+def moved(batch: Batch, device: torch.device) -> dict[str, Any]:
+    """The batch with its tensors on a device; those that are there already are the same."""
+
+    def leaf(value: Any) -> Any:
+        return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+    out: dict[str, Any] = pytree.tree_map(leaf, dict(batch))
+    return out
+
+
 def rows_of(batch: Batch) -> int:
     """How many rows (samples) a batch has: the size of dim 0 of its first tensor with dims.
 

@@ -9,22 +9,23 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from schedlang.amounts import number
 from schedlang.diagnostic import Diagnostic, Refusal, at_their_callers_lines
 from schedlang.runtime import whole
 from schedlang.runtime.assembly import Assembly
+from schedlang.runtime.collectives import comm
 from schedlang.runtime.comparing import Comparing
 from schedlang.runtime.context.install import At
 from schedlang.runtime.dealt import dealt, positive
+from schedlang.runtime.device import on_accelerator
 from schedlang.runtime.keeping.away import Away, at_home
 from schedlang.runtime.launching.heart import inside
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.no_labels import bare
 from schedlang.runtime.outputs import whole_output
-from schedlang.runtime.parts import Batch, Part, followed
+from schedlang.runtime.parts import Batch, Part, followed, moved
 from schedlang.runtime.saving import archive, export
 from schedlang.runtime.scope import Scope, entered
 from schedlang.runtime.sharding import crossing
@@ -38,6 +39,7 @@ from schedlang.runtime.stepping.whole_step import WholeStep
 from schedlang.runtime.storage.leaving import drop_gradient
 from schedlang.runtime.storage.tiers import DEVICE
 from schedlang.runtime.summing.gradient import (
+    clip_factor,
     norm_alone,
     scale_gradients,
     square_sum,
@@ -62,7 +64,6 @@ class Program:
     optimizer: torch.optim.Optimizer | None = None
     clip: float | None = None
     step: int = 0
-    grad_norm: float | None = None
     follow_inputs: bool = False  # also keep the gradients of the batch's float tensors
     evaluate: bool = False  # train in eval mode: no dropout, statistics as they stand
     keep_output: bool = False  # also keep the output of a training step, in `output`
@@ -76,6 +77,8 @@ class Program:
     _inputs: list[Part] = field(default_factory=list)
     _totals: Mapping[int, float] = field(default_factory=dict)  # update -> its weight
     _everyone: Sequence[Sequence[float]] = ()  # the weights of a step: replica, microbatch
+    _norm: Tensor | None = None  # of the gradients of the last step, where they lie
+    _used: tuple[tuple[float, ...], Tensor] | None = None  # what the last step told, there
 
     def __post_init__(self) -> None:
         self._training = Training(self.assembly.module)
@@ -94,6 +97,14 @@ class Program:
         optimizer = type(self.optimizer).__name__ if self.optimizer is not None else "no optimizer"
         said = f"{number(held)} parameters here{micro}, {optimizer}, step {self.step}"
         return f"<Program of {type(a.module).__name__}{where}: {said}>"
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The global norm of the last step's gradients before clipping; None before the first.
+
+        It lies on the device until somebody asks for it: the host then waits for the step.
+        """
+        return None if self._norm is None else float(self._norm)
 
     @property
     def dp_size(self) -> int:
@@ -236,7 +247,10 @@ class Program:
         """This rank's microbatches, their weights, and the weight of the whole batch."""
         mine = dealt(self.assembly, batch, local)
         self._everyone = mine.everyone
-        return list(mine.parts), list(mine.weights), mine.total
+        device, parts = self.assembly.ranks.device, list(mine.parts)
+        if on_accelerator(device):
+            parts = [replace(part, inputs=moved(part.inputs, device)) for part in parts]
+        return parts, list(mine.weights), mine.total
 
     def _run(
         self, parts: Sequence[Part], scale: Sequence[float] | None, *, train: bool
@@ -293,37 +307,68 @@ class Program:
     def _finish(
         self, results: Mapping[int, Result], weights: Sequence[float], total: float
     ) -> Tensor:
-        """Clip by the global norm; the loss and the norm cross the world in one reduction."""
+        """Clip by the global norm; the loss and the norm cross the world in one reduction.
+
+        Both stay on this rank's device: the host waits for them when somebody looks at them, and
+        here only for what no host can know, a sliced parameter that this rank had no gradient of.
+        """
         a = self.assembly
         mesh, rank = a.ranks.mesh, a.ranks.rank
         speaks = {name for name, holding in a.holdings.items() if holding.primary(mesh, rank)}
-        value = torch.zeros((), dtype=torch.float64)
-        if results:
-            losses = {k: result.loss for k, result in results.items()}
-            assert None not in losses.values(), "the model gives no loss: pass `loss=`"
-            if a.speaks(rank):
-                shares = [w / total for w in weights]
-                value = torch.stack(
-                    [x.double().cpu() * shares[k] for k, x in losses.items() if x is not None]
-                ).sum()
+        value = self._loss(results, weights, total)
+        scale = self.loss_scale or LossScale()
         if mesh.world == 1:
-            self.grad_norm = norm_alone(a.parameters, self.clip)
+            scale.hear(scale.told(value))
+            self._norm = norm_alone(a.parameters, self.clip)
             return value.to(a.loss_dtype)
-        squares = square_sum(a.parameters, lambda name: name in speaks)
+        squares = self._near(square_sum(a.parameters, lambda n: n in speaks, a.ranks.device))
         names = [name for name, holding in a.holdings.items() if holding.sliced]
         used = used_anywhere(a.sliced, a.parameters, names)
-        scale = self.loss_scale or LossScale()
-        both = torch.cat([torch.stack([squares.cpu(), value]), used, scale.told(used)])
-        dist.all_reduce(both)
+        both = torch.stack([squares, value])
+        both = torch.cat([both, self._told(used, both), scale.told(both)])
+        comm.all_reduce(both, a.ranks.world.group)
         scale.hear(both[2 + len(used) :])
-        for name, count in zip(names, both[2:].tolist()):
-            if not count and name in a.parameters:  # of what nobody used, as in a plain loop
-                drop_gradient(a.parameters[name])
-        self.grad_norm = float(both[0].sqrt())
-        if self.clip is not None and self.grad_norm > self.clip:
-            # as torch.nn.utils.clip_grad_norm_
-            scale_gradients(a.parameters, self.clip / (self.grad_norm + 1e-6))
+        if any(not here and name in a.parameters for name, here in zip(names, used)):
+            for name, count in zip(names, both[2 : 2 + len(used)].tolist()):
+                if not count and name in a.parameters:  # of what nobody used, as in a plain loop
+                    drop_gradient(a.parameters[name])
+        self._norm = both[0].sqrt()
+        factor = clip_factor(self._norm, self.clip) if self.clip is not None else None
+        if factor is not None:
+            scale_gradients(a.parameters, factor)
         return both[1].to(a.loss_dtype)
+
+    def _loss(
+        self, results: Mapping[int, Result], weights: Sequence[float], total: float
+    ) -> Tensor:
+        """This rank's share of the loss of the whole batch, on its device in float64."""
+        a = self.assembly
+        losses = {k: result.loss for k, result in results.items()}
+        assert None not in losses.values(), "the model gives no loss: pass `loss=`"
+        if not losses or not a.speaks(a.ranks.rank):
+            device = a.ranks.device if on_accelerator(a.ranks.device) else None
+            return torch.zeros((), dtype=torch.float64, device=device)
+        shares = [w / total for w in weights]
+        return torch.stack(
+            [
+                self._near(x.detach().double()) * shares[k]
+                for k, x in losses.items()
+                if x is not None
+            ]
+        ).sum()
+
+    def _near(self, value: Tensor) -> Tensor:
+        """Where collectives of the step take it."""
+        device = self.assembly.ranks.device
+        return value.to(device) if on_accelerator(device) else value.cpu()
+
+    def _told(self, used: Sequence[float], like: Tensor) -> Tensor:
+        """Numbers of the host beside those of the device; sent there again where they change."""
+        key = tuple(used)
+        if self._used is None or self._used[0] != key or self._used[1].device != like.device:
+            self._used = key, torch.tensor(key, dtype=like.dtype).to(like.device)
+        told: Tensor = self._used[1]
+        return told
 
     # -- state -----------------------------------------------------------------------------------
 

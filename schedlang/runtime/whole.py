@@ -24,7 +24,7 @@ from schedlang.runtime.summing.replicas import reshard
 
 
 def _assembled(a: Assembly, part: Callable[[str], Tensor | None]) -> dict[str, Tensor]:
-    return assemble(a.holdings, part, a.ranks.mesh, a.ranks.rank)
+    return assemble(a.holdings, part, a.ranks)
 
 
 def _parameters(a: Assembly) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ from schedlang.timeline.holds import with_holds
 from schedlang.timeline.memory import peak, peak_live
 from schedlang.timeline.parks import with_parks
 from schedlang.timeline.proof import check
+from schedlang.timeline.queues import check_queues
 from schedlang.timeline.table import (
     COLUMNS,
     TRANSFERS,
@@ -37,6 +38,7 @@ __all__ = [
     "Timing",
     "chain",
     "check",
+    "check_queues",
     "halved",
     "peak",
     "peak_live",

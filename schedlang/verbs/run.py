@@ -155,40 +155,26 @@ def _planned(
             title = "a saved plan has its decisions: `--knob` and `--mesh` go with a schedule"
             raise Refusal(Diagnostic("S109", title, helps=("run the schedule, or plan it anew",)))
         made, found = recorded(record, common.model)
-        return found, restored(made, ModelFacts(_at_home(found, seed)))
+        return found, restored(made, ModelFacts(found.model(seed=seed)))
     assert file is not None
     source = read(file)
     found = load_model_file(common.model, file)
-    return found, Schedule(_at_home(found, seed), parse(source), given).plan()
-
-
-def _at_home(found: ModelFile, seed: int) -> Any:
-    """The model where it is trained: under torchrun on this rank's GPU, if there is one."""
-    import torch
-
-    made = found.model(seed=seed)
-    if _job() and torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        return made.cuda()
-    return made
+    return found, Schedule(found.model(seed=seed), parse(source), given).plan()
 
 
 def _here(course: Course, shown: _Shown) -> Trained:
     """As one rank of the job that torchrun started."""
     from functools import partial
 
-    import torch.distributed as dist
-
     from schedlang.passes.proving.sound import cheaply
     from schedlang.passes.running.train import train
+    from schedlang.runtime.collectives import comm
     from schedlang.runtime.launching.heart import inside
 
     check = partial(cheaply, loss=course.loss, weight=course.weight)
     with inside(), shown:
         trained = train(replace(course, check=check), shown.step)
-    if dist.is_initialized():
-        dist.barrier()  # whoever closes first could cut off what is still on its way
-        dist.destroy_process_group()
+    comm.leave()
     return trained
 
 

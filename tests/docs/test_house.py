@@ -21,7 +21,10 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("schedlang", "primitives", "passes")
 FILE_LIMIT, FUNCTION_LIMIT, LINE_LIMIT = 600, 60, 100
 TEXT = {".py", ".sched", ".lark", ".md", ".toml", ".txt", ".cfg", ".json", ".yml", ".yaml", ".svg"}
-AT_TORCH = ("schedlang/runtime/", "schedlang/kernels/", "schedlang/model.py")
+AT_TORCH = (
+    *("schedlang/runtime/", "schedlang/kernels/", "schedlang/model.py"),
+    "schedlang/testing/accelerator/",
+)
 
 # every verb that the design knows; a help text may only name those that exist
 VERBS = {"fmt", "check", "tree", "plan", "diff", "verify", "simulate", "init", "run", "tune"}

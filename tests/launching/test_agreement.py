@@ -278,11 +278,11 @@ def test_groups_wait_as_long_as_the_world(pool: Pool) -> None:
     """A group of some ranks has the time-out of the world's, not torch's own."""
 
     def body() -> tuple[float, float]:
-        from schedlang.runtime.collectives.ranks import new_group
+        from schedlang.runtime.collectives import comm
 
         seconds = [
             group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-            for group in (dist.group.WORLD, new_group([0, 1]))
+            for group in (dist.group.WORLD, comm.here().made([(0, 1)], "more"))
         ]
         return seconds[0], seconds[1]
 

@@ -192,11 +192,11 @@ def _a_barrier_for_a_wait(patch: pytest.MonkeyPatch) -> None:
     """Gradients are summed asynchronously, and a barrier is taken for the wait."""
 
     class Hasty:
-        def all_reduce(self, flat: Tensor, group: Any, async_op: bool) -> None:
+        def all_reduce(self, flat: Tensor, group: Any, wait: bool) -> None:
             dist.all_reduce(flat, group=group, async_op=True)
             dist.barrier(group)
 
-    patch.setattr(gradient, "dist", Hasty())
+    patch.setattr(gradient, "comm", Hasty())
 
 
 def _taken_unread(patch: pytest.MonkeyPatch) -> None:

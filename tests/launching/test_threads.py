@@ -202,7 +202,7 @@ SHARED = {
     ("draws", "found"), ("fuse", "_codes"), ("launch", "_shared"), ("modes", "_open_bodies"),
     ("copies", "_streams"), ("rewrite", "_regions"), ("operator", "_regions"),
     ("operator", "_keys"), ("launch", "_jitted"), ("summing", "_functions"), ("summing", "_alive"),
-    ("followed", "_done"),
+    ("followed", "_done"), ("comm", "_worlds"),
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +19,12 @@ from schedlang.timeline import (
     TimelineError,
     Timing,
     check,
+    check_queues,
     peak,
     peak_live,
     timeline,
     timing,
+    with_parks,
     with_transfers,
 )
 from schedlang.timeline.clock import Clock
@@ -278,3 +281,29 @@ def test_versions_kept() -> None:
     check(t, versions=3)
     with pytest.raises(TimelineError, match="keeps 3 versions of its weights .* limit is 2"):
         check(t, versions=2)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 3])
+@pytest.mark.parametrize(
+    "given",
+    [("1F1B", 4, 8), ("GPipe", 4, 8), ("Interleaved1F1B", 4, 8, 2), ("ZB-H1", 4, 8),
+     ("DualPipe", 4, 8), ("Hanayo", 4, 8, 2)],
+)  # fmt: skip
+def test_messages_block_nobody(given: tuple[Any, ...], lookahead: int) -> None:
+    """With a queue for each direction every order ends, however early receives are posted."""
+    check_queues(with_transfers(order(*given), lookahead))
+
+
+def test_one_queue_for_both_directions() -> None:
+    """A receive that is posted early holds up the send that the other rank waits for: refused."""
+    early = with_transfers(order("1F1B", 2, 4), 1)
+    check(early)
+    check_queues(early)
+    with pytest.raises(TimelineError, match="on rank 1 RECV_F of stage 1.* stands before"):
+        check_queues(early, one_way=False)
+
+
+def test_parked_messages_have_queues_of_their_own() -> None:
+    """What is evicted and given back does not stand before what stages send."""
+    parked = with_parks(order("1F1B", 4, 8), {0: 1})
+    check_queues(with_transfers(parked))

@@ -100,17 +100,13 @@ def whole_keys_not_summed(patch: Patch, site: Site) -> None:
 @bug("T13", "shard", Operator.REDUCTION, "tp", row="lm_head  shard(style=vocab")
 def largest_logit_of_this_rank(patch: Patch, site: Site) -> None:
     """The split softmax is shifted by each rank's own largest logit."""
-    plain = vocab.dist.all_reduce
 
     class Lonely:
-        ReduceOp = vocab.dist.ReduceOp
-
         @staticmethod
-        def all_reduce(x: Tensor, op: Any = None, group: Any = None) -> None:
-            if op is not vocab.dist.ReduceOp.MAX:
-                plain(x, group=group)
+        def all_reduce(x: Tensor, group: Any, largest: bool) -> None:
+            assert largest
 
-    patch.setattr(vocab, "dist", Lonely)
+    patch.setattr(vocab, "comm", Lonely)
 
 
 @bug(

@@ -49,7 +49,7 @@ def read_before_the_sum(patch: Patch, site: Site) -> None:
 
     class Hasty:
         @staticmethod
-        def all_reduce(x: Tensor, group: Any, async_op: bool) -> None:
+        def all_reduce(x: Tensor, group: Any, wait: bool) -> None:
             works.append(dist.all_reduce(x, group=group, async_op=True))
 
     plain = gradient.sum_gradients
@@ -59,5 +59,5 @@ def read_before_the_sum(patch: Patch, site: Site) -> None:
         while works:
             works.pop().wait()
 
-    patch.setattr(gradient, "dist", Hasty)
+    patch.setattr(gradient, "comm", Hasty)
     patch.setattr("schedlang.runtime.program.sum_gradients", summed)

@@ -249,13 +249,13 @@ def summed_in_bfloat16(patch: Patch, site: Site) -> None:
     """Gradients are rounded to bfloat16 before they are summed."""
     plain = gradient.Bucket.__init__
 
-    def rounded(self: Any, parameters: Any) -> None:
+    def rounded(self: Any, parameters: Any, *where: Any) -> None:
         for p in parameters:
             grad = gradient.local_gradient(p)
             if grad is not None:
                 with torch._C.DisableTorchFunction():
                     grad.copy_(grad.to(torch.bfloat16))
-        plain(self, parameters)
+        plain(self, parameters, *where)
 
     patch.setattr(gradient.Bucket, "__init__", rounded)
 

@@ -77,9 +77,10 @@ def _norm_without(patch: Patch, left_out: Any) -> None:
     """The norm leaves out parameters: `left_out(program, name, parameter)`."""
     at_work, plain = running_program(patch), gradient.square_sum
 
-    def squares(held: Any, speaks: Any) -> Tensor:
+    def squares(held: Any, speaks: Any, *where: Any) -> Tensor:
         now = at_work()
-        return plain(held, lambda name: speaks(name) and not left_out(now, name, held[name]))
+        counts = lambda name: speaks(name) and not left_out(now, name, held[name])  # noqa: E731
+        return plain(held, counts, *where)
 
     patch.setattr(program, "square_sum", squares)
 

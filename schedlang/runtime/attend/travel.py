@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from schedlang.runtime.collectives import comm
 from schedlang.runtime.collectives.collective import Group, all_gather, count, reduce_scatter
 from schedlang.runtime.collectives.moving import exchanged
 
@@ -116,19 +116,9 @@ def shift(packet: Packet, tokens: int, group: Group, by: int = 1) -> Moving:
         count("send", group, flat)
     if group.pg is None:
         return Moving(arriving, packet, ())
-    pairs = list(zip(packet.flats, arriving.flats))
-    if packet.flats[0].is_cuda:  # both ways at once, or two ranks wait for each other
-        ops = []
-        for out, into in pairs:
-            ops += [
-                dist.P2POp(dist.isend, out, to, group.pg),
-                dist.P2POp(dist.irecv, into, source, group.pg),
-            ]
-        return Moving(arriving, packet, tuple(dist.batch_isend_irecv(ops)))
-    works = []
-    for out, into in pairs:
-        works += [dist.isend(out, to, group.pg), dist.irecv(into, source, group.pg)]
-    return Moving(arriving, packet, tuple(works))
+    sent = [(flat, to) for flat in packet.flats]
+    wanted = [(flat, source) for flat in arriving.flats]
+    return Moving(arriving, packet, comm.both_ways(sent, wanted, group.pg))
 
 
 def gathered(packet: Packet, counts: Sequence[int], group: Group) -> list[Packet]:

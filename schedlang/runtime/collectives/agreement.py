@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.collectives import comm
 from schedlang.told_once import job_store
 
 WAIT = 20.0  # seconds for the ranks of a job to come to `build`
@@ -70,6 +71,8 @@ def all_come(wait: float = WAIT) -> None:
 
     Whoever joins waits for them for minutes, and names nobody.
     """
+    if not comm.to_join():
+        return
     store, world = job_store(), int(os.environ["WORLD_SIZE"])
     if store is None or world == 1:
         return

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from schedlang.runtime.device import HOST
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Group:
     `ranks` are global ranks in mesh order, `rank` the place of this one among them.  Without a
     process group (`pg` None) collectives only give tensors of the right shape: a dry run.
     `order`: the places in the process group of the ranks, where they are not in mesh order.
+    `device`: where the tensors lie that it is given.
     """
 
     axes: tuple[str, ...]
@@ -31,6 +34,7 @@ class Group:
     pg: dist.ProcessGroup | None = None
     label: str = ""  # whose collectives these are, for those who listen
     order: tuple[int, ...] = ()
+    device: torch.device = field(default=HOST, compare=False)
 
     @property
     def size(self) -> int:

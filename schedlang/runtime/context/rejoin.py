@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from schedlang.runtime import nests as pytree
 from schedlang.runtime.attend import Layout
+from schedlang.runtime.collectives import comm
 from schedlang.runtime.parts import Absent, dotted, stack
 
 if TYPE_CHECKING:
@@ -25,8 +25,7 @@ def across_tokens(a: Assembly, mine: Weighed, layout: Layout) -> Weighed:
     group = a.ranks.group(a.context)
     found: list[Any] = [mine]
     if group.pg is not None:
-        found = [None] * group.size
-        dist.all_gather_object(found, mine, group=group.pg)
+        found = comm.gathered(mine, group.pg)
     outputs, rows, weights = zip(*found)
     return rejoined(outputs, weights, layout, a.tokens.outputs), rows[0], sum(weights)
 

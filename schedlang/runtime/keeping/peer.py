@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from schedlang.runtime.collectives import comm
 from schedlang.runtime.collectives.collective import Group, count
-from schedlang.runtime.device import on_accelerator
 from schedlang.runtime.storage.leaving import local
 from schedlang.runtime.storage.tiers import PEER, mark
 
@@ -135,18 +134,11 @@ class Peer:
         to = ring.ranks[(ring.rank + by) % ring.size]
         source = ring.ranks[(ring.rank - by) % ring.size]
         with torch._C.DisableTorchFunction():
-            ops = []
-            if out is not None and out.numel():
-                if not header:
-                    count("send", ring, out)
-                ops.append(dist.P2POp(dist.isend, out, to, ring.pg))
-            if into.numel():
-                ops.append(dist.P2POp(dist.irecv, into, source, ring.pg))
-            if not on_accelerator(into):
-                works = [one.op(one.tensor, one.peer, one.group) for one in ops]
-            else:  # both ways at once, or two ranks wait for each other
-                works = list(dist.batch_isend_irecv(ops)) if ops else []
-            for work in works:
+            sent = [] if out is None or not out.numel() else [(out, to)]
+            if sent and not header:
+                count("send", ring, sent[0][0])
+            wanted = [(into, source)] if into.numel() else []
+            for work in comm.both_ways(sent, wanted, ring.pg):
                 work.wait()
 
 

@@ -12,8 +12,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from schedlang.runtime.collectives import comm
 
 _SHARE = 2.0**-14  # of a block's range: far above what orders of float32 sums differ by
 
@@ -38,12 +39,10 @@ class Tipped:
 
     def everyone(self) -> Found:
         """What all ranks noted; those that share a stream draw alike for parts of their own."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        if comm.size() == 1:
             return self.found
-        gathered: list[Found] = [{}] * dist.get_world_size()
-        dist.all_gather_object(gathered, self.found)
         out: dict[int, tuple[Tensor, Tensor]] = {}
-        for found in gathered:
+        for found in comm.gathered(self.found):
             for stream, (places, values) in found.items():
                 known = out.get(stream, (places[:0], values[:0]))
                 out[stream] = torch.cat([known[0], places]), torch.cat([known[1], values])

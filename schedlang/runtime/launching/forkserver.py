@@ -251,11 +251,9 @@ def _work(sock: socket.socket, rank: int, world: int, setup: dict[str, Any], blo
 
 def _join(rank: int, world: int, store: str, threads: int) -> None:
     """A process group of gloo over a file, without a port to agree on."""
-    import datetime
-
     import torch
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import FileStore
+
+    from schedlang.runtime.collectives import comm
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
@@ -264,19 +262,12 @@ def _join(rank: int, world: int, store: str, threads: int) -> None:
     torch.set_num_threads(max(1, threads // world))
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
-    dist.init_process_group(
-        "gloo",
-        store=FileStore(store, world),
-        rank=rank,
-        world_size=world,
-        timeout=datetime.timedelta(hours=12),  # the parent decides what a hang is
-    )
+    comm.join_locally(rank, world, store)
 
 
 def _leave() -> None:
-    import torch.distributed as dist
+    from schedlang.runtime.collectives import comm
 
     with contextlib.suppress(RuntimeError):
-        dist.barrier()  # whoever closes first could cut off what is still on its way
-        dist.destroy_process_group()
+        comm.leave()
     gc.collect()

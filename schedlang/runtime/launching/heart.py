@@ -22,10 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
-
+from schedlang.runtime import device
+from schedlang.runtime.collectives import comm
 from schedlang.runtime.launching.cpu import cpu_seconds, queued_seconds
 from schedlang.runtime.launching.hang import works
 from schedlang.runtime.launching.job import Hang
@@ -57,14 +55,11 @@ def watch() -> None:
     """From now on the ranks of this job are watched, if torchrun has started it, and on CPUs."""
     global _watched
     apart = "TORCHELASTIC_RUN_ID" in os.environ and threading.current_thread() is _main()
-    if _watched or not apart or not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    if dist.get_backend() != "gloo" or torch.accelerator.is_available():
+    if _watched or not apart or comm.size() == 1 or device.accelerator() is not None:
         return
     _watched = True
-    used: Any = c10d._get_default_store()
-    store = used.clone()  # the main thread may wait in the other one
-    heart = Heart(store, dist.get_rank(), dist.get_world_size(), HANG)
+    # the main thread may wait in the store's own connection
+    heart = Heart(comm.own_store(), comm.rank(), comm.size(), HANG)
     thread = threading.Thread(target=heart.run, name="schedlang: do the ranks get on", daemon=True)
     thread.start()
     atexit.register(heart.stop, thread)  # a thread that comes back while Python ends would abort it
@@ -96,7 +91,7 @@ class Heart:
 
     def run(self) -> None:
         """Look again and again, until the process ends or the job's store is gone."""
-        with suppress(dist.DistError, RuntimeError):
+        with suppress(RuntimeError):
             while not self.ended.wait(_LOOK):
                 self.look()
 

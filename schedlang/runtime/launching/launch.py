@@ -54,7 +54,7 @@ class Pool:
         preload: Sequence[str] = BASE,
         files: Mapping[str, str | Path] | None = None,
     ) -> None:
-        if forkserver.Serving.here or Importing.now:  # each would start the next one, until memory is full
+        if forkserver.Serving.here or Importing.now:  # each would start the next one, without end
             raise Refusal(_started_by_ranks())
         self.files = {name: str(path) for name, path in (files or {}).items()}
         self._scratch, kept = folders.made()  # stores, logs

@@ -13,13 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
 from schedlang.kernels.held_cross_entropy import held_statistics
 from schedlang.kernels.linear_cross_entropy import Form, statistics, weighed
-from schedlang.runtime.collectives import collective
+from schedlang.runtime.collectives import collective, comm
 from schedlang.runtime.collectives.collective import Group
 from schedlang.runtime.logits.stand_in import StandIn, as_torchs, made_whole, reduced, takes_rows
 
@@ -52,8 +51,7 @@ class _Joined(torch.autograd.Function):
         """Sums of exponentials under the largest of all ranks."""
         largest = lse.clone()
         collective.count("all-reduce", group, largest)
-        if group.pg is not None:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group.pg)
+        comm.all_reduce(largest, group.pg, largest=True)
         sums = collective.all_reduce(torch.stack([(lse - largest).exp(), picked, total]), group)
         whole = sums[0].log() + largest
         ctx.save_for_backward(lse, whole)

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from schedlang.runtime.collectives import collective
+from schedlang.runtime.collectives import collective, comm
 from schedlang.runtime.collectives.collective import Group
 from schedlang.runtime.logits.stand_in import StandIn, as_torchs, reduced, takes_rows
 
@@ -31,8 +30,7 @@ class _Statistics(torch.autograd.Function):
         """Shift by the largest logit of all ranks, and sum over them in one collective."""
         largest = x.amax(-1)
         collective.count("all-reduce", group, largest)
-        if group.pg is not None:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group.pg)
+        comm.all_reduce(largest, group.pg, largest=True)
         offset = group.rank * x.shape[-1]  # every rank holds as many, padding included
         local = target - offset
         mine = (local >= 0) & (local < x.shape[-1])

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from schedlang.runtime import scope
+from schedlang.runtime.collectives import comm
 from schedlang.runtime.modes import Ambient
 
 Where = tuple[int, str, str, int, int]  # step, site, operator, how manyth there, sample
@@ -52,11 +52,9 @@ class Choices(Ambient):
 
     def everyone(self) -> dict[Where, Tensor]:
         """What all ranks found, the first one's where several have the same place."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        if comm.size() == 1:
             return self.found
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, self.found)
         out: dict[Where, Tensor] = {}
-        for found in reversed(gathered):
+        for found in reversed(comm.gathered(self.found)):
             out.update(found)
         return out

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from schedlang.runtime.collectives import comm
 from schedlang.runtime.collectives.collective import Group, count
 from schedlang.runtime.collectives.moving import exchange, exchanged
 
@@ -46,7 +46,7 @@ class _Begun(torch.autograd.Function):
         ctx.group, ctx.give, ctx.take = group, give, take
         out = x.new_empty((sum(take), *x.shape[1:]))
         count("all-to-all", group, x)
-        work = dist.all_to_all_single(out, x, take, give, group=group.pg, async_op=True)
+        work = comm.begin_exchange(out, x, take, give, group.pg)
         works.append((work, x))  # what is sent stays until it is gone
         return out
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from schedlang.mesh import Mesh
 from schedlang.placement import Layout, Segment
+from schedlang.runtime.collectives import comm
+from schedlang.runtime.collectives.ranks import Ranks
 from schedlang.runtime.storage.folder import gathered
 from schedlang.runtime.summing.gradient import buckets
 
@@ -147,44 +148,52 @@ def cleaned(part: Tensor, holding: Holding, mesh: Mesh, rank: int) -> Tensor:
 
 
 def assemble(
-    holdings: Mapping[str, Holding], local: Callable[[str], Tensor | None], mesh: Mesh, rank: int
+    holdings: Mapping[str, Holding], local: Callable[[str], Tensor | None], ranks: Ranks
 ) -> dict[str, Tensor]:
     """Whole tensors, on the CPU of every rank, from the parts that each rank has.
 
-    A tensor of which no part exists anywhere is left out.  Every rank that speaks for parts sends
-    them as flat buffers; the others know their order and shapes from the holdings.
+    A tensor of which no part exists anywhere is left out.  Some tensors at a time are laid out
+    whole, with zeros for what other ranks speak for, and their bits are added up over the world:
+    as many messages as the tensors need, however many ranks there are.
     """
+    mesh, rank = ranks.mesh, ranks.rank
     if mesh.world == 1:
         return {n: _alone(h, t, mesh) for n, h in holdings.items() if (t := local(n)) is not None}
     speaks = [name for name, holding in holdings.items() if holding.primary(mesh, rank)]
     own = {name: part.detach() for name in speaks if (part := local(name)) is not None}
+    told: dict[str, torch.dtype] = {}
+    for one in gathered({name: part.dtype for name, part in own.items()}, mesh.world):
+        told.update(one)
+    names = [name for name in holdings if name in told]
+    sizes = [(math.prod(holdings[n].layout.shape) * told[n].itemsize, None) for n in names]
     whole: dict[str, Tensor] = {}
-    told = gathered([(name, part.dtype) for name, part in own.items()], mesh.world)
     with torch._C.DisableTorchFunction():  # what is passed on is no part of any arithmetic
-        for source, parts in enumerate(told):
-            shapes = [holdings[name].local_shape(mesh, source) for name, _ in parts]
-            sizes = [(math.prod(s) * kind.itemsize, kind) for s, (_, kind) in zip(shapes, parts)]
-            for bucket in buckets(sizes):
-                names = [parts[k][0] for k in bucket]
-                sent = [own[name].reshape(-1).cpu() for name in names] if source == rank else None
-                values = _sent(sent, [shapes[k] for k in bucket], parts[bucket[0]][1], source)
-                for name, value in zip(names, values):
-                    if name not in whole:
-                        whole[name] = value.new_zeros(holdings[name].layout.shape)
-                    put(value, whole[name], holdings[name], mesh, source)
-    return {name: whole[name] for name in holdings if name in whole}
+        for bucket in buckets(sizes):
+            some = {names[k]: sizes[k][0] for k in bucket}
+            flat = torch.zeros(sum(map(_words, some.values())), dtype=torch.int64)
+            views = dict(zip(some, torch.split(flat, [_words(size) for size in some.values()])))
+            made = {
+                n: views[n].view(torch.uint8)[:size].view(told[n]).view(holdings[n].layout.shape)
+                for n, size in some.items()
+            }
+            for name in some.keys() & own.keys():
+                put(own[name].cpu(), made[name], holdings[name], mesh, rank)
+            flat.copy_(_added(flat, ranks))
+            whole.update(made if len(made) == 1 else {n: one.clone() for n, one in made.items()})
+    return {name: whole[name] for name in names}
 
 
-def _sent(
-    parts: list[Tensor] | None, shapes: list[tuple[int, ...]], dtype: torch.dtype, source: int
-) -> list[Tensor]:
-    """What one rank sends in one message, on all ranks."""
-    sizes = [math.prod(shape) for shape in shapes]
-    flat = torch.cat(parts) if parts is not None else torch.empty(sum(sizes), dtype=dtype)
-    assert flat.numel() == sum(sizes), "a part is not of the shape that its holding says"
-    if flat.numel():
-        dist.broadcast(flat, src=source)
-    return [part.view(shape) for part, shape in zip(torch.split(flat, sizes), shapes)]
+def _words(size: int) -> int:
+    """So many bytes as whole numbers of eight."""
+    return -(-size // 8)
+
+
+def _added(flat: Tensor, ranks: Ranks) -> Tensor:
+    """The sum over all ranks, of which one at most has bits that are not zero: those bits."""
+    sent = flat.to(ranks.device)
+    if sent.numel():
+        comm.all_reduce(sent, ranks.world.group)
+    return sent.cpu()
 
 
 def _alone(holding: Holding, part: Tensor, mesh: Mesh) -> Tensor:

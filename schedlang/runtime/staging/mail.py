@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 
+from schedlang.runtime.collectives import comm
 from schedlang.runtime.storage.tiers import DEVICE, made_on
 
 Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
@@ -66,25 +66,28 @@ class Mail:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
-        down: dist.ProcessGroup | None,
+        group: comm.ProcessGroup | None,
+        down: comm.ProcessGroup | None,
         device: torch.device,
         pairs: Iterable[tuple[int, int]] = (),
         tier: str = DEVICE,
     ) -> None:
         self.tier = tier
         self.group, self.down, self.device = group, down or group, device
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.rank = comm.rank()
+        # whether the backend runs the messages of two ranks one after the other, and then also says
+        # what has arrived: NCCL does, gloo does not
+        self.queues = comm.here().queues(device)
         self._queues: dict[int, deque[_Expected]] = {}
         self._expected: dict[Hashable, tuple[int, _Expected]] = {}
         self._sent: dict[Hashable, list[tuple[Any, torch.Tensor]]] = {}
-        if device.type != "cpu":
+        if self.queues:
             self._connect(pairs)
 
     @property
     def tells(self) -> bool:
-        """Whether the backend says what has arrived (NCCL does, gloo does not)."""
-        return self.device.type == "cuda"
+        """Whether the backend says what has arrived."""
+        return self.queues
 
     def _connect(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Meet every partner once, in one order for all ranks.
@@ -96,11 +99,7 @@ class Mail:
         word = torch.zeros(1, dtype=torch.uint8, device=self.device)
         for low, high in sorted(ends):
             for source, target in ((low, high), (high, low)):
-                lane = self._lane(source, target)
-                if self.rank == source:
-                    dist.send(word, target, lane)
-                elif self.rank == target:
-                    dist.recv(word, source, lane)
+                comm.meet(word, source, target, self._lane(source, target))
 
     @_plainly
     def send(
@@ -110,13 +109,13 @@ class Mail:
         parts = [*tensors]
         if header:
             parts.insert(0, _header(layout_of(tensors), self.device))
-        if self.device.type != "cpu":
+        if self.queues:
             self.sweep()
         kept = self._sent.setdefault(key, [])
         lane = self._lane(self.rank, to)
         for part in map(_bytes, parts):
             if part.numel():
-                kept.append((dist.isend(part, to, lane), part))
+                kept.append((comm.isend(part, to, lane), part))
 
     @_plainly
     def post(
@@ -180,19 +179,17 @@ class Mail:
                 expected.tensors.append(tensor)
                 if tensor.numel():
                     lane = self._lane(source, self.rank)
-                    expected.works.append(dist.irecv(_bytes(tensor), source, lane))
+                    expected.works.append(comm.irecv(_bytes(tensor), source, lane))
             queue.popleft()
             if expected is until:
                 until = None
 
     def _receive_header(self, source: int, count: int) -> Layout:
         header = torch.empty((count, HEADER), dtype=torch.int64, device=self.device)
-        work = dist.irecv(_bytes(header), source, self._lane(source, self.rank))
-        assert work is not None, "this rank is not in the group of its pipeline"
-        work.wait()
+        comm.irecv(_bytes(header), source, self._lane(source, self.rank)).wait()
         return tuple((DTYPES[row[0]], tuple(row[2 : 2 + row[1]])) for row in header.tolist())
 
-    def _lane(self, source: int, target: int) -> dist.ProcessGroup | None:
+    def _lane(self, source: int, target: int) -> comm.ProcessGroup | None:
         return self.group if source < target else self.down
 
 

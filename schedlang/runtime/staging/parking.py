@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 
+from schedlang.runtime.collectives import comm
 from schedlang.runtime.device import not_there
 from schedlang.runtime.staging.bag import Bag
 from schedlang.runtime.staging.flight import Work, work_of
@@ -21,7 +21,7 @@ from schedlang.runtime.storage.tiers import PEER
 from schedlang.timeline import Op
 
 Pairs = Iterable[tuple[int, int]]
-Groups = Sequence[dist.ProcessGroup | None]
+Groups = Sequence[comm.ProcessGroup | None]
 
 
 class Parking:

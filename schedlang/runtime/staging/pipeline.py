@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
+from schedlang.runtime.collectives import comm
 from schedlang.runtime.recording.graph import refusal
 from schedlang.runtime.slicing.sliced import Slices
 from schedlang.runtime.staging.bag import Bag
@@ -21,7 +21,7 @@ from schedlang.runtime.staging.sizes import Sizes
 from schedlang.runtime.staging.sliced_step import SlicedStep
 from schedlang.runtime.staging.stage import Stage
 from schedlang.runtime.staging.step import Result, Step
-from schedlang.timeline import Kind, Op, Timeline, check, with_gathers, with_transfers
+from schedlang.timeline import Kind, Op, Timeline, check, check_queues, with_gathers, with_transfers
 from schedlang.timeline import timeline as make_timeline
 
 BACKWARD = (Kind.B, Kind.I, Kind.W)
@@ -61,8 +61,8 @@ class Pipeline:
         ranks: Sequence[int] = (0,),
         place: int = 0,
         *,
-        group: dist.ProcessGroup | None = None,
-        down: dist.ProcessGroup | None = None,
+        group: comm.ProcessGroup | None = None,
+        down: comm.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
         lookahead: int = 1,
         handlers: Mapping[Kind, Handler] | None = None,
@@ -161,6 +161,8 @@ class Pipeline:
             if train and Kind.UNSHARD in self.handlers:
                 order = with_gathers(order)
             check(order)
+            if self.mail.queues:
+                check_queues(order, one_way=self.mail.down is not self.mail.group)
             rows = order.rows(self.place)
             last = {op.stage: k for k, op in enumerate(rows) if self._works(op)}
             waits = _unreduced(rows)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
+from schedlang.runtime.collectives import comm
 from schedlang.runtime.device import synchronize
 from schedlang.timeline import Op
 
@@ -56,8 +56,7 @@ class Watch:
             return values
 
         self.steps.append([])
-        if dist.is_initialized():
-            dist.barrier()
+        comm.barrier()
         self.zeros.append(time.perf_counter())
         mail.take = timed
         try:
@@ -85,10 +84,7 @@ def gathered(watch: Watch) -> list[list[list[Ran]]]:
     barrier before each step.
     """
     own = platform.node(), watch.zeros, watch.steps
-    found: list[Any] = [own]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, own)
+    found = comm.gathered(own)
     if len({node for node, _, _ in found}) > 1:
         return [steps for _, _, steps in found]
     first = [min(zeros) for zeros in zip(*(zeros for _, zeros, _ in found))]

@@ -56,7 +56,8 @@ class LossScale:
 
     def hear(self, total: Tensor) -> None:
         """Take over what all ranks together have noted."""
-        self.overflow, self.noted = not total.is_meta and bool(total.any()), []
+        there = self.growth > 0 and not total.is_meta  # else nobody has to wait for the device
+        self.overflow, self.noted = there and bool(total.any()), []
 
     def next(self) -> bool:
         """Change the scale for the next step; whether this step's update is to be made."""

@@ -97,7 +97,7 @@ class WholeStep:
 
     def _whole(self, names: Sequence[str], part: Any) -> dict[str, Tensor]:
         some = {name: self.holdings[name] for name in names}
-        return assemble(some, part, self.ranks.mesh, self.ranks.rank)
+        return assemble(some, part, self.ranks)
 
     def _everyones(self, keys: Sequence[str]) -> list[str]:
         """Keys of state that some rank has."""

@@ -3,67 +3,31 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import secrets
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
-import torch.distributed as dist
+from typing import TypeVar
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.collectives import comm
 from schedlang.runtime.storage.exchange import exchange
 from schedlang.runtime.storage.lock import Held, locked
 
 T = TypeVar("T")
-_LENGTH, _SHORT = 8, 4096  # bytes of a length; bytes that go with it
 SAVING, REPLACED = ".saving", ".replaced"  # endings of what lies beside the folder meanwhile
 
 
 def agreed(value: T, world: int) -> T:
     """Rank 0's value, on all ranks."""
-    sent: list[Any] = [value]
-    if world > 1:
-        with torch._C.DisableTorchFunction():
-            dist.broadcast_object_list(sent, src=0)
-    mine: T = sent[0]
-    return mine
+    return comm.told_by(0, value) if world > 1 else value
 
 
 def gathered(value: T, world: int) -> list[T]:
     """Every rank's value, on all ranks."""
-    if world == 1:
-        return [value]
-    found: list[Any] = [None] * world
-    with torch._C.DisableTorchFunction():  # pickled bytes are no part of any arithmetic
-        if dist.get_backend() == "gloo":
-            return [pickle.loads(data) for data in _exchanged(pickle.dumps(value), world)]
-        dist.all_gather_object(found, value)
-    return found
-
-
-def _exchanged(data: bytes, world: int) -> list[bytes]:
-    """Every rank's bytes: in one message with their length where they are few on all ranks.
-
-    torch gathers the lengths first, always; most of what ranks tell each other is short.
-    """
-    told = _rows(len(data).to_bytes(_LENGTH, "little") + data[:_SHORT], _LENGTH + _SHORT, world)
-    lengths = [int.from_bytes(row[:_LENGTH], "little") for row in told]
-    if max(lengths) <= _SHORT:
-        return [row[_LENGTH : _LENGTH + length] for row, length in zip(told, lengths)]
-    return [row[:length] for row, length in zip(_rows(data, max(lengths), world), lengths)]
-
-
-def _rows(data: bytes, size: int, world: int) -> list[bytes]:
-    """Bytes of every rank, with zeros behind them up to a size that is the same on all ranks."""
-    mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
-    everyone = torch.empty(world, size, dtype=torch.uint8)
-    dist.all_gather(list(everyone.unbind()), mine)
-    return [row.numpy().tobytes() for row in everyone]
+    return comm.gathered(value) if world > 1 else [value]
 
 
 def together(

@@ -78,8 +78,11 @@ class Compressor:
     def sum(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Replace each gradient by the sum over the group; one that no rank has stays away."""
         held = [name for name in self.names if name in parameters]
-        here = torch.tensor([local_gradient(parameters[n]) is not None for n in held])
-        there = all_reduce(here.double(), self.group).tolist()
+        here = [local_gradient(parameters[n]) is not None for n in held]
+        flags = torch.tensor(here, dtype=torch.float64).to(self.group.device)
+        counts = all_reduce(flags, self.group)
+        # where this rank has all of them nobody has to wait for how many others have
+        there = here if all(here) else counts.tolist()
         step, self.step = self.step, self.step + 1
         found: dict[str, Tensor] = {}
         for name, count in zip(held, there):

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from schedlang.runtime.collectives import comm
 from schedlang.runtime.collectives.collective import Group, count
+from schedlang.runtime.device import HOST, on_accelerator
 from schedlang.runtime.storage.leaving import gradient_device, gradient_of, leaves, set_gradient
 
 BUCKET_BYTES = 25 * 2**20  # as torch's DistributedDataParallel
@@ -60,12 +61,9 @@ def begin(parameters: Mapping[str, nn.Parameter], sums: Sequence[Sum]) -> list[t
 
 def begin_one(group: Group, members: Sequence[nn.Parameter]) -> tuple[Bucket, Any]:
     """Start the sum of one bucket."""
-    bucket = Bucket(members)
+    bucket = Bucket(members, group.device)
     count("all-reduce", group, bucket.flat)
-    work = None
-    if group.pg is not None:
-        work = dist.all_reduce(bucket.flat, group=group.pg, async_op=True)
-    return bucket, work
+    return bucket, comm.all_reduce(bucket.flat, group.pg, wait=False)
 
 
 def in_buckets(parameters: Sequence[nn.Parameter], most: int | None) -> list[list[nn.Parameter]]:
@@ -96,24 +94,40 @@ def _local(parameter: nn.Parameter) -> Tensor:
 
 
 class Bucket:
-    """The gradients of some parameters in one flat tensor, and how many ranks had each."""
+    """The gradients of some parameters in one flat tensor, and how many ranks had each.
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    `device`: that of the group, to which gradients that lie in host memory go for the sum; those
+    of a step without values stay where they are.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device = HOST) -> None:
         self.parameters = parameters
         self.locals = [_local(parameter) for parameter in parameters]
         grads = [local_gradient(parameter) for parameter in parameters]
-        # one number a parameter behind the values: on how many ranks it got a gradient
-        there = torch.tensor([g is not None for g in grads], dtype=self.locals[0].dtype)
-        device = gradient_device(parameters[0])
+        self.all_here = all(g is not None for g in grads)
+        home = gradient_device(parameters[0])
         parts = [
-            (g if g is not None else torch.zeros_like(p, device=device)).reshape(-1)
+            (g if g is not None else torch.zeros_like(p, device=home)).reshape(-1)
             for g, p in zip(grads, self.locals)
         ]
-        self.flat = torch.cat([*parts, there.to(parts[0].device)])
+        # one number a parameter behind the values: on how many ranks it got a gradient
+        there = parts[0].new_ones(len(grads), dtype=self.locals[0].dtype)
+        for place, grad in enumerate(grads):
+            if grad is None:
+                there[place] = 0
+        self.flat = torch.cat([*parts, there])
+        if on_accelerator(device):
+            self.flat = self.flat.to(device)
 
     def unpack(self) -> None:
-        """Give every parameter its part of the sum."""
-        counts = self.flat[-len(self.parameters) :].tolist()
+        """Give every parameter its part of the sum.
+
+        Counts are looked at only where this rank had no gradient: the host waits for the device.
+        """
+        count = len(self.parameters)
+        counts = [1.0] * count if self.all_here else self.flat[-count:].tolist()
+        if on_accelerator(self.flat) and not on_accelerator(gradient_device(self.parameters[0])):
+            self.flat = self.flat.cpu()
         at = 0
         for parameter, local, got in zip(self.parameters, self.locals, counts):
             if got:
@@ -134,33 +148,59 @@ def _set_gradient(parameter: nn.Parameter, value: Tensor) -> None:
         set_gradient(parameter, value.clone())
 
 
-def square_sum(parameters: Mapping[str, nn.Parameter], speaks: Callable[[str], bool]) -> Tensor:
-    """The sum of squares of the gradients for which this rank speaks, in float64 or wider."""
+def square_sum(
+    parameters: Mapping[str, nn.Parameter], speaks: Callable[[str], bool],
+    device: torch.device = HOST,
+) -> Tensor:  # fmt: skip
+    """The sum of squares of the gradients for which this rank speaks, in float64 or wider.
+
+    It lies on `device`, if that is an accelerator's.
+    """
     grads = [local_gradient(p) for name, p in parameters.items() if speaks(name)]
     present = [g for g in grads if g is not None and g.numel()]
     if not present:
-        return torch.zeros((), dtype=torch.float64)
+        # without values everything lies on the meta device, wherever the rank is
+        home = device if on_accelerator(device) else None
+        return torch.zeros((), dtype=torch.float64, device=home)
     kinds = dict.fromkeys(g.device for g in present)
     apart = [torch._foreach_norm([g for g in present if g.device == kind]) for kind in kinds]
     sums = [torch.stack([n.double() for n in norms]).square().sum() for norms in apart]
-    return sums[0] if len(sums) == 1 else torch.stack([one.cpu() for one in sums]).sum()
+    if on_accelerator(device):
+        sums = [one.to(device, non_blocking=True) for one in sums]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
-def norm_alone(parameters: Mapping[str, nn.Parameter], clip: float | None) -> float:
+def norm_alone(parameters: Mapping[str, nn.Parameter], clip: float | None) -> Tensor:
     """The norm of the gradients of a world of one, which are then bounded by `clip`.
 
     By torch's own functions, so that a plain loop gives the same to the last bit.
     """
     grads = [g for p in parameters.values() if (g := gradient_of(p)) is not None]
     norm = nn.utils.get_total_norm(grads)
-    if clip is not None and float(norm) > clip:
+    if clip is not None and (on_accelerator(norm) or float(norm) > clip):
         there: Any = [SimpleNamespace(grad=grad) for grad in grads]  # all that torch looks at
         nn.utils.clip_grads_with_norm_(there, clip, norm)
-    return float(norm)
+    return norm
 
 
-def scale_gradients(parameters: Mapping[str, nn.Parameter], factor: float) -> None:
+def clip_factor(norm: Tensor, clip: float) -> float | Tensor | None:
+    """What gradients of this norm are multiplied by, as in torch.nn.utils.clip_grad_norm_.
+
+    On an accelerator it is computed there, so that the host does not wait for the norm.  On a CPU
+    the norm is at hand: None where it is below, and nothing is to be done.
+    """
+    if on_accelerator(norm):
+        return torch.where(norm > clip, clip / (norm + 1e-6), 1.0)
+    found = float(norm)
+    return clip / (found + 1e-6) if found > clip else None
+
+
+def scale_gradients(parameters: Mapping[str, nn.Parameter], factor: float | Tensor) -> None:
     """Multiply every gradient in place."""
     grads = [g for p in parameters.values() if (g := local_gradient(p)) is not None]
-    if grads:
-        torch._foreach_mul_(grads, factor)
+    if not isinstance(factor, Tensor):
+        if grads:
+            torch._foreach_mul_(grads, factor)
+        return
+    for home in dict.fromkeys(g.device for g in grads):
+        torch._foreach_mul_([g for g in grads if g.device == home], factor.to(home))

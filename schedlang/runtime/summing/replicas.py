@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -25,6 +24,7 @@ from torch.distributed.fsdp import (
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.casting.cast import DTYPES
+from schedlang.runtime.collectives import comm
 from schedlang.runtime.storage.tiers import CPU, DEVICE
 from schedlang.runtime.summing.gathered import groups_of, name_in, set_up, settle
 from schedlang.timeline import Kind
@@ -163,7 +163,7 @@ class Sliced:
             counted = [*self.calls, *(-count for count in self.calls)]
             device = torch.device(self.mesh.device_type)
             flags = torch.tensor(counted, dtype=torch.int32, device=device)
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.mesh.get_group())
+            comm.all_reduce(flags, self.mesh.get_group(), largest=True)
             self.calls = [0] * len(self.calls)
             _check_calls(flags.tolist())
 
@@ -205,12 +205,12 @@ class Sliced:
 
 def used_anywhere(
     sliced: Mapping[int, Sliced], parameters: Mapping[str, nn.Parameter], names: Sequence[str]
-) -> Tensor:
+) -> list[float]:
     """One for each sliced parameter (by name) that got a gradient on this rank; to be summed."""
     used = {parameter for one in sliced.values() for parameter in one.used}
     for one in sliced.values():
         one.used.clear()
-    return torch.tensor([float(parameters.get(n) in used) for n in names], dtype=torch.float64)
+    return [float(parameters.get(n) in used) for n in names]
 
 
 def _check_calls(counts: Sequence[int]) -> None:

@@ -1,0 +1,1 @@
+"""Instruments for tests: nothing here knows a schedule."""

@@ -1,0 +1,114 @@
+"""Each wait, event and record of FSDP2, DDP and our copies is missed when it is left out."""
+
+from __future__ import annotations
+
+import pytest
+
+from schedlang.testing.accelerator import unavailable
+from tests.accelerator import sharded_ways
+from tests.accelerator.hunting import hunt
+from tests.accelerator.mutants import sites
+
+pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
+
+_FSDP = "torch.distributed.fsdp._fully_shard._"
+MODULES = tuple(
+    _FSDP + name for name in ("fsdp_collectives", "fsdp_param", "fsdp_param_group", "fsdp_state")
+) + (f"{_FSDP}fully_shard",)
+
+_GATHER = (
+    "foreach_all_gather lets the stream of gathers wait for that of the copies, which waited for "
+    "the same, before anything runs on it"
+)
+_GIVEN_UP = (
+    "three waits of reset_iter_state cover each other: the last event of each stream that reduces "
+    "(the state's), each group's own, and that of each reduce-scatter, which ran before those"
+)
+_KEPT = (
+    "nobody uses what was gathered, and the work of an asynchronous collective keeps its tensors "
+    "until it is done"
+)
+# calls that nothing needs, by their function and text: why that is so
+REDUNDANT = {
+    ("FSDPParamGroup._wait_all_gather_streams_on_event",
+     "self.comm_ctx.all_gather_stream.wait_event(event)"): _GATHER,
+    ("FSDPState._root_pre_forward",
+     "self._comm_ctx.all_gather_stream.wait_event(event)"): _GATHER,
+    ("FSDPState._root_pre_forward",
+     "self._comm_ctx.all_gather_stream.wait_stream(current_stream)"): _GATHER,
+    ("FSDPState._post_forward",
+     "self._comm_ctx.all_gather_stream.wait_event(all_gather_state.event)"): _GATHER,
+    ("FSDPState._root_post_backward_final_callback",
+     "self._device_handle.current_stream().wait_event(rs_state.event)"):
+        "finalize_backward, called just before, waits for the last event of the same stream",
+    ("FSDPState._reset_iter_state", "current_stream.wait_event(ag_state.event)"):
+        "the event is one of the current stream: of its own copy out of the gathered tensor",
+    ("FSDPState._reset_iter_state", "current_stream.wait_event(rs_state.event)"): _GIVEN_UP,
+    ("FSDPState._reset_iter_state", "current_stream.wait_event(event)"): _GIVEN_UP,
+    ("FSDPParamGroup._reset_iter_state",
+     "current_stream.wait_event(self._post_reduce_event)"): _GIVEN_UP,
+    ("FSDPParamGroup._reset_iter_state",
+     "current_stream.wait_event(self._all_reduce_state.event)"): _GIVEN_UP,
+    ("foreach_reduce", "post_reduce_stream.record_event()"):
+        "gradients that wait for their all-reduce are used on the stream that made them, and the "
+        "memory of their inputs is ordered by the event of the reduce-scatter before",
+    ("foreach_reduce", "all_reduce_stream.record_event()"):
+        "finalize_backward waits for a later event of the same stream before the memory is let go",
+    ("FSDPParamGroup.unshard", "self.device_handle.Event().record()"):
+        "`Event.record` returns None, so that nobody can wait for it; one rank gathers nothing",
+    ("FSDPParamGroup._reset_iter_state", "work.wait()"): _KEPT,
+    ("FSDPParamGroup.finalize_backward", "work.wait()"): _KEPT,
+    ("FSDPModule.unshard", "handle.wait()"):
+        "the module's own forward waits for a gather that is under way",
+}  # fmt: skip
+# calls that none of these programs reaches
+UNREACHED = {
+    ("foreach_reduce", "all_reduce_stream.wait_stream(current_stream)"):
+        "dead: it stands in the other branch of `world_size >= 1`",
+    ("FSDPParam._get_grad_inner_tensor", "grad.wait()"):
+        "such a tensor waits by itself when it is used",
+    ("FSDPParamGroup.post_backward",
+     "self.device_handle.current_stream().wait_event(self._post_reduce_event)"):
+        "for parameters of one module that are sharded over several meshes",
+    ("FSDPParamGroup._wait_for_post_backward",
+     "self.device_handle.current_stream().wait_event(self._post_reduce_event)"):
+        "for gradients of one module that are reduced twice before backward ends",
+    ("FSDPParamGroup._wait_for_post_backward",
+     "self.device_handle.current_stream().wait_event(self._all_reduce_state.event)"):
+        "for gradients of one module that are reduced twice before backward ends",
+}  # fmt: skip
+
+
+def test_a_wait_of_fsdp2_that_is_left_out() -> None:
+    """One of each kind, by a report: a wait for a stream, an event, and the record of an event."""
+    some = [
+        next(site for site in sites(*MODULES) if text in site.text)
+        for text in (
+            "reduce_scatter_stream.wait_stream(current_stream)",
+            "all_gather_stream.record_event()",
+            "current_stream().wait_event(oldest.event)",
+        )
+    ]
+    for fate in hunt(some, sharded_ways.TWO[:1]):
+        assert fate.report, str(fate.site)
+
+
+@pytest.mark.deep
+def test_every_order_of_fsdp2_is_needed_or_known() -> None:
+    """All that is left out is found; what is not is listed above, with the reason."""
+    everything = sites(*MODULES)
+    two = hunt(everything, sharded_ways.TWO)
+    open_ = [fate for fate in two if not fate.found]
+    four = hunt([fate.site for fate in open_], sharded_ways.FOUR, ranks=4)
+    left = {}
+    for before, after in zip(open_, four):
+        if not after.found:
+            left[after.site] = before.reached or after.reached
+    for site, reached in left.items():
+        known = (site.function, site.text)
+        assert known in (REDUNDANT if reached else UNREACHED), f"{site} is not missed"
+    names = {(site.function, site.text) for site in everything}
+    listed = (REDUNDANT.keys() | UNREACHED.keys()) & names
+    assert listed == {(site.function, site.text) for site in left}, "found after all"
+    told = [fate for fate in (*two, *four) if fate.found]
+    assert all(fate.report for fate in told if fate.wrong), "wrong values and no report"

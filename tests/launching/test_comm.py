@@ -1,0 +1,221 @@
+"""One layer talks to other ranks: nobody else asks torch.distributed, and no group is left over."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import schedlang
+from schedlang.mesh import Mesh
+from schedlang.passes.running.build import build
+from schedlang.runtime.collectives import comm
+from schedlang.runtime.collectives.ranks import Ranks
+from schedlang.runtime.launching.launch import Pool
+from tests import models
+from tests.proofs import planned, sgd
+
+ROOT = Path(schedlang.__file__).parent
+HOMES = (
+    "runtime/collectives/",  # the layer itself
+    "testing/",  # an instrument for any code, which is itself a backend of torch.distributed
+)
+# libraries of torch above its communication, and the files that are about what they hold
+LIBRARIES = {
+    "runtime/casting/cast.py": {"tensor"},  # DTensor: which parameters are stored in parts
+    "runtime/keeping/dynamic.py": {"fsdp"},  # FSDPModule: gathers are no part of a recomputation
+    "runtime/keeping/region.py": {"fsdp"},
+    "runtime/saving/boxes.py": {"checkpoint"},  # the format of its files
+    "runtime/storage/leaving.py": {"tensor"},
+    "runtime/summing/compressed.py": {"tensor"},
+    "runtime/summing/gathered.py": {"fsdp"},
+    "runtime/summing/gradient.py": {"tensor"},
+    "runtime/summing/replicas.py": {"fsdp", "device_mesh"},  # the mesh that fully_shard is given
+    "kernels/sharding.py": {"tensor"},
+}
+# stands below the runtime, and asks torchrun's own store before there is a world
+STORES = {"told_once.py"}
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    """The parts of torch.distributed that a file imports or names, "" for itself."""
+    for node in ast.walk(tree):
+        names: Sequence[str] = ()
+        if isinstance(node, ast.Import):
+            names = [one.name for one in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module] if node.module.startswith("torch.distributed.") else [
+                f"{node.module}.{one.name}" for one in node.names
+            ]  # fmt: skip
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+            names = ["torch.distributed"]
+        for name in names:
+            if name.startswith(("torch.distributed", "torch._C._distributed_c10d")):
+                yield name.removeprefix("torch.distributed").strip(".").partition(".")[0]
+
+
+def _files() -> Iterator[tuple[str, ast.Module]]:
+    for folder, _, names in os.walk(ROOT, followlinks=True):
+        for name in names:
+            if name.endswith(".py"):
+                path = Path(folder) / name
+                yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
+
+
+def test_one_layer_asks_torch_distributed() -> None:
+    """Groups, messages and stores are asked for in one room; libraries are used where named."""
+    wrong, used = {}, {}
+    for path, tree in _files():
+        found = set(_imports(tree))
+        if not found or path.startswith(HOMES) or path in STORES:
+            continue
+        used[path] = found
+        if not found <= LIBRARIES.get(path, set()):
+            wrong[path] = sorted(found)
+    assert not wrong
+    assert used == LIBRARIES, "a file that is listed no longer needs it"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("import torch.distributed as dist", {""}),
+        ("from torch import distributed", {""}),
+        ("def f():\n    from torch.distributed.fsdp import fully_shard", {"fsdp"}),
+        ("import torch\ntorch.distributed.barrier()", {""}),
+        ("from torch.distributed import barrier, tensor", {"barrier", "tensor"}),
+        ("import torch\ntorch.nn.Linear", set()),
+    ],
+)
+def test_each_way_to_import_is_seen(text: str, found: set[str]) -> None:
+    """At the top, inside of a function, by attribute."""
+    assert set(_imports(ast.parse(text))) == found
+
+
+# -- groups ----------------------------------------------------------------------------------------
+
+ROWS = """
+transformer.h.*.mlp.c_fc    shard(col, over=tp)
+transformer.h.*.mlp.c_proj  shard(row, over=tp)
+zero(stage=0, over=dp)
+overlap(gradients)
+"""
+
+
+def _rebuilt(times: int) -> list[int]:
+    """How many groups there are after each build of a program that trains."""
+    found = []
+    batch = models.tokens()
+    for _ in range(times):
+        program = build(planned(models.gpt2(2), ROWS, "dp=2, tp=2"), batch, optimizer=sgd)
+        program.train_step(batch)
+        found.append(len(dist.distributed_c10d._world.pg_map))
+    return found
+
+
+def test_a_program_built_again_makes_no_groups(pool: Pool) -> None:
+    """The groups of the first are those of the tenth."""
+    for found in pool.run(_rebuilt, 4, 10):
+        assert len(set(found)) == 1
+
+
+def _two_jobs(path: str) -> list[int]:
+    """A world, a program, another world with a program of its own: the groups alive in each."""
+    rank, found = dist.get_rank(), []
+    dist.destroy_process_group()
+    for turn in range(3):
+        comm.join_locally(rank, 2, f"{path}/{turn}")
+        batch = models.tokens()
+        program = build(planned(models.gpt2(2), "zero(stage=0, over=dp)", "dp=2"), batch)
+        program.eval_step(batch)
+        ranks = program.assembly.ranks
+        assert ranks.world is comm.here()
+        found.append(len(comm._worlds))
+        del program, ranks
+        comm.leave()
+    comm.join_locally(rank, 2, f"{path}/last")
+    gc.collect()
+    return [*found, len(comm._worlds)]
+
+
+def test_a_job_that_is_left_leaves_nothing(pool: Pool, tmp_path: Path) -> None:
+    """Another job of the same process has a world of its own, and the last one's is gone."""
+    for found in pool.run(_two_jobs, 2, str(tmp_path)):
+        assert found == [1, 1, 1, 0]
+
+
+class _Splits:
+    """A world whose backend can be split, and what it was asked for."""
+
+    supports_splitting = True
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def _get_backend(self, device: torch.device) -> _Splits:
+        return self
+
+    def split_group(self, split_ranks: Any, timeout: Any) -> str:
+        self.asked.append(split_ranks)
+        return "mine"
+
+
+def test_groups_of_an_axis_are_split_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a device and a backend that splits: one exchange an axis, however many groups it has."""
+    splits = _Splits()
+    world = comm.World(5, 64, {"cuda": "nccl"}, torch.device("cuda", 5))
+    monkeypatch.setattr(comm.World, "group", property(lambda self: splits))
+    monkeypatch.setattr(dist, "split_group", splits.split_group)
+    monkeypatch.setattr(comm, "here", lambda: world)
+    ranks = Ranks(Mesh((("dp", 16), ("tp", 4))), torch.device("cuda", 5))
+    for axis in ("dp", "tp", "dp"):
+        ranks.group(axis)
+    assert [len(one) for one in splits.asked] == [4, 16]
+    assert ranks.group("tp").ranks == (4, 5, 6, 7) and ranks.one_way
+
+
+def test_hosts_are_served_by_their_own_backend() -> None:
+    """Which backend runs messages one after the other, and which has to be given host tensors."""
+    cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
+    nccl = comm.World(0, 2, {"cpu": "gloo", "cuda": "nccl"})
+    gloo = comm.World(0, 2, {"cpu": "gloo", "cuda": "gloo"})
+    assert nccl.queues(cuda) and not nccl.by_host(cuda)
+    assert gloo.by_host(cuda) and not gloo.queues(cuda)
+    assert not any((nccl.queues(cpu), gloo.queues(cpu), nccl.by_host(cpu), gloo.by_host(cpu)))
+
+
+def _assembled() -> tuple[int, int, bool]:
+    """How often ranks meet for all tensors of a model, by sum and by broadcast."""
+    batch, told = models.tokens(), {"all_reduce": 0, "broadcast": 0}
+    model = models.gpt2(2)
+    program = build(planned(model, "zero(stage=3, over=dp)", "dp=4"), batch, optimizer=sgd)
+    plain = {name: getattr(dist, name) for name in told}
+
+    def counted(name: str) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            told[name] += 1
+            return plain[name](*args, **kwargs)
+
+        return run
+
+    for name in told:
+        setattr(dist, name, counted(name))
+    try:
+        state = program.state_dict()
+    finally:
+        for name, function in plain.items():
+            setattr(dist, name, function)
+    same = all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+    return told["all_reduce"], told["broadcast"], same
+
+
+def test_whole_tensors_need_no_message_of_each_rank(pool: Pool) -> None:
+    """As many sums as the tensors have buckets, bit for bit, and nothing rank by rank."""
+    assert pool.run(_assembled, 4) == [(1, 0, True)] * 4
