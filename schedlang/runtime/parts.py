@@ -169,7 +169,8 @@ def _of_samples(value: Any, first: int, last: int) -> Any:
     """
     if (first, last) == (0, value.num_graphs):
         return value
-    kind, held = type(value), getattr(value, "keys", list)()
+    kind = type(value)
+    held: list[str] = list(value.keys()) if hasattr(value, "keys") else []
     followed = [key.removesuffix("_batch") for key in held if key.endswith("_batch")]
     more = {"follow_batch": followed} if followed else {}
     root: Any = next(one for one in reversed(kind.__mro__) if hasattr(one, "from_data_list"))
