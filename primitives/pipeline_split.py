@@ -94,9 +94,12 @@ class pipeline_split(Primitive):  # noqa: N801
         times, ranks = dict(plan.unrolled), plan.mesh.size(self.over)
         parts = sum(times.get(one.fqn) or len(plan.model.children(one.fqn)) for one in lists)
         if lists and parts < ranks:
-            refuse("S613", f"{parts} modules cannot be cut into {ranks} stages",
-                   f"`{self.over}` has {ranks} ranks",
-                   helps=(f"`{self.over}` may be 1 to {parts}",))  # fmt: skip
+            held = ", ".join(f"`{one.fqn}`" for one in lists)
+            refuse("S613", f"{parts} module{'s' * (parts != 1)} cannot be cut into {ranks} stages",
+                   f"`{self.over}` has {ranks} ranks", notes=(f"that is all of {held}",),
+                   helps=(f"`{self.over}` may be 1 to {parts}",
+                          "or, of modules called in a loop, count the calls: `unroll`, above"),
+                   )  # fmt: skip
 
     def effect(self, sites: tuple[Site, ...], plan: Plan) -> Plan:
         """Note the cuts; stages are numbered when the number of chunks is known."""

@@ -133,7 +133,7 @@ def check_rows(plan: Plan, sample: Mapping[str, Any]) -> None:
         return
     rows = rows_of(sample)
     suspects = {
-        key: value for key, value in named_tensors(sample).items()
+        key: value for key, value in named_tensors(sample, inside=False).items()
         if value.ndim and value.shape[0] != rows and not value.is_meta and value.numel()
         and not value.is_floating_point() and not value.is_complex() and int(value.max()) >= rows
     }  # fmt: skip
@@ -149,7 +149,9 @@ def check_rows(plan: Plan, sample: Mapping[str, Any]) -> None:
                    f" `{found.call}` would fail",),
             helps=("do not split the batch: 1 rank on the axes of `zero`, and 1 microbatch",
                    "or let dim 0 of every tensor be samples: graphs padded to one size,"
-                   " or one graph for all, `x` of [samples, nodes, features]"),
+                   " or one graph for all, `x` of [samples, nodes, features]",
+                   "or let `forward` take one object that is cut by samples: graphs in a `Batch`"
+                   " of torch_geometric"),
         )
     )  # fmt: skip
 

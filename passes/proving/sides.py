@@ -134,11 +134,16 @@ def _cast(case: Case, batch: Batch) -> dict[str, Any]:
 
     if case.dtype in (None, "none"):
         return dict(batch)
+    from schedlang.runtime import nests as pytree
+
     dtype = getattr(torch, str(case.dtype))
-    return {
-        k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
-        for k, v in batch.items()
-    }
+
+    def cast(value: Any) -> Any:
+        floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if floats else value
+
+    out: dict[str, Any] = pytree.tree_map(cast, dict(batch))
+    return out
 
 
 def modes_of(seed: int) -> Any:

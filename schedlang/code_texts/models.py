@@ -125,7 +125,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S670": (
         "the batch holds indices of its rows",
         "Edges of a graph, or pairs of samples, are numbers of rows: a part of the batch would\n"
-        "name rows that lie in another part.",
+        "name rows that lie in another part.  One object of many graphs that gives them back\n"
+        "(`to_data_list`, `from_data_list`) is cut by graph.",
     ),
     "S674": (
         "no tokens in the batch",

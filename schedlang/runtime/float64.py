@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime import nests as pytree
 from schedlang.runtime.modes import Ambient
 
 WIDE: dict[Any, torch.dtype] = {
@@ -182,7 +183,7 @@ def widened(value: Any) -> Any:
         return type(value)(widened(v) for v in value)
     if isinstance(value, dict):
         return type(value)((k, widened(v)) for k, v in value.items())
-    return value
+    return pytree.tree_map(widened, value) if pytree.separable(value) else value
 
 
 def as_float64(module: M) -> M:

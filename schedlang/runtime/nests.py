@@ -9,9 +9,10 @@ by themselves (those of fully_shard) find the tensors, too.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import OrderedDict, UserDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch.utils._pytree import (
 
 __all__ = [
     "GetAttrKey", "MappingKey", "SequenceKey", "closed", "keystr", "know", "known_classes",
-    "open_classes",
+    "open_classes", "separable",
     "tree_flatten", "tree_flatten_with_path", "tree_leaves", "tree_map", "tree_map_only",
     "tree_map_with_path", "tree_unflatten",
 ]  # fmt: skip
@@ -87,6 +88,12 @@ def know(tree: Any) -> Any:
     """The nest itself; every class in it that holds a tensor is known to pytree afterwards."""
     _holds(tree)
     return tree
+
+
+def separable(value: Any) -> bool:
+    """Is it one object of many samples that gives them back and is made of them anew, as a `Batch`
+    of torch_geometric?"""
+    return _form_of(type(value)) == "samples"
 
 
 def closed(value: Any) -> bool:
@@ -154,6 +161,8 @@ def _form_of(kind: type) -> str | None:
     """
     if hasattr(kind, "__torch_function__"):
         return None
+    if all(hasattr(kind, word) for word in ("to_data_list", "from_data_list", "num_graphs")):
+        return "samples"
     if dataclasses.is_dataclass(kind) and not issubclass(kind, Mapping):
         return "attributes"
     if hasattr(kind, "__attrs_attrs__") or issubclass(kind, SimpleNamespace):
@@ -164,6 +173,8 @@ def _form_of(kind: type) -> str | None:
 def _register(kind: type) -> None:
     if kind in pytree.SUPPORTED_NODES:
         return
+    if _form_of(kind) == "samples":  # may be made while it runs: no other process knows its name
+        return _register_samples(kind)
     _NAMED[kind] = None
 
     def flatten(value: Any) -> tuple[list[Any], Any]:
@@ -179,6 +190,58 @@ def _register(kind: type) -> None:
         return _made(kind, dict(zip(context[0], children)), context[1])
 
     pytree.register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=with_keys)
+
+
+def _register_samples(kind: type) -> None:
+    """Objects of many samples: what they hold lies in stores, or in attributes."""
+
+    def flatten(value: Any) -> tuple[list[Any], Any]:
+        places = list(_places(value))
+        names = tuple(name for name, _, _ in places)
+        return [store[key] for _, store, key in places], (names, Bare(value))
+
+    def with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        children, context = flatten(value)
+        return [(MappingKey(name), child) for name, child in zip(context[0], children)], context
+
+    def unflatten(children: Iterable[Any], context: Any) -> Any:
+        return context[1].filled(children)
+
+    pytree.register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=with_keys)
+
+
+def _places(value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Everything that an object of many samples holds, by its name and by where it lies."""
+    for store in getattr(value, "stores", None) or [vars(value)]:
+        kind = getattr(store, "_key", None)  # of nodes or edges, where there are several
+        words = [] if kind is None else [kind] if isinstance(kind, str) else ["__".join(kind)]
+        for key in list(store.keys()):
+            yield ".".join([*words, str(key)]), store, key
+
+
+class Bare:
+    """An object of many samples without what it holds; of equal structure are all of its class."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = copy.copy(value)
+        for _, store, key in list(_places(self.value)):
+            store[key] = 0  # its tensors are not kept alive
+
+    def filled(self, children: Iterable[Any]) -> Any:
+        """One like it that holds others."""
+        made = copy.copy(self.value)
+        for (_, store, key), child in zip(list(_places(made)), children):
+            store[key] = child
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Bare) and type(self.value) is type(other.value)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return ""
 
 
 class Rest:
@@ -205,6 +268,9 @@ def _children(value: Any) -> tuple[list[Any], list[Any]]:
     kind = type(value)
     if _form_of(kind) == "items":
         return list(value.keys()), [value[key] for key in value]
+    if _form_of(kind) == "samples":
+        held = [(name, store[key]) for name, store, key in _places(value)]
+        return [name for name, _ in held], [one for _, one in held]
     if dataclasses.is_dataclass(kind):
         names = [field.name for field in dataclasses.fields(kind)]
     elif hasattr(kind, "__attrs_attrs__"):

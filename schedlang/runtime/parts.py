@@ -25,9 +25,13 @@ class Part:
     weighed: dict[str, Any] | None = None  # what its weight is taken from; None: its inputs
 
 
-def named_tensors(batch: Batch) -> dict[str, Tensor]:
-    """The tensors of a batch by name; those inside of dicts and lists by path: `side.scale.0`."""
-    leaves, _ = pytree.tree_flatten_with_path(dict(batch))
+def named_tensors(batch: Batch, inside: bool = True) -> dict[str, Tensor]:
+    """The tensors of a batch by name; those inside of dicts and lists by path: `side.scale.0`.
+
+    `inside`: those of objects of many samples, too.
+    """
+    closed = None if inside else pytree.separable
+    leaves, _ = pytree.tree_flatten_with_path(dict(batch), closed)
     return {dotted(keys): value for keys, value in leaves if isinstance(value, Tensor)}
 
 
@@ -67,6 +71,9 @@ def rows_of(batch: Batch) -> int:
     Raises Refusal S605 for a batch that has none.
     """
     _check_lists(batch)
+    for value in pytree.tree_leaves(dict(batch), is_leaf=pytree.separable):
+        if pytree.separable(value):
+            return int(value.num_graphs)
     for value in named_tensors(batch).values():
         if value.ndim:
             return value.shape[0]
@@ -93,6 +100,7 @@ def rows_of(batch: Batch) -> int:
 _APART = (
     "let `forward` take the tensors inside, by name: `{'x': data.x, 'edges': data.edge_index}`",
     "to cut them by rows, pad samples to one size: every tensor of [samples, ...]",
+    "or make one object of them that is cut by samples: torch_geometric's `Batch.from_data_list`",
 )
 
 
@@ -149,16 +157,44 @@ def _check_lists(batch: Batch) -> None:
 def cut(batch: Batch, rows: Sequence[int], count: int) -> dict[str, Any]:
     """Consecutive rows of each tensor that has as many rows as the batch; the rest as it is.
 
-    Tensors inside of dicts and lists are cut, too.
+    Tensors inside of dicts and lists are cut, too.  Objects of as many samples, as a `Batch` of
+    torch_geometric, are made anew of some of them.
     """
     first, last = rows[0], rows[-1] + 1
 
     def part(value: Any) -> Any:
+        if pytree.separable(value):
+            return _of_samples(value, first, last) if value.num_graphs == count else value
         whole = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == count
         return value[first:last] if whole else value
 
-    whole: dict[str, Any] = pytree.tree_map(part, dict(batch))
+    whole: dict[str, Any] = pytree.tree_map(part, dict(batch), is_leaf=pytree.separable)
     return whole
+
+
+def _of_samples(value: Any, first: int, last: int) -> Any:
+    """An object of some of the samples of another: graphs keep their edges, numbered anew.
+
+    Raises Refusal S670 where it does not give its samples back.
+    """
+    if (first, last) == (0, value.num_graphs):
+        return value
+    kind = type(value)
+    held: list[str] = list(value.keys()) if hasattr(value, "keys") else []
+    followed = [key.removesuffix("_batch") for key in held if key.endswith("_batch")]
+    more = {"follow_batch": followed} if followed else {}
+    root: Any = next(one for one in reversed(kind.__mro__) if hasattr(one, "from_data_list"))
+    try:
+        return root.from_data_list(value.to_data_list()[first:last], **more)
+    except Exception as error:
+        raise Refusal(
+            Diagnostic(
+                "S670", f"the batch cannot be cut by samples: `{kind.__name__}` does not give them"
+                " back",
+                notes=(f"{type(error).__name__}: {error}",),
+                helps=("make it by `from_data_list`, or by a loader that does",),
+            )
+        ) from error  # fmt: skip
 
 
 def shares(count: int, parts: int) -> list[range]:

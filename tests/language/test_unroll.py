@@ -114,3 +114,12 @@ def test_a_region_on_one_stage_may_hold_units() -> None:
         "layers.1  checkpoint()\nlayers.1.mlp.down  unroll(1)\nlayers[2]  pipeline_split(over=pp)"
     )
     assert prepare(planned(_toy(), rows, "pp=2"), BATCHES[0]).staged.cut.stages == 2
+
+
+def test_too_few_modules_name_their_list_and_the_calls_of_a_loop() -> None:
+    """A list of one block, as ALBERT's, is no place for two stages; its calls would be."""
+    toy = _toy()
+    toy.layers = torch.nn.ModuleList([toy.again])
+    told = refused(toy, "layers  pipeline_split(over=pp)", "pp=2")
+    assert "S613" in told and "1 module cannot be cut into 2 stages" in told
+    assert "that is all of `layers`" in told and "`unroll`" in told

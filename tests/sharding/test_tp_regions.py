@@ -121,6 +121,20 @@ def test_embeddings_split_along_what_rows_hold(threads: Threads) -> None:
     proven(threads, planned(models.llama(1), rows, "tp=3"), BATCHES)
 
 
+def test_dims_by_name_are_the_split_by_style(threads: Threads) -> None:
+    """Dims named in rows split a pair of layers as `col` and `row` do: each rank holds the same."""
+    pair = "at model.layers.*.mlp {{\n  {{gate,up}}_proj  shard({}, over=tp)\n"
+    pair += "  down_proj  shard({}, over=tp)\n}}"
+    named = ("weight=S(out), input=R, output=S(-1)", "weight=S(in), input=S(-1), output=R")
+    plans = [planned(models.llama(1), pair.format(*how), "tp=2") for how in (named, ("col", "row"))]
+    first, second = (
+        holdings_of(plan, stages_of(plan, propagate(plan, BATCHES[0]), BATCHES[0], None))
+        for plan in plans
+    )
+    assert first == second
+    proven(threads, plans[0], BATCHES)
+
+
 def test_embeddings_that_scale(threads: Threads) -> None:
     """Gemma multiplies each row, and bounds its logits; the tied table is split by words."""
     rows = """model.embed_tokens  shard(vocab, over=tp, uneven=pad)

@@ -259,7 +259,7 @@ def own_store() -> Any:
     """The store of the job through a connection of its own, for another thread."""
     from torch.distributed.distributed_c10d import _get_default_store
 
-    store: Any = _get_default_store()  # type: ignore[no-untyped-call]
+    store: Any = _get_default_store()
     return store.clone()
 
 
