@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from schedlang.diagnostic import Refusal
+from schedlang.own_error import OwnError
 from schedlang.passes.laying.dryrun import Loss
 from schedlang.passes.laying.propagate import Traced
 from schedlang.passes.laying.weigh import Weight, weight_of
@@ -63,6 +64,8 @@ class Question(Generic[T]):
 
 def answer(subject: Subject, count: int, ask: Question[T]) -> T:
     """What a short stand-in answers, else one with all blocks, as long as the sample."""
+    from schedlang.runtime.context.plainly import runs
+
     if hollow(subject.model):
         return ask.guess(subject.trial(count, short=True))
     try:
@@ -71,13 +74,17 @@ def answer(subject: Subject, count: int, ask: Question[T]) -> T:
         # whatever it says, a refusal too: blocks that were left out, or sequences too short for
         # what it does, may be all that is wrong; the other stand-in is nearer, and has the word
         short = error
+    trial = subject.trial(count, short=False)
     try:
-        return ask.probe(subject.trial(count, short=False))
-    except Refusal as refusal:
+        return ask.probe(trial)
+    except (Refusal, OwnError) as refusal:
         raise refusal from short
     except Exception as error:
         error.__cause__ = short
         said = f"{type(error).__name__}: {error}".splitlines()[0]
+        if runs(trial):
+            kind = type(subject.model).__name__
+            raise OwnError(f"`{kind}` runs alone on a small batch", said) from error
         title = f"`{type(subject.model).__name__}` does not run on a small batch, to be tried"
         raise ask.refusal(title, said) from error
 

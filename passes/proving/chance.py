@@ -9,8 +9,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from schedlang.runtime.drawing.random import Begun, Stream
+    from schedlang.runtime.scope import Moment
 
-Draws = Mapping[tuple[int, str, int], Iterable[int]]  # (step, site, call) -> samples
+Draws = Mapping[tuple["Moment", str, int], Iterable[int]]  # (step, site, call) -> samples
 
 
 def generators(module: nn.Module) -> dict[str, Tensor]:
@@ -31,7 +32,7 @@ def generators(module: nn.Module) -> dict[str, Tensor]:
 def draws_in_words(noted: Draws) -> list[str]:
     """Each draw as a text: where, the how manyth, in which step, for which samples."""
     return [
-        f"`{site or 'model'}` call {call}, step {step}, rows {_runs(sorted(samples))}"
+        f"`{site or 'model'}` call {call}, {_when(step)}, rows {_runs(sorted(samples))}"
         for (step, site, call), samples in noted.items()
     ]
 
@@ -47,18 +48,25 @@ def repeated(begun: Mapping[Stream, Begun]) -> list[str]:
     first: dict[int, Stream] = {}
     for stream, one in begun.items():
         before = {first.setdefault(number, stream) for number in one.numbers} - {stream}
-        found += [f"{_stream(stream)} as {_stream(min(before))}"] if before else []
+        found += [f"{_stream(stream)} as {_stream(min(before, key=str))}"] if before else []
     return found
 
 
 def _stream(stream: Stream) -> str:
     step, site, call, sample = stream
-    return f"`{site or 'model'}` call {call}, step {step}, row {sample}"
+    return f"`{site or 'model'}` call {call}, {_when(step)}, row {sample}"
 
 
-def together(everyone: Sequence[Draws | None]) -> dict[tuple[int, str, int], set[int]]:
+def _when(moment: Moment) -> str:
+    """A step, or an evaluation before it."""
+    if isinstance(moment, int):
+        return f"step {moment}"
+    return f"evaluation {moment[1]} before step {moment[0]}"
+
+
+def together(everyone: Sequence[Draws | None]) -> dict[tuple[Moment, str, int], set[int]]:
     """The draws of all ranks: each has some samples, some sites, or a slice of the same mask."""
-    out: dict[tuple[int, str, int], set[int]] = {}
+    out: dict[tuple[Moment, str, int], set[int]] = {}
     for noted in everyone:
         for key, samples in (noted or {}).items():
             out.setdefault(key, set()).update(samples)

@@ -58,6 +58,7 @@ class Sequential:
         self._training = Training(module)
         self._inputs: dict[str, Any] = {}
         self._steps = 0
+        self._evaluated = (0, 0)  # at which step, and how often
         named_sites(module)
 
     def train_step(self, batch: Batch) -> Tensor:
@@ -113,8 +114,15 @@ class Sequential:
         from schedlang.runtime.scope import Scope, entered
 
         self._training.off()
-        with torch.no_grad(), entered(Scope(self._steps, 0, tuple(range(rows(batch))))):
+        here = Scope(self._steps, 0, tuple(range(rows(batch))), self._evaluation())
+        with torch.no_grad(), entered(here):
             return called(self.module, batch)
+
+    def _evaluation(self) -> int:
+        """The how manyth evaluation since the last step begins."""
+        step, count = self._evaluated
+        self._evaluated = self._steps, count + 1 if step == self._steps else 1
+        return self._evaluated[1]
 
     def gradients(self) -> Mapping[str, Tensor | None]:
         """As the last step left them."""

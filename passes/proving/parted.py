@@ -128,10 +128,11 @@ class Parted(Sequential):
 
         self._training.off()
         outputs, rows, weights = [], [], []
+        evaluation = self._evaluation()
         for place, parts in enumerate(self.split(batch)):
             self._enter(place)
             for part in parts:
-                with torch.no_grad(), entered(Scope(self._steps, 0, part.rows)):
+                with torch.no_grad(), entered(Scope(self._steps, 0, part.rows, evaluation)):
                     outputs.append(called(self.module, part.inputs))
                 rows.append(len(part.rows))
                 weights.append(self.weigh(part.inputs))

@@ -262,7 +262,13 @@ class Distributed:
 
     def eval_step(self, batch: Batch) -> Any:
         """The output, without what the last stage cannot give."""
-        return self.program.eval_step(batch)
+        from schedlang.runtime.drawing.evaluated import Undrawn
+        from schedlang.runtime.modes import ambient
+
+        if self.program.assembly.dropout is not None:
+            return self.program.eval_step(batch)
+        with ambient(Undrawn(0)):
+            return self.program.eval_step(batch)
 
     def gradients(self) -> Mapping[str, Tensor | None]:
         """Whole gradients; one that no rank has is None."""

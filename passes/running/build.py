@@ -353,8 +353,9 @@ def _dropout(
 ) -> Any:
     """Logical dropout, where a seed asks for it or several ranks must agree on masks."""
     from schedlang.runtime.context import install
+    from schedlang.runtime.drawing.evaluated import of_evaluation
     from schedlang.runtime.drawing.random import LogicalDropout, Window
-    from schedlang.runtime.scope import named_sites
+    from schedlang.runtime.scope import current, named_sites
     from schedlang.runtime.slicing.sliced import windows
 
     traced, slicing = prepared.traced, prepared.slicing
@@ -364,9 +365,13 @@ def _dropout(
 
     # not the plan itself: a program that keeps it keeps the original model with it
     mesh, masks, rank = plan.mesh, traced.masks, ranks.rank
+    split = bool(plan.boundaries) or any(plan.held(name).splits for name in plan.layouts)
 
     def slices(site: str, call: int, shape: tuple[int, ...]) -> Window | None:
-        whole, tags = masks.get((site, call), ((), {}))
+        _, tags = masks.get((site, call), ((), {}))
+        here = current()
+        if here is not None and here.evaluation:
+            tags = of_evaluation(masks, site, len(shape), split)
         if not tags:
             return None
         logical = list(shape)

@@ -66,6 +66,7 @@ class Program:
     step: int = 0
     follow_inputs: bool = False  # also keep the gradients of the batch's float tensors
     evaluate: bool = False  # train in eval mode: no dropout, statistics as they stand
+    evaluated: tuple[int, int] = (0, 0)  # at which step, and how often: each time draws anew
     keep_output: bool = False  # also keep the output of a training step, in `output`
     output: Any = None
     whole: WholeStep | None = None  # parameters are put together for each step of the optimizer
@@ -210,6 +211,8 @@ class Program:
         stages, a count that differs between parts.
         """
         self._training.off()
+        step, count = self.evaluated
+        self.evaluated = self.step, count + 1 if step == self.step else 1
         parts, weights, _ = self._parts(batch, local)
         with torch.no_grad():
             results = self._run(parts, None, train=False)
@@ -259,7 +262,8 @@ class Program:
 
         def around(op: Op) -> contextlib.AbstractContextManager[Any]:
             part = parts[op.microbatch]
-            scope = entered(Scope(self.step, op.microbatch, part.rows))
+            which = 0 if train else self.evaluated[1]
+            scope = entered(Scope(self.step, op.microbatch, part.rows, which))
             if part.seat is not None:
                 scope = self._at.sitting(part.seat, scope)
             if scale is not None and not scale[op.microbatch]:
@@ -276,10 +280,8 @@ class Program:
             if event.op.kind in BACKWARD and event.op.stage in a.sliced:
                 a.sliced[event.op.stage].before_backward(event.last, event.reduces)
 
-        dropout = (
-            ambient(a.dropout) if train and a.dropout is not None else contextlib.nullcontext()
-        )
-        with dropout:
+        # also where it evaluates: a model may draw there, and ranks have to agree
+        with ambient(a.dropout) if a.dropout is not None else contextlib.nullcontext():
             results = a.pipeline.run(
                 [part.inputs for part in parts], scale, train=train, around=around, on_op=on_op,
                 keep_outputs=self.keep_output or not train,

@@ -16,14 +16,25 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+Moment = int | tuple[int, int]  # a step, or (step, evaluation)
+
 
 @dataclass(frozen=True)
 class Scope:
-    """One microbatch of one step; `samples` are the global ids of its rows, in row order."""
+    """One microbatch of one step; `samples` are the global ids of its rows, in row order.
+
+    evaluation  the how manyth evaluation since the last step this is; 0: it trains
+    """
 
     step: int
     microbatch: int
     samples: tuple[int, ...]
+    evaluation: int = 0
+
+    @property
+    def moment(self) -> Moment:
+        """The step, or the evaluation between two: each draws numbers of its own."""
+        return (self.step, self.evaluation) if self.evaluation else self.step
 
 
 @dataclass

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from schedlang.diagnostic import Refusal
+from schedlang.own_error import OwnError
 from schedlang.passes.proving import compare
 from schedlang.passes.verifying.prove import Case, prove
 from schedlang.report import Report
@@ -229,20 +230,22 @@ def test_a_buffer_of_one_direction_is_refused_unless_relaxed(pool: Pool) -> None
 class Plain(nn.Module):
     """A mean over rows: parts of a batch make the whole."""
 
-    def __init__(self, spread: bool = False) -> None:
+    def __init__(self, spread: bool = False, drops: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.enter, self.spread = nn.Linear(3, 1), spread
+        self.enter, self.spread, self.drops = nn.Linear(3, 1), spread, drops
         self.double()
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        out = self.enter(x)[:, 0] - y
+        x = nn.functional.dropout(x, self.drops, self.training)
+        out = self.enter(x + self.drops * torch.rand_like(x))[:, 0] - y
         return out.std() if self.spread else out.square().mean()
 
 
+@pytest.mark.parametrize("drops", [0.0, 0.2], ids=["", "drawing"])
 @pytest.mark.parametrize("spread", [False, True], ids=["ours", "the model's"])
 def test_what_the_model_alone_does_not_show_is_our_error(
-    spread: bool, pool: Pool, monkeypatch: pytest.MonkeyPatch
+    spread: bool, drops: float, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run of the original that takes parts for more than they are is not blamed on its user."""
     real = compare._derived
@@ -252,9 +255,27 @@ def test_what_the_model_alone_does_not_show_is_our_error(
         return {k: v if len(batch["x"]) == 8 or v is None else 2 * v for k, v in found.items()}
 
     monkeypatch.setattr(compare, "_derived", derived)
-    plan = _planned(Plain(spread), RELAXED.replace(" relax(batch_stats)", ""))
-    with pytest.raises(Refusal if spread else AssertionError) as caught:
-        prove(Case(plan, tuple(BATCHES), dtype="none"), pool=pool)
-    assert ("S703" if spread else "an error of schedlang") in str(
-        caught.value.diagnostics[0].code if isinstance(caught.value, Refusal) else caught.value
+    _ours_unless(spread, drops, pool)
+
+
+@pytest.mark.parametrize("spread", [False, True], ids=["ours", "the model's"])
+def test_draws_of_ours_that_depend_on_the_part_are_our_error(
+    spread: bool, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masks by the place of a row in its part: the model alone draws by row, and is whole."""
+    real = compare._derived
+    monkeypatch.setattr(
+        compare, "_derived", lambda subject, batch, rows: real(subject, batch, range(len(rows)))
     )
+    _ours_unless(spread, 0.2, pool)
+
+
+def _ours_unless(spread: bool, drops: float, pool: Pool) -> None:
+    plan = _planned(Plain(spread, drops), RELAXED.replace(" relax(batch_stats)", ""))
+    with pytest.raises(Refusal if spread else OwnError) as caught:
+        prove(Case(plan, tuple(BATCHES), dtype="none"), pool=pool)
+    if spread:
+        assert caught.value.diagnostics[0].code == "S703"
+    else:
+        said = str(caught.value)
+        assert "an error of schedlang, not of the model" in said and "please report" in said

@@ -72,6 +72,8 @@ LOGICAL: dict[str, tuple[Layer, nn.Module | None]] = {
     "channels": (lambda m, x: F.dropout1d(x, training=True), None),
     "uniform": (lambda m, x: x * torch.empty_like(x).uniform_(), None),
     "normal": (lambda m, x: x + torch.empty_like(x).normal_(), None),
+    "normal of a mean": (lambda m, x: x + torch.normal(x.detach(), 1.0), None),
+    "a distribution": (lambda m, x: torch.distributions.Normal(x, 1 + x.square()).rsample(), None),
     "exponential": (lambda m, x: x + torch.empty_like(x).exponential_(), None),
     "rand": (lambda m, x: x * torch.rand(len(x), 1, 1, dtype=x.dtype, device=x.device), None),
 }
@@ -87,7 +89,6 @@ def test_what_functions_draw_inside_is_seen(name: str) -> None:
 APART: dict[str, tuple[Layer, nn.Module | None]] = {
     "torch.randint": (lambda m, x: x * torch.randint(3, (len(x), 1, 1), device=x.device), None),
     "torch.multinomial": (lambda m, x: x * torch.multinomial(x[0].softmax(-1), 2).sum(), None),
-    "torch.normal": (lambda m, x: x + torch.normal(x.detach(), 1.0), None),
     "torch.poisson": (lambda m, x: x * torch.poisson(x.detach().abs()), None),
     "torch.rrelu": (lambda m, x: F.rrelu(x, training=True), None),
     "torch.rand": (lambda m, x: F.fractional_max_pool2d(x[..., None], (2, 1), (2, 1)), None),

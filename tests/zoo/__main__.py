@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import random
 import sys
+import traceback
 
 from schedlang.runtime.launching.launch import Pool
 from tests.conftest import PRELOAD
 from tests.zoo import ZOO
+from tests.zoo.bug import Bug
 from tests.zoo.hunt import Verdict, hunt
 from tests.zoo.table import by_kind, last_line, line
 
@@ -33,12 +35,21 @@ def main(wanted: list[str]) -> int:
             if not bug.applies:
                 print(line(bug, None), flush=True)
             for scene in bug.scenes if bug.applies else ():
-                verdicts.append(hunt(bug.id, scene, pool, blame=blame))
+                verdicts.append(_hunted(bug, scene, pool, blame))
                 print(line(bug, verdicts[-1]), flush=True)
     if kinds:
         print(by_kind(verdicts))
     print(last_line(bugs, verdicts))
     return int(any(not v.killed for v in verdicts))
+
+
+def _hunted(bug: Bug, scene: str, pool: Pool, blame: bool) -> Verdict:
+    """What became of a bug; a mutation that fails by itself shows nothing, and ends no hunt."""
+    try:
+        return hunt(bug.id, scene, pool, blame=blame)
+    except Exception:
+        traceback.print_exc()
+        return Verdict(bug.id, bug, scene, killed=False, by="MUTATION FAILS")
 
 
 if __name__ == "__main__":

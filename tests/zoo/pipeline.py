@@ -339,7 +339,7 @@ class _Switch:
     """A switch with another `using`."""
 
     def __init__(self, plain: Any, using: Any) -> None:
-        self.plain, self.using = plain, using
+        self.plain, self.using, self.modules = plain, using, plain.modules
 
 
 @bug("P25", "pipeline_split", Operator.SKIP, "pp, rotary", row="pipeline_split",

@@ -14,7 +14,7 @@ def line(bug: Bug, verdict: Verdict | None) -> str:
     if verdict is None:
         return f"{head}  inapplicable: `{bug.primitive}` is not registered"
     row = {True: "row named", False: "ROW MISSED", None: ""}[verdict.right]
-    by = verdict.by if verdict.killed else "LIVES"
+    by = verdict.by or "LIVES"
     return f"{head}  {verdict.scene:14}  {by:18}  {row:10}  {verdict.seconds:4.1f} s"
 
 

@@ -13,8 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
+from schedlang.diagnostic import Refusal
+from schedlang.own_error import OwnError
 from schedlang.runtime import nests as pytree
 from schedlang.runtime.context.faults import fault
+from schedlang.runtime.context.plainly import depends_on_tokens
 from schedlang.runtime.context.products import Lines
 from schedlang.runtime.context.tokens import Tokens
 from schedlang.runtime.context.trial import parted
@@ -46,7 +49,21 @@ def probe(trial: Trial, kind: str, ranks: int, sites: Sequence[str]) -> Tokens:
             continue
         return replace(tagged, outputs=_outputs(output, parts.outputs, trial))
     assert first is not None, "there is always a candidate"
-    raise fault(trial, *first, sites)
+    found = fault(trial, *first, sites)
+    if found.diagnostic.code == "S659":
+        _of_the_model(trial, found, first[1])
+    raise found
+
+
+def _of_the_model(trial: Trial, found: Refusal, error: Exception) -> None:
+    """Raise an error of our own where the model alone does not show what our runs of it show."""
+    if not depends_on_tokens(trial):
+        raise OwnError(
+            "alone it gives some tokens what they get in the full sequence, and in our runs not",
+            *found.diagnostic.notes,
+            f"{type(error).__name__}: {error}".splitlines()[0],
+            f"`{type(trial.model).__name__}` on {list(trial.lengths)} tokens",
+        ) from error
 
 
 def guess(trial: Trial, kind: str, ranks: int) -> Tokens:

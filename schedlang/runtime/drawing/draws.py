@@ -141,6 +141,20 @@ def _normal_(draw: Draw, func: Any, x: Tensor, mean: float = 0.0, std: float = 1
     return x.copy_(mean + std * _normal(draw, x.shape, x.dtype, x.device))
 
 
+def _normal_of(
+    draw: Draw, func: Any, mean: Tensor | float, std: Tensor | float = 1.0,
+    size: Sequence[int] = (), **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    """torch.normal, which torch.distributions draw by: of tensors, or of numbers and a size."""
+    given = [x for x in (mean, std) if isinstance(x, Tensor)]
+    shape = torch.as_tensor(mean + 0 * std).shape if given else tuple(size)  # as they broadcast
+    like = given[0] if given else torch.empty(0, dtype=kwargs.get("dtype"))
+    dtype, device = _like(like, kwargs)
+    made = mean + std * _normal(draw, shape, dtype, device)
+    out = kwargs.get("out")
+    return made if out is None else out.resize_(made.shape).copy_(made)
+
+
 def _exponential_(draw: Draw, func: Any, x: Tensor, lambd: float = 1.0) -> Tensor:
     return x.copy_(-torch.log1p(-draw.uniform(x.shape, torch.float64, x.device)) / lambd)
 
@@ -173,6 +187,7 @@ LOGICAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.uniform_: _uniform_,
     torch.Tensor.normal_: _normal_,
     torch.Tensor.exponential_: _exponential_,
+    torch.normal: _normal_of,
     **dict.fromkeys(FUNCTIONS, recurrent),
 }
 
@@ -190,7 +205,7 @@ def _leaky(args: Any, kwargs: Any) -> bool:
 
 
 _OTHERS: tuple[str, ...] = (
-    *("randint", "randint_like", "randperm", "normal", "multinomial", "poisson", "binomial"),
+    *("randint", "randint_like", "randperm", "multinomial", "poisson", "binomial"),
     *("random_", "cauchy_", "log_normal_", "geometric_", "_standard_gamma", "_sample_dirichlet"),
 )
 ILLOGICAL: dict[Any, Callable[[Any, Any], bool]] = {

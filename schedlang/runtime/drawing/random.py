@@ -61,7 +61,7 @@ def within(
 
 
 NOTED = 8  # numbers of a stream that tell it from all others
-Stream = tuple[int, str, int, int]  # step, site, call, sample
+Stream = tuple[scope.Moment, str, int, int]  # step, site, call, sample
 
 
 class Begun(NamedTuple):
@@ -88,7 +88,7 @@ class LogicalDropout(Ambient):
     def __init__(self, seed: int, slices: Slices | None = None) -> None:
         super().__init__()
         self.seed, self.slices, self.drawn = seed, slices, 0
-        self.noted: dict[tuple[int, str, int], set[int]] | None = None
+        self.noted: dict[tuple[scope.Moment, str, int], set[int]] | None = None
         self.begun: dict[Stream, Begun] | None = None
 
     def __torch_function__(
@@ -100,7 +100,7 @@ class LogicalDropout(Ambient):
                 raise without_form(name(func), scope.site())
             if func in LOGICAL:
                 if any(hasattr(x, "placements") for x in args):
-                    raise _refusal(f"`{name(func)}` in {_here(scope.site())} is given a DTensor")
+                    raise _refusal(f"`{name(func)}` in {here(scope.site())} is given a DTensor")
                 kwargs.pop("generator", None)
                 return LOGICAL[func](self, func, *args, **kwargs)
         return self.run(func, types, args, kwargs)
@@ -136,8 +136,8 @@ class LogicalDropout(Ambient):
         window = self.slices(site, call, per_sample) if self.slices else None
         self.drawn += 1
         if self.noted is not None:
-            self.noted.setdefault((where.step, site, call), set()).update(where.samples)
-        keys = [_key(self.seed, where.step, site, call, sample) for sample in where.samples]
+            self.noted.setdefault((where.moment, site, call), set()).update(where.samples)
+        keys = [_key(self.seed, where.moment, site, call, sample) for sample in where.samples]
         return keys, per_sample, window, call
 
     def _told(self, call: int, first: Tensor) -> None:
@@ -145,7 +145,7 @@ class LogicalDropout(Ambient):
         where, site, turn = scope.current(), scope.site(), scope.turn()
         assert where is not None and self.begun is not None
         for sample, numbers in zip(where.samples, first.tolist(), strict=True):
-            stream = where.step, site, call, sample
+            stream = where.moment, site, call, sample
             known = self.begun.get(stream)
             twice = known is not None and turn is not None and known.turn == turn
             self.begun[stream] = Begun(tuple(numbers), turn, twice or bool(known and known.twice))
@@ -224,7 +224,7 @@ def _signed(number: int) -> int:
 
 def without_form(name: str, site: str) -> Refusal:
     """Of what draws in a way that cannot be drawn alike under every layout (S812)."""
-    return _refusal(f"`{name}` in {_here(site)} cannot be reproduced on other ranks")
+    return _refusal(f"`{name}` in {here(site)} cannot be reproduced on other ranks")
 
 
 def _refusal(title: str) -> Refusal:
@@ -244,6 +244,6 @@ def name(func: Any) -> str:
     return said.replace("_VariableFunctionsClass.", "torch.")
 
 
-def _here(site: str) -> str:
+def here(site: str) -> str:
     """The module that runs, in words."""
     return f"`{site}`" if site else "the model's forward"

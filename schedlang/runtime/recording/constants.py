@@ -64,6 +64,8 @@ class Constants:
             return output
         small = all(t.untyped_storage().nbytes() <= LIMIT for t in made)
         shadow = self._shadow(func, args, kwargs) if small else None
+        if shadow is None and func is torch.ops.aten._is_all_true.default:
+            shadow = torch.tensor(True)  # by which distributions check values that are not here
         if shadow is not None:
             for bare, value in zip(pytree.tree_leaves(output), pytree.tree_leaves(shadow)):
                 if isinstance(bare, torch.Tensor) and _storage(bare) not in self.values:
