@@ -298,7 +298,8 @@ WAITING = (
 FREE = (
     lambda x: x + 1, lambda x: x.sum(), lambda x: x[1:3] * 2.0,
     lambda x: torch.zeros(3, device="sim"), lambda x: x.to("cpu", non_blocking=True),
-    lambda x: x.masked_fill(x > 0, 1.0), lambda x: F.dropout(x, 0.5), lambda x: torch._foreach_norm([x, x]),
+    lambda x: x.masked_fill(x > 0, 1.0), lambda x: F.dropout(x, 0.5),
+    lambda x: torch._foreach_norm([x, x]),
 )  # fmt: skip
 
 

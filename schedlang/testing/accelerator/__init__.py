@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from schedlang.testing.accelerator.build import Unavailable, unavailable
-    from schedlang.testing.accelerator.works import Deadlock, Mismatch
     from schedlang.testing.accelerator.simulation import (
         Operation,
         Raced,
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
         could_overlap,
         simulated,
     )
+    from schedlang.testing.accelerator.works import Deadlock, Mismatch
     from schedlang.testing.accelerator.worlds import close, current, spawn
 
 __all__ = [
