@@ -219,8 +219,10 @@ def fused() -> float:
     return trained.ddp(gradient_as_bucket_view=True, bucket_cap_mb=0.001)
 
 
-QUICK = (trained.ddp, fused, trained.tensor_parallel, trained.pipelined,
-         sharded_ways.clipped, sharded_ways.kept, sharded_ways.offloaded, sharded_ways.cast)  # fmt: skip
+QUICK = (
+    *(trained.ddp, fused, trained.tensor_parallel, trained.pipelined),
+    *(sharded_ways.clipped, sharded_ways.kept, sharded_ways.offloaded, sharded_ways.cast),
+)
 LONG = [pytest.param(way, 2, marks=pytest.mark.deep) for way in sharded_ways.TWO[4:]]
 LONG += [pytest.param(way, 4, marks=pytest.mark.deep) for way in sharded_ways.FOUR]
 
