@@ -20,7 +20,7 @@ ENOUGH = 1e-6
 
 
 def row(*values: float) -> torch.Tensor:
-    return torch.tensor(values, device=here())
+    return torch.tensor(values, dtype=torch.float32, device=here())
 
 
 def error(fn: Callable[[], Any]) -> str:
