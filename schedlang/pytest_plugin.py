@@ -16,11 +16,28 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 if TYPE_CHECKING:
+    from schedlang.testing.accelerator import Simulation
     from schedlang.verbs.answers import Outcome, Wish
     from schedlang.verbs.examine import Ranks
 
 LEVELS = ("static", "step3")
 RANKS = pytest.StashKey["Ranks"]()
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Simulation]:
+    """Simulated devices, `sim:0` and more; a race that a test leaves behind fails it.
+
+    Skipped, with the reason, where they cannot be compiled.
+    """
+    from schedlang.testing.accelerator import Unavailable, simulated
+
+    try:
+        with simulated() as simulation:
+            yield simulation
+            simulation.check()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -191,6 +191,7 @@ class Communicator:
             while not self._arrived(work):
                 waited = time.monotonic() - began
                 if waited > STUCK_AFTER:
+                    self.compare(work)
                     self._tell(work)
                     told = True
                     self._look(work)

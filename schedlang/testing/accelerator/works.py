@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from schedlang.testing.accelerator.collectives import Communicator
 
 BACKEND = "simccl"
+_KIND = torch._C._autograd.DeviceType.PrivateUse1.value
 
 
 class Deadlock(RuntimeError):
@@ -60,6 +61,11 @@ class Work:
         self.stream = group.stream(self.device) if asynchronous else now
         if asynchronous:
             core.stream_waits(self.device, self.stream, core.snapshot(self.device, now))
+            stream = torch.Stream(
+                stream_id=self.stream, device_index=self.device, device_type=_KIND
+            )
+            for t in (*ins, *outs):  # NCCL's works keep their tensors until they are done
+                t.record_stream(stream)
         group.publish_before(self, [*ins, *outs])
         self.staged_in = [core.alias(t.detach()).clone() for t in ins]
         self.staged_out = [torch.empty(t.shape, dtype=t.dtype) for t in outs]

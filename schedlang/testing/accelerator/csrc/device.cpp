@@ -28,7 +28,8 @@ int index_of(const c10::Stream& s) { return checker().stream(index_of(s.device()
 // Filled with 0xFF when it is taken and when it is given back: NaN, and no valid index.
 DataPtr taken(size_t bytes, int device) {
   bool pinned = device < 0;
-  TORCH_CHECK(pinned || device < MOST, "there is no device sim:", device);
+  int most = checker().devices ? checker().devices : MOST;
+  TORCH_CHECK(pinned || device < most, "there is no device sim:", device);
   size_t size = std::max<size_t>(bytes, 1);
   char* data = (char*)c10::alloc_cpu(size);
   memset(data, 0xFF, size);

@@ -167,6 +167,7 @@ struct Call {
 
   // Does the host need a value of the device before it can go on?
   bool needs_host(const c10::OperatorHandle& handle, bool scalar, bool sized) const {
+    if (op == "aten::index") return cpu_index;  // a mask asks `nonzero` by itself
     if (indexes()) return masked || cpu_index;
     if (op == "aten::repeat_interleave" && sized) return false;
     if (handle.hasTag(at::Tag::data_dependent_output)) return true;

@@ -12,7 +12,7 @@
 namespace simulated {
 namespace {
 
-struct Code { std::string file, function; bool torch; };
+struct Code { std::string file; bool torch, ours; };  // ours: of this package, never shown
 
 std::mutex& guard() {
   static auto* one = new std::mutex();
@@ -43,12 +43,11 @@ const Code& known_code(PyCodeObject* code) {  // under the interpreter's lock
   if (found != all->end()) return found->second;
   Py_INCREF(code);  // the address stays its own
   const char* file = PyUnicode_AsUTF8(code->co_filename);
-  const char* name = PyUnicode_AsUTF8(code->co_name);
   std::string path = file ? file : "?";
-  bool torch = path.find("/torch/") != std::string::npos || path.find("/testing/accelerator/") !=
-      std::string::npos || path.find("/contextlib.py") != std::string::npos;
-  return all->emplace(code, Code{shortened(path, path.find("/torch/") != std::string::npos),
-                                 name ? name : "?", torch}).first->second;
+  bool ours = path.find("/testing/accelerator/") != std::string::npos ||
+      path.find("/contextlib.py") != std::string::npos;
+  bool torch = path.find("/torch/") != std::string::npos;
+  return all->emplace(code, Code{shortened(path, torch), torch, ours}).first->second;
 }
 
 std::string line(PyFrameObject* frame, PyCodeObject* code) {
@@ -75,9 +74,9 @@ Place frames() {
   PyFrameObject* outer = (PyFrameObject*)Py_NewRef((PyObject*)inner);
   for (int depth = 0; outer && depth < 60; depth++) {
     PyCodeObject* code = PyFrame_GetCode(outer);
-    bool torch = known_code(code).torch;
+    bool inside = known_code(code).torch || known_code(code).ours;
     Py_DECREF(code);
-    if (!torch) break;
+    if (!inside) break;
     PyFrameObject* next = PyFrame_GetBack(outer);
     Py_DECREF(outer);
     outer = next;
@@ -88,7 +87,8 @@ Place frames() {
   auto found = places->find(key);
   if (found == places->end()) {
     std::string text = line(inner, a);
-    if (outer != inner) text = outer ? line(outer, b) + " (in " + text + ")" : text;
+    if (outer && known_code(a).ours) text = line(outer, b);
+    else if (outer && outer != inner) text = line(outer, b) + " (in " + text + ")";
     found = places->emplace(key, numbered(text)).first;
   }
   Py_DECREF(a);

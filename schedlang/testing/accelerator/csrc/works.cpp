@@ -290,16 +290,17 @@ void bind_device(py::module& m) {
 
 void bind_works(py::module& m) {
   py::module::import("torch._C._distributed_c10d");
-  py::class_<SimBackend, ptr<SimBackend>, c10d::Backend>(m, "SimBackend")
-      .def(py::init([](int rank, int size, py::object o) {
-        return c10::make_intrusive<SimBackend>(rank, size, o);
-      }))
-      .def_property_readonly("communicator", [](SimBackend& self) { return self.object; });
   py::class_<SimOptions, ptr<SimOptions>, c10d::Backend::Options>(m, "SimOptions")
       .def(py::init([] { return c10::make_intrusive<SimOptions>(); }))
       .def("__deepcopy__", [](const SimOptions& self, py::dict) {
         return c10::make_intrusive<SimOptions>(self);
       });
+  py::class_<SimBackend, ptr<SimBackend>, c10d::Backend>(m, "SimBackend")
+      .def(py::init([](int rank, int size, py::object o) {
+        return c10::make_intrusive<SimBackend>(rank, size, o);
+      }))
+      .def_property_readonly("options", [](SimBackend&) { return c10::make_intrusive<SimOptions>(); })
+      .def_property_readonly("communicator", [](SimBackend& self) { return self.object; });
   m.def("set_publisher", [](py::object o) { publisher = new py::object(std::move(o)); });
   m.def("new_stream", [](int device) { return checker().new_stream(device, here()); });
   m.def("current_stream", [](int device) { return current_stream(device); });

@@ -1,0 +1,235 @@
+"""The rules of the simulated collective library, and torch's own parallelism on it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from schedlang.testing.accelerator import Raced, current, spawn, unavailable
+from tests.accelerator import sharded_ways, trained
+from tests.accelerator.trained import here
+
+pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
+
+ENOUGH = 1e-6
+
+
+def row(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=here())
+
+
+def error(fn: Callable[[], Any]) -> str:
+    """What it raises, as `Name: text`."""
+    try:
+        fn()
+    except Exception as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return ""
+
+
+def test_every_collective_and_transfer() -> None:
+    """All that c10d offers gives what it should, in one world."""
+
+    def all_of_them() -> None:
+        r = dist.get_rank()
+        x = row(r + 1.0, 2.0)
+        dist.all_reduce(x)
+        assert x.tolist() == [3.0, 4.0]
+        whole, part = torch.empty(4, device=here()), torch.empty(2, device=here())
+        dist.all_gather_into_tensor(whole, row(r, r))
+        assert whole.tolist() == [0, 0, 1, 1]
+        dist.reduce_scatter_tensor(part, row(0, 1, 2, 3), op=dist.ReduceOp.AVG)
+        assert part.tolist() == [2 * r, 2 * r + 1]
+        dist.reduce_scatter(part, [row(0, 1), row(2, 3)])
+        assert part.tolist() == [4 * r, 4 * r + 2]
+        lists = [torch.empty(2, device=here()) for _ in range(2)]
+        dist.all_gather(lists, row(r, 7))
+        assert [one.tolist() for one in lists] == [[0, 7], [1, 7]]
+        dist.broadcast(part, 1)
+        assert part.tolist() == [4, 6]
+        dist.reduce(part, 0)
+        assert part.tolist() == ([8, 12] if r == 0 else [4, 6])
+        dist.all_to_all_single(whole, row(*[10 * r + i for i in range(4)]))
+        assert whole.tolist() == [2 * r, 2 * r + 1, 10 + 2 * r, 11 + 2 * r]
+        ragged = torch.empty(2, device=here())
+        dist.all_to_all_single(ragged, row(r, r), [1, 1], [1, 1])
+        assert ragged.tolist() == [0, 1]
+        dist.scatter(part, [row(1, 2), row(3, 4)] if r == 0 else None, 0)
+        assert part.tolist() == [1 + 2 * r, 2 + 2 * r]
+        dist.gather(part, lists if r == 0 else None, 0)
+        assert r or [one.tolist() for one in lists] == [[1, 2], [3, 4]]
+        objects: list[Any] = [None, None]
+        dist.all_gather_object(objects, {"rank": r})
+        assert objects == [{"rank": 0}, {"rank": 1}]
+        half = torch.ones(3, device=here(), dtype=torch.bfloat16)
+        dist.all_reduce(half)
+        assert half.tolist() == [2, 2, 2]
+        other = torch.empty(2, device=here())
+        dist.send(part, 1) if r == 0 else dist.recv(other, 0)
+        moves = [dist.P2POp(dist.isend, part, 1 - r), dist.P2POp(dist.irecv, other, 1 - r)]
+        for work in dist.batch_isend_irecv(moves):
+            work.wait()
+        assert other.tolist() == [3 - 2 * r, 4 - 2 * r]
+        dist.barrier()
+
+    spawn(all_of_them)
+
+
+def test_tensors_that_nccl_would_not_take() -> None:
+    """Of the host, not contiguous, of sizes that do not fit."""
+
+    def refusals() -> list[str]:
+        return [
+            error(lambda: dist.all_reduce(torch.ones(3))),
+            error(lambda: dist.all_reduce(torch.ones(3, 4, device=here()).t())),
+            error(lambda: dist.all_gather_into_tensor(row(1, 2, 3), row(1, 2))),
+        ]
+
+    host, strided, sizes = spawn(refusals)[0]
+    assert "No backend type associated with device type cpu" in host
+    assert "must be contiguous" in strided
+    assert "do not fit" in sizes
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_a_result_that_nobody_waited_for(operation: str) -> None:
+    """Reading it, or writing over an input, is a race, and what is read is poison."""
+
+    def careless() -> bool:
+        x, out = row(1, 2), torch.empty(4, device=here())
+        work = dist.all_gather_into_tensor(out, x, async_op=True)
+        poison = bool((out + 0).isnan().all()) if operation == "read" else True
+        if operation == "write":
+            x.zero_()
+        work.wait()
+        assert out.tolist() == [1, 2, 1, 2]
+        return poison
+
+    with pytest.raises(Raced, match=r"simccl\.all_gather_into_tensor") as raised:
+        spawn(careless)
+    assert all("test_collectives.py:" in one.second.place for one in raised.value.reports)
+    assert {one.rank for one in raised.value.reports} == {0, 1}
+    assert spawn(careless, check=False) == [True, True]
+
+
+def test_sends_of_both_ranks_first() -> None:
+    """Single sends and receives of a pair are one queue: a circle is found and named."""
+
+    def circle() -> str:
+        sent = dist.isend(row(1, 2, 3, 4), 1 - dist.get_rank())
+        assert sent is not None
+        return error(sent.wait)
+
+    told = spawn(circle)
+    for text in told:
+        assert text.startswith("Deadlock: simccl: deadlock")
+        assert "rank 0 waits for [1]: send float32[4] to rank 1" in text
+        assert "rank 1 waits for [0]: send float32[4] to rank 0" in text
+
+
+def test_one_queue_for_all_where_the_group_is_bound() -> None:
+    """With `device_id` a receive that is posted early blocks the collective behind it."""
+
+    def early() -> str:
+        if dist.get_rank() == 0:
+            got = dist.irecv(torch.empty(2, device=here()), 1)
+            text = error(lambda: dist.all_reduce(row(1, 2)))
+            assert text or error(got.wait) == ""
+            return text
+        text = error(lambda: dist.all_reduce(row(1, 2)))
+        if not text:
+            dist.send(row(3, 4), 0)
+        return text
+
+    assert spawn(early) == ["", ""]
+    told = spawn(early, bind=True)
+    assert all("deadlock" in text for text in told)
+    assert "behind recv float32[2] from rank 1" in told[0]
+
+
+def test_ranks_that_do_not_do_the_same() -> None:
+    """Another collective, another size of a message, and two ranks on one device are named."""
+
+    def other() -> str:
+        first = dist.all_reduce if dist.get_rank() == 0 else lambda x: dist.broadcast(x, 0)
+        return error(lambda: first(row(1, 2)))
+
+    def sizes() -> str:
+        if dist.get_rank() == 0:
+            return error(lambda: dist.send(row(1, 2), 1))
+        return error(lambda: dist.recv(torch.empty(3, device=here()), 0))
+
+    def shared() -> str:
+        return error(lambda: dist.all_reduce(row(1, 2)))
+
+    assert any("differs: rank" in text or "deadlock" in text for text in spawn(other))
+    assert any("float32[2] to rank 1 on rank 0 meets 3 elements" in text for text in spawn(sizes))
+    assert all("Duplicate device" in text for text in spawn(shared, set_device=False))
+
+
+def test_worlds_of_every_kind() -> None:
+    """Host and device side by side, groups of groups, split groups, and none at all."""
+
+    def mixed() -> None:
+        host, x = torch.ones(2), row(1, 1)
+        dist.all_reduce(host)
+        dist.all_reduce(x)
+        group = dist.new_group([0, 1], backend="cpu:gloo,sim:simccl")
+        dist.all_reduce(host, group=group)
+        dist.all_reduce(x, group=group)
+        assert host.tolist() == x.tolist() == [4, 4]
+
+    def split() -> None:
+        group = dist.split_group(split_ranks=[[0, 1]])
+        x = row(1, 1)
+        dist.all_reduce(x, group=group)
+        assert x.tolist() == [2, 2]
+
+    def nothing() -> tuple[bool, str]:
+        return dist.is_initialized(), os.environ["LOCAL_RANK"]
+
+    spawn(mixed, backend="cpu:gloo,sim:simccl")
+    spawn(split, bind=True)
+    assert spawn(nothing, backend=None) == [(False, "0"), (False, "1")]
+
+
+def test_a_collective_runs_beside_what_does_not_need_it() -> None:
+    """An asynchronous one overlaps the work until the wait; one that is waited for does not."""
+
+    def overlapping(asynchronous: bool) -> int:
+        x, y = row(1, 2), row(3, 4)
+        work = dist.all_reduce(x, async_op=asynchronous)
+        y.mul(2)
+        if work is not None:
+            work.wait()
+        x.add(1)
+        assert not current().could_overlap("simccl.all_reduce", "aten::add")
+        return len(current().could_overlap("simccl.all_reduce", "aten::mul"))
+
+    assert spawn(overlapping, True, timeline=True) == [1, 1]
+    assert spawn(overlapping, False, timeline=True) == [0, 0]
+
+
+def fused() -> float:
+    return trained.ddp(gradient_as_bucket_view=True, bucket_cap_mb=0.001)
+
+
+QUICK = (
+    *(trained.ddp, fused, trained.tensor_parallel, trained.pipelined),
+    *(sharded_ways.clipped, sharded_ways.kept, sharded_ways.offloaded, sharded_ways.cast),
+)
+LONG = [pytest.param(way, 2, marks=pytest.mark.deep) for way in sharded_ways.TWO[4:]]
+LONG += [pytest.param(way, 4, marks=pytest.mark.deep) for way in sharded_ways.FOUR]
+
+
+@pytest.mark.parametrize(
+    ("way", "ranks"), [*((way, 2) for way in QUICK), *LONG], ids=lambda v: getattr(v, "__name__", v)
+)
+def test_torch_trains_as_on_the_cpu(way: Callable[[], float], ranks: int) -> None:
+    """DDP, FSDP2, DTensor and a pipeline of torch are equal to one process, without a report."""
+    assert all(far < ENOUGH for far in spawn(way, ranks=ranks))

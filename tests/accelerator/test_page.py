@@ -1,0 +1,43 @@
+"""The page of the simulated accelerator: its test fails with the words that it shows."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from schedlang.testing.accelerator import unavailable
+from tests.book import ROOT
+
+pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
+
+PAGE = (ROOT / "docs" / "accelerator.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.S | re.M)
+
+
+def played(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+    (folder / "test_page.py").write_text(text)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    return subprocess.run([*command, "test_page.py"], cwd=folder, capture_output=True, text=True)
+
+
+def test_the_page_runs(tmp_path: Path) -> None:
+    """The fixture fails a test that forgot a wait, with this report; with the wait it passes."""
+    (source,), (report,) = blocks("python"), blocks("text")
+    done = played(tmp_path, source)
+    assert done.returncode == 1
+    told = re.sub(r"^E +(?=race)|^E {10}", "", done.stdout, flags=re.M)
+    for line in report.splitlines():
+        assert line.strip() in told, done.stdout
+    mended = source.replace(
+        "    print(y + 1)  # the wait for `side` was forgotten\n",
+        "    torch.sim.current_stream().wait_stream(side)\n    print(y + 1)\n",
+    )
+    assert mended != source
+    assert played(tmp_path, mended).returncode == 0
