@@ -270,7 +270,8 @@ class Communicator:
         behind = []
         for rank in range(self.size):
             theirs = self.board.read(rank, last % _RING)
-            if theirs is None or theirs[0] < last:
+            ahead = rank != self.rank and self.board.read(rank, _RING + self.size)
+            if theirs is None or theirs[0] < last or ahead:  # a transfer is before it there
                 behind.append(rank)
         return behind
 
@@ -556,6 +557,7 @@ class Communicator:
         if self.rank not in ranks:
             return None
         inside = [self.ranks[r] for r in ranks]
+        timeout = datetime.timedelta(milliseconds=timeout)
         prefix = PrefixStore(f"split{'-'.join(map(str, inside))}", store)
         made = Communicator(
             prefix, list(ranks).index(self.rank), inside, timeout, f"{self.name}/split"

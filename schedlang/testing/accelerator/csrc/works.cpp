@@ -141,7 +141,7 @@ struct SimBackend : c10d::Backend {
                      const ptr<Options>& options) override {
     py::gil_scoped_acquire gil;
     auto timeout = options ? options->timeout : kBackendDefaultTimeout;
-    py::object made = object.attr("split")(store->clone(), ranks, timeout);
+    py::object made = object.attr("split")(store->clone(), ranks, static_cast<int64_t>(timeout.count()));
     if (made.is_none()) return nullptr;
     int rank = made.attr("rank").cast<int>();
     return c10::make_intrusive<SimBackend>(rank, static_cast<int>(ranks.size()), made);
