@@ -28,7 +28,7 @@ from schedlang.runtime.logits.lazy_logits import LazyLogits
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.replacing.attention import implementation
 from schedlang.runtime.replacing.kernel import match, replace
-from schedlang.runtime.replacing.left import left_in
+from schedlang.runtime.left import left_in
 from tests import survey as causal
 from tests.zoo_models.others import OTHERS
 

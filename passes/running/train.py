@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from schedlang.passes.running.measured import Measured
     from schedlang.runtime.measure import Memory
     from schedlang.runtime.program import Program
-    from schedlang.runtime.replacing.left import Left
+    from schedlang.runtime.left import Left
     from schedlang.runtime.staging.watch import Watch
 
 RATES = {"adamw": 3e-3, "sgd": 0.1}  # by optimizer
@@ -107,13 +107,13 @@ def train(course: Course, tell: Tell | None = None) -> Trained:
     """
     from schedlang.passes.running.build import build
     from schedlang.runtime.launching.launch import progress
-    from schedlang.runtime.replacing.left import merged
+    from schedlang.runtime.left import merged
 
     tell = tell or progress
     home = _home(course.plan)
     batch = home(course.batch(course.seed))
     program = build(
-        course.plan, batch, loss=course.loss, weight=course.weight, seed=course.seed,
+        course.plan, batch, loss=course.loss, weight=course.weight, seed=course.seed, dropout="native",
         optimizer=optimizer(course.optimizer, course.lr), prepared=course.prepared,
         check=course.check,
     )  # fmt: skip
@@ -162,7 +162,7 @@ def _everyones(program: Any) -> tuple[tuple[Memory, tuple[Left, ...]], ...]:
     import torch.distributed as dist
 
     from schedlang.runtime.measure import memory_of
-    from schedlang.runtime.replacing.left import left_in
+    from schedlang.runtime.left import left_in
 
     world = program.assembly.ranks.mesh.world
     mine = memory_of(program), left_in(program.assembly.module)

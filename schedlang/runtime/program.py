@@ -20,7 +20,6 @@ from schedlang.runtime.comparing import Comparing
 from schedlang.runtime.context.install import At
 from schedlang.runtime.dealt import dealt, positive
 from schedlang.runtime.keeping.away import Away, at_home
-from schedlang.runtime.modes import ambient
 from schedlang.runtime.no_labels import bare
 from schedlang.runtime.outputs import whole_output
 from schedlang.runtime.parts import Batch, Part, followed
@@ -259,10 +258,8 @@ class Program:
             if event.op.kind in BACKWARD and event.op.stage in a.sliced:
                 a.sliced[event.op.stage].before_backward(event.last, event.reduces)
 
-        dropout = (
-            ambient(a.dropout) if train and a.dropout is not None else contextlib.nullcontext()
-        )
-        with dropout:
+        drawing = a.dropout.drawn_in(self.step) if train and a.dropout is not None else None
+        with drawing or contextlib.nullcontext():
             results = a.pipeline.run(
                 [part.inputs for part in parts], scale, train=train, around=around, on_op=on_op,
                 keep_outputs=self.keep_output or not train,

@@ -20,7 +20,7 @@ from schedlang.kernels import flash_attention, flex_attention
 from schedlang.kernels.flex_attention import Rule
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.replacing.attention import implementation, switch
-from schedlang.runtime.replacing.left import leave
+from schedlang.runtime.left import leave
 
 ATTENTIONS: Mapping[str, Callable[..., Tensor]] = {
     "flex_attention": flex_attention.flex_attention,

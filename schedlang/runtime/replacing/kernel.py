@@ -36,7 +36,7 @@ from schedlang.runtime.replacing.attention import (
 )
 from schedlang.runtime.replacing.expert_kernel import GroupedExperts, GroupedForm, probe_grouped
 from schedlang.runtime.replacing.gated_norm import GatedNormed
-from schedlang.runtime.replacing.left import leave
+from schedlang.runtime.left import leave
 from schedlang.runtime.replacing.mlp import Gated, GatedMlp
 from schedlang.runtime.replacing.named import NAMED, Named, NamedNorm, probe_named
 from schedlang.runtime.replacing.rope import Rotary, probe_rope
