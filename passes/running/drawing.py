@@ -59,7 +59,8 @@ def draws_of(plan: Plan, prepared: Prepared, rows: int) -> Draws:
             dims = prepared.tokens.draws.get((site, turn))
             if dims is None:
                 return Draws(why=f"how `{site}` draws along the sequence is not known")
-            if "rows" not in dims or "keys" in dims:  # all ranks of a sequence have it whole
+            weights = len(shape) == 4 and shape[-2] == shape[-1] and dims[-2] == "rows"
+            if "rows" not in dims or weights:  # ranks of a sequence have it whole, or agree on it
                 axes = {a: None for a in axes if a not in plan.context_axes}
         if stage and not any(_inside(site, unit) for unit in units):  # several stages compute it
             if any(_inside(unit, site) for unit in units):

@@ -1,0 +1,162 @@
+"""Tests of native draws: who draws alike and who apart, under every kind of row, with no reruns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from schedlang.passes.proving.native import Mine, native_draws, wrong_draws
+from schedlang.passes.running.build import build
+from schedlang.runtime.drawing.native import NativeDropout
+from schedlang.runtime.launching.launch import Pool
+from tests.proofs import planned, sgd
+
+TP = """blocks.*.{q,k,v,up} shard(col, over=tp)
+blocks.*.{o,down} shard(row, over=tp)
+"""
+SP = """blocks.0 shard(input=S(seq), over=tp)
+blocks.*.norm shard(input=S(seq), output=S(seq), over=tp)
+blocks.*.{q,k,v} shard(col, over=tp)
+blocks.*.o shard(row, output=S(seq), over=tp)
+blocks.*.up shard(col, input=R, over=tp)
+blocks.*.down shard(row, output=S(seq), over=tp)
+head shard(input=R, over=tp)
+"""
+
+
+class Block(nn.Module):
+    """Attention that drops weights, and an MLP that drops twice in the block's own forward."""
+
+    def __init__(self, width: int = 16, size: int = 4) -> None:
+        super().__init__()
+        self.size = size
+        self.norm = nn.LayerNorm(width)
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in "qkv")
+        self.o, self.drop = nn.Linear(width, width), nn.Dropout(0.2)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pre-norm, both halves."""
+        h = self.norm(x)
+        q, k, v = (f(h).unflatten(-1, (-1, self.size)).transpose(1, 2)
+                   for f in (self.q, self.k, self.v))  # fmt: skip
+        rate = 0.1 if self.training else 0.0
+        seen = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)
+        x = x + self.drop(self.o(seen.transpose(1, 2).flatten(2)))
+        y = F.dropout(F.gelu(self.up(x)), 0.3, self.training)
+        return x + F.dropout(self.down(y), 0.2, self.training)
+
+
+class Net(nn.Module):
+    """Tokens, blocks, logits and a loss."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.head = nn.Linear(16, 11)
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        """The loss."""
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), ids.flatten()), "logits": logits}
+
+
+class Others(nn.Module):
+    """An LSTM that drops between its layers, and torch's own multi-head attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 16)
+        self.lstm = nn.LSTM(16, 16, 3, dropout=0.3, batch_first=True)
+        self.attend = nn.MultiheadAttention(16, 4, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(16, 11)
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        """The loss."""
+        x = self.lstm(self.embed(ids))[0]
+        x = x + self.attend(x, x, x, need_weights=False)[0]
+        return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())}
+
+
+class Shared(nn.Module):
+    """One dropout before the blocks and behind them, as T5 has it: in a pipeline, between units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.drop = nn.Embedding(11, 16), nn.Dropout(0.2)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.head = nn.Linear(16, 11)
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        """The first dropout's result is needed at the end, too."""
+        x = first = self.drop(self.embed(ids))
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        x = self.drop(x + first)
+        return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())}
+
+
+def _batch() -> dict[str, Tensor]:
+    return {"ids": torch.randint(11, (8, 8), generator=torch.Generator().manual_seed(1))}
+
+
+def drawn(plan: Any) -> tuple[str, int, list[str]]:
+    """One rank: why not natively, the masks of two native steps, and what is wrong with them."""
+    program = build(plan, _batch(), optimizer=sgd, seed=0)
+    dropout = program.assembly.dropout
+    assert dropout is not None
+    dropout.noted = {}
+    program.train_step(_batch())
+    count, wrong = native_draws(program, _batch()) or (0, ["nothing is drawn natively"])
+    return program.assembly.drawn_because, count, wrong
+
+
+def _pipe(order: str, *more: str) -> str:
+    return f"blocks pipeline_split(over=pp)\npipeline(order={order}, {', '.join(more)})\n"
+
+
+ROWS = {
+    "data": (Net, "zero(stage=0, over=dp)", "dp=2"),
+    "zero 1": (Net, "zero(stage=1, over=dp)", "dp=2"),
+    "zero 2": (Net, "zero(stage=2, over=dp)", "dp=2"),
+    "zero 3": (Net, "zero(stage=3, over=dp)", "dp=2"),
+    "tensor": (Net, TP, "tp=2"),
+    "tensor, data, recomputed": (Net, TP + "blocks.* checkpoint()\nzero(stage=1, over=dp)",
+                                 "dp=2, tp=2"),
+    "sequence": (Net, SP, "tp=2"),
+    "recomputed": (Net, "blocks.* checkpoint()\nzero(stage=3, over=dp)", "dp=2"),
+    "kept at random": (Net, "blocks.* checkpoint(save=[attention])\nzero(stage=0, over=dp)", "dp=2"),
+    "offloaded": (Net, "blocks.* offload(activations)\nzero(stage=0, over=dp)", "dp=2"),
+    "accumulated": (Net, 'zero(stage=0, over=dp)\npipeline(order=GPipe, micro=2)', "dp=2"),
+    "1F1B": (Net, _pipe('"1F1B"', "micro=4"), "pp=2"),
+    "1F1B, tensor": (Net, TP + _pipe('"1F1B"', "micro=2"), "pp=2, tp=2"),
+    "interleaved": (lambda: Net(4), _pipe("Interleaved1F1B", "micro=4", "chunks=2"), "pp=2"),
+    "stages run again": (Net, _pipe("Varuna", "micro=4"), "pp=2"),
+    "halves": (Net, _pipe('"ZB-H1"', "micro=4"), "pp=2"),
+    "between stages": (Shared, _pipe('"1F1B"', "micro=2"), "pp=2"),
+    "context": (Net, "blocks.* context_parallel(ring, over=cp)", "cp=2"),
+    "context, tensor": (Net, TP + "blocks.* context_parallel(gather, over=cp)", "cp=2, tp=2"),
+    "recurrent": (Others, "zero(stage=2, over=dp)", "dp=2"),
+    "recurrent, recomputed": (Others, "lstm checkpoint()\nattend checkpoint()\nzero(stage=0, over=dp)",
+                              "dp=2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_replicas_draw_alike_and_all_others_apart(name: str, pool: Pool) -> None:
+    """Two native steps draw at the places of the proof, each part of a mask from one number."""
+    make, rows, mesh = ROWS[name]
+    plan = planned(make(), rows, mesh)
+    for why, count, wrong in pool.run(drawn, plan.mesh.world, plan):
+        assert not why and count and not wrong, (why, count, wrong[:3])
