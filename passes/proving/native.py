@@ -57,7 +57,9 @@ def native_draws(program: Program, batch: Batch) -> tuple[int, list[str]] | None
     finally:
         program.assembly = assembly
     noted, step = noting.noted, min(step for step, _, _ in logical.noted)
-    known = {(site, call): set(rows) for (k, site, call), rows in logical.noted.items() if k == step}
+    known = {
+        (site, call): set(rows) for (k, site, call), rows in logical.noted.items() if k == step
+    }
     mine = Mine(noted.begun, [_of(noted, first + k) for k in range(STEPS)], known)
     wrong = wrong_draws(gathered(mine, assembly.ranks.mesh.world))
     copies = program.replica_errors()

@@ -16,9 +16,9 @@ from schedlang.plan import Plan
 if TYPE_CHECKING:
     from schedlang.passes.preparing.prepare import Prepared
     from schedlang.passes.running.measured import Measured
+    from schedlang.runtime.left import Left
     from schedlang.runtime.measure import Memory
     from schedlang.runtime.program import Program
-    from schedlang.runtime.left import Left
     from schedlang.runtime.staging.watch import Watch
 
 RATES = {"adamw": 3e-3, "sgd": 0.1}  # by optimizer
@@ -161,8 +161,8 @@ def _everyones(program: Any) -> tuple[tuple[Memory, tuple[Left, ...]], ...]:
     """Of each rank its memory, and the calls that kernels left to the model there."""
     import torch.distributed as dist
 
-    from schedlang.runtime.measure import memory_of
     from schedlang.runtime.left import left_in
+    from schedlang.runtime.measure import memory_of
 
     world = program.assembly.ranks.mesh.world
     mine = memory_of(program), left_in(program.assembly.module)

@@ -49,8 +49,8 @@ from schedlang.report import Report, Row
 
 if TYPE_CHECKING:
     from schedlang.runtime.launching.launch import Pool
-    from schedlang.runtime.program import Program
     from schedlang.runtime.left import Left
+    from schedlang.runtime.program import Program
 
 MOST_RANKS = 8
 Progress = Callable[..., None]  # progress(stage), and progress(stage, done, total) of its steps
@@ -250,8 +250,8 @@ def _rank(
     from schedlang.passes.proving.native import native_draws
     from schedlang.runtime.float64 import Float64
     from schedlang.runtime.keeping.tipped import noting
-    from schedlang.runtime.modes import ambient
     from schedlang.runtime.left import left_in, merged
+    from schedlang.runtime.modes import ambient
     from schedlang.runtime.routing.choices import Choices
 
     made: list[Program] = []

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from schedlang.passes.proving.native import Mine, native_draws, wrong_draws
+from schedlang.passes.proving.native import native_draws
 from schedlang.passes.running.build import build
-from schedlang.runtime.drawing.native import NativeDropout
 from schedlang.runtime.launching.launch import Pool
 from tests.proofs import planned, sgd
 

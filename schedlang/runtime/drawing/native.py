@@ -320,9 +320,7 @@ class Noting(Ambient):
         with torch._C.DisableTorchFunction():
             twin = torch.Generator(source.device)
             twin.set_state(source.get_state())
-            return float(
-                torch.rand((), generator=twin, dtype=torch.float64, device=source.device)
-            )
+            return float(torch.rand((), generator=twin, dtype=torch.float64, device=source.device))
 
 
 def _listed(index: Any) -> Any:

@@ -19,11 +19,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from schedlang.placement import Uneven
+from schedlang.runtime.drawing.draws import masks
 from schedlang.runtime.following import repeats, unevens
 from schedlang.runtime.following.meets import check_meeting
 from schedlang.runtime.following.notes import Mismatch, Note, Tag
 from schedlang.runtime.following.positions import reaches
-from schedlang.runtime.drawing.draws import masks
 from schedlang.runtime.following.trace import Call, Frame, Recording, Stack
 from schedlang.runtime.following.where import RESHAPES, Given, fitting, told_apart
 from schedlang.runtime.recording.torch_calls import name_of, tensors_in
