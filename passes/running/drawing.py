@@ -8,6 +8,7 @@ of keys that several share) draw as one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from schedlang.runtime.collectives.ranks import Ranks
     from schedlang.runtime.drawing.native import Forked, NativeDropout, Places
     from schedlang.runtime.drawing.random import LogicalDropout, Slices, Window
+    from schedlang.runtime.following.notes import Tag
 
 # by axis: the place whose masks each place draws
 Along = tuple[tuple[str, tuple[int, ...]], ...]
@@ -73,6 +75,13 @@ def draws_of(plan: Plan, prepared: Prepared, rows: int) -> Draws:
     return Draws(base, {site: tuple(found) for site, found in sites.items()})
 
 
+def drawn_logically(plan: Plan, prepared: Prepared, rows: int) -> str:
+    """Why masks of a training on several ranks are drawn logically; "": they are not."""
+    if plan.mesh.world == 1 or not prepared.traced.random:
+        return ""
+    return draws_of(plan, prepared, rows).why
+
+
 def _recurrent(plan: Plan, site: str) -> bool:
     import torch
 
@@ -88,15 +97,21 @@ def _split(plan: Plan, prepared: Prepared, draw: tuple[str, int]) -> Along:
     whole, tags = prepared.traced.masks.get(draw, ((), {}))
     found = []
     for axis, tag in sorted(tags.items()):
-        parts, size = plan.mesh.size(axis), whole[tag.dim]
-        held = [frozenset(p for p in tag.positions(size, parts, k) if p < size)
-                for k in range(parts)]  # fmt: skip
-        first = tuple(held.index(one) for one in held)
-        met = [a & b for i, a in enumerate(held) for b in held[:i] if a != b]
-        if any(met):
+        first = _holders(tag, whole[tag.dim], plan.mesh.size(axis))
+        if first is None:
             raise LookupError(f"ranks of `{axis}` share parts of what `{draw[0]}` draws")
         found.append((axis, first))
     return tuple(found)
+
+
+@functools.lru_cache(1024)
+def _holders(tag: Tag, size: int, parts: int) -> tuple[int, ...] | None:
+    """For each place the first that holds the same; None where some share a part."""
+    held = [frozenset(p for p in tag.positions(size, parts, k) if p < size) for k in range(parts)]
+    different = set(held)
+    if sum(map(len, different)) != len(frozenset().union(*different)):
+        return None
+    return tuple(held.index(one) for one in held)
 
 
 # -- on one rank -----------------------------------------------------------------------------------

@@ -113,7 +113,8 @@ def train(course: Course, tell: Tell | None = None) -> Trained:
     home = _home(course.plan)
     batch = home(course.batch(course.seed))
     program = build(
-        course.plan, batch, loss=course.loss, weight=course.weight, seed=course.seed, dropout="native",
+        course.plan, batch, loss=course.loss, weight=course.weight, seed=course.seed,
+        dropout="native",
         optimizer=optimizer(course.optimizer, course.lr), prepared=course.prepared,
         check=course.check,
     )  # fmt: skip

@@ -89,7 +89,8 @@ class Program:
         held = sum(parameter.numel() for parameter in a.parameters.values())
         micro = f", {a.micro} microbatches" if a.micro > 1 else ""
         optimizer = type(self.optimizer).__name__ if self.optimizer is not None else "no optimizer"
-        said = f"{number(held)} parameters here{micro}, {optimizer}, step {self.step}"
+        drawn = f", dropout drawn logically ({a.drawn_because})" if a.drawn_because else ""
+        said = f"{number(held)} parameters here{micro}, {optimizer}, step {self.step}{drawn}"
         return f"<Program of {type(a.module).__name__}{where}: {said}>"
 
     @property

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from schedlang.passes.proving.native import native_draws
+from schedlang.passes.proving.native import Mine, native_draws, wrong_draws
 from schedlang.passes.running.build import build
+from schedlang.runtime.drawing.native import NativeDropout
 from schedlang.runtime.launching.launch import Pool
 from tests.proofs import planned, sgd
 
@@ -135,7 +136,8 @@ ROWS = {
                                  "dp=2, tp=2"),
     "sequence": (Net, SP, "tp=2"),
     "recomputed": (Net, "blocks.* checkpoint()\nzero(stage=3, over=dp)", "dp=2"),
-    "kept at random": (Net, "blocks.* checkpoint(save=[attention])\nzero(stage=0, over=dp)", "dp=2"),
+    "attention kept": (Net, "blocks.* checkpoint(save=[attention])\nzero(stage=0, over=dp)",
+                       "dp=2"),
     "offloaded": (Net, "blocks.* offload(activations)\nzero(stage=0, over=dp)", "dp=2"),
     "accumulated": (Net, 'zero(stage=0, over=dp)\npipeline(order=GPipe, micro=2)', "dp=2"),
     "1F1B": (Net, _pipe('"1F1B"', "micro=4"), "pp=2"),
@@ -147,7 +149,7 @@ ROWS = {
     "context": (Net, "blocks.* context_parallel(ring, over=cp)", "cp=2"),
     "context, tensor": (Net, TP + "blocks.* context_parallel(gather, over=cp)", "cp=2, tp=2"),
     "recurrent": (Others, "zero(stage=2, over=dp)", "dp=2"),
-    "recurrent, recomputed": (Others, "lstm checkpoint()\nattend checkpoint()\nzero(stage=0, over=dp)",
+    "recurrent, recomputed": (Others, "{lstm,attend} checkpoint()\nzero(stage=0, over=dp)",
                               "dp=2"),
 }  # fmt: skip
 
@@ -159,3 +161,122 @@ def test_replicas_draw_alike_and_all_others_apart(name: str, pool: Pool) -> None
     plan = planned(make(), rows, mesh)
     for why, count, wrong in pool.run(drawn, plan.mesh.world, plan):
         assert not why and count and not wrong, (why, count, wrong[:3])
+
+
+# -- what is found ---------------------------------------------------------------------------------
+
+
+def _mine(**changes: Any) -> Mine:
+    """A rank that draws two masks for rows 0 and 1, and what differs of it."""
+    content = (0, (0, 1), "drop", 0, None), (1, (0, 1), "drop", 0, None)
+    given: dict[str, Any] = {
+        "begun": {content[0]: {0.1}, content[1]: {0.2}},
+        "sites": [{("drop", 0): {0, 1}}] * 2,
+        "logical": {("drop", 0): {0, 1}},
+    }
+    return Mine(**given | changes)
+
+
+OTHER_ROWS = {(0, (2, 3), "drop", 0, None): {0.3}, (1, (2, 3), "drop", 0, None): {0.4}}
+WRONG: dict[str, tuple[list[Mine], str]] = {
+    "replicas apart": (
+        [_mine(), _mine(begun={(0, (0, 1), "drop", 0, None): {0.5}})], "draws otherwise on ranks"),
+    "data ranks alike": (
+        [_mine(), _mine(begun={(0, (2, 3), "drop", 0, None): {0.1}})], "draws as"),
+    "steps alike": (
+        [_mine(begun={(k, (0, 1), "drop", 0, None): {0.1} for k in range(2)})], "draws as"),
+    "recomputed apart": (
+        [_mine(begun={(0, (0, 1), "drop", 0, None): {0.1, 0.2}})], "when it is computed again"),
+    "not drawn": ([_mine(sites=[{}])], "not drawn in training"),
+    "drawn once more": (
+        [_mine(sites=[{("drop", 0): {0, 1}, ("drop", 1): {0, 1}}])], "drawn otherwise"),
+    "other rows": ([_mine(sites=[{("drop", 0): {0}}])], "drawn otherwise"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_each_mistake_is_told(name: str) -> None:
+    """What is wrong with the draws of some ranks is said; right ones have nothing to be said."""
+    everyone, words = WRONG[name]
+    assert any(words in said for said in wrong_draws(everyone)), wrong_draws(everyone)
+    assert not wrong_draws([_mine(), _mine(), _mine(begun=OTHER_ROWS)])
+
+
+# -- what a user meets -----------------------------------------------------------------------------
+
+
+def _steps(plan: Any, seed: int, count: int, first: int, options: Any) -> tuple[Any, ...]:
+    """On this rank: losses of some steps, and what the process's own generator gives then."""
+    torch.manual_seed(seed + torch.distributed.get_rank())
+    program = build(plan, _batch(), **options)
+    program.step = first
+    losses = [float(program.train_step(_batch())) for _ in range(count)]
+    return losses, float(torch.rand(())), repr(program)
+
+
+def _trained(pool: Pool, plan: Any, seed: int = 5, count: int = 2, first: int = 0, **options: Any):
+    return pool.run(_steps, plan.mesh.world, plan, seed, count, first, options)
+
+
+def test_masks_follow_the_seed_and_the_step(pool: Pool) -> None:
+    """From rank 0's seed; a run that goes on at a step draws what it would have drawn there."""
+    plan = planned(Net(), TP, "tp=2")
+    losses, own, _ = _trained(pool, plan)[0]
+    assert _trained(pool, plan)[0][0] == losses  # without an optimizer: masks alone make them apart
+    assert losses[0] != losses[1]
+    assert _trained(pool, plan, count=1, first=1)[0][0] == losses[1:]
+    assert _trained(pool, plan, seed=6)[0][0][0] != losses[0]
+    torch.manual_seed(5)
+    assert own == float(torch.rand(()))  # the process's generator stands where it stood
+
+
+def test_both_ranks_see_one_loss(pool: Pool) -> None:
+    """Ranks that were seeded apart agree on the masks that they share."""
+    plan = planned(Net(), TP, "tp=2")
+    first, second = _trained(pool, plan)
+    assert first[0] == second[0]
+
+
+def test_a_seed_asks_for_logical_masks(pool: Pool) -> None:
+    """They do not depend on the layout: the loss is that of data parallelism, too."""
+    losses = [
+        _trained(pool, planned(Net(), rows, mesh), dropout="logical")[0][0]
+        for rows, mesh in ((TP, "tp=2"), ("zero(stage=0, over=dp)", "dp=2"))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert _trained(pool, planned(Net(), TP, "tp=2"))[0][0] != losses[0]
+
+
+class Loose(Shared):
+    """Drops by a function, in the forward that calls the stages."""
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        """No module of its own draws."""
+        x = F.dropout(self.embed(ids), 0.2, self.training)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())}
+
+
+def test_what_all_stages_run_is_drawn_logically(pool: Pool) -> None:
+    """The plan says so, and the program; training goes on."""
+    from schedlang.passes.costs.account import account
+
+    plan = planned(Loose(), _pipe('"1F1B"', "micro=2"), "pp=2")
+    notes = account(plan, _batch()).notes
+    why = "`the model` draws between stages, which all of them run"
+    assert f"dropout is drawn logically in training, too: {why}" in notes
+    assert why in _trained(pool, plan)[0][2]
+
+
+def test_one_rank_draws_as_torch_does() -> None:
+    """Nothing is seeded, nothing put back, unless it is asked for."""
+    plan = planned(Net(), "", "")
+    assert build(plan, _batch()).assembly.dropout is None
+    asked = build(plan, _batch(), seed=3, dropout="native")
+    assert isinstance(asked.assembly.dropout, NativeDropout)
+    torch.manual_seed(1)
+    first = asked.train_step(_batch())
+    asked.step = 0
+    torch.manual_seed(2)
+    assert torch.equal(first, asked.train_step(_batch()))

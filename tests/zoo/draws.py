@@ -101,12 +101,18 @@ def native_masks_of_all_heads(patch: Patch, site: Site) -> None:
 @bug("D65", "", Operator.FREEZE, "pp", row="none")
 def native_masks_of_the_first_microbatch(patch: Patch, site: Site) -> None:
     """Each operation of a step begins with the numbers of the step."""
-    plain = scope.entered
+    plain, seeded, steps = scope.entered, native.begun, list[int]()
+
+    def begun(*of: Any) -> int:
+        steps.append(seeded(*of))
+        return steps[-1]
 
     def entered(where: Any) -> Any:
-        torch.manual_seed(where.step)
+        if steps:  # of a training, not of the proof before it
+            torch.manual_seed(steps[-1])
         return plain(where)
 
+    patch.setattr(native, "begun", begun)
     patch.setattr(program, "entered", entered)
 
 

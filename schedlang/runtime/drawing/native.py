@@ -301,7 +301,7 @@ class Noting(Ambient):
             self._inside = False
 
     def note(self, shape: Sequence[int], place: int = 0) -> None:
-        """A draw of this shape, which begins where the generators stand, as one call's how manyth."""
+        """A draw of this shape, the how manyth of a call; it begins where the generators stand."""
         where, site = scope.current(), scope.site()
         assert where is not None
         call = scope.next_call(site)

@@ -166,7 +166,7 @@ class Recorder(TorchFunctionMode):
         return out
 
     def _note_draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Inside of torch's function for multi-head attention nothing is seen, but that it drops."""
+        """Of torch's function for multi-head attention it is seen that it drops, and no more."""
         rate = args[10] if len(args) > 10 else kwargs.get("dropout_p", 0.0)
         inside = func is F.multi_head_attention_forward and rate > 0
         if inside and kwargs.get("training", True):
