@@ -13,6 +13,8 @@ from schedlang.passes.proving.native import Mine, native_draws, wrong_draws
 from schedlang.passes.running.build import build
 from schedlang.runtime.drawing.native import NativeDropout
 from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.left import left_in
+from schedlang.runtime.regions.fuse import graphs, unavailable
 from tests.proofs import planned, sgd
 
 TP = """blocks.*.{q,k,v,up} shard(col, over=tp)
@@ -280,3 +282,78 @@ def test_one_rank_draws_as_torch_does() -> None:
     asked.step = 0
     torch.manual_seed(2)
     assert torch.equal(first, asked.train_step(_batch()))
+
+
+# -- compiled regions ------------------------------------------------------------------------------
+
+compiles = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+
+
+class Mlp(nn.Module):
+    """Drops inside, where hidden sizes may be split, and, if asked for, what comes out."""
+
+    def __init__(self, last: float) -> None:
+        super().__init__()
+        self.up, self.down, self.last = nn.Linear(16, 32), nn.Linear(32, 16), last
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Up, drop, down."""
+        y = self.down(F.dropout(torch.tanh(self.up(x)), 0.2, self.training))
+        return F.dropout(y, self.last, self.training) if self.last else y
+
+
+class Fused(nn.Module):
+    """Tokens, two such MLPs with shortcuts, a loss."""
+
+    def __init__(self, last: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(11, 16), nn.Linear(16, 11)
+        self.blocks = nn.ModuleList(Mlp(last) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        """The loss."""
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())}
+
+
+def _fused(plan: Any) -> tuple[int, list[str], list[float]]:
+    """On this rank: graphs of the regions, what ran eagerly and why, losses of two steps."""
+    program = build(plan, _batch(), seed=3, dropout="native")
+    losses = [float(program.train_step(_batch())) for _ in range(2)]
+    module = program.assembly.module
+    return sum(map(graphs, module.modules())), [one.why for one in left_in(module)], losses
+
+
+FUSED = "blocks.* fuse()\n"
+SPLIT = "blocks.*.up shard(col, over=tp)\nblocks.*.down shard(row, over=tp)\n"
+
+
+@compiles
+@pytest.mark.parametrize(
+    "rows, more, mesh",
+    [("", "zero(stage=0, over=dp)", "dp=2"), (SPLIT, "", "tp=2"),
+     ("", _pipe('"1F1B"', "micro=2"), "pp=2")],
+    ids=["data", "tensor", "pipeline"],
+)  # fmt: skip
+def test_a_region_compiles_and_draws_as_without(
+    rows: str, more: str, mesh: str, pool: Pool
+) -> None:
+    """In training on several ranks, with the very masks of the schedule without the row."""
+    plain, fused = (planned(Fused(), rows + row + more, mesh) for row in ("", FUSED))
+    for (_, _, losses), (made, left, found) in zip(
+        pool.run(_fused, 2, plain), pool.run(_fused, 2, fused), strict=True
+    ):
+        assert made and not left
+        assert found == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_region_that_draws_both_ways_says_that_it_runs_eagerly(pool: Pool) -> None:
+    """It drops what is split and what is whole: no graph, and the reason."""
+    plan = planned(Fused(0.3), SPLIT + FUSED, "tp=2")
+    bare = planned(Fused(0.3), SPLIT, "tp=2")
+    (made, left, losses), _ = pool.run(_fused, 2, plan)
+    assert made == 0 and "some masks alike on all ranks, and some apart" in left[0]
+    assert losses == pool.run(_fused, 2, bare)[0][2]
