@@ -170,7 +170,10 @@ def _native(
     def places(along: Along) -> Places:
         return tuple((axis, first[mesh.index(rank, axis)]) for axis, first in along)
 
-    at = {site: tuple(a and places(a) for a in found) for site, found in draws.sites.items()}
+    at = {
+        site: tuple(None if along is None else places(along) for along in found)
+        for site, found in draws.sites.items()
+    }
     forks, plain, why = _forks(module, at, prepared.traced.entries)
     if why:
         return None, why

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -34,12 +35,12 @@ head shard(input=R, over=tp)
 class Block(nn.Module):
     """Attention that drops weights, and an MLP that drops twice in the block's own forward."""
 
-    def __init__(self, width: int = 16, size: int = 4) -> None:
+    def __init__(self, width: int = 16, size: int = 4, on: float = 1.0) -> None:
         super().__init__()
-        self.size = size
+        self.size, self.on = size, on
         self.norm = nn.LayerNorm(width)
         self.q, self.k, self.v = (nn.Linear(width, width) for _ in "qkv")
-        self.o, self.drop = nn.Linear(width, width), nn.Dropout(0.2)
+        self.o, self.drop = nn.Linear(width, width), nn.Dropout(0.2 * on)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,21 +48,21 @@ class Block(nn.Module):
         h = self.norm(x)
         q, k, v = (f(h).unflatten(-1, (-1, self.size)).transpose(1, 2)
                    for f in (self.q, self.k, self.v))  # fmt: skip
-        rate = 0.1 if self.training else 0.0
+        rate = 0.1 * self.on if self.training else 0.0
         seen = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)
         x = x + self.drop(self.o(seen.transpose(1, 2).flatten(2)))
-        y = F.dropout(F.gelu(self.up(x)), 0.3, self.training)
-        return x + F.dropout(self.down(y), 0.2, self.training)
+        y = F.dropout(F.gelu(self.up(x)), 0.3 * self.on, self.training)
+        return x + F.dropout(self.down(y), 0.2 * self.on, self.training)
 
 
 class Net(nn.Module):
     """Tokens, blocks, logits and a loss."""
 
-    def __init__(self, layers: int = 2) -> None:
+    def __init__(self, layers: int = 2, on: float = 1.0) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(11, 16)
-        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(on=on) for _ in range(layers))
         self.head = nn.Linear(16, 11)
 
     def forward(self, ids: Tensor) -> dict[str, Tensor]:
@@ -363,3 +364,31 @@ def test_a_region_that_draws_both_ways_says_that_it_runs_eagerly(pool: Pool) -> 
     (made, left, losses), _ = pool.run(_fused, 2, plan)
     assert made == 0 and "some masks alike on all ranks, and some apart" in left[0]
     assert losses == pool.run(_fused, 2, bare)[0][2]
+
+
+# -- what it costs ---------------------------------------------------------------------------------
+
+
+def _calls(plan: Any) -> int:
+    """Python functions that a step calls on this rank, once all is warm."""
+    program, count = build(plan, _batch(), optimizer=sgd), 0
+
+    def called(frame: Any, event: str, value: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    for _ in range(2):
+        program.train_step(_batch())
+    sys.setprofile(called)
+    try:
+        program.train_step(_batch())
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_step_that_drops_calls_no_more_than_one_that_does_not(pool: Pool) -> None:
+    """But for its seed: a model whose rates are all 0 calls the same functions."""
+    plans = [planned(Net(on=on), "zero(stage=0, over=dp)", "dp=2") for on in (1.0, 0.0)]
+    dropping, without = (pool.run(_calls, 2, plan)[0] for plan in plans)
+    assert without < dropping <= without + 40, (dropping, without)

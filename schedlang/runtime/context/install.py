@@ -70,7 +70,8 @@ class Exchanging:
         if isinstance(self.draw, LogicalDropout):
             return Dropout.logical(p, self.draw, rows, heads, total)
         made = partial(Dropout.fresh, p, rows, heads, total)
-        return self.draw.attended(made, (rows, heads, total, total))
+        drawn: Dropout = self.draw.attended(made, (rows, heads, total, total))
+        return drawn
 
 
 class Unseen(Exchanging):
