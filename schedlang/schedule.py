@@ -249,10 +249,8 @@ class Schedule(Scope):
         clip       bound for the global norm of the gradients
         weight     weight(part) of a part of the batch in the mean; default: the labels that count
         seed       of dropout's masks; alone it asks for logical ones
-        dropout    "native": masks of torch's own dropout, from generators that each step seeds;
-                   "logical": masks that do not depend on the layout, as `verify` has them, at a
-                   price.  Default: logical where there is a seed, else native on several ranks,
-                   seeded by `torch.initial_seed()` of rank 0; in a world of one as torch draws
+        dropout    "native": as torch draws, seeded by each step, the default of several ranks;
+                   "logical": masks that do not depend on the layout, as `verify` has them
         compare    what the ranks of a job compare, and refuse where it differs: "build", all that a
                    program is built from, initial weights too; "batches", also each step's batch and
                    the optimizer's settings; "nothing"
