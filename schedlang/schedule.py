@@ -234,6 +234,7 @@ class Schedule(Scope):
         clip: float | None = None,
         weight: Callable[..., float] | None = None,
         seed: int | None = None,
+        dropout: str | None = None,
         compare: str = "build",
         wait: float = 20.0,
         **unknown: object,
@@ -247,7 +248,9 @@ class Schedule(Scope):
         optimizer  a function from (name, parameter) pairs to an optimizer
         clip       bound for the global norm of the gradients
         weight     weight(part) of a part of the batch in the mean; default: the labels that count
-        seed       draw dropout logically from this seed; on several ranks it always is (0)
+        seed       of dropout's masks; alone it asks for logical ones
+        dropout    "native": as torch draws, seeded by each step, the default of several ranks;
+                   "logical": masks that do not depend on the layout, as `verify` has them
         compare    what the ranks of a job compare, and refuse where it differs: "build", all that a
                    program is built from, initial weights too; "batches", also each step's batch and
                    the optimizer's settings; "nothing"
@@ -262,13 +265,13 @@ class Schedule(Scope):
         from schedlang.passes.proving.sound import cheaply
         from schedlang.passes.running.build import build, check_job
         from schedlang.passes.statics.roles import repeated
-        from schedlang.runtime.replacing.left import telling
+        from schedlang.runtime.left import telling
         from schedlang.runtime.waiting import Waiting
 
         plan = self.plan()
         options: dict[str, Any] = dict(
             loss=loss, optimizer=optimizer, clip=clip, weight=weight, seed=seed,
-            compare=compare, wait=wait,
+            dropout=dropout, compare=compare, wait=wait,
         )  # fmt: skip
         check_options(args, unknown, {"batch": batch, **options})
         check = partial(cheaply, loss=loss, weight=weight)

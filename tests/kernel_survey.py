@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from schedlang.kernels.probe import Mismatch
 from schedlang.runtime.float64 import Float64
+from schedlang.runtime.left import left_in
 from schedlang.runtime.logits.lazy_logits import LazyLogits
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.replacing.attention import implementation
 from schedlang.runtime.replacing.kernel import match, replace
-from schedlang.runtime.replacing.left import left_in
 from tests import survey as causal
 from tests.zoo_models.others import OTHERS
 

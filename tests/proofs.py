@@ -85,8 +85,13 @@ def steps(
     clip: float | None,
     options: dict[str, Any],
 ) -> Seen:
-    """On this rank: some steps, and what they left: losses, first gradients, state, norms."""
+    """On this rank: some steps, and what they left: losses, first gradients, state, norms.
+
+    Several ranks draw masks that do not depend on the layout.
+    """
     seen: Seen = {}
+    if plan.mesh.world > 1:
+        options = {"dropout": "logical"} | options
     with ambient(Float64()):
         program = build(plan, batches[0], optimizer=optimizer, clip=clip, **options)
         for step, batch in enumerate(batches):

@@ -197,14 +197,13 @@ def _forward(program: Program, parts: Sequence[Part]) -> None:
     """One forward in training mode; what backward there is, is of the modules alone."""
     from contextlib import nullcontext
 
-    from schedlang.runtime.modes import ambient
     from schedlang.runtime.no_labels import no_labels
     from schedlang.runtime.scope import Scope, entered
     from schedlang.runtime.sharding import crossing
 
     a = program.assembly
     a.module.train()
-    with ambient(a.dropout) if a.dropout is not None else nullcontext(), no_labels(True):
+    with a.dropout.drawn_in(0) if a.dropout is not None else nullcontext(), no_labels(True):
         a.pipeline.run(
             [part.inputs for part in parts], train=False,
             around=lambda op: entered(Scope(0, op.microbatch, parts[op.microbatch].rows)),

@@ -94,6 +94,7 @@ def account(
     from schedlang.passes.cutting.chains import told
     from schedlang.passes.preparing import allotted
     from schedlang.passes.preparing.prepare import prepare
+    from schedlang.passes.running.drawing import drawn_logically
     from schedlang.runtime import parts
 
     plan = completed(plan, batch, loss)
@@ -102,6 +103,8 @@ def account(
     notes = [_MOMENTS]
     if not parts.even(batch, plan.shares, plan.micro):
         notes.append("microbatches differ in rows; bytes are those of the largest")
+    if why := drawn_logically(plan, prepared, parts.rows_of(sample)):
+        notes.append(f"dropout is drawn logically in training, too: {why}")
     sent = collectives(plan, prepared, sample, loss)
     lodged, why = _lodgings(plan, sample, loss, prepared)
     sent, notes = (*sent, *lodged), [*notes, *([why] if why else [])]

@@ -102,8 +102,8 @@ def _play(step: _Step, of: RankClass) -> Played:
     from schedlang.passes.running.build import build
     from schedlang.runtime.collectives.tap import playing
     from schedlang.runtime.keeping.offload import watched
+    from schedlang.runtime.left import left_in
     from schedlang.runtime.played import play
-    from schedlang.runtime.replacing.left import left_in
     from schedlang.runtime.storage.footprint import Footprint
     from schedlang.runtime.storage.work import Message
     from schedlang.runtime.summing.gathered import without_values

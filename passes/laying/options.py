@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 from schedlang.diagnostic import Diagnostic, Label, Refusal, closest
 from schedlang.source import python_span
 
-NAMES = ("batch", "loss", "optimizer", "clip", "weight", "seed", "compare", "wait")
+NAMES = ("batch", "loss", "optimizer", "clip", "weight", "seed", "dropout", "compare", "wait")
+DRAWN = ("native", "logical")
 COMPARE = ("nothing", "build", "batches")  # what ranks compare before they trust each other
 
 
@@ -60,6 +61,9 @@ def _numbers(given: Mapping[str, Any]) -> None:
         isinstance(clip, bool) or not isinstance(clip, int | float) or clip <= 0
     ):
         _refuse(f"`clip` is {clip!r}", "give the greatest gradient norm, a number above zero")
+    drawn = given["dropout"]
+    if drawn is not None and drawn not in DRAWN:
+        _refuse(f"`dropout` is {drawn!r}", f"give one of {', '.join(map(repr, DRAWN))}")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         _refuse(f"`seed` is {seed!r}", "give a whole number")
 

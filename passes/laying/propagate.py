@@ -47,6 +47,7 @@ class Traced:
     layouts   (module, turn) -> notes on the tensors that it is given and on those that it gives,
               None where they are not known; empty where nothing is sharded
     random    whether an operator draws random numbers
+    drawn     (module, turn) of each mask -> its whole shape; (): it is not told
     apart     those that cannot be drawn alike on several ranks -> the module that they run in
     reached   parameters that the loss depends on, whatever the values are
     lossless  what is said where there is no loss to train by
@@ -71,6 +72,7 @@ class Traced:
     )
     labels: tuple[LabelRule, ...] = ()
     random: bool = False
+    drawn: Mapping[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
     apart: Mapping[str, str] = field(default_factory=dict)
     reached: frozenset[str] = frozenset()
     lossless: Diagnostic | None = None
@@ -152,6 +154,7 @@ def _traced(plan: Plan, recording: Recording, run: Run | None = None) -> Traced:
     shared = {
         "labels": tuple(recording.labels),
         "random": recording.random,
+        "drawn": dict(recording.drawn),
         "apart": dict(recording.apart),
         "reached": recording.reached,
         "asked": recording.asked,

@@ -53,6 +53,10 @@ def compare(
         note = "" if not same else f"{len(same)} repeat: {same[0]}"
         name = f"{count - len(same)} {'instead of' if same else '='} {count}"
         rows.append(Row(key.condition, key.kind, name, len(same), 0.0, not same, None, note))
+    for key, (count, wrong) in actual.streams.items():
+        name = f"{count} masks in steps as training takes them"
+        note = "; ".join(wrong[:2])
+        rows.append(Row(key.condition, key.kind, name, len(wrong), 0.0, not wrong, None, note))
     for key, error in actual.replicas.items():
         gate = 0.0 if exact else rtol
         ok = error <= gate

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 DISTINCT = "distinct draws"  # of one side: that no two of them are one
+NATIVE = "native draws"  # of training: who draws alike, and who apart
 HIDDEN = "hidden buffers"  # those that a state dict leaves out
 Batch = Mapping[str, Any]
 Loss = Callable[[Any, Batch], "Tensor"]
@@ -132,7 +133,7 @@ class Observation:
     tensors: dict[Key, Tensor | None] = field(default_factory=dict)
     sets: dict[Key, frozenset[str]] = field(default_factory=dict)
     replicas: dict[Key, float] = field(default_factory=dict)
-    # of a side that can tell: from how many streams masks were drawn, and those that are not apart
+    # of a side that can tell: from how many streams masks were drawn, and what is wrong with them
     streams: dict[Key, tuple[int, list[str]]] = field(default_factory=dict)
     order: tuple[
         str, ...

@@ -233,8 +233,9 @@ class Distributed:
         from schedlang.runtime.scope import named_sites
 
         program.evaluate = evaluate
-        if program.assembly.dropout is not None:
-            program.assembly.dropout.noted = {}
+        self.logical = _logical(program)
+        if self.logical is not None:
+            self.logical.noted = {}
         else:  # then nobody has asked the modules for their places
             named_sites(program.assembly.module)
         program.follow_inputs = self.follow = follow
@@ -301,8 +302,8 @@ class Distributed:
 
     def draws(self) -> list[str]:
         """The masks drawn by all ranks, in words."""
-        dropout = self.program.assembly.dropout
-        return draws_in_words(together(self._gathered(dropout.noted if dropout else None)))
+        noted = self.logical.noted if self.logical is not None else None
+        return draws_in_words(together(self._gathered(noted)))
 
     def replicas(self) -> Mapping[str, float]:
         """Differences between copies on different ranks."""
@@ -317,6 +318,13 @@ class Distributed:
         from schedlang.runtime.storage.folder import gathered
 
         return list(gathered(mine, self.program.assembly.ranks.mesh.world))
+
+
+def _logical(program: Program) -> LogicalDropout | None:
+    from schedlang.runtime.drawing.random import LogicalDropout
+
+    dropout = program.assembly.dropout
+    return dropout if isinstance(dropout, LogicalDropout) else None
 
 
 def built(case: Case, condition: Condition) -> Program:

@@ -28,7 +28,8 @@ def built_from(plan: Plan, batch: Mapping[str, Any], given: Options) -> list[Ite
 
     model = plan.model.model
     options = {
-        "clip": given.clip, "seed": given.seed, "local": given.local, "compare": given.compare,
+        "clip": given.clip, "seed": given.seed, "dropout": given.dropout,
+        "local": given.local, "compare": given.compare,
         "optimizer": None if given.optimizer is None else "a function",
     }  # fmt: skip
     return [

@@ -24,6 +24,7 @@ from schedlang.passes.preparing.prepare import Prepared, check_axes, prepare
 from schedlang.passes.preparing.residence import away
 from schedlang.passes.preparing.staleness import check_build
 from schedlang.passes.preparing.whole_step import whole_step
+from schedlang.passes.running.drawing import Asked, drawing_of
 from schedlang.passes.running.executor import early_sums, pipeline_of
 from schedlang.passes.running.reduce import compressor_of, slice_state, sums_of
 from schedlang.plan import Plan
@@ -73,7 +74,10 @@ class Options:
     loss       loss(output, batch), where the model returns none
     optimizer  a function from (name, parameter) pairs to an optimizer; `clip` bounds the norm
     weight     weight(part) of a part of the batch in the mean; default: the labels that count
-    seed       draw dropout logically from this seed; on several ranks it always is (0)
+    seed       of dropout's masks
+    dropout    "native": as torch draws it, from generators that each step seeds; "logical": masks
+               that do not depend on the layout; None: logical if there is a seed, else native on
+               several ranks, and as the process draws in a world of one
     prepared   what `prepare` found for this plan and a microbatch of this batch, if it ran before
     local      the batch is this rank's rows
     compare    what ranks compare: `nothing`, what each builds (`build`), each batch too (`batches`)
@@ -87,6 +91,7 @@ class Options:
     clip: float | None = None
     weight: Weight | None = None
     seed: int | None = None
+    dropout: str | None = None
     prepared: Prepared | None = None
     local: bool = False
     compare: str = "build"
@@ -141,7 +146,7 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     found = _own(plan, module, ranks, holdings)
     lying = None if given.hollow else away(builder, staged, found, sliced, given.optimizer)
     sums = sums_of(plan, traced, holdings, found, ranks)
-    dropout = _dropout(plan, prepared, ranks, given.seed, module)
+    drawing = drawing_of(plan, prepared, ranks, module, _asked(plan, batch, given))
     pipeline = pipeline_of(
         plan, module, ranks, prepared, cast_loss(plan, loss), given.weight, sliced
     )
@@ -154,7 +159,8 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         weight=given.weight or _weight(prepared, plan.shares * plan.micro),
         compressor=compressor_of(plan, traced, holdings, found, ranks),
         early=early_sums(plan, staged, found, sums), last_rank=_last_rank(plan, staged),
-        stage_axis=staged.axis, dropout=dropout, inputs=frozenset(batch),
+        stage_axis=staged.axis, dropout=drawing.dropout, native=drawing.native,
+        drawn_because=drawing.why, inputs=frozenset(batch),
         lossless=traced.lossless,
         outputs_missing=staged.cut.missing if staged.axis is not None else (),
         ends_early=_ends_early(plan, staged),
@@ -167,6 +173,15 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
         assembly, optimizer, given.clip, whole=whole, away=lying, loss_scale=loss_scale(plan),
         comparing=comparing,
     )  # fmt: skip
+
+
+def _asked(plan: Plan, batch: Mapping[str, Any], given: Options) -> Asked:
+    """How masks are to be drawn, and for how many rows at once."""
+    from schedlang.runtime import parts
+
+    kind = given.dropout or ("logical" if given.seed is not None else None)
+    sample = parts.sample(batch, 1 if given.local else plan.shares, plan.micro)
+    return Asked(kind, given.seed, parts.rows_of(sample), given.hollow)
 
 
 def _alike(plan: Plan, batch: Mapping[str, Any], given: Options) -> None:
@@ -343,46 +358,3 @@ def _loss_dtype(plan: Plan) -> torch.dtype:
 
     wide = any(fact.dtype == "float64" for fact in plan.model.unique.values())
     return torch.float64 if wide else torch.float32
-
-
-# -- random numbers, weights, the executor -----------------------------------------------------
-
-
-def _dropout(
-    plan: Plan, prepared: Prepared, ranks: Ranks, seed: int | None, module: nn.Module
-) -> Any:
-    """Logical dropout, where a seed asks for it or several ranks must agree on masks."""
-    from schedlang.runtime.context import install
-    from schedlang.runtime.drawing.evaluated import of_evaluation
-    from schedlang.runtime.drawing.random import LogicalDropout, Window
-    from schedlang.runtime.scope import current, named_sites
-    from schedlang.runtime.slicing.sliced import windows
-
-    traced, slicing = prepared.traced, prepared.slicing
-    if not traced.random or (seed is None and plan.mesh.world == 1):
-        return None
-    named_sites(module)
-
-    # not the plan itself: a program that keeps it keeps the original model with it
-    mesh, masks, rank = plan.mesh, traced.masks, ranks.rank
-    split = bool(plan.boundaries) or any(plan.held(name).splits for name in plan.layouts)
-
-    def slices(site: str, call: int, shape: tuple[int, ...]) -> Window | None:
-        _, tags = masks.get((site, call), ((), {}))
-        here = current()
-        if here is not None and here.evaluation:
-            tags = of_evaluation(masks, site, len(shape), split)
-        if not tags:
-            return None
-        logical = list(shape)
-        index: list[Any] = [None] * len(shape)
-        for axis, tag in tags.items():
-            dim, parts = tag.dim - 1, mesh.size(axis)  # dim 0 holds the samples
-            logical[dim] = tag.uneven.true(shape[dim], parts)
-            place = mesh.index(rank, axis)
-            index[dim] = tag.positions(logical[dim], parts, place)
-        return Window(tuple(logical), tuple(index))
-
-    if prepared.tokens is not None:
-        return LogicalDropout(seed or 0, install.windows(prepared.tokens, slices))
-    return LogicalDropout(seed or 0, windows(slicing, slices) if slicing else slices)

@@ -16,9 +16,9 @@ from schedlang.plan import Plan
 if TYPE_CHECKING:
     from schedlang.passes.preparing.prepare import Prepared
     from schedlang.passes.running.measured import Measured
+    from schedlang.runtime.left import Left
     from schedlang.runtime.measure import Memory
     from schedlang.runtime.program import Program
-    from schedlang.runtime.replacing.left import Left
     from schedlang.runtime.staging.watch import Watch
 
 RATES = {"adamw": 3e-3, "sgd": 0.1}  # by optimizer
@@ -107,13 +107,14 @@ def train(course: Course, tell: Tell | None = None) -> Trained:
     """
     from schedlang.passes.running.build import build
     from schedlang.runtime.launching.launch import progress
-    from schedlang.runtime.replacing.left import merged
+    from schedlang.runtime.left import merged
 
     tell = tell or progress
     home = _home(course.plan)
     batch = home(course.batch(course.seed))
     program = build(
         course.plan, batch, loss=course.loss, weight=course.weight, seed=course.seed,
+        dropout="native",
         optimizer=optimizer(course.optimizer, course.lr), prepared=course.prepared,
         check=course.check,
     )  # fmt: skip
@@ -160,8 +161,8 @@ def _step(program: Any, number: int, batch: Mapping[str, Any]) -> Step:
 def _everyones(program: Any) -> tuple[tuple[Memory, tuple[Left, ...]], ...]:
     """Of each rank its memory, and the calls that kernels left to the model there."""
     from schedlang.runtime.collectives import comm
+    from schedlang.runtime.left import left_in
     from schedlang.runtime.measure import memory_of
-    from schedlang.runtime.replacing.left import left_in
 
     return tuple(comm.gathered((memory_of(program), left_in(program.assembly.module))))
 

@@ -22,7 +22,7 @@ from schedlang.passes.proving.coverage import apart
 from schedlang.passes.proving.curves import curve_rows
 from schedlang.passes.proving.exact import IN_ORACLE, baseline, exact_rows, given_up
 from schedlang.passes.proving.flips import undecided
-from schedlang.passes.proving.observe import Condition, Observation
+from schedlang.passes.proving.observe import NATIVE, Condition, Key, Observation
 from schedlang.passes.proving.runs import Runs, check_parts, runs
 from schedlang.passes.proving.saved import (
     NO_OUTPUTS,
@@ -49,8 +49,8 @@ from schedlang.report import Report, Row
 
 if TYPE_CHECKING:
     from schedlang.runtime.launching.launch import Pool
+    from schedlang.runtime.left import Left
     from schedlang.runtime.program import Program
-    from schedlang.runtime.replacing.left import Left
 
 MOST_RANKS = 8
 Progress = Callable[..., None]  # progress(stage), and progress(stage, done, total) of its steps
@@ -185,7 +185,7 @@ def _ranks(
 ) -> _Ran:  # fmt: skip
     """What the ranks saw in float64 and in the working dtype, and their saved state, loaded."""
     from schedlang.runtime.launching.folders import temporary
-    from schedlang.runtime.replacing.left import merged
+    from schedlang.runtime.left import merged
 
     world = case.plan.mesh.world
     steps = sum(len(condition.batches) for condition in told)
@@ -247,10 +247,11 @@ def _rank(
     case: Case, working: Case | None, told: Sequence[Condition], folder: str
 ) -> tuple[Observation, Observation, tuple[Outputs, Outputs], tuple[Left, ...]]:
     """One rank's part of the proof; only rank 0 keeps what it saw, each what kernels left."""
+    from schedlang.passes.proving.native import native_draws
     from schedlang.runtime.float64 import Float64
     from schedlang.runtime.keeping.tipped import noting
+    from schedlang.runtime.left import left_in, merged
     from schedlang.runtime.modes import ambient
-    from schedlang.runtime.replacing.left import left_in, merged
     from schedlang.runtime.routing.choices import Choices
 
     made: list[Program] = []
@@ -258,6 +259,9 @@ def _rank(
         seen = observed(case, told, made)
         made[saved(told)].save(f"{folder}/state")
         again = reloaded(made, case, told, folder)
+        drawn = native_draws(made[0], case.batches[0])
+        if drawn is not None and seen.tensors:
+            seen.streams[Key(told[0].name, NATIVE, 0, "")] = drawn
 
     def left() -> tuple[Left, ...]:
         return merged(one for program in made for one in left_in(program.assembly.module))

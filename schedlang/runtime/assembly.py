@@ -13,6 +13,7 @@ from schedlang.runtime.collectives.ranks import Ranks
 from schedlang.runtime.context.install import Exchanging
 from schedlang.runtime.context.tokens import Tokens
 from schedlang.runtime.device import numbers
+from schedlang.runtime.drawing.native import NativeDropout
 from schedlang.runtime.drawing.random import LogicalDropout
 from schedlang.runtime.parts import Batch, Part
 from schedlang.runtime.saving.holding import Holding
@@ -31,6 +32,8 @@ class Assembly:
 
     parameters  first name -> the parameter of this rank, of the stages that it holds
     sums        reductions after the last backward, in this order on all ranks
+    dropout     how masks are drawn: logically, natively; None: as torch does, by the process's own
+    native      how they are drawn natively where `dropout` is logical: what a proof looks into
     early       those of them that begin as soon as a stage has ended; None: none
     weight      how much a part of the batch weighs in the mean loss
     """
@@ -54,7 +57,9 @@ class Assembly:
     stage_axis: str | None = None
     early: EarlySums | None = None
     compressor: Compressor | None = None  # does the sums that follow, in fewer bytes
-    dropout: LogicalDropout | None = None
+    dropout: LogicalDropout | NativeDropout | None = None
+    native: NativeDropout | None = None
+    drawn_because: str = ""  # why masks are not drawn natively
     outputs_missing: tuple[str, ...] = ()
     ends_early: bool = False  # no gradient is sent to stages that are frozen from the start
     loss_dtype: torch.dtype = torch.float32  # the same on every rank

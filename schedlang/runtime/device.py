@@ -28,6 +28,9 @@ class States(Protocol):
     def set_state(self, new_state: Tensor) -> Any:
         """Stand there again."""
 
+    def manual_seed(self, seed: int) -> Any:
+        """Stand at the beginning of a stream."""
+
 
 # ---- which device ---------------------------------------------------------------------------
 
@@ -216,6 +219,10 @@ class _Module:
     def set_state(self, new_state: Tensor) -> None:
         """Stand there again."""
         self.module.set_rng_state(new_state)
+
+    def manual_seed(self, seed: int) -> None:
+        """Stand at the beginning of a stream."""
+        self.module.manual_seed(seed)
 
 
 def default_generator(device: torch.device) -> States:

@@ -22,7 +22,10 @@ from torch import Tensor, nn
 
 from schedlang.diagnostic import Diagnostic, Refusal
 
-ORDER = ("kernel", "attend", "context", "fuse", "cast", "stream", "checkpoint", "code", "offload")
+ORDER = (
+    *("kernel", "attend", "context", "fuse", "draws", "cast", "stream"),
+    *("checkpoint", "code", "offload"),
+)
 
 Layer = Callable[..., Any]  # layer(inner, *args, **kwargs) calls inner, or computes in its place
 _SLOT = "_schedlang_forward"

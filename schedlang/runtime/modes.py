@@ -36,7 +36,14 @@ _open_bodies: dict[Any, Callable[..., Any] | None] = {}
 
 
 class Ambient(TorchFunctionMode):
-    """A function mode that is also on inside composed functions and inside backward."""
+    """A function mode that is also on inside composed functions and inside backward.
+
+    compiles  compiled regions may run without it: it changes nothing in them
+    eager     else, where it is on in training, why they run eagerly
+    """
+
+    compiles = False
+    eager = ""
 
     def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Call `func`; if it is written in Python, what it calls comes to this mode too."""

@@ -22,7 +22,6 @@ from schedlang.runtime.dealt import dealt, positive
 from schedlang.runtime.device import on_accelerator
 from schedlang.runtime.keeping.away import Away, at_home
 from schedlang.runtime.launching.heart import inside
-from schedlang.runtime.modes import ambient
 from schedlang.runtime.no_labels import bare
 from schedlang.runtime.outputs import whole_output
 from schedlang.runtime.parts import Batch, Part, followed, moved
@@ -96,7 +95,8 @@ class Program:
         held = sum(parameter.numel() for parameter in a.parameters.values())
         micro = f", {a.micro} microbatches" if a.micro > 1 else ""
         optimizer = type(self.optimizer).__name__ if self.optimizer is not None else "no optimizer"
-        said = f"{number(held)} parameters here{micro}, {optimizer}, step {self.step}"
+        drawn = f", dropout drawn logically ({a.drawn_because})" if a.drawn_because else ""
+        said = f"{number(held)} parameters here{micro}, {optimizer}, step {self.step}{drawn}"
         return f"<Program of {type(a.module).__name__}{where}: {said}>"
 
     @property
@@ -281,7 +281,9 @@ class Program:
                 a.sliced[event.op.stage].before_backward(event.last, event.reduces)
 
         # also where it evaluates: a model may draw there, and ranks have to agree
-        with ambient(a.dropout) if a.dropout is not None else contextlib.nullcontext():
+        moment = self.step if train else (self.step, self.evaluated[1])
+        drawing = a.dropout.drawn_in(moment) if a.dropout is not None else None
+        with drawing or contextlib.nullcontext():
             results = a.pipeline.run(
                 [part.inputs for part in parts], scale, train=train, around=around, on_op=on_op,
                 keep_outputs=self.keep_output or not train,

@@ -28,9 +28,9 @@ from schedlang.kernels.gated_norm import (
 from schedlang.kernels.gated_norms import GatedNorm
 from schedlang.kernels.probe import Mismatch
 from schedlang.runtime.float64 import Float64
+from schedlang.runtime.left import left_in
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.replacing.kernel import match, replace
-from schedlang.runtime.replacing.left import left_in
 from tests import models
 from tests.engine import Threads
 from tests.proofs import planned, proven

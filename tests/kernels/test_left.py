@@ -15,8 +15,8 @@ from schedlang.codes import WARNINGS
 from schedlang.passes.costs.account import account
 from schedlang.passes.running.train import Course, train
 from schedlang.passes.verifying.prove import Case, prove
+from schedlang.runtime.left import left_in
 from schedlang.runtime.replacing.kernel import match, replace
-from schedlang.runtime.replacing.left import left_in
 from tests.proofs import planned
 
 

@@ -1,10 +1,19 @@
-"""Bugs of what masks are drawn from, in the one function that original and program share."""
+"""Bugs of what masks are drawn from: of a proof, in the one function of both sides; of training."""
 
 from __future__ import annotations
 
-from schedlang.runtime import scope
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from schedlang.runtime import program, scope
+from schedlang.runtime.drawing import native
 from schedlang.runtime.drawing import random as drawing
+from schedlang.runtime.keeping import recompute
 from tests.zoo.bug import Operator, Patch, Site, bug
+from tests.zoo.place import rank
 
 
 def _without(patch: Patch, left_out: int) -> None:
@@ -53,3 +62,85 @@ def masks_that_are_shifted(patch: Patch, site: Site) -> None:
         return drawing._signed(first % (1 << 64))
 
     patch.setattr(drawing, "_key", key)
+
+
+# -- of native draws -------------------------------------------------------------------------------
+
+
+def _seeded(patch: Patch, changed: Callable[..., tuple[int, int, Any]]) -> None:
+    """A step is seeded from something else than (seed, step, places)."""
+    plain = native.begun
+    patch.setattr(native, "begun", lambda *of: plain(*changed(*of)))
+
+
+@bug("D61", "", Operator.FREEZE, "dp", row="none")
+def native_masks_of_the_first_step(patch: Patch, site: Site) -> None:
+    """Every step of a training begins with the numbers of the first."""
+    _seeded(patch, lambda seed, step, places: (seed, 0, places))
+
+
+@bug("D62", "", Operator.GROUP, "dp", row="none")
+def native_masks_of_all_data_ranks(patch: Patch, site: Site) -> None:
+    """All data ranks of a training drop alike, each other rows."""
+    _seeded(patch, lambda seed, step, places: (seed, step, ()))
+
+
+@bug("D63", "", Operator.GROUP, "tp", row="none", credit="TransformerEngine#1272")
+def native_masks_of_each_replica(patch: Patch, site: Site) -> None:
+    """Ranks of tensor parallelism drop what they all hold by numbers of their own."""
+    _seeded(patch, lambda seed, step, places: (seed, step, (*places, ("rank", rank()))))
+
+
+@bug("D64", "", Operator.GROUP, "tp", row="none", credit="Megatron-LM#6858")
+def native_masks_of_all_heads(patch: Patch, site: Site) -> None:
+    """All ranks of tensor parallelism drop alike what each has other heads of."""
+    plain = native.forks_at
+    patch.setattr(native, "forks_at", lambda *of: plain(*of[:-1], ()))
+
+
+@bug("D65", "", Operator.FREEZE, "pp", row="none")
+def native_masks_of_the_first_microbatch(patch: Patch, site: Site) -> None:
+    """Each operation of a step begins with the numbers of the step."""
+    plain, seeded, steps = scope.entered, native.begun, list[int]()
+
+    def begun(*of: Any) -> int:
+        steps.append(seeded(*of))
+        return steps[-1]
+
+    def entered(where: Any) -> Any:
+        if steps:  # of a training, not of the proof before it
+            torch.manual_seed(steps[-1])
+        return plain(where)
+
+    patch.setattr(native, "begun", begun)
+    patch.setattr(program, "entered", entered)
+
+
+@bug("D66", "", Operator.SKIP, "tp, recomputed", row="none", credit="OLMo-core#828")
+def native_masks_drawn_anew(patch: Patch, site: Site) -> None:
+    """A recomputation goes on where the generators stand, and does not go back."""
+    plain = recompute.torch_checkpoint
+    anew = functools.partial(plain, preserve_rng_state=False)
+    patch.setattr(recompute, "torch_checkpoint", anew)
+
+
+@bug("D67", "", Operator.SKIP, "stages run again", row="none")
+def native_masks_of_a_stage_drawn_anew(patch: Patch, site: Site) -> None:
+    """A stage that runs again draws from where the generators stand."""
+    patch.setattr(torch, "set_rng_state", lambda state: None)
+
+
+@bug("D68", "", Operator.FREEZE, "tp", row="none")
+def native_masks_of_the_first_fork(patch: Patch, site: Site) -> None:
+    """A module drops by the same numbers in each of its forks of a step."""
+    plain = native.forks_at
+    patch.setattr(
+        native, "forks_at",
+        lambda seed, at, site, call, index, places: plain(seed, at, "", 0, 0, places),
+    )  # fmt: skip
+
+
+@bug("D69", "", Operator.SKIP, "tp", row="none")
+def forks_left_out(patch: Patch, site: Site) -> None:
+    """No draw is a fork."""
+    patch.setattr(native, "install", lambda *of: None)

@@ -152,6 +152,7 @@ SCENES: dict[str, Scene] = {
         'blocks pipeline_split(over=pp)\npipeline(order="PipeMare", micro=4, every=1)', "pp=2",
         lambda seed: points(seed, 6), relax="staleness",
     ),
+    "stages run again": _gpt2(f"transformer.h {PIPELINE}".replace("1F1B", "Varuna"), "pp=2"),
     "recomputed": _gpt2("transformer.h.* checkpoint()", ""),
     "dropping twice": _alone(networks.DroppingTwice, "blocks.* checkpoint()"),
     "dropping again": Scene(

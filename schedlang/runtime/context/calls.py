@@ -29,6 +29,8 @@ class Attention(Ambient):
     `products` are the lines that multiply queries and keys.
     """
 
+    eager = "ranks exchange keys and values in it"
+
     def __init__(self, how: How, products: Collection[Place] = ()) -> None:
         super().__init__()
         self.how, self.products = how, frozenset(products)
@@ -110,6 +112,8 @@ class Positions(Ambient):
     `follow`: and what is made of positions, and of integers of the batch, is made for the whole
     sequence.
     """
+
+    eager = "lines of the model count positions, which ranks share"
 
     def __init__(self, places: Collection[Place], follow: bool = False) -> None:
         super().__init__()

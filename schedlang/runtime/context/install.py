@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from schedlang.runtime.collectives.collective import enter, reduce
 from schedlang.runtime.context import calls, described
 from schedlang.runtime.context.seat import Call, How, Seat, seated
 from schedlang.runtime.context.tokens import Tokens
+from schedlang.runtime.drawing.native import NativeDropout
 from schedlang.runtime.drawing.random import LogicalDropout, Slices, Window, within
 from schedlang.runtime.modes import ambient
 from schedlang.runtime.storage.fewer import keeper
@@ -45,7 +47,7 @@ def _one_more(module: nn.Module, args: Any, output: Any) -> Any:
 class Exchanging:
     """Attention over groups of ranks; `draw` says which of its weights dropout takes."""
 
-    def __init__(self, draw: LogicalDropout | None = None) -> None:
+    def __init__(self, draw: LogicalDropout | NativeDropout | None = None) -> None:
         self.draw = draw
 
     def __call__(self, seat: Seat, how: How, call: Call) -> torch.Tensor:
@@ -63,8 +65,13 @@ class Exchanging:
 
     def drawn(self, seat: Seat, p: float, rows: int, heads: int) -> Dropout:
         """See Exchange."""
-        assert self.draw is not None, "several ranks draw logically"
-        return Dropout.logical(p, self.draw, rows, heads, seat.layout.total)
+        assert self.draw is not None, "several ranks agree on masks"
+        total = seat.layout.total
+        if isinstance(self.draw, LogicalDropout):
+            return Dropout.logical(p, self.draw, rows, heads, total)
+        made = partial(Dropout.fresh, p, rows, heads, total)
+        drawn: Dropout = self.draw.attended(made, (rows, heads, total, total))
+        return drawn
 
 
 class Unseen(Exchanging):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from schedlang.runtime.drawing.recurrent import FUNCTIONS, drops, packed, recurrent
+from schedlang.runtime.recording.torch_calls import name_of
 
 _ALPHA = -1.7580993408473766  # where SELU saturates
 
@@ -250,3 +251,41 @@ def active(overload: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 def _has(overload: Any, name: str) -> bool:
     return any(a.name == name for a in overload._schema.arguments)
+
+
+def masks(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Does this call draw random numbers, in a way that has a logical form?
+
+    Of functions that are written in terms of others (`F.dropout`), too.
+    """
+    if "dropout" in name_of(func):
+        given = {**dict(zip(("input", "p", "training"), args)), **kwargs}
+        on = given.get("train", given.get("training", True))  # F.dropout and torch.dropout
+        return bool(given.get("p", 0.5) > 0 and on)
+    if func is F.scaled_dot_product_attention:
+        rate = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+        return bool(rate > 0)
+    if func in FUNCTIONS:
+        return drops(args)
+    return func in LOGICAL
+
+
+def shapes_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    """The shapes of the masks that such a call draws, samples first; none of empty tensors."""
+    given = (*args, *kwargs.values())
+    tensors = [one for one in given if isinstance(one, Tensor)]
+    if func in (torch.rand, torch.randn):
+        size = kwargs.get("size", args)
+        size = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+        return [tuple(size)]
+    if func is F.scaled_dot_product_attention:
+        query, key = tensors[:2]
+        return [(*query.shape[:-1], key.shape[-2])]
+    if func in FUNCTIONS:
+        at = next(place for place, value in enumerate(args) if type(value) is int)
+        rows = tensors[0] if args[-1] else tensors[0].transpose(0, 1)
+        return [tuple(rows.shape)] * (args[at] - 1)
+    shape = tuple(tensors[0].shape)
+    if "feature" in name_of(func):
+        shape = (*shape[:2], *[1] * (len(shape) - 2))
+    return [shape] if tensors[0].numel() else []

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime import scope
 from schedlang.runtime.drawing.draws import LOGICAL, illogical
-from schedlang.runtime.modes import Ambient
+from schedlang.runtime.modes import Ambient, ambient
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -104,6 +105,10 @@ class LogicalDropout(Ambient):
                 kwargs.pop("generator", None)
                 return LOGICAL[func](self, func, *args, **kwargs)
         return self.run(func, types, args, kwargs)
+
+    def drawn_in(self, step: scope.Moment) -> AbstractContextManager[None]:
+        """Within, a step draws; it tells each draw which step it is of."""
+        return ambient(self)
 
     def bits(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Integers uniform in [0, 2**53), as the next call at the current site; shape: `shape`."""

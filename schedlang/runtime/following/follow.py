@@ -19,11 +19,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from schedlang.placement import Uneven
+from schedlang.runtime.drawing.draws import masks
 from schedlang.runtime.following import repeats, unevens
 from schedlang.runtime.following.meets import check_meeting
 from schedlang.runtime.following.notes import Mismatch, Note, Tag
 from schedlang.runtime.following.positions import reaches
-from schedlang.runtime.following.trace import Call, Frame, Recording, Stack, draws
+from schedlang.runtime.following.trace import Call, Frame, Recording, Stack
 from schedlang.runtime.following.where import RESHAPES, Given, fitting, told_apart
 from schedlang.runtime.recording.torch_calls import name_of, tensors_in
 from schedlang.runtime.sharding.dims import ALONG, FILLS, PARTS, block_cut, index_at
@@ -386,7 +387,7 @@ class Step:
             self.follower.partial_over(note.roots, axis)
 
     def _remember_mask(self, outputs: list[Tensor]) -> None:
-        if not draws(self.func, self.args, self.kwargs):
+        if not masks(self.func, self.args, self.kwargs):
             return
         assert self.expected is not None
         site = self.frame[0]

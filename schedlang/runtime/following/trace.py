@@ -13,8 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from schedlang.diagnostic import Diagnostic
 from schedlang.runtime import nests as pytree
-from schedlang.runtime.drawing.draws import LOGICAL
-from schedlang.runtime.drawing.recurrent import FUNCTIONS, drops
+from schedlang.runtime.drawing.draws import masks, shapes_of
 from schedlang.runtime.parts import named_tensors, rows_of
 from schedlang.runtime.recording.torch_calls import name_of, tensors_in
 
@@ -66,6 +65,8 @@ class Recording:
     order: list[str] = field(default_factory=list)  # modules in the order of their first call
     labels: list[LabelRule] = field(default_factory=list)
     random: bool = False  # some operator drew random numbers
+    # (module, turn) of each mask that is drawn -> its whole shape; () where it is not told
+    drawn: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
     # what drew them in a way that cannot be drawn alike elsewhere, and the module that it runs in
     apart: Mapping[str, str] = field(default_factory=dict)
     lossless: Diagnostic | None = None  # said where nothing gave a loss
@@ -137,21 +138,6 @@ CHOOSING = {
 }  # fmt: skip
 
 
-def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Does this call draw random numbers, in a way that has a logical form?"""
-    name = name_of(func)
-    if "dropout" in name:
-        given = {**dict(zip(("input", "p", "training"), args)), **kwargs}
-        on = given.get("train", given.get("training", True))  # F.dropout and torch.dropout
-        return bool(given.get("p", 0.5) > 0 and on)
-    if func is F.scaled_dot_product_attention:
-        rate = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-        return bool(rate > 0)
-    if func in FUNCTIONS:
-        return drops(args)
-    return func in LOGICAL
-
-
 class Recorder(TorchFunctionMode):
     """Records one forward of the original on the meta device."""
 
@@ -181,8 +167,21 @@ class Recorder(TorchFunctionMode):
             found = tuple(tuple(t.shape) for t in outputs)
             call = Call(name_of(func), shapes, found, integers_in((args, kwargs)))
             self.recording.frames.setdefault(self.stack.frames[-1], []).append(call)
+            self._note_draw(func, args, kwargs)
         self._follow_labels(func, args, kwargs, out)
         return out
+
+    def _note_draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Of torch's function for multi-head attention it is seen that it drops, and no more."""
+        rate = args[10] if len(args) > 10 else kwargs.get("dropout_p", 0.0)
+        inside = func is F.multi_head_attention_forward and rate > 0
+        if inside and kwargs.get("training", True):
+            shapes: list[tuple[int, ...]] = [()]
+        else:
+            shapes = shapes_of(func, args, kwargs)[:1] if masks(func, args, kwargs) else []
+        site, drawn = self.stack.frames[-1][0], self.recording.drawn
+        for shape in shapes:
+            drawn[site, sum(known == site for known, _ in drawn)] = shape
 
     def _follow_labels(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any

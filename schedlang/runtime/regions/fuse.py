@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -28,7 +28,9 @@ from torch import nn
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.device import device_of, not_there
 from schedlang.runtime.forward import layers_of, wrap
+from schedlang.runtime.left import leave
 from schedlang.runtime.modes import Ambient
+from schedlang.runtime.regions.flow import plain_torch
 
 LIMIT = 16  # graphs of one forward; beyond, compiling costs more than it can give
 
@@ -71,7 +73,7 @@ def fuse(module: nn.Module, *, split_backward: bool = False, rounding: str = "fp
         raise _refusal(
             "S832", f"`{name}` has a kernel of its own already", "fuse what is around it"
         )
-    wrap(module, "fuse", Fuse(type(module).__name__, split_backward, rounding))
+    wrap(module, "fuse", Fuse(type(module).__name__, split_backward, rounding, module))
 
 
 def graphs(module: nn.Module) -> int:
@@ -84,11 +86,16 @@ def graphs(module: nn.Module) -> int:
 class Fuse:
     """The layer that calls the compiled form of a forward."""
 
-    def __init__(self, name: str, split_backward: bool, rounding: str = "fp32") -> None:
+    def __init__(
+        self, name: str, split_backward: bool, rounding: str = "fp32",
+        module: nn.Module | None = None,
+    ) -> None:  # fmt: skip
         self.name = name
+        self.module = module  # where it is noted that a call ran eagerly
         self.split_backward = split_backward
         self.rounding = rounding
         self.graphs = 0
+        self.eager = ""  # why it runs eagerly in training
         self.compiled: Callable[..., Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -96,20 +103,26 @@ class Fuse:
         return self.__dict__ | {"compiled": None, "graphs": 0}
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run compiled; eagerly under an ambient mode."""
-        if _under_ambient_mode():
+        """Run compiled; eagerly, and it is noted, where a mode or its draws do not let it."""
+        under = _ambient_modes()
+        whys = [why for mode in under if (why := mode.eager)]
+        whys += [self.eager] if self.eager and torch.is_grad_enabled() else []
+        if whys and self.module is not None:
+            leave(self.module, "fuse", whys[0])
+        if self.eager or any(not mode.compiles for mode in under):
             return inner(*args, **kwargs)
         if self.compiled is None:
             self.compiled = _compile(inner, self.split_backward, self.rounding)
-        with _counting(self), _refusing(self.name):
+        alone = plain_torch() if under else nullcontext()
+        with alone, _counting(self), _refusing(self.name):
             return self.compiled(*args, **kwargs)
 
 
-def _under_ambient_mode() -> bool:
+def _ambient_modes() -> list[Ambient]:
     from torch.overrides import _get_current_function_mode_stack
 
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return any(isinstance(mode, Ambient) for mode in stack)
+    return [mode for mode in stack if isinstance(mode, Ambient)]
 
 
 def _compile(inner: Callable[..., Any], split_backward: bool, rounding: str) -> Callable[..., Any]:

@@ -97,7 +97,8 @@ def _widened() -> bool:
     from torch.overrides import _get_current_function_mode_stack
 
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return any(isinstance(m, Ambient) and not isinstance(m, LogicalDropout) for m in stack)
+    changing = [m for m in stack if isinstance(m, Ambient) and not m.compiles]
+    return any(not isinstance(m, LogicalDropout) for m in changing)
 
 
 def _float64() -> bool:
@@ -105,7 +106,7 @@ def _float64() -> bool:
     from torch.overrides import _get_current_function_mode_stack
 
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    found = [type(m) for m in stack if isinstance(m, Ambient)]
+    found = [type(m) for m in stack if isinstance(m, Ambient) and not m.compiles]
     return Float64 in found and set(found) <= {Float64, LogicalDropout}
 
 

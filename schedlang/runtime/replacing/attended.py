@@ -19,8 +19,8 @@ from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.kernels import flash_attention, flex_attention
 from schedlang.kernels.flex_attention import Rule
 from schedlang.runtime.forward import wrap
+from schedlang.runtime.left import leave
 from schedlang.runtime.replacing.attention import implementation, switch
-from schedlang.runtime.replacing.left import leave
 
 ATTENTIONS: Mapping[str, Callable[..., Tensor]] = {
     "flex_attention": flex_attention.flex_attention,

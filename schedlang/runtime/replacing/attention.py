@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from schedlang.kernels.probe import Mismatch, bare_copy
 from schedlang.runtime.float64 import Float64
+from schedlang.runtime.left import leave
 from schedlang.runtime.modes import ambient
-from schedlang.runtime.replacing.left import leave
 from schedlang.runtime.replacing.tables import with_tables
 
 TOLERANCE = 1e-9

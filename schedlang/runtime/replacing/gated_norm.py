@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from schedlang.kernels.gated_norm import LONGEST, gated_norm
 from schedlang.kernels.gated_norms import GatedNorm
-from schedlang.runtime.replacing.left import leave
+from schedlang.runtime.left import leave
 
 
 class GatedNormed:

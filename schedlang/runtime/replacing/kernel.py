@@ -22,6 +22,7 @@ from schedlang.kernels.probe import Mismatch
 from schedlang.kernels.rms_norm import rms_norm
 from schedlang.kernels.sharding import install
 from schedlang.runtime.forward import Layer, layers_of, the_input, wrap
+from schedlang.runtime.left import leave
 from schedlang.runtime.logits.head import Head, Waiting, probe_head, probe_held
 from schedlang.runtime.modes import outside
 from schedlang.runtime.replacing.adapters import Adapted, match_adapter
@@ -36,7 +37,6 @@ from schedlang.runtime.replacing.attention import (
 )
 from schedlang.runtime.replacing.expert_kernel import GroupedExperts, GroupedForm, probe_grouped
 from schedlang.runtime.replacing.gated_norm import GatedNormed
-from schedlang.runtime.replacing.left import leave
 from schedlang.runtime.replacing.mlp import Gated, GatedMlp
 from schedlang.runtime.replacing.named import NAMED, Named, NamedNorm, probe_named
 from schedlang.runtime.replacing.rope import Rotary, probe_rope

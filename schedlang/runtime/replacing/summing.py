@@ -23,10 +23,10 @@ from torch import Tensor, fx, nn
 from schedlang.diagnostic import Refusal
 from schedlang.kernels.add_norm import LONGEST, add_norm, fits
 from schedlang.kernels.device import wide
+from schedlang.runtime.left import leave
 from schedlang.runtime.regions.arguments import arguments_of
 from schedlang.runtime.regions.flow import Given, inside_of, like, touched
 from schedlang.runtime.replacing.add_norm import Place, Sums, flow_of, form_of, places
-from schedlang.runtime.replacing.left import leave
 from schedlang.runtime.replacing.rebound import decorated
 
 Inside = tuple[tuple[str, Any], ...]  # of each argument of the flow what a trace may ask of it

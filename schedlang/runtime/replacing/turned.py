@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.kernels.rope import Form, rope
-from schedlang.runtime.replacing.left import leave
+from schedlang.runtime.left import leave
 from schedlang.runtime.replacing.rebound import decorated, other_names
 from schedlang.runtime.replacing.rope import Rotary, Rotation
 

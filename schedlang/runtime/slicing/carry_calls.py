@@ -28,6 +28,8 @@ _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "s
 class Calls(Ambient):
     """Where a slice runs: keys and values joined, positions moved at the places given."""
 
+    eager = "sequences run in slices, which take keys and values from one another"
+
     def __init__(self, places: Collection[Place]) -> None:
         super().__init__()
         self.places = frozenset(places)

@@ -44,7 +44,8 @@ class Left:
     @property
     def warning(self) -> Diagnostic:
         """W703."""
-        helps = (f"drop the row `replace_kernel({self.kernel})` there, or change what is said",)
+        row = "fuse()" if self.kernel == "fuse" else f"replace_kernel({self.kernel})"
+        helps = (f"drop the row `{row}` there, or change what is said",)
         return Diagnostic("W703", str(self), helps=helps, level="warning")
 
 
