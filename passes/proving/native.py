@@ -38,14 +38,17 @@ def native_draws(program: Program, batch: Batch) -> tuple[int, list[str]] | None
 
     All ranks call together.
     """
+    from schedlang.runtime.collectives import comm
     from schedlang.runtime.drawing.native import Noting
     from schedlang.runtime.drawing.random import LogicalDropout
     from schedlang.runtime.parts import followed
-    from schedlang.runtime.storage.folder import gathered
 
     assembly = program.assembly
     logical, native = assembly.dropout, assembly.native
     if native is None or not isinstance(logical, LogicalDropout) or not logical.noted:
+        return None
+    trained = [moment for moment, _, _ in logical.noted if isinstance(moment, int)]
+    if not trained:  # it draws in evaluation alone
         return None
     noting, first = Noting(native, logical.slices), program.step
     program.assembly, program.follow_inputs = replace(assembly, dropout=native), False
@@ -56,12 +59,12 @@ def native_draws(program: Program, batch: Batch) -> tuple[int, list[str]] | None
                 program.train_step(followed(batch, grad=False))
     finally:
         program.assembly = assembly
-    noted, step = noting.noted, min(step for step, _, _ in logical.noted)
+    noted, step = noting.noted, min(trained)
     known = {
         (site, call): set(rows) for (k, site, call), rows in logical.noted.items() if k == step
     }
     mine = Mine(noted.begun, [_of(noted, first + k) for k in range(STEPS)], known)
-    wrong = wrong_draws(gathered(mine, assembly.ranks.mesh.world))
+    wrong = wrong_draws(comm.gathered(mine))
     copies = program.replica_errors()
     wrong += [
         f"copies of `{name}` on different ranks differ" for name, error in copies.items()

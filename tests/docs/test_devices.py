@@ -14,14 +14,6 @@ ALLOWED = {
     "schedlang/runtime/device.py": "the one file that knows",
     "schedlang/kernels/device.py": "Triton's kernels are compiled for, and asked of, NVIDIA's only",
 }
-# who speaks with other ranks; asks for backends and their rules in files of its own
-COMMUNICATING = {
-    "schedlang/runtime/collectives/ranks.py",
-    "schedlang/runtime/attend/travel.py",
-    "schedlang/runtime/summing/replicas.py",
-    "schedlang/runtime/staging/mail.py",
-    "schedlang/verbs/run.py",
-}
 
 
 def asked(module: ast.Module) -> Iterator[tuple[int, str]]:
@@ -63,7 +55,7 @@ def test_one_file_names_devices() -> None:
     found = [
         f"{shown(path)}:{line} {how}"
         for path in sources(*FOLDERS)
-        if shown(path) not in ALLOWED.keys() | COMMUNICATING
+        if shown(path) not in ALLOWED
         if not shown(path).startswith("schedlang/testing/")  # it makes a device of its own
         for line, how in asked(tree(path))
     ]

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime.casting.cast import DTYPES
 from schedlang.runtime.collectives import comm
+from schedlang.runtime.device import has_streams
 from schedlang.runtime.storage.tiers import CPU, DEVICE
 from schedlang.runtime.summing.gathered import groups_of, name_in, set_up, settle
 from schedlang.timeline import Kind
@@ -81,7 +82,7 @@ class Sliced:
         does what `waits`: parts of it compute after its forward.  Slices of another tier than the
         device's are gathered from the host.
         """
-        pinned = unit.tier == CPU and mesh.device_type != "cpu"
+        pinned = unit.tier == CPU and has_streams(torch.device(mesh.device_type))
         policy = OffloadPolicy() if unit.tier == DEVICE else CPUOffloadPolicy(pin_memory=pinned)
         places = {n for n, p in module.named_parameters() if p in met}
         low = MixedPrecisionPolicy() if unit.low is None else MixedPrecisionPolicy(
