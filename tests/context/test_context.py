@@ -14,6 +14,7 @@ from schedlang.diagnostic import Refusal
 from schedlang.passes.preparing.prepare import prepare
 from schedlang.passes.running.build import build
 from schedlang.passes.statics.static import static
+from schedlang.own_error import OwnError
 from schedlang.plan import Plan
 from schedlang.runtime.context import probe
 from schedlang.runtime.context.tokens import Tokens
@@ -346,10 +347,10 @@ def test_too_few_tokens() -> None:
 
 
 def test_a_wrong_way_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without positions a model differs when it is tried, in the loss or in a gradient."""
+    """Without positions a model differs when it is tried; alone it does not: the way is wrong."""
     way = Tokens("contiguous", 2, "labels", "given", positions=False)
     monkeypatch.setattr(probe, "candidates", lambda trial, kind, ranks: [way])
-    with pytest.raises(Refusal, match="gives a token another result"):
+    with pytest.raises(OwnError, match="gives a token another result"):
         tokens_of(models.llama(2), LLAMA.format("gather, over=cp"), models.tokens(3, 9))
 
 
