@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Refusal
+from schedlang.own_error import OwnError
 from schedlang.passes.preparing.prepare import prepare
 from schedlang.passes.running.build import build
 from schedlang.passes.statics.static import static
-from schedlang.own_error import OwnError
 from schedlang.plan import Plan
 from schedlang.runtime.context import probe
 from schedlang.runtime.context.tokens import Tokens
