@@ -9,6 +9,7 @@ from types import TracebackType
 
 FIRST, EVERY = 2.0, 10.0  # seconds until the first plain line, and between two
 REFRESH = 0.5  # of the line on a terminal
+UNNAMED = 10.0  # seconds until the first plain line where no stage has begun
 
 
 class Telling:
@@ -34,7 +35,7 @@ class Telling:
 
     def __str__(self) -> str:
         now = time.perf_counter()
-        parts = [f"{now - self.start:5.1f} s  {self.stage}"]
+        parts = [f"{now - self.start:5.1f} s  {self.stage or 'reading the model'}"]
         if self.total:
             parts.append(f"step {self.done} of {self.total}")
         if 0 < self.done < self.total:
@@ -64,6 +65,9 @@ class Telling:
     def _speak(self) -> None:
         wait = self.first
         while not self._stop.wait(wait):
+            if not (self.live or self.stage or time.perf_counter() - self.start > UNNAMED):
+                wait = REFRESH  # no ranks run yet, and most refusals come before they do
+                continue
             wait = self.every
             line = f"\r\033[K {self} ..." if self.live else f" {self} ..."
             print(line, end="" if self.live else "\n", file=sys.stderr, flush=True)

@@ -52,6 +52,18 @@ def test_plain_lines_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\r" not in "".join(lines)
 
 
+def test_lines_without_a_stage_wait(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """Before a stage has begun a refusal is near: nothing is said for a while, then what is read."""
+    monkeypatch.setattr("schedlang.verbs.telling.REFRESH", 0.02)
+    with Telling(first=0.01, every=0.02):
+        time.sleep(0.2)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("schedlang.verbs.telling.UNNAMED", 0.05)
+    with Telling(first=0.01, every=0.02):
+        time.sleep(0.3)
+    assert "reading the model ..." in capsys.readouterr().err
+
+
 def test_nothing_is_left_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     """A quiet one says nothing at all; a failure inside ends the thread, too."""
     with pytest.raises(ZeroDivisionError), Telling(quiet=True, first=0.0) as said:
