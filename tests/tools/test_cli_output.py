@@ -52,8 +52,10 @@ def test_plain_lines_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\r" not in "".join(lines)
 
 
-def test_lines_without_a_stage_wait(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    """Before a stage has begun a refusal is near: nothing is said for a while, then what is read."""
+def test_lines_without_a_stage_wait(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a stage begins a refusal is near: nothing is said for a while, then what is read."""
     monkeypatch.setattr("schedlang.verbs.telling.REFRESH", 0.02)
     with Telling(first=0.01, every=0.02):
         time.sleep(0.2)
