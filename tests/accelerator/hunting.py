@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from schedlang.testing.accelerator import current, spawn
-from tests.accelerator.mutants import Site, left_out
+from tests.accelerator.mutants import Mutation, left_out
 
 Way = Callable[[], float]  # trains somehow, and returns how far it is from what is right
 NEAR = 1e-6
@@ -17,7 +17,7 @@ NEAR = 1e-6
 class Fate:
     """What became of a mutation."""
 
-    site: Site
+    site: Mutation
     way: str = ""  # by which it was found
     reached: bool = False
     report: str = ""  # the first, if there was any
@@ -28,23 +28,41 @@ class Fate:
         return bool(self.report or self.wrong)
 
 
-def hunt(sites: Sequence[Site], ways: Sequence[Way], ranks: int = 2) -> list[Fate]:
+def hunt(sites: Sequence[Mutation], ways: Sequence[Way], ranks: int = 2) -> list[Fate]:
     """The fate of each, over all ways until one finds it."""
     by_rank = spawn(_on_rank, sites, ways, ranks=ranks, check=False, timeout=1500)
     return [max(fates, key=_told) for fates in zip(*by_rank)]
+
+
+Known = Collection[tuple[str, str]]  # calls by their function and text
+
+
+def judge(fates: Sequence[Fate], redundant: Known, unreached: Known) -> None:
+    """Each is found, by a report where values are wrong, or known with its reason; no list lies."""
+    names = {(fate.site.function, fate.site.text) for fate in fates}
+    left = {}
+    for fate in fates:
+        if not fate.found:
+            known = (fate.site.function, fate.site.text)
+            left[known] = fate.reached
+            assert known in (redundant if fate.reached else unreached), f"{fate.site} is not missed"
+    listed = {one for one in (*redundant, *unreached) if one in names}
+    assert listed == left.keys(), f"found after all: {listed - left.keys()}"
+    for fate in fates:
+        assert fate.report or not fate.wrong, f"{fate.site}: {fate.wrong}, and no report"
 
 
 def _told(fate: Fate) -> tuple[bool, bool, bool]:
     return bool(fate.report), fate.found, fate.reached
 
 
-def _on_rank(sites: Sequence[Site], ways: Sequence[Way]) -> list[Fate]:
+def _on_rank(sites: Sequence[Mutation], ways: Sequence[Way]) -> list[Fate]:
     fates = [_fate(site, ways) for site in sites]
     current().reset()  # what was found is no fault of this run
     return fates
 
 
-def _fate(site: Site, ways: Sequence[Way]) -> Fate:
+def _fate(site: Mutation, ways: Sequence[Way]) -> Fate:
     best = Fate(site)
     for way in ways:
         simulation = current()

@@ -6,13 +6,26 @@ import ast
 import contextlib
 import importlib
 import inspect
+import re
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 CALLS = ("wait_stream", "wait_event", "record_event", "record_stream", "record", "wait")
 CALLS += ("synchronize", "block_current_stream")
+# of the functions by which schedlang orders copies, what stands for the result of one left out
+EVENT, FIRST, NOTHING = "a new event", "the first argument", "nothing"
+ORDERS = {
+    "schedlang.runtime.device": {
+        "follow": NOTHING, "wait": NOTHING, "settled": NOTHING, "synchronize": NOTHING,
+        "record": EVENT, "used_on": FIRST,
+    },
+    "schedlang.runtime.storage.copies": {"settle": NOTHING, "mark": EVENT, "ready": FIRST},
+}  # fmt: skip
+PACKAGE = "schedlang"
+Chosen = Callable[[types.ModuleType, ast.Call], bool]
 
 
 @dataclass(frozen=True)
@@ -22,27 +35,84 @@ class Site:
     module: str
     function: str  # the outermost, by its qualified name
     line: int
-    number: int  # among the calls of the module
+    number: int  # among all calls of the module
     text: str
 
     def __str__(self) -> str:
         return f"{self.module.rpartition('.')[2]}.py:{self.line} {self.text}"
 
 
-def sites(*modules: str, calls: Sequence[str] = CALLS) -> list[Site]:
+@dataclass(frozen=True)
+class Unheard:
+    """All that waits for one kind of collective, in C++ too: it waits for nothing."""
+
+    collective: str
+    function = "simccl"
+
+    @property
+    def text(self) -> str:
+        return f"wait of {self.collective}"
+
+    def __str__(self) -> str:
+        return self.text
+
+
+Mutation = Site | Unheard
+
+
+def by_name(module: types.ModuleType, call: ast.Call) -> bool:
+    """Methods that order streams, events or works, whatever they are of."""
+    return isinstance(call.func, ast.Attribute) and call.func.attr in CALLS
+
+
+def ours(module: types.ModuleType, call: ast.Call) -> bool:
+    """The functions of `ORDERS`, by whatever name the module knows them."""
+    return _order(module, call) is not None
+
+
+def sites(*modules: str, chosen: Chosen = by_name) -> list[Site]:
     """All calls of some modules that order streams, events or works."""
     found = []
     for name in modules:
-        tree = ast.parse(inspect.getsource(importlib.import_module(name)))
+        module = importlib.import_module(name)
+        tree = ast.parse(inspect.getsource(module))
         owners: dict[ast.AST, str] = {}
         for owner in tree.body:
             for node, qualified in _functions(owner):
                 owners |= {inner: qualified for inner in ast.walk(node)}
-        for number, call in enumerate(_ordering(tree, calls)):
-            if call in owners:
+        for number, call in enumerate(_calls(tree)):
+            if call in owners and chosen(module, call):
                 text = ast.unparse(call)
                 found.append(Site(name, owners[call], call.lineno, number, text))
     return found
+
+
+def users() -> list[str]:
+    """The modules of schedlang that could call a function of `ORDERS`, by looking at their text."""
+    root = Path(inspect.getfile(importlib.import_module(PACKAGE))).parent
+    ways = [f"from {one} import|from {home} import .*\\b{name}\\b"
+            for one in ORDERS for home, _, name in [one.rpartition(".")]]  # fmt: skip
+    mentions = re.compile("|".join(ways))
+    found = [
+        ".".join((PACKAGE, *path.relative_to(root).with_suffix("").parts))
+        for path in sorted(root.rglob("*.py"))
+        if mentions.search(path.read_text()) and "testing" not in path.parts
+    ]
+    return [name for name in found if name != "schedlang.runtime.device"]
+
+
+def _order(module: types.ModuleType, call: ast.Call) -> str | None:
+    """What stands for the result of a function of `ORDERS`; None: the call is of no such."""
+    match call.func:
+        case ast.Name(name):
+            function = vars(module).get(name)
+        case ast.Attribute(ast.Name(holder), name):
+            function = getattr(vars(module).get(holder), name, None)
+        case _:
+            return None
+    if not isinstance(function, types.FunctionType):
+        return None
+    return ORDERS.get(function.__module__, {}).get(function.__name__)
 
 
 def _functions(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
@@ -54,29 +124,28 @@ def _functions(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
                 yield inner, f"{node.name}.{inner.name}"
 
 
-def _ordering(tree: ast.AST, calls: Sequence[str]) -> list[ast.Call]:
-    found = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in calls
-    ]
+def _calls(tree: ast.AST) -> list[ast.Call]:
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return sorted(found, key=lambda call: (call.lineno, call.col_offset))
 
 
 class _Drop(ast.NodeTransformer):
-    def __init__(self, call: ast.Call) -> None:
-        self.call = call
+    def __init__(self, module: types.ModuleType, call: ast.Call) -> None:
+        self.module, self.call = module, call
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         if node is not self.call:
             return self.generic_visit(node)
-        assert isinstance(node.func, ast.Attribute)
-        # what `x.wait()` gives where it is not left out is x, and of a stream a new event
-        kept = [node.func.value] if node.func.attr in ("wait", "record", "record_event") else []
-        name = ast.Constant(node.func.attr)
-        return ast.Call(ast.Name("_left_out", ast.Load()), [name, *kept], [])
+        instead = _order(self.module, node)
+        kept: list[ast.expr] = []
+        if instead is None:
+            assert isinstance(node.func, ast.Attribute)
+            instead = EVENT if node.func.attr == "record_event" else FIRST
+            # what `x.wait()` gives where it is not left out is x, or the result of a future
+            kept = [node.func.value] if node.func.attr in ("wait", "record") else []
+        elif instead == FIRST:
+            kept = node.args[:1]
+        return ast.Call(ast.Name("_left_out", ast.Load()), [ast.Constant(instead), *kept], [])
 
 
 class Watch:
@@ -85,28 +154,57 @@ class Watch:
     def __init__(self) -> None:
         self.count = 0
 
-    def __call__(self, name: str, value: Any = None) -> Any:
+    def __call__(self, instead: str, value: Any = None, *_: Any) -> Any:
         import torch
 
         self.count += 1
-        return torch.get_device_module("sim").Event() if name == "record_event" else value
+        if isinstance(value, torch._C.Future):
+            return value.value()
+        return torch.get_device_module("sim").Event() if instead == EVENT else value
 
 
 @contextlib.contextmanager
-def left_out(site: Site, calls: Sequence[str] = CALLS) -> Iterator[Watch]:
+def _unheard(collective: str) -> Iterator[Watch]:
+    import torch
+
+    from schedlang.testing.accelerator.collectives import Communicator
+
+    watch, begin = Watch(), Communicator._collective
+
+    def begun(self: Any, name: str, *given: Any) -> Any:
+        work: Any = begin(self, name, *given)
+        if name == collective:
+            watch.count += 1
+            work.wait = lambda: True
+            # the work's future is done when this stream is, on which nothing runs
+            work.stream = torch.get_device_module("sim").Stream(work.device).stream_id
+        return work
+
+    Communicator._collective = begun  # type: ignore[method-assign]
+    try:
+        yield watch
+    finally:
+        Communicator._collective = begin  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def left_out(site: Mutation) -> Iterator[Watch]:
     """Inside, the program runs without the call."""
+    if isinstance(site, Unheard):
+        with _unheard(site.collective) as unheard:
+            yield unheard
+        return
     module = importlib.import_module(site.module)
     source = inspect.getsource(module)
     tree = ast.parse(source)
-    changed = _Drop(_ordering(tree, calls)[site.number]).visit(tree)
+    changed = _Drop(module, _calls(tree)[site.number]).visit(tree)
     whole = compile(ast.fix_missing_locations(changed), module.__file__ or "?", "exec",
                     dont_inherit=True)  # fmt: skip
-    code = _code(whole, site.function)
+    codes = {code.co_firstlineno: code for code in _codes(whole, site.function)}  # overloads too
     functions = [
         one
         for one in _inside(_named(module, site.function))
-        if one.__code__.co_qualname == site.function
-        and one.__code__.co_firstlineno == code.co_firstlineno
+        if one.__code__.co_qualname == site.function and one.__code__.co_firstlineno in codes
     ]
     assert functions, f"{site.function} of {site.module} is no function now"
     before = functions[0].__code__
@@ -114,7 +212,7 @@ def left_out(site: Site, calls: Sequence[str] = CALLS) -> Iterator[Watch]:
     module.__dict__["_left_out"] = watch
     try:
         for one in functions:
-            one.__code__ = code
+            one.__code__ = codes[before.co_firstlineno]
         yield watch
     finally:
         for one in functions:
@@ -142,12 +240,11 @@ def _inside(found: Any, depth: int = 0) -> Iterator[types.FunctionType]:
         yield from _inside(cell.cell_contents, depth + 1)
 
 
-def _code(whole: types.CodeType, qualified: str) -> types.CodeType:
-    """The code of a function by its qualified name."""
+def _codes(whole: types.CodeType, qualified: str) -> Iterator[types.CodeType]:
+    """The code of what has a qualified name, in all its definitions."""
     for constant in whole.co_consts:
         if isinstance(constant, types.CodeType):
             if constant.co_qualname == qualified:
-                return constant
-            if qualified.startswith(f"{constant.co_qualname}."):
-                return _code(constant, qualified)
-    raise LookupError(qualified)
+                yield constant
+            elif qualified.startswith(f"{constant.co_qualname}."):
+                yield from _codes(constant, qualified)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -267,12 +268,12 @@ def test_freed_memory_is_not_taken_too_early(recorded: bool) -> None:
 
 
 def test_copies_through_pinned_memory_end_late() -> None:
-    """The host sees poison before it waits; what it changes before a copy is done is told."""
+    """What the host uses before it waits is poison, and told; so is what it changes too early."""
 
-    def out() -> None:
+    def out(early: Callable[[torch.Tensor], object]) -> None:
         host = torch.empty(4, pin_memory=True)
         host.copy_(torch.ones(4, device="sim"), non_blocking=True)
-        assert host.isnan().all()
+        early(host)
         torch.accelerator.synchronize()
         assert host.eq(1).all()
 
@@ -283,7 +284,16 @@ def test_copies_through_pinned_memory_end_late() -> None:
             torch.accelerator.synchronize()
         host.zero_()
 
-    assert reports(out) == []
+    uses = [lambda x: x.isnan().all(), lambda x: x[1:2].item(), lambda x: x.view(2, 2).add_(1),
+            lambda x: torch.stack([x, x]), lambda x: x.clone()]  # fmt: skip
+    for use in uses:
+        found = reports(partial(out, use))
+        assert found and all(one.startswith("early use: copy to the host") for one in found)
+    looks = [lambda x: (x.shape, x.view(2, 2)[1], x.detach().numpy()), torch.empty_like,
+             lambda x: torch.ones_like(x), lambda x: x.to("sim", non_blocking=True) + 1,
+             lambda x: torch.empty(4, pin_memory=True).zero_()]  # fmt: skip
+    for look in looks:
+        assert reports(partial(out, look)) == []
     assert reports(lambda: back(False)) == []
     assert reports(lambda: back(True)) == ["changed source: copy to the device the program"]
 

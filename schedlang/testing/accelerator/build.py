@@ -24,7 +24,8 @@ import torch
 
 NAME = "schedlang_simulated_accelerator"
 SOURCES = Path(__file__).with_name("csrc")
-_FLAGS = ("-std=c++20", "-fPIC", "-O1", "-g0", "-w", "-DUSE_DISTRIBUTED", "-DUSE_C10D")
+# NDEBUG as torch itself: without it some of torch's classes have other fields than in its library
+_FLAGS = ("-std=c++20", "-fPIC", "-O1", "-g0", "-w", "-DNDEBUG", "-DUSE_DISTRIBUTED", "-DUSE_C10D")
 
 
 class Unavailable(RuntimeError):

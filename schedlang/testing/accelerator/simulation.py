@@ -34,8 +34,9 @@ class Side:
 class Report:
     """Two uses of the same memory that nothing puts in an order.
 
-    `kind` is `race`; `reuse`, of memory that was freed while another stream may still use it; or
-    `changed source`, of pinned memory that the host changed before a copy of it was done.
+    `kind` is `race`; `reuse`, of memory that was freed while another stream may still use it;
+    `changed source`, of pinned memory that the host changed before a copy of it was done; or
+    `early use`, of pinned memory that the host used before a copy into it was done.
     """
 
     kind: str
@@ -53,6 +54,7 @@ class Report:
             "reuse": "memory was freed, and may be taken again while another stream uses it: "
             "no record_stream and no order",
             "changed source": "the host changed what a copy had yet to read",
+            "early use": "the host did not wait for the copy",
         }[self.kind]
         return (
             f"{self.kind}{on}: {says}{times}\n   1. {self.first}\n   2. {self.second}\n"
@@ -172,21 +174,20 @@ class Simulation:
     @contextlib.contextmanager
     def strict(self) -> Iterator[None]:
         """Inside, a report is raised where it is made, and so is a synchronisation."""
-        check, forbid = self._core.set_check(_RAISE), self._core.set_forbid(True)
-        try:
+        with self.raising(), self.no_synchronisation():
             yield
-        finally:
-            self._core.set_check(check)
-            self._core.set_forbid(forbid)
 
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
-        """Inside, a report is raised where it is made: a debugger stops there."""
-        check = self._core.set_check(_RAISE)
+        """Inside, a report is raised where it is made (that of an early use of the host at the
+        end, since operators of the CPU go on): a debugger stops there."""
+        check, before = self._core.set_check(_RAISE), len(self.reports())
         try:
             yield
         finally:
             self._core.set_check(check)
+        if found := [one for one in self.reports()[before:] if one.kind == "early use"]:
+            raise Raced(found)
 
     @contextlib.contextmanager
     def no_synchronisation(self) -> Iterator[None]:

@@ -283,7 +283,7 @@ void Checker::report(Report r) {
       return;
     }
   reports.push_back(r);
-  if (check == Check::raise)
+  if (check == Check::raise && r.kind != "early use")  // nobody would hear it: simulation.py raises
     TORCH_CHECK(false, "sim ", r.kind, ": ", r.second.op, " at ", r.second.place, " on ",
                 r.second.stream, r.second.write ? " writes " : " reads ", r.second.tensor,
                 " without being ordered after ", r.first.op, " at ", r.first.place, " on ",

@@ -32,6 +32,8 @@ c10::DataPtr adopted(const c10::Storage& storage, int device);  // memory that a
 
 // Copies to and from pinned memory that end when the host learns of it.
 void finish_copies(const Clock& known_to_host);
+std::optional<Side> arriving(const at::Tensor& host);  // the copy that it waits for, if there is one
+void watch_the_host(bool watched);                     // while there is such a copy (see host.cpp)
 at::Tensor copied(const at::Tensor& source, const at::Tensor& target, bool non_blocking);
 
 }  // namespace simulated

@@ -230,6 +230,12 @@ void fallback(const c10::OperatorHandle& handle, DispatchKeySet, torch::jit::Sta
 
 // ---- copies ---------------------------------------------------------------------------------
 
+thread_local int copying = 0;  // what this file itself does with memory of the host
+struct Copying {
+  Copying() { copying++; }
+  ~Copying() { copying--; }
+};
+
 struct Late {
   bool to_host;
   Tensor host, kept;
@@ -243,6 +249,7 @@ std::vector<Late>& late() {
 }
 
 void finish(Late& copy) {
+  Copying inside;
   if (copy.to_host) {
     copy.host.copy_(copy.kept);
     return;
@@ -261,6 +268,8 @@ void finish_some(const std::function<bool(const Late&)>& done) {
     Lock lock(checker().mutex);
     for (auto& one : late()) (done(one) ? now : later).push_back(one);
     late().swap(later);
+    bool arriving = std::any_of(late().begin(), late().end(), [](auto& one) { return one.to_host; });
+    watch_the_host(arriving);
   }
   for (auto& one : now) finish(one);
 }
@@ -301,6 +310,7 @@ Tensor to_host(const Tensor& source, const Tensor& target, bool non_blocking, Pl
   memset(target.data_ptr(), 0xFF, target.nbytes());
   Lock lock(checker().mutex);
   late().push_back({true, target, kept, s, time, place});
+  watch_the_host(true);
   return target;
 }
 
@@ -335,6 +345,17 @@ Tensor host_alias(const Tensor& tensor) {
   return seen_as(tensor, on_cpu(tensor.storage()), DispatchKey::CPU);
 }
 
+std::optional<Side> arriving(const Tensor& t) {
+  if (copying || !t.defined() || !t.device().is_cpu() || !t.has_storage() || !t.numel()) return {};
+  Lock lock(checker().mutex);
+  auto where = [](const Tensor& one) { return footprint(one, (size_t)one.storage().data()); };
+  for (auto& one : late())
+    if (one.to_host && overlap(where(one.host), where(t)))
+      return Side{"copy to the host", checker().name(one.stream), told(one.place), shape(one.host),
+                  true};
+  return {};
+}
+
 void finish_copies(const Clock& clock) {
   finish_some([&](const Late& one) { return known(clock, one.stream) >= one.time; });
 }
@@ -342,6 +363,7 @@ void finish_copies(const Clock& clock) {
 Tensor copied(const Tensor& source, const Tensor& target, bool non_blocking) {
   at::AutoDispatchBelowADInplaceOrView below;
   Place place = here();
+  Copying inside;
   if (ours(source) && ours(target)) return between_devices(source, target, place);
   if (ours(source)) return to_host(source, target, non_blocking, place);
   return to_device(source, target, non_blocking, place);

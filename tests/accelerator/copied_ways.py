@@ -1,0 +1,248 @@
+"""What schedlang keeps elsewhere, in each of the ways that reach another order of its copies.
+
+Each returns how far training on the device is from plain training on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedlang.passes.running.build import build
+from schedlang.runtime.keeping.offload import Store, everything_moves
+from schedlang.runtime.keeping.offload import offload as offloaded
+from schedlang.runtime.staging.bag import Bag, address
+from schedlang.runtime.staging.flight import work_of
+from schedlang.runtime.staging.parking import offload, reload
+from schedlang.runtime.storage import copies
+from schedlang.runtime.storage.leaving import all_arrived, gradient_of, let_leave
+from schedlang.runtime.storage.own import Addresses
+from schedlang.timeline import Kind, Op
+from tests.accelerator.trained import Block, here
+from tests.proofs import planned
+
+WIDTH = 16
+
+
+class Blocks(nn.Module):
+    """A few blocks, and the mean of what they give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+
+def rows(seed: int) -> Tensor:
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9)
+
+
+def alone() -> list[Tensor]:
+    """The parameters after three steps on the CPU."""
+    model = Blocks().double()
+    optimizer = momentum(model.parameters())
+    for seed in range(3):
+        optimizer.zero_grad()
+        model(rows(seed)).backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def apart(found: list[Tensor], wanted: list[Tensor]) -> float:
+    return max(float((a.cpu() - b.cpu()).abs().max()) for a, b in zip(found, wanted, strict=True))
+
+
+def grads(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def program(text: str, mesh: str = "dp=1") -> float:
+    """Three steps of a program."""
+    model = Blocks().double().to(here())
+    with everything_moves():
+        plan = planned(model, text, mesh, relax="lossy")
+        made = build(plan, {"x": rows(0)}, optimizer=lambda named: momentum([p for _, p in named]))
+    for seed in range(3):
+        made.train_step({"x": rows(seed).to(here())})
+    state = made.state_dict()
+    return apart([state[name] for name, _ in Blocks().named_parameters()], alone())
+
+
+def parameters() -> float:
+    return program("blocks.*  offload(parameters)")
+
+
+def parameters_on_disk() -> float:
+    return program("blocks.*  offload(parameters, to=disk)")
+
+
+def gradients() -> float:
+    return program("blocks.*  offload(gradients)")
+
+
+def optimizer() -> float:
+    return program("blocks.*  offload(optimizer)")
+
+
+def optimizer_on_disk() -> float:
+    return program("blocks.*  offload(optimizer, to=disk)")
+
+
+def activations() -> float:
+    return program("blocks.*  offload(activations)")
+
+
+def activations_on_disk() -> float:
+    return program("blocks.*  offload(activations, to=disk)")
+
+
+def everything() -> float:
+    return program(
+        "blocks.*  offload(activations)\nblocks.*  offload(parameters)\noffload(optimizer)"
+    )
+
+
+def _leaving(more: Callable[[list[Tensor]], list[Tensor | None]]) -> float:
+    """Gradients of more microbatches than may be under way, asked for in some way."""
+    model, plain = Blocks().double().to(here()), Blocks().double()
+    given = [p for p in model.parameters()]
+    let_leave(given)
+    for seed in range(3):
+        model(rows(seed).to(here())).backward()
+        plain(rows(seed)).backward()
+    found = [grad for grad in more(list(given)) if grad is not None]
+    return apart(found, grads(plain))
+
+
+def gradients_asked() -> float:
+    return _leaving(lambda given: [gradient_of(p) for p in given])
+
+
+def gradients_arrived() -> float:
+    def arrived(given: list[Tensor]) -> list[Tensor | None]:
+        all_arrived(given)
+        return [gradient_of(p) for p in given]
+
+    return _leaving(arrived)
+
+
+def gradients_of_one_microbatch() -> float:
+    """None of them has had to be added."""
+    layer, x = nn.Linear(WIDTH, WIDTH).double().to(here()), rows(0).to(here())
+    let_leave(layer.parameters())
+    layer(x).sum().backward()
+    found = [gradient_of(p) for p in layer.parameters()]
+    wanted = [x.sum(0).expand(WIDTH, WIDTH), torch.full((WIDTH,), float(len(x)))]
+    return apart([one for one in found if one is not None], wanted)
+
+
+def paced() -> float:
+    """Activations of which no more than two calls are on their way."""
+    model, plain = Blocks().double().to(here()), Blocks().double()
+    with everything_moves():
+        store = Store(paced=True)
+    for block in model.blocks:
+        offloaded(block, store)
+    model(rows(0).to(here())).backward()
+    plain(rows(0)).backward()
+    return apart(grads(model), grads(plain))
+
+
+def parked() -> float:
+    """What a stage has saved, on the host until its backward."""
+    model, x = Block(WIDTH).double().to(here()), rows(0).to(here())
+    plain = Block(WIDTH).double()
+    plain.load_state_dict(model.state_dict())
+    plain(rows(0)).square().sum().backward()
+    bag = Bag(Addresses(model, address, [x]))
+    with bag.collecting():
+        loss = model(x).square().sum()
+    bag.close(())
+    op = Op(Kind.OFFLOAD, 0, 0)
+    step: Any = SimpleNamespace(flights={work_of(op): SimpleNamespace(bag=bag)}, hosts={})
+    offload(step, op)
+    filled = [torch.randn(64, WIDTH, device=here()) for _ in range(8)]  # takes what is free
+    reload(step, op)
+    bag.open()
+    loss.backward()
+    del filled
+    return apart(grads(model), grads(plain))
+
+
+def there_and_back() -> float:
+    """Out, read by the host; in again, used, and let go while it is still used."""
+    x = rows(0).to(here())
+    host = copies.to_host(x * 2)
+    copies.settle()
+    far = apart([host.clone()], [rows(0) * 2])
+    for _ in range(2):  # the second takes the memory of the first
+        there = copies.ready(*copies.to_device(host, here()))
+        y = there + 1
+        del there
+    return max(far, apart([y], [rows(0) * 2 + 1]))
+
+
+def written() -> float:
+    """Memory of the device, read, written from the host, and read again; then let go."""
+    x, new = rows(0).to(here()) * 1, rows(1).pin_memory()
+    before = x * 1
+    copies.onto(x, new)
+    after = x * 1
+    return apart([before, after], [rows(0), rows(1)])
+
+
+def marked() -> float:
+    """The host waits for a mark, and reads."""
+    from schedlang.runtime.device import settled
+
+    host = copies.to_host(rows(0).to(here()))
+    settled(copies.mark(here()))
+    return apart([host.clone()], [rows(0)])
+
+
+def lent() -> float:
+    """The current stream writes from the host into memory of another, which then takes it again."""
+    other = torch.Stream(here())
+    with other:
+        x = torch.zeros(8, WIDTH, dtype=torch.double, device=here())
+    torch.accelerator.current_stream().wait_stream(other)
+    copies.onto(x, rows(1).pin_memory())
+    del x
+    with other:
+        again = torch.ones(8, WIDTH, dtype=torch.double, device=here())
+    torch.accelerator.current_stream().wait_stream(other)
+    return apart([again], [torch.ones(8, WIDTH)])
+
+
+def gradients_in_turns() -> float:
+    """Gradients of one parameter after the other come back for a step on the device."""
+    from schedlang.runtime.keeping import away
+
+    before, away.buckets = away.buckets, lambda sizes: [[place] for place in range(len(sizes))]
+    try:
+        return gradients()
+    finally:
+        away.buckets = before
+
+
+DIRECT = (
+    *(there_and_back, written, lent, marked, parked, gradients_asked, gradients_arrived),
+    *(gradients_of_one_microbatch, paced),
+)
+PROGRAMS = (
+    *(parameters, gradients, gradients_in_turns, optimizer, activations),
+    *(parameters_on_disk, optimizer_on_disk, activations_on_disk, everything),
+)

@@ -1,0 +1,48 @@
+"""Each order of schedlang's own copies is missed when it is left out.
+
+The calls are found by looking at all of schedlang: whoever calls `follow`, `wait`, `record`,
+`used_on`, `settled` or `synchronize` of the device, or `ready`, `mark` or `settle` of the copies,
+is hunted from then on.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from schedlang.testing.accelerator import unavailable
+from tests.accelerator import copied_ways
+from tests.accelerator.hunting import hunt, judge
+from tests.accelerator.mutants import ours, sites, users
+
+pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
+
+_PACE = "a pace and no order: it bounds how many copies are on their way, and nobody reads for it"
+# calls that nothing needs, by their function and text: why that is so
+REDUNDANT = {
+    ("Store.end", "copies.mark(self._device)"): _PACE,
+    ("Store.end", "settled(under_way)"): _PACE,
+}
+# calls that none of these programs reaches
+UNREACHED = {
+    ("Watch._now", "synchronize(self.device)"):
+        "before the clock is read: without it times are wrong, and no values",
+}  # fmt: skip
+_STORAGE = "schedlang.runtime.storage."
+NEAR = (f"{_STORAGE}copies", f"{_STORAGE}leaving", "schedlang.runtime.staging.parking")
+
+
+def test_every_order_of_the_copies_themselves() -> None:
+    """Of the file of copies, of gradients that leave, and of stages that park."""
+    judge(hunt(sites(*NEAR, chosen=ours), copied_ways.DIRECT, ranks=1), (), ())
+
+
+def test_all_users_are_known() -> None:
+    """The search by text misses none of those that are certain to be there."""
+    assert {*NEAR, "schedlang.runtime.keeping.away"} <= set(users())
+
+
+@pytest.mark.deep
+def test_every_order_of_whoever_copies() -> None:
+    """All that is left out is found by a report; what is not is listed above, with the reason."""
+    ways = (*copied_ways.DIRECT, *copied_ways.PROGRAMS)
+    judge(hunt(sites(*users(), chosen=ours), ways, ranks=1), REDUNDANT, UNREACHED)
