@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import schedlang
 from schedlang.modelfile import load_model_file
@@ -31,8 +32,7 @@ class Example:
 
 
 RUN = (
-    Example("bert/one_device.sched", 1),
-    Example("gpt2/memory.sched", 1),
+    Example("gpt2/memory.sched", 1, {"memory": 8}),
     Example("gpt2/3d.sched", 2, {"tp": 1}),
     Example("gpt2/3d.sched", 4),
     Example("gpt2/3d.sched", 8),
@@ -69,11 +69,23 @@ def doubled(value: Any) -> Any:
     return value.double() if torch.is_tensor(value) and value.is_floating_point() else value
 
 
-def built(example: Example, device: str, exact: bool) -> tuple[Any, list[dict[str, Any]]]:
-    """On a rank: the program, and a batch for each step, there; `exact`: in float64, drawn alike."""
+def tuned(model: nn.Module) -> nn.Module:
+    """With experts computed by what a CPU's kernels can: transformers chooses by a device's name."""
+    if hasattr(model, "config") and hasattr(model.config, "_experts_implementation"):
+        model.config._experts_implementation = "batched_mm"
+    return model
+
+
+def built(
+    example: Example, device: str, exact: bool, given: str = ""
+) -> tuple[Any, list[dict[str, Any]]]:
+    """On a rank: the program, and a batch for each step, there or where it is `given`.
+
+    `exact`: in float64, and drawn alike wherever it runs.
+    """
     file = load_model_file(str(EXAMPLES / example.file.split("/")[0] / "model.py"))
     torch.manual_seed(0)
-    model = file.model()
+    model = tuned(file.model())
     change = doubled if exact else lambda value: value
     if exact:
         model = model.double()
@@ -85,7 +97,7 @@ def built(example: Example, device: str, exact: bool) -> tuple[Any, list[dict[st
         optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9),
         **drawn,
     )  # fmt: skip
-    return program, [{k: v.to(device) for k, v in one.items()} for one in batches]
+    return program, [{k: v.to(given or device) for k, v in one.items()} for one in batches]
 
 
 def trained(example: Example, device: str, exact: bool = True) -> Any:
@@ -105,10 +117,10 @@ def on_ranks(example: Example, device: str, exact: bool = True) -> Any:
     return spawn(trained, example, device, exact, ranks=example.ranks, backend=backend, timeout=300)
 
 
-def waits(example: Example, read: bool) -> list[list[str]]:
+def waits(example: Example, read: bool, there: bool = False) -> list[list[str]]:
     """On a rank: for each of three steps where the host waited for the device; `read`: and for the
-    loss behind it."""
-    program, batches = built(example, "sim", False)
+    loss behind it; `there`: batches lie on the device."""
+    program, batches = built(example, "sim", False, "sim" if there else "cpu")
     for given in batches[:STEPS]:
         program.train_step(given)
     found, seen = [], current()
@@ -118,4 +130,19 @@ def waits(example: Example, read: bool) -> list[list[str]]:
         if read:
             float(loss.detach())
         found.append([str(one) for one in seen.synchronisations()])
+    return found
+
+
+def plainly(example: Example) -> list[str]:
+    """On a rank: where the host waits in one step of the untouched model, whole on one device."""
+    file = load_model_file(str(EXAMPLES / example.file.split("/")[0] / "model.py"))
+    model = tuned(file.model()).to("sim")
+    found, seen = [], current()
+    for step in range(3):
+        given = {k: v.to("sim") for k, v in file.batch(step).items()}
+        seen.reset()
+        output = model(**given)
+        loss = output["loss"] if file.loss is None else file.loss(output, given)
+        loss.backward()
+        found = [str(one) for one in seen.synchronisations()]
     return found

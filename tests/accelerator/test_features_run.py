@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from schedlang.passes.running.build import build
 from schedlang.runtime.collectives import comm
-from schedlang.testing.accelerator import spawn, unavailable
+from schedlang.testing.accelerator import current, spawn, unavailable
 from tests.expert_models import WORDS as MIXED
 from tests.expert_models import tiny
 from tests.proofs import planned
@@ -124,6 +124,11 @@ EXACT = {
     "ring": ("cp=2", RING.format("ring", "cp", "cp")),
     "zigzag": ("cp=2", RING.format("ring, layout=zigzag", "cp", "cp").replace("over=cp, lay", "lay")),
     "ulysses": ("cp=2", RING.format("ulysses", "cp", "cp")),
+    "a ring around ulysses": (
+        "r=2, c=2",
+        "blocks.*.attn  context_parallel(ulysses, over=c)\n"
+        "blocks.*.attn  context_parallel(ring, over=r, layout=zigzag)\nzero(stage=0, over=(r, c))",
+    ),
     "double ring": ("r=2, c=2", RING.format("double_ring", "(r, c)", "(r, c)")),
     "nbody": ("r=2, c=2", RING.format("nbody", "(r, c)", "(r, c)")),
     **{
@@ -317,3 +322,31 @@ def test_kept_and_taken_up(layout: str, tmp_path: Path) -> None:
         whole.update(load_file(file))
     for name, value in model.named_parameters():
         torch.testing.assert_close(whole[name], value.detach(), rtol=1e-9, atol=1e-11)
+
+
+# feature -> waits of a step with labels on the device, and with labels of the host
+WAITS = dict.fromkeys(
+    ("ulysses", "zigzag", "a ring around ulysses", "zero 2", "checkpoint", "parked on the host",
+     "Varuna", "Chimera"), (1, 0),
+) | {"sequence slices": (2, 1)}  # fmt: skip
+
+
+def waits(rows: str, mesh: str, there: bool) -> int:
+    """On a rank: how often the host waits in a step whose loss nobody reads."""
+    program = build(planned(words().to("sim"), rows, mesh), batch(0), optimizer=sgd, clip=0.1)
+    given = [{k: v.to("sim" if there else "cpu") for k, v in batch(s).items()} for s in range(3)]
+    for one in given[:2]:
+        program.train_step(one)
+    seen = current()
+    seen.reset()
+    program.train_step(given[2])
+    return len(seen.synchronisations())
+
+
+@pytest.mark.parametrize("feature", WAITS)
+def test_nothing_waits(feature: str) -> None:
+    """Labels of the device are counted once for a step, and those of slices of sequences again."""
+    mesh, rows = EXACT[feature]
+    ranks = ranks_of(mesh)
+    for there, most in zip((True, False), WAITS[feature]):
+        assert max(spawn(waits, rows, mesh, there, ranks=ranks)) <= most
