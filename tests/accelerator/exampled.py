@@ -70,7 +70,7 @@ def doubled(value: Any) -> Any:
 
 
 def tuned(model: nn.Module) -> nn.Module:
-    """With experts computed by what a CPU's kernels can: transformers chooses by a device's name."""
+    """With experts as a CPU's kernels can compute them: transformers goes by a device's name."""
     if hasattr(model, "config") and hasattr(model.config, "_experts_implementation"):
         model.config._experts_implementation = "batched_mm"
     return model

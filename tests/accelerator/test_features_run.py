@@ -106,6 +106,7 @@ def muon(named: Any) -> torch.optim.Optimizer:
 
 
 CUT = "blocks  pipeline_split(over=pp)\n"
+PIPE = CUT + 'pipeline(order="1F1B", micro=4)'
 SUM = "zero(stage=0, over=dp)\n"
 RING = "blocks.*.attn  context_parallel({}, over={})\nzero(stage=0, over={})"
 # feature -> mesh, rows, relaxed
@@ -116,13 +117,15 @@ EXACT = {
     "activations on the host": ("dp=2", SUM + "blocks.*  offload(activations)"),
     "activations on disk": ("dp=2", SUM + "blocks.*  offload(activations, to=disk)"),
     "parameters on the host": ("dp=2", SUM + "blocks.*  offload(parameters)"),
-    "parameters on disk": ("dp=2", "zero(stage=3, over=dp)\nblocks.*  offload(parameters, to=disk)"),
+    "parameters on disk": (
+        "dp=2", "zero(stage=3, over=dp)\nblocks.*  offload(parameters, to=disk)",
+    ),
     "optimizer on disk": ("dp=2", "zero(stage=2, over=dp)\noffload(optimizer, to=disk)"),
-    "parked on the host": ("pp=2", "blocks.*  offload(activations)\n" + CUT + 'pipeline(order="1F1B", micro=4)'),
-    "parked on a peer": ("pp=2", "blocks.*  offload(activations, to=peer, over=pp)\n" + CUT + 'pipeline(order="1F1B", micro=4)'),
-    "optimizer on a peer": ("pp=2", "blocks[0]  offload(optimizer, to=peer, over=pp)\n" + CUT + 'pipeline(order="1F1B", micro=4)'),
+    "parked on the host": ("pp=2", "blocks.*  offload(activations)\n" + PIPE),
+    "parked on a peer": ("pp=2", "blocks.*  offload(activations, to=peer, over=pp)\n" + PIPE),
+    "optimizer on a peer": ("pp=2", "blocks[0]  offload(optimizer, to=peer, over=pp)\n" + PIPE),
     "ring": ("cp=2", RING.format("ring", "cp", "cp")),
-    "zigzag": ("cp=2", RING.format("ring, layout=zigzag", "cp", "cp").replace("over=cp, lay", "lay")),
+    "zigzag": ("cp=2", RING.format("ring, layout=zigzag", "cp", "cp")),
     "ulysses": ("cp=2", RING.format("ulysses", "cp", "cp")),
     "a ring around ulysses": (
         "r=2, c=2",
@@ -135,12 +138,17 @@ EXACT = {
         order: ("pp=2", CUT + f'pipeline(order="{order}", micro=4{more})')
         for order, more in {
             "GPipe": "", "Interleaved1F1B": ", chunks=2", "ZB-H1": "", "ZB-V": "", "V-Half": "",
-            "Varuna": "", "Chimera": "", "DualPipe": "", "Hanayo": ", chunks=2", "BFS": ", chunks=2",
+            "Varuna": "", "Chimera": "", "DualPipe": "", "Hanayo": ", chunks=2",
+            "BFS": ", chunks=2",
         }.items()
     },
-    "Varuna with slices": ("dp=2, pp=2", CUT + 'zero(stage=2, over=dp)\npipeline(order="Varuna", micro=4)'),
-    "Chimera with sums": ("dp=2, pp=2", CUT + 'zero(stage=1, over=dp)\npipeline(order="Chimera", micro=4)'),
-    "checkpoint in stages": ("pp=2", "blocks.*  checkpoint()\n" + CUT + 'pipeline(order="1F1B", micro=4)'),
+    "Varuna with slices": (
+        "dp=2, pp=2", CUT + 'zero(stage=2, over=dp)\npipeline(order="Varuna", micro=4)',
+    ),
+    "Chimera with sums": (
+        "dp=2, pp=2", CUT + 'zero(stage=1, over=dp)\npipeline(order="Chimera", micro=4)',
+    ),
+    "checkpoint in stages": ("pp=2", "blocks.*  checkpoint()\n" + PIPE),
     "sequence slices": ("pp=2", CUT + 'pipeline(order="Seq1F1B", micro=2, slices=2)'),
     "vocabulary": ("tp=2", "embed  shard(vocab, over=tp)\nhead  shard(vocab, over=tp)"),
 }  # fmt: skip
@@ -270,9 +278,11 @@ def test_dropped(feature: str) -> None:
 
 STATE = {
     "slices": ("dp=2", "zero(stage=3, over=dp)"),
-    "stages": ("pp=2", CUT + 'pipeline(order="1F1B", micro=4)'),
+    "stages": ("pp=2", PIPE),
     "tensor": ("tp=2", "blocks.*.up  shard(col, over=tp)\nblocks.*.down  shard(row, over=tp)"),
-    "on disk": ("dp=2", SUM + "blocks.*  offload(parameters, to=disk)\noffload(optimizer, to=disk)"),
+    "on disk": (
+        "dp=2", SUM + "blocks.*  offload(parameters, to=disk)\noffload(optimizer, to=disk)",
+    ),
     "context": ("cp=2", RING.format("ring", "cp", "cp")),
 }  # fmt: skip
 

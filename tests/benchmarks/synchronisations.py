@@ -33,7 +33,7 @@ def row(example: Example, lines: bool) -> str:
             most = max(most, max(len(a) - len(b) for a, b in zip(found, ours)))
             if lines:
                 where = Counter(max(ours, key=len))
-                case = f"batch {'there' if there else 'of the host'}, loss {'read' if read else 'not read'}"
+                case = f"batch {'there' if there else 'of the host'}{', loss read' * read}"
                 behind += [f"    {case}: {count} x {one}" for one, count in where.items()]
     cells = " | ".join(map(str, (*told, most)))
     return "\n".join([f"| `{example.file}` | {example.ranks} | {cells} |", *behind])
