@@ -60,7 +60,8 @@ class Watcher(nn.Module):
         self.join = nn.Linear(2 * width, classes)
 
     def forward(self, series: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        hidden = (torch.arange(series.shape[1]) >= lengths[:, None])[:, None, None]
+        places = torch.arange(series.shape[1], device=series.device)
+        hidden = (places >= lengths[:, None])[:, None, None]
         first = x = self.enter(series)
         for block in self.blocks:
             x = block(x, hidden)

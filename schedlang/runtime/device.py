@@ -160,6 +160,13 @@ def synchronize(where: torch.device | torch.Stream | None) -> None:
         torch.accelerator.synchronize(indexed(where))
 
 
+def sent(host: Tensor, device: torch.device) -> Tensor:
+    """A small tensor of the host on a device; the host waits for nothing."""
+    if has_streams(device):  # from pageable memory it would wait for the copy
+        host = host_empty(host.shape, host.dtype, beside=device).copy_(host)
+    return host.to(device, non_blocking=True)
+
+
 def numbers(values: Sequence[Tensor | float]) -> list[float]:
     """Numbers that may lie on a device, for which the host waits once."""
     there = [value for value in values if isinstance(value, Tensor)]

@@ -37,6 +37,7 @@ from schedlang.runtime.staging.parking import offload, reload
 from schedlang.runtime.stepping.loss_scale import LossScale
 from schedlang.runtime.storage import copies
 from schedlang.runtime.storage.own import Addresses
+from schedlang.runtime.summing.gradient import norm_alone
 from schedlang.timeline import Kind, Op
 
 accelerators = pytest.importorskip("schedlang.testing.accelerator")
@@ -286,6 +287,24 @@ def test_a_scale_waits_for_nobody(acc: Any) -> None:
         assert scale.overflow is wanted and scale.next() is not wanted
     scale.unscale(dict(layer.named_parameters()))  # of a world of one, where nobody is told
     assert not scale.next() and scale.overflow
+
+
+def test_a_norm_of_both_memories(acc: Any) -> None:
+    """Gradients of the host are bounded with those of the device: the host waits for one number."""
+    given = [torch.randn(3, 4, generator=torch.Generator().manual_seed(k)) for k in range(6)]
+    parameters = {str(k): nn.Parameter(torch.zeros(3, 4)) for k in range(6)}
+    held = {}
+    for k, (name, wanted) in enumerate(zip(parameters, given)):
+        parameters[name].grad = wanted.clone()
+        held[name] = nn.Parameter(torch.zeros(3, 4, device="sim" if k % 2 else "cpu"))
+        held[name].grad = wanted.to(held[name].device)
+    norm = nn.utils.clip_grad_norm_(parameters.values(), 0.5)
+    acc.reset()
+    found = norm_alone(held, 0.5)
+    assert len(acc.synchronisations()) == 1
+    torch.testing.assert_close(found.cpu(), norm)
+    for name, p in held.items():
+        torch.testing.assert_close(p.grad.cpu(), parameters[name].grad)  # type: ignore[union-attr]
 
 
 def test_labels_are_counted_at_once(acc: Any) -> None:

@@ -6,6 +6,7 @@ One all-to-all each way (Jacobs et al.: DeepSpeed-Ulysses, 2023); each is the ot
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from schedlang.runtime.attend.layout import Layout, Runs, spread
 from schedlang.runtime.attend.mask import Tags
 from schedlang.runtime.attend.travel import Packet, exchange, gathered
 from schedlang.runtime.collectives.collective import Group
+from schedlang.runtime.device import HOST, sent
 
 
 class _Swap(torch.autograd.Function):
@@ -38,13 +40,14 @@ class Team:
         self.group = group
         first = outer * group.size
         self.counts = layout.counts[first : first + group.size]
-        arrived = spread([run for runs in layout.runs[first : first + group.size] for run in runs])
-        self.order = _places(arrived, spread(joined))  # of each token where it arrives
+        each = layout.runs[first : first + group.size]
+        self.arrived: Runs = tuple(run for runs in each for run in runs)
+        self.wanted: Runs = tuple(joined)
 
     @property
     def ordered(self) -> bool:
         """Whether tokens arrive in the order in which they are wanted."""
-        return self.order is None
+        return _orders(self.arrived, self.wanted, HOST) is None
 
     def heads(self, x: Tensor) -> Tensor:
         """[rows, heads, my tokens, width] to [rows, my heads, the team's tokens, width]."""
@@ -81,11 +84,21 @@ class Team:
 
     def sorted(self, x: Tensor, dim: int) -> Tensor:
         """What has arrived from the ranks one by one, in the order that is wanted."""
-        return x if self.order is None else x.index_select(dim, self.order.to(x.device))
+        orders = _orders(self.arrived, self.wanted, x.device)
+        return x if orders is None else x.index_select(dim, orders[0])
 
     def unsorted(self, x: Tensor, dim: int) -> Tensor:
         """Back again."""
-        return x if self.order is None else x.index_select(dim, self.order.argsort().to(x.device))
+        orders = _orders(self.arrived, self.wanted, x.device)
+        return x if orders is None else x.index_select(dim, orders[1])
+
+
+@lru_cache(maxsize=64)  # as many lengths of sequences: each is sent to the device once
+def _orders(arrived: Runs, wanted: Runs, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Of each wanted token the place where it arrives, and back; None where both are one order."""
+    with torch._C.DisableTorchFunction(), torch.inference_mode(False):
+        order = _places(spread(arrived), spread(wanted))
+        return None if order is None else (sent(order, device), sent(order.argsort(), device))
 
 
 def _places(arrived: Tensor, wanted: Tensor) -> Tensor | None:

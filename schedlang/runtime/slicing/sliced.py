@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.runtime import scope
+from schedlang.runtime.device import numbers
 from schedlang.runtime.drawing.random import Slices as Windows
 from schedlang.runtime.drawing.random import Window, within
 from schedlang.runtime.given import called
@@ -65,15 +66,27 @@ class Slices:
 
     def of(self, batch: Batch) -> list[Weighed]:
         """The slices of a microbatch."""
+        return self.of_all([batch])[0]
+
+    def of_all(self, batches: Sequence[Batch]) -> list[list[Weighed]]:
+        """The slices of each microbatch; the host waits once for what they weigh, if at all."""
+        pieces = [self._pieces(batch) for batch in batches]
+        weight = getattr(self.weight, "counted", self.weight)
+        found = iter(numbers([weight(piece.weighed) for some in pieces for piece in some]))
+        made = []
+        for some in pieces:
+            weights = [next(found) for _ in some]
+            whole = sum(weights) or 1.0
+            made.append([Weighed(piece, one / whole) for piece, one in zip(some, weights)])
+        return made
+
+    def _pieces(self, batch: Batch) -> list[Piece]:
         if not self.slicing.left:
             _check_left(batch)
         _check_packed(batch)
         total = length_of(batch)
         lengths = self.lengths(total, self.slicing.count) if self.lengths else None
-        pieces = self.slicing.pieces(batch, lengths)
-        weights = [self.weight(piece.weighed) for piece in pieces]
-        whole = sum(weights) or 1.0
-        return [Weighed(piece, weight / whole) for piece, weight in zip(pieces, weights)]
+        return self.slicing.pieces(batch, lengths)
 
     @contextmanager
     def forward(self, part: Weighed, carried: Carried) -> Iterator[dict[str, Any]]:

@@ -38,7 +38,7 @@ class SlicedStep(Step):
     def __init__(self, pipe: Any, batches: Any, *rest: Any) -> None:
         super().__init__(pipe, batches, *rest)
         self.slices: Slices = pipe.slices
-        self.parts = [self.slices.of(batch) for batch in batches]
+        self.parts = self.slices.of_all(batches)
         self.carried: dict[Work, Carried] = defaultdict(Carried)
         self.made: dict[int, list[tuple[torch.Tensor | None, Any]]] = defaultdict(list)
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from schedlang.runtime.collectives import comm
 from schedlang.runtime.collectives.collective import Group, count
-from schedlang.runtime.device import HOST, on_accelerator
+from schedlang.runtime.device import HOST, on_accelerator, on_host, sent
 from schedlang.runtime.storage.leaving import gradient_device, gradient_of, leaves, set_gradient
 
 BUCKET_BYTES = 25 * 2**20  # as torch's DistributedDataParallel
@@ -176,10 +176,17 @@ def norm_alone(parameters: Mapping[str, nn.Parameter], clip: float | None) -> Te
     By torch's own functions, so that a plain loop gives the same to the last bit.
     """
     grads = [g for p in parameters.values() if (g := gradient_of(p)) is not None]
-    norm = nn.utils.get_total_norm(grads)
+    kinds = list(dict.fromkeys(g.device for g in grads))
+    if len(kinds) < 2:
+        norm = nn.utils.get_total_norm(grads)
+    else:  # torch would send the norms of the others to the first device one by one
+        there = next(filter(on_accelerator, kinds), kinds[0])
+        apart = [nn.utils.get_total_norm([g for g in grads if g.device == k]) for k in kinds]
+        norm = nn.utils.get_total_norm([sent(n, there) if on_host(n) else n for n in apart])
     if clip is not None and (on_accelerator(norm) or float(norm) > clip):
-        there: Any = [SimpleNamespace(grad=grad) for grad in grads]  # all that torch looks at
-        nn.utils.clip_grads_with_norm_(there, clip, norm)
+        for kind in kinds:
+            held: Any = [SimpleNamespace(grad=g) for g in grads if g.device == kind]
+            nn.utils.clip_grads_with_norm_(held, clip, norm)
     return norm
 
 

@@ -1,0 +1,148 @@
+"""The schedules of `examples/` on ranks with simulated devices: what a training there gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import schedlang
+from schedlang.modelfile import load_model_file
+from schedlang.passes.running.build import build
+from schedlang.testing.accelerator import current, spawn
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Example:
+    """A schedule, on so many ranks, with its knobs."""
+
+    file: str
+    ranks: int
+    knobs: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        knobs = "".join(f", {name}={value}" for name, value in self.knobs.items())
+        return f"{self.file} on {self.ranks}{knobs}"
+
+
+RUN = (
+    Example("gpt2/memory.sched", 1, {"memory": 8}),
+    Example("gpt2/3d.sched", 2, {"tp": 1}),
+    Example("gpt2/3d.sched", 4),
+    Example("gpt2/3d.sched", 8),
+    Example("gpt2/tp.sched", 2),
+    Example("gpt2/tp.sched", 4, {"tp": 4}),
+    Example("gpt2/grid.sched", 4),
+    Example("llama/3d.sched", 2, {"tp": 1}),
+    Example("llama/3d.sched", 4),
+    Example("llama/3d.sched", 8),
+    Example("llama/complete.sched", 2),
+    Example("llama/kernels.sched", 2),
+    Example("llama/long_context.sched", 2, {"ring": 1}),
+    Example("llama/long_context.sched", 2, {"ulysses": 1}),
+    Example("llama/long_context.sched", 4),
+    Example("llama/long_context.sched", 8, {"ring": 4}),
+    Example("llama/seq1f1b.sched", 2),
+    Example("llama/seq1f1b.sched", 4, {"pp": 4}),
+    Example("llama/tp_sp.sched", 2),
+    Example("llama/v_half.sched", 2),
+    Example("mixtral/ep.sched", 4),
+    Example("resnet/channels.sched", 2),
+    Example("resnet/spatial.sched", 2),
+    Example("t5/pipeline.sched", 2, {"pp": 2}),
+    Example("t5/pipeline.sched", 4),
+    Example("unet/pipeline.sched", 2, {"pp": 2}),
+    Example("unet/pipeline.sched", 4),
+    Example("vit/pipeline.sched", 2),
+    Example("custom/2d.sched", 6),
+)
+
+
+def doubled(value: Any) -> Any:
+    """Tensors of floats in float64."""
+    return value.double() if torch.is_tensor(value) and value.is_floating_point() else value
+
+
+def tuned(model: nn.Module) -> nn.Module:
+    """With experts as a CPU's kernels can compute them: transformers goes by a device's name."""
+    if hasattr(model, "config") and hasattr(model.config, "_experts_implementation"):
+        model.config._experts_implementation = "batched_mm"
+    return model
+
+
+def built(
+    example: Example, device: str, exact: bool, given: str = ""
+) -> tuple[Any, list[dict[str, Any]]]:
+    """On a rank: the program, and a batch for each step, there or where it is `given`.
+
+    `exact`: in float64, and drawn alike wherever it runs.
+    """
+    file = load_model_file(str(EXAMPLES / example.file.split("/")[0] / "model.py"))
+    torch.manual_seed(0)
+    model = tuned(file.model())
+    change = doubled if exact else lambda value: value
+    if exact:
+        model = model.double()
+    sch = schedlang.load(EXAMPLES / example.file, model.to(device), **example.knobs)
+    batches = [{k: change(v) for k, v in file.batch(step).items()} for step in range(2 * STEPS)]
+    drawn: dict[str, Any] = {"seed": 1} if exact else {}
+    program = build(
+        sch.plan(), batches[0], loss=file.loss, weight=file.weight, clip=1.0,
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9),
+        **drawn,
+    )  # fmt: skip
+    return program, [{k: v.to(given or device) for k, v in one.items()} for one in batches]
+
+
+def trained(example: Example, device: str, exact: bool = True) -> Any:
+    """On a rank: losses, norms, parameters, where it computed, and how far copies are apart."""
+    program, batches = built(example, device, exact)
+    losses, norms = [], []
+    for given in batches[:STEPS]:
+        losses.append(float(program.train_step(given).detach()))
+        norms.append(program.grad_norm)
+    where = str(program.assembly.ranks.device)
+    return losses, norms, program.state_dict(), where, max(program.replica_errors().values())
+
+
+def on_ranks(example: Example, device: str, exact: bool = True) -> Any:
+    """What `trained` gives on each rank: on a simulated device, or in a world of the CPU."""
+    backend = "cpu:gloo,sim:simccl" if device == "cpu" else "simccl"
+    return spawn(trained, example, device, exact, ranks=example.ranks, backend=backend, timeout=300)
+
+
+def waits(example: Example, read: bool, there: bool = False) -> list[list[str]]:
+    """On a rank: for each of three steps where the host waited for the device; `read`: and for the
+    loss behind it; `there`: batches lie on the device."""
+    program, batches = built(example, "sim", False, "sim" if there else "cpu")
+    for given in batches[:STEPS]:
+        program.train_step(given)
+    found, seen = [], current()
+    for given in batches[STEPS:]:
+        seen.reset()
+        loss = program.train_step(given)
+        if read:
+            float(loss.detach())
+        found.append([str(one) for one in seen.synchronisations()])
+    return found
+
+
+def plainly(example: Example) -> list[str]:
+    """On a rank: where the host waits in one step of the untouched model, whole on one device."""
+    file = load_model_file(str(EXAMPLES / example.file.split("/")[0] / "model.py"))
+    model = tuned(file.model()).to("sim")
+    found, seen = [], current()
+    for step in range(3):
+        given = {k: v.to("sim") for k, v in file.batch(step).items()}
+        seen.reset()
+        output = model(**given)
+        loss = output["loss"] if file.loss is None else file.loss(output, given)
+        loss.backward()
+        found = [str(one) for one in seen.synchronisations()]
+    return found

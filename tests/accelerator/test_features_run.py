@@ -1,0 +1,362 @@
+"""Every feature on ranks with simulated devices: it trains as on a CPU, and nothing races or hangs.
+
+The world knows device tensors alone, and batches lie on the device. What is exact is compared with
+the untouched model on one CPU; what rounds or draws with the same program on ranks of the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from schedlang.passes.running.build import build
+from schedlang.runtime.collectives import comm
+from schedlang.testing.accelerator import current, spawn, unavailable
+from tests.expert_models import WORDS as MIXED
+from tests.expert_models import tiny
+from tests.proofs import planned
+
+pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "it is there")
+
+STEPS, WORDS, WIDTH = 3, 12, 16
+
+
+class Attention(nn.Module):
+    """Causal, of four heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            one(x).unflatten(-1, (4, -1)).transpose(1, 2) for one in (self.q, self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each behind a norm; some of what they give is dropped."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.calm, self.attn = nn.LayerNorm(WIDTH), Attention()
+        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.down, self.drop = nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.attn(self.calm(x)))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Words(nn.Module):
+    """A language model."""
+
+    def __init__(self, rate: float = 0.0, depth: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block(rate) for _ in range(depth))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def words(rate: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    return Words(rate).double()
+
+
+def single() -> nn.Module:
+    return words().float()
+
+
+def dropping() -> nn.Module:
+    return words(0.2)
+
+
+def batch(seed: int, count: int = WORDS) -> dict[str, Tensor]:
+    """Eight rows, of which some end early."""
+    draw = torch.Generator().manual_seed(seed)
+    ids, labels = (torch.randint(count, (8, 8), generator=draw) for _ in range(2))
+    labels[1, 5:] = labels[6, 2:] = -100
+    return {"ids": ids, "labels": labels}
+
+
+def sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)
+
+
+def muon(named: Any) -> torch.optim.Optimizer:
+    """Looks at whole matrices."""
+    held = [p for n, p in named if p.dim() == 2]
+    return torch.optim.Muon(held, lr=0.02)
+
+
+CUT = "blocks  pipeline_split(over=pp)\n"
+PIPE = CUT + 'pipeline(order="1F1B", micro=4)'
+SUM = "zero(stage=0, over=dp)\n"
+RING = "blocks.*.attn  context_parallel({}, over={})\nzero(stage=0, over={})"
+# feature -> mesh, rows, relaxed
+EXACT = {
+    "zero 1": ("dp=2", "zero(stage=1, over=dp)"),
+    "zero 2": ("dp=2", "zero(stage=2, over=dp)"),
+    "checkpoint": ("dp=2", SUM + "blocks.*  checkpoint()"),
+    "activations on the host": ("dp=2", SUM + "blocks.*  offload(activations)"),
+    "activations on disk": ("dp=2", SUM + "blocks.*  offload(activations, to=disk)"),
+    "parameters on the host": ("dp=2", SUM + "blocks.*  offload(parameters)"),
+    "parameters on disk": (
+        "dp=2", "zero(stage=3, over=dp)\nblocks.*  offload(parameters, to=disk)",
+    ),
+    "optimizer on disk": ("dp=2", "zero(stage=2, over=dp)\noffload(optimizer, to=disk)"),
+    "parked on the host": ("pp=2", "blocks.*  offload(activations)\n" + PIPE),
+    "parked on a peer": ("pp=2", "blocks.*  offload(activations, to=peer, over=pp)\n" + PIPE),
+    "optimizer on a peer": ("pp=2", "blocks[0]  offload(optimizer, to=peer, over=pp)\n" + PIPE),
+    "ring": ("cp=2", RING.format("ring", "cp", "cp")),
+    "zigzag": ("cp=2", RING.format("ring, layout=zigzag", "cp", "cp")),
+    "ulysses": ("cp=2", RING.format("ulysses", "cp", "cp")),
+    "a ring around ulysses": (
+        "r=2, c=2",
+        "blocks.*.attn  context_parallel(ulysses, over=c)\n"
+        "blocks.*.attn  context_parallel(ring, over=r, layout=zigzag)\nzero(stage=0, over=(r, c))",
+    ),
+    "double ring": ("r=2, c=2", RING.format("double_ring", "(r, c)", "(r, c)")),
+    "nbody": ("r=2, c=2", RING.format("nbody", "(r, c)", "(r, c)")),
+    **{
+        order: ("pp=2", CUT + f'pipeline(order="{order}", micro=4{more})')
+        for order, more in {
+            "GPipe": "", "Interleaved1F1B": ", chunks=2", "ZB-H1": "", "ZB-V": "", "V-Half": "",
+            "Varuna": "", "Chimera": "", "DualPipe": "", "Hanayo": ", chunks=2",
+            "BFS": ", chunks=2",
+        }.items()
+    },
+    "Varuna with slices": (
+        "dp=2, pp=2", CUT + 'zero(stage=2, over=dp)\npipeline(order="Varuna", micro=4)',
+    ),
+    "Chimera with sums": (
+        "dp=2, pp=2", CUT + 'zero(stage=1, over=dp)\npipeline(order="Chimera", micro=4)',
+    ),
+    "checkpoint in stages": ("pp=2", "blocks.*  checkpoint()\n" + PIPE),
+    "sequence slices": ("pp=2", CUT + 'pipeline(order="Seq1F1B", micro=2, slices=2)'),
+    "vocabulary": ("tp=2", "embed  shard(vocab, over=tp)\nhead  shard(vocab, over=tp)"),
+}  # fmt: skip
+EXPERTS = {
+    "experts": ("ep=2", "layers.*.experts  expert_parallel(over=ep)\nzero(stage=0, over=ep)"),
+    "experts with room for some": (
+        "ep=2", "layers.*.experts  expert_parallel(over=ep, capacity=1.0)\nzero(stage=0, over=ep)",
+    ),
+}  # fmt: skip
+CODES = {
+    name: ("dp=2", SUM + f"compress(gradients, {name}, over=dp)")
+    for name in ("int8", "onebit", "powersgd")
+}
+CODES["activations"] = ("dp=2", SUM + "blocks.*  compress(activations, int8)")
+
+
+def trained(make: Any, mesh: str, rows: str, device: str | None, more: dict[str, Any]) -> Any:
+    """On a rank: losses, norms and parameters of some steps, and where the program computes."""
+    model = make() if device is None else make().to(device)
+    given = {"optimizer": sgd, **more}
+    count = given.pop("count", WORDS)
+    relax = given.pop("relax", "lossy")
+    program = build(planned(model, rows, mesh, relax=relax), batch(0, count), **given)
+    losses, norms = [], []
+    for step in range(STEPS):
+        loss = program.train_step({k: v.to(device or "cpu") for k, v in batch(step, count).items()})
+        losses.append(float(loss))
+        norms.append(program.grad_norm)
+    where = str(program.assembly.ranks.device)
+    return losses, norms, program.state_dict(), where, max(program.replica_errors().values())
+
+
+def alone(make: Any, count: int = WORDS, optimizer: Any = sgd) -> Any:
+    """The same of the untouched model, on the CPU."""
+    model, losses = make(), []
+    made = optimizer(model.named_parameters())
+    for step in range(STEPS):
+        made.zero_grad()
+        loss = model(**batch(step, count))["loss"]
+        loss.backward()
+        made.step()
+        losses.append(float(loss))
+    return losses, None, {n: p.detach() for n, p in model.named_parameters()}
+
+
+def ranks_of(mesh: str) -> int:
+    return math.prod(int(size.split("=")[1]) for size in mesh.split(","))
+
+
+def on_ranks(make: Any, mesh: str, rows: str, device: str | None, **more: Any) -> Any:
+    backend = "simccl" if device else "cpu:gloo,sim:simccl"
+    return spawn(trained, make, mesh, rows, device, more, ranks=ranks_of(mesh), backend=backend)
+
+
+def check(found: Any, wanted: Any, tolerance: float = 1e-9) -> None:
+    """Losses, norms and parameters on each rank; whatever is copied is equal."""
+    losses, norms, parameters = wanted[:3]
+    for rank, (mine, told, state, where, apart) in enumerate(found):
+        assert where == f"sim:{rank}" and apart == 0.0
+        assert mine == pytest.approx(losses, rel=tolerance)
+        assert norms is None or told == pytest.approx(norms, rel=tolerance)
+        for name, value in parameters.items():
+            assert state[name].device.type == "cpu"
+            torch.testing.assert_close(
+                state[name], value, rtol=tolerance, atol=tolerance / 100, msg=name
+            )
+
+
+@pytest.mark.parametrize("feature", EXACT)
+def test_as_the_model_alone(feature: str) -> None:
+    """Slices, stages, sequences and what is kept elsewhere."""
+    mesh, rows = EXACT[feature]
+    check(on_ranks(words, mesh, rows, "sim"), alone(words))
+
+
+@pytest.mark.parametrize("feature", EXPERTS)
+def test_experts(feature: str) -> None:
+    """Rows on their way to experts and home."""
+    mesh, rows = EXPERTS[feature]
+    more = {"count": MIXED, "relax": "routing"}
+    wanted = on_ranks(tiny, mesh, rows, None, **more)[0]
+    check(on_ranks(tiny, mesh, rows, "sim", **more), wanted)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_compressed_sums(code: str) -> None:
+    """As on ranks of the CPU: the same is left out, and added later."""
+    mesh, rows = CODES[code]
+    check(on_ranks(words, mesh, rows, "sim"), on_ranks(words, mesh, rows, None)[0], 1e-7)
+
+
+def test_whole_matrices() -> None:
+    """An optimizer that looks at whole matrices, of which each rank holds a part."""
+    rows = ("dp=2", "zero(stage=3, over=dp)")
+    check(on_ranks(words, *rows, "sim", optimizer=muon), alone(words, optimizer=muon), 1e-6)
+
+
+@pytest.mark.parametrize("word", ["bf16", "fp16", "bf16, params=true", "fp16, params=true"])
+def test_fewer_bits(word: str) -> None:
+    """Casts, with a loss that is scaled where they are to float16."""
+    rows = ("dp=2", f"cast({word})\n{SUM}")
+    wanted = on_ranks(single, *rows, None, relax="dtype")[0]
+    check(on_ranks(single, *rows, "sim", relax="dtype"), wanted, 1e-2)
+
+
+DROPPED = {
+    "replicas": ("dp=2", SUM),
+    "checkpoint": ("dp=2", SUM + "blocks.*  checkpoint()"),
+    "tensor": ("tp=2", "blocks.*.up  shard(col, over=tp)\nblocks.*.down  shard(row, over=tp)"),
+    "drawn again in stages": ("pp=2", CUT + 'pipeline(order="Varuna", micro=4)'),
+    "context": ("cp=2", RING.format("ring", "cp", "cp")),
+}
+
+
+@pytest.mark.parametrize("feature", DROPPED)
+def test_dropped(feature: str) -> None:
+    """Native dropout: steps are finite, others than without, and copies stay equal."""
+    mesh, rows = DROPPED[feature]
+    found = on_ranks(dropping, mesh, rows, "sim")
+    without = alone(words)[0]
+    for losses, _, _, where, apart in found:
+        assert where.startswith("sim") and apart == 0.0
+        assert all(map(math.isfinite, losses)) and losses == found[0][0]
+        assert losses[0] != pytest.approx(without[0], rel=1e-6)
+        assert losses == pytest.approx(without, rel=0.3)
+
+
+STATE = {
+    "slices": ("dp=2", "zero(stage=3, over=dp)"),
+    "stages": ("pp=2", PIPE),
+    "tensor": ("tp=2", "blocks.*.up  shard(col, over=tp)\nblocks.*.down  shard(row, over=tp)"),
+    "on disk": (
+        "dp=2", SUM + "blocks.*  offload(parameters, to=disk)\noffload(optimizer, to=disk)",
+    ),
+    "context": ("cp=2", RING.format("ring", "cp", "cp")),
+}  # fmt: skip
+
+
+def kept(mesh: str, rows: str, folder: str) -> Any:
+    """On a rank: outputs, and what a program that was loaded makes of another step."""
+    given = [{k: v.to("sim") for k, v in batch(step).items()} for step in range(STEPS + 1)]
+
+    def built() -> Any:
+        return build(planned(words().to("sim"), rows, mesh), batch(0), optimizer=sgd)
+
+    program = built()
+    for step in range(STEPS):
+        program.train_step(given[step])
+    program.save(folder)
+    program.export(f"{folder}/export", words())
+    output = program.eval_step(given[0])
+    ahead = float(program.train_step(given[STEPS]))
+    other = built()
+    other.load(folder)
+    again = float(other.train_step(given[STEPS]))
+    third = built()
+    third.load_state_dict(program.state_dict())
+    told = float(third.eval_step(given[0])["loss"]), float(program.eval_step(given[0])["loss"])
+    inner = program.optimizer_state()
+    gradients = program.gradients()
+    assert all(v.device.type == "cpu" for v in gradients.values())
+    return output["logits"].cpu(), ahead, again, told, sorted(inner), comm.rank()
+
+
+@pytest.mark.parametrize("layout", STATE)
+def test_kept_and_taken_up(layout: str, tmp_path: Path) -> None:
+    """Outputs are those of the model; a checkpoint and weights on disk go on as before."""
+    model = words()
+    model.load_state_dict(alone(words)[2])
+    wanted = model(**batch(0))["logits"].detach()
+    after = float(model(**batch(STEPS))["loss"])
+    for logits, ahead, again, told, inner, _ in spawn(kept, *STATE[layout], str(tmp_path / "k")):
+        torch.testing.assert_close(logits, wanted, rtol=1e-8, atol=1e-10)
+        assert ahead == pytest.approx(after, rel=1e-9) and again == pytest.approx(after, rel=1e-9)
+        assert told[0] == pytest.approx(told[1], rel=1e-9)
+        assert inner == sorted(n for n, _ in model.named_parameters())
+    from safetensors.torch import load_file
+
+    whole = {}
+    for file in (tmp_path / "k" / "export").glob("*.safetensors"):
+        whole.update(load_file(file))
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(whole[name], value.detach(), rtol=1e-9, atol=1e-11)
+
+
+# feature -> waits of a step with labels on the device, and with labels of the host
+WAITS = dict.fromkeys(
+    ("ulysses", "zigzag", "a ring around ulysses", "zero 2", "checkpoint", "parked on the host",
+     "Varuna", "Chimera"), (1, 0),
+) | {"sequence slices": (2, 1)}  # fmt: skip
+
+
+def waits(rows: str, mesh: str, there: bool) -> int:
+    """On a rank: how often the host waits in a step whose loss nobody reads."""
+    program = build(planned(words().to("sim"), rows, mesh), batch(0), optimizer=sgd, clip=0.1)
+    given = [{k: v.to("sim" if there else "cpu") for k, v in batch(s).items()} for s in range(3)]
+    for one in given[:2]:
+        program.train_step(one)
+    seen = current()
+    seen.reset()
+    program.train_step(given[2])
+    return len(seen.synchronisations())
+
+
+@pytest.mark.parametrize("feature", WAITS)
+def test_nothing_waits(feature: str) -> None:
+    """Labels of the device are counted once for a step, and those of slices of sequences again."""
+    mesh, rows = EXACT[feature]
+    ranks = ranks_of(mesh)
+    for there, most in zip((True, False), WAITS[feature]):
+        assert max(spawn(waits, rows, mesh, there, ranks=ranks)) <= most
