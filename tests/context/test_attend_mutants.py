@@ -102,7 +102,7 @@ MUTANTS: dict[str, Change] = {
     "a block that sees a little is left out": (
         Reach, "nothing", lambda self, queries, keys: not self.everything(queries, keys),
     ),
-    "tokens stay in the order in which they arrive": (swap, "_places", lambda *_: None),
+    "tokens stay in the order in which they arrive": (swap, "_orders", lambda *_: None),
     "heads of keys are copied in turns": (
         call, "copied", lambda x, ranks: torch.cat([x] * enough(x.shape[1], ranks), 1),
     ),
