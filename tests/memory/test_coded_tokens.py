@@ -141,7 +141,7 @@ def test_another_layout_is_found(threads: Threads, monkeypatch: pytest.MonkeyPat
     (lambda: models.llama(1, attend="eager"), LLAMA.format("ring, over=cp", "int8"), "cp=2",
      "S935", "one process could not"),
     (lambda: models.gpt2(1, dropout=0.1), GPT2.format("ring, over=cp", "int8"), "cp=2", "S935",
-     "drops weights"),
+     "attention with dropout"),
     (lambda: models.llama(1), "model.layers.*.mlp.{gate,up}_proj  shard(col, over=tp)\n"
      "model.layers.*.mlp.down_proj  shard(row, over=tp)\n"
      "model.layers.*.self_attn.{q,k,v}_proj  shard(col, over=tq)\n"

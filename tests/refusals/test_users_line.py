@@ -69,7 +69,7 @@ NEVER = {  # why they refuse nothing
     "Schedule.grade": "a value",
     "Schedule.tree": "a value", "Schedule.to_sched": "text of what is there",
     "Schedule.to_json": "a record of what is there", "Schedule.warnings": "warnings are none",
-    "Program.dp_rank": "a number", "Program.dp_size": "a number",
+    "Program.dp_rank": "a number", "Program.dp_size": "a number", "Program.grad_norm": "a number",
     "Waiting.dp_rank": "a number", "Waiting.dp_size": "a number",
     "Program.gradients": "tells what is there", "Program.input_gradients": "tells what is there",
     "Program.trained": "tells names", "Program.replica_errors": "compares what is there",

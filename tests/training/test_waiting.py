@@ -87,7 +87,7 @@ def test_a_batch_with_new_names_is_refused() -> None:
     """A program first seen without labels would weigh by rows: training on labels is refused."""
     program = _schedule().build(loss=_loss)
     assert program.eval_step({"x": _batch()["x"]}).shape == (5, 3, 5)
-    with pytest.raises(Refusal, match="a key `labels` that the batch of `build`"):
+    with pytest.raises(Refusal, match="a key `labels`, and that of `build`"):
         program.train_step(_batch())
 
 

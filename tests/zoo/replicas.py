@@ -68,13 +68,13 @@ def averaged_by_fully_shard(patch: Patch, site: Site) -> None:
      credit="prime-rl#1957; Megatron-LM#7513, #7452")  # fmt: skip
 def mean_of_means(patch: Patch, site: Site) -> None:
     """Each part of the batch weighs the same, however many of its labels count."""
-    patch.setattr(LabelRule, "count", lambda self, batch: 1.0)
+    patch.setattr(LabelRule, "counted", lambda self, batch: 1.0)
 
 
 @bug("D03", "zero", Operator.CONSTANT, "dp", row="zero(", credit="prime-rl#2562")
 def ignored_labels_counted(patch: Patch, site: Site) -> None:
     """A part of the batch weighs by all its labels, also those that the loss ignores."""
-    patch.setattr(LabelRule, "count", lambda self, batch: float(batch[self.source].numel()))
+    patch.setattr(LabelRule, "counted", lambda self, batch: float(batch[self.source].numel()))
 
 
 @bug("D04", "zero", Operator.SKIP, "experts", row="zero(", credit="pytorch#69031",
