@@ -27,10 +27,10 @@ def last_microbatch_alone(patch: Patch, site: Site) -> None:
     """A gradient that leaves takes the place of the earlier microbatches'."""
     plain = leaving._leave
 
-    def leave(scratch: Any, parameter: Tensor) -> None:
+    def leave(scratch: Any, under_way: Any, parameter: Tensor) -> None:
         if parameter.grad is not None:
             vars(parameter).pop(leaving._SLOT, None)
-        plain(scratch, parameter)
+        plain(scratch, under_way, parameter)
 
     patch.setattr(leaving, "_leave", leave)
 
@@ -40,10 +40,10 @@ def state_left_on_disk(patch: Patch, site: Site) -> None:
     """The step starts from no state: what lies on disk is not brought back."""
     plain = Away._master
 
-    def master(self: Any, optimizer: Any, name: str, grad: Tensor) -> Any:
-        if self.tiers[name].state == DISK:
-            optimizer.state.pop(self.parameters[name], None)
-        return plain(self, optimizer, name, grad)
+    def master(self: Any, optimizer: Any, fetched: Any) -> Any:
+        if self.tiers[fetched.name].state == DISK:
+            optimizer.state.pop(self.parameters[fetched.name], None)
+        return plain(self, optimizer, fetched)
 
     patch.setattr(Away, "_master", master)
 

@@ -54,7 +54,7 @@ def shifted_within_the_chunk(patch: Patch, site: Site) -> None:
      credit="Megatron-LM#673, #906, #7513")  # fmt: skip
 def every_rank_weighs_the_same(patch: Patch, site: Site) -> None:
     """The loss is a mean over each rank's own tokens."""
-    patch.setattr(Assembly, "weigh", lambda self, part: 1.0)
+    patch.setattr(Assembly, "weigh_all", lambda self, parts: [1.0] * len(parts))
 
 
 @bug("X06", CP, Operator.REDUCTION, "cp", row=ROW)
