@@ -45,10 +45,11 @@ def native_draws(program: Program, batch: Batch) -> tuple[int, list[str]] | None
 
     assembly = program.assembly
     logical, native = assembly.dropout, assembly.native
-    if native is None or not isinstance(logical, LogicalDropout) or not logical.noted:
+    if native is None or not isinstance(logical, LogicalDropout):
         return None
-    trained = [moment for moment, _, _ in logical.noted if isinstance(moment, int)]
-    if not trained:  # it draws in evaluation alone
+    noticed = logical.noted or {}
+    trained = [moment for moment, _, _ in noticed if isinstance(moment, int)]
+    if not any(comm.gathered(bool(trained))):  # a stage may draw nothing, and trains with the rest
         return None
     noting, first = Noting(native, logical.slices), program.step
     program.assembly, program.follow_inputs = replace(assembly, dropout=native), False
@@ -59,10 +60,8 @@ def native_draws(program: Program, batch: Batch) -> tuple[int, list[str]] | None
                 program.train_step(followed(batch, grad=False))
     finally:
         program.assembly = assembly
-    noted, step = noting.noted, min(trained)
-    known = {
-        (site, call): set(rows) for (k, site, call), rows in logical.noted.items() if k == step
-    }
+    noted, step = noting.noted, min(trained, default=None)
+    known = {(site, call): set(rows) for (k, site, call), rows in noticed.items() if k == step}
     mine = Mine(noted.begun, [_of(noted, first + k) for k in range(STEPS)], known)
     wrong = wrong_draws(comm.gathered(mine))
     copies = program.replica_errors()

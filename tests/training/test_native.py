@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from schedlang.passes.proving.native import Mine, native_draws, wrong_draws
+from schedlang.passes.proving.sides import Case
 from schedlang.passes.running.build import build
+from schedlang.passes.verifying.prove import prove
 from schedlang.runtime.drawing.native import NativeDropout
 from schedlang.runtime.forward import layers_of
 from schedlang.runtime.launching.launch import Pool
@@ -271,6 +273,16 @@ def test_what_all_stages_run_is_drawn_logically(pool: Pool) -> None:
     why = "`the model` draws between stages, which all of them run"
     assert f"dropout is drawn logically in training, too: {why}" in notes
     assert why in _trained(pool, plan)[0][2]
+
+
+def test_a_stage_that_drops_nothing_is_proven_with_the_rest(pool: Pool) -> None:
+    """Its rank trains the steps whose draws are judged, in which the others wait for it."""
+    net = Net()
+    net.blocks[1] = Block(on=0.0)
+    plan = planned(net, _pipe('"1F1B"', "micro=2"), "pp=2")
+    report = prove(Case(plan, (_batch(), _batch()), dtype="none"), pool=pool)
+    assert report.ok, str(report)
+    assert any(row.kind == "native draws" for row in report.rows)
 
 
 def test_one_rank_draws_as_torch_does() -> None:
