@@ -238,3 +238,37 @@ def test_no_gradient_no_copy():
     with torch.no_grad():
         forward(model)
     assert store.moved == 0
+
+
+class Gates(nn.Module):
+    """Parts of one tensor that are written one by one, as in torch's own recurrent cells."""
+
+    def __init__(self, parts: int = 3) -> None:
+        super().__init__()
+        self.parts, self.up = parts, nn.Linear(8, 8 * parts)
+
+    def forward(self, x):
+        """The product of all parts."""
+        made = torch.ones_like(x)
+        for part in self.up(x).unsafe_chunk(self.parts, -1):
+            made = made * part.sigmoid_()
+        return made
+
+
+@pytest.mark.parametrize("make", [
+    Gates, lambda: nn.LSTM(8, 8, 2, batch_first=True), lambda: nn.GRU(8, 8, batch_first=True),
+    lambda: nn.LSTM(8, 8, 1, bidirectional=True, proj_size=4),
+])  # fmt: skip
+def test_parts_that_count_their_own_writes(make):
+    """What was saved of one part is not taken for what another part was before it was written."""
+    torch.manual_seed(0)
+    plain = make().double()
+    moved = copy.deepcopy(plain)
+    x = torch.randn(4, 5, 8, dtype=torch.float64)
+    with everything_moves():
+        offload(moved, Store())
+    for model in (plain, moved):
+        out = model(x)
+        (out if isinstance(out, torch.Tensor) else out[0]).square().sum().backward()
+    for (name, one), other in zip(plain.named_parameters(), moved.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad), name

@@ -157,6 +157,8 @@ class Offload:
         def pack(tensor: Tensor) -> Any:
             if self._stays(tensor, own):
                 return tensor
+            if _counts_apart(tensor):
+                tensor = tensor.detach().clone()
             return _Packed(call, call.keep(tensor), tensor)
 
         with _moving(pack), torch.autograd.graph.saved_tensors_hooks(pack, back):
@@ -179,6 +181,16 @@ class Offload:
             return True
         self.store.track(DEVICE, tensor)
         return False
+
+
+def _counts_apart(tensor: Tensor) -> bool:
+    """Is a tensor a part of a storage whose other parts count their own writes?
+
+    So it is with `unsafe_chunk`, by which torch's recurrent cells take their gates apart and write
+    them one by one: their versions do not tell that the rest of the storage has changed since.
+    """
+    part = tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes()
+    return part and not tensor._is_view()
 
 
 class _Packed:
