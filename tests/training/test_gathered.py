@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from schedlang.runtime.collectives.comm import _SHORT, gathered, packed
 from schedlang.runtime.launching.launch import Pool
-from schedlang.runtime.storage.folder import _SHORT, gathered
 
-EDGE = 2 * _SHORT - len(pickle.dumps(bytes(_SHORT)))  # so many bytes are just short when pickled
+EDGE = 2 * _SHORT - len(packed(bytes(_SHORT)))  # so many bytes are just short when pickled
 
 
 def _told(sizes: list[int]) -> list[list[Any]]:
     """On a rank: what it hears where each rank tells so many bytes, and where it tells tensors."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    whole = gathered(bytes([rank]) * sizes[rank], world)
-    mixed = gathered({"rank": rank, "tensor": torch.full((rank * 400,), rank), "none": None}, world)
+    rank = dist.get_rank()
+    whole = gathered(bytes([rank]) * sizes[rank])
+    mixed = gathered({"rank": rank, "tensor": torch.full((rank * 400,), rank), "none": None})
     return [
         [(set(one), len(one)) for one in whole],
         [(one["rank"], one["tensor"].tolist(), one["none"]) for one in mixed],
