@@ -268,11 +268,14 @@ def pipeline_split(config: Config, sizes: dict[str, int], length: int) -> list[S
         rows.append(f"blocks[{last}]  pipeline_split(over=pp)")
     # a block that is unrolled would be cut by its calls
     once = [f"unroll {_at(place)}" for place in range(count)]
-    rows += ["blocks  pipeline_split(over=pp, tied=refuse)"] * (not config.tied)
-    return [
+    found = [
         step("pipeline_split", [row], ["cut", *(once if "[" in row else ())], ["pp"])
         for row in rows
     ]
+    if not config.tied:  # no row may tie weights beside it
+        row = "blocks  pipeline_split(over=pp, tied=refuse)"
+        found.append(step("pipeline_split", [row], ["cut", "tie"], ["pp"]))
+    return found
 
 
 @generator
