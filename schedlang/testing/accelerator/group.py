@@ -1,0 +1,314 @@
+"""A group of ranks on simulated devices: NCCL's rules, and who waits for whom.
+
+What a rank launches is written where the others read it, so that collectives that differ and
+circles of waiting ranks are named.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+
+from schedlang.testing.accelerator.boards import Board
+from schedlang.testing.accelerator.queues import DuplicateDevice, Item, Queue, Transfer, Unequal
+from schedlang.testing.accelerator.works import (
+    BACKEND,
+    Deadlock,
+    Mismatch,
+    State,
+    Work,
+    span,
+)
+
+STUCK_AFTER = 2.0  # seconds without a result before a rank looks whether it can still come
+RING = 64  # collectives whose descriptions are kept
+_NEVER = datetime.timedelta(days=30)
+_SLICE = datetime.timedelta(milliseconds=100)
+
+communicators: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+class Group:
+    """The ranks of a communicator: its queues, its stream, and what each rank is at."""
+
+    def __init__(
+        self, store: Any, rank: int, ranks: Sequence[int], timeout: Any, name: str
+    ) -> None:
+        self.rank, self.size, self.ranks = rank, len(ranks), list(ranks)
+        self.store, self.timeout, self.name = store, timeout, name
+        gloo = PrefixStore("gloo", store)
+        self.gloo = dist.ProcessGroupGloo(gloo, rank, self.size, timeout=_NEVER)
+        self.board = Board(store, rank, self.size, RING + self.size + 1)
+        if State.world is None or State.world.size < self.size:
+            waits = PrefixStore("waits", store)
+            State.world, State.me = Board(waits, rank, self.size, 1), self.ranks[rank]
+        self.closed, self.eager = False, False
+        self.failed: RuntimeError | None = None
+        self.latest: list[Any] = []
+        self._numbers = itertools.count(1)
+        self._streams: dict[int, int] = {}
+        self._batch: list[Any] | None = None
+        self._sent: dict[tuple[int, str, int], int] = {}
+        self._queues: dict[int, Queue] = {}
+        self.whole = self._queue(self.size)
+        communicators.add(self)
+
+    def __str__(self) -> str:
+        return f"group {self.name!r} of ranks {self.ranks}"
+
+    # ---- rules ------------------------------------------------------------------------------
+
+    def checked(self, name: str, tensors: Sequence[Tensor]) -> int:
+        """The device of all tensors, or why NCCL would not take them."""
+        if self.closed:
+            raise RuntimeError(f"{BACKEND}: {self} was destroyed")
+        if self.failed is not None:
+            raise RuntimeError(f"{BACKEND}: {self} failed before: {self.failed}")
+        if not tensors:
+            raise ValueError(f"{BACKEND} {name}: no tensors")
+        for t in tensors:
+            if t.device.type != "sim":
+                raise ValueError(
+                    f"{BACKEND} {name}: Tensors must be on the device, and dense: got {t.device}"
+                )
+            if not t.is_contiguous():
+                raise ValueError(
+                    f"{BACKEND} {name}: Tensors must be contiguous: got strides {t.stride()} "
+                    f"for {list(t.shape)}"
+                )
+        devices = sorted({int(t.device.index) for t in tensors})
+        if len(devices) > 1:
+            raise ValueError(f"{BACKEND} {name}: Tensors on several devices: {devices}")
+        return devices[0]
+
+    def connect(self, device: int) -> None:
+        """A group that was bound to a device has one queue: also for single sends and receives."""
+        self.eager = True
+
+    def stream(self, device: int) -> int:
+        """The stream of this group on a device."""
+        if device not in self._streams:
+            self._streams[device] = State.core.new_stream(device)
+        return self._streams[device]
+
+    def publish_before(self, new: Work, tensors: Sequence[Tensor]) -> None:
+        """What ran before on the same stream is there for what comes after it."""
+        spans = [span(t) for t in tensors]
+        for work in list(State.open.values()):
+            if work.device != new.device or work.stream != new.stream:
+                continue
+            for out in work.outs:
+                low, high = span(out)
+                if any(low < b and a < high for a, b in spans):
+                    work.publish()
+                    break
+
+    def describe(self, name: str, told: Any, device: int) -> int:
+        """Write what this rank does where the others can read it."""
+        if name in ("send", "recv"):
+            return 0
+        number = next(self._numbers)
+        self.board.write(number % RING, [number, name, told, device])
+        return number
+
+    def compare(self, work: Work) -> None:
+        """All ranks that came did the same, each on a device of its own."""
+        if not work.number:
+            return
+        ours = self.board.read(self.rank, work.number % RING)
+        if ours is None or ours[0] != work.number:
+            return
+        for rank in range(self.size):
+            theirs = self.board.read(rank, work.number % RING)
+            if rank == self.rank or theirs is None or theirs[0] != work.number:
+                continue
+            if theirs[1:3] != ours[1:3]:
+                raise Mismatch(
+                    f"{BACKEND}: collective number {work.number} of {self} differs: rank "
+                    f"{self.ranks[self.rank]} has {_said(ours)}, rank {self.ranks[rank]} has "
+                    f"{_said(theirs)}"
+                )
+            if theirs[3] == ours[3]:
+                raise Mismatch(self._duplicate(rank, ours[3]))
+
+    def _failing(self, text: str) -> Mismatch:
+        error = Mismatch(text)
+        self.fail(error)
+        return error
+
+    def _duplicate(self, rank: int, device: int) -> str:
+        return (
+            f"{BACKEND}: Duplicate device: rank {self.ranks[self.rank]} and rank "
+            f"{self.ranks[rank]} of {self} are both on sim:{device}; each process sets its own"
+        )
+
+    # ---- waiting ----------------------------------------------------------------------------
+
+    def wait_for(self, work: Work) -> None:
+        """Until the data of a work is there; raises what stands in its way."""
+        began, told = time.monotonic(), False
+        try:
+            while not self._arrived(work):
+                waited = time.monotonic() - began
+                if waited > STUCK_AFTER:
+                    self.compare(work)
+                    self._tell(work)
+                    told = True
+                    self._look(work)
+                if waited > self.timeout.total_seconds():
+                    missing = [self.ranks[r] for r in self._blockers(work)]
+                    raise Deadlock(
+                        f"{BACKEND}: {work} is not done after {waited:.0f} s: rank {State.me} "
+                        f"waits for ranks {missing}, which are busy with something else"
+                    )
+        except (Deadlock, Mismatch) as error:
+            self.fail(error)
+            raise
+        except Unequal as error:
+            raise self._failing(
+                f"{BACKEND}: {error.one} on rank {State.me} meets "
+                f"{error.numel} elements, {error.bytes} bytes, on the other side"
+            ) from None
+        except DuplicateDevice as error:
+            raise self._failing(self._duplicate(error.peer, error.device)) from None
+        except Exception as error:
+            self.compare(work)  # it may be why
+            raise RuntimeError(f"{BACKEND}: {work} failed on rank {State.me}: {error}") from error
+        finally:
+            if told and State.world is not None:
+                State.world.write(0, None)
+        try:
+            self.compare(work)
+        except Mismatch as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: RuntimeError) -> None:
+        """What is still open will never come: whoever waits for it is told the same."""
+        self.failed = error
+        for ticket, work in list(State.open.items()):
+            if work.group is self:
+                work.finished = True
+                del State.open[ticket]
+                State.core.closed(ticket)
+
+    def _arrived(self, work: Work) -> bool:
+        """Whether it is done, after a moment of waiting."""
+        if work.item is not None:
+            if not work.item.done.wait(_SLICE.total_seconds()):
+                return False
+            if work.item.error is not None:
+                raise work.item.error
+            return True
+        for one in work.gloo:
+            if one.is_completed():
+                one.wait()
+                continue
+            try:
+                one.wait(_SLICE)
+            except RuntimeError:
+                if not one.is_completed():
+                    return False
+                one.wait()  # its own error, or it ended just now
+        return True
+
+    def _blockers(self, work: Work) -> list[int]:
+        """Ranks of the group that have not come to what this rank waits for."""
+        item = work.item
+        if item is not None:
+            queue, key = self._queue_of(item)
+            head = queue.head() if queue is not None else None
+            if head is None:
+                return []
+            if head.transfers:
+                return [one.peer for one in head.transfers if not self._met(one, key)]
+            for other in list(State.open.values()):
+                work = other if other.item is head else work
+        last = work.number
+        if not last:
+            return []
+        behind = []
+        for rank in range(self.size):
+            theirs = self.board.read(rank, last % RING)
+            ahead = rank != self.rank and self.board.read(rank, RING + self.size)
+            if theirs is None or theirs[0] < last or ahead:  # a transfer is before it there
+                behind.append(rank)
+        return behind
+
+    def _queue_of(self, item: Item) -> tuple[Queue | None, int]:
+        for key, queue in self._queues.items():
+            if item in queue._items:
+                return queue, key
+        return None, 0
+
+    def _met(self, one: Transfer, key: int) -> bool:
+        """Whether the other side is at the head of its queue, too."""
+        opposite = "recv" if one.kind == "send" else "send"
+        column = RING + (self.size if key == self.size else self.rank)
+        theirs = self.board.read(one.peer, column)
+        wanted = [opposite, self.rank, one.number]
+        return theirs is not None and any(other[:3] == wanted for other in theirs)
+
+    def _tell(self, work: Work) -> None:
+        """Write for whom this rank waits; other ranks follow it."""
+        text = str(work)
+        if work.item is not None:
+            queue, _ = self._queue_of(work.item)
+            head = queue.head() if queue is not None else None
+            if head is not None and head is not work.item:
+                first = "; ".join(str(one) for one in head.transfers)
+                text += f", behind {first}"
+        blockers = [self.ranks[r] for r in self._blockers(work)]
+        if State.world is not None:
+            before = State.world.read(State.me, 0)
+            if before is None or before[1:] != [text, blockers]:
+                State.world.write(0, [next(State.waits), text, blockers])
+
+    def _look(self, work: Work) -> None:
+        """Follow who waits for whom: if nobody that this rank waits for can go on, none can."""
+        first = self._stuck()
+        if first is None:
+            return
+        time.sleep(0.5)
+        if first != self._stuck() or self._arrived(work):
+            return
+        lines = [f"rank {rank} waits for {row[2]}: {row[1]}" for rank, row in sorted(first.items())]
+        raise Deadlock(f"{BACKEND}: deadlock\n   " + "\n   ".join(lines))
+
+    def _stuck(self) -> dict[int, Any] | None:
+        """All ranks that are reached from this one, if each of them waits for another."""
+        found: dict[int, Any] = {}
+        todo = [State.me]
+        assert State.world is not None
+        while todo:
+            rank = todo.pop()
+            if rank in found:
+                continue
+            row = State.world.read(rank, 0)
+            if row is None or not row[2]:
+                return None
+            found[rank] = row
+            todo += row[2]
+        return found
+
+    # ---- queues -----------------------------------------------------------------------------
+
+    def _queue(self, key: int) -> Queue:
+        """The queue toward a peer, or (at the size of the group) that of all."""
+        if key not in self._queues:
+            column = RING + key
+            self._queues[key] = Queue(self.gloo, lambda head: self.board.write(column, head))
+        return self._queues[key]
+
+
+def _said(row: Any) -> str:
+    _, name, told, _ = row
+    return f"{name} {told}" if told is not None else str(name)
