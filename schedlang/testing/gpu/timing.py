@@ -29,6 +29,29 @@ def median(work: Work, times: int) -> float:
     return sorted(spans)[times // 2]
 
 
+def extra_peak(work: Work) -> int:
+    """The most bytes that a run holds beside what lay there before."""
+    return peak_of(work) - torch.cuda.memory_allocated()
+
+
+def rates(quick: bool = False) -> tuple[float, float]:
+    """Bytes that this device moves in a second, and multiplications and additions of bfloat16.
+
+    Measured: of a copy, counted twice, and of a square product.
+    """
+    if quick not in _rates:
+        a = torch.empty(2**28 if quick else 2**30, dtype=torch.int8, device="cuda")
+        b = torch.empty_like(a)
+        copied = 2 * a.nbytes / median(lambda: b.copy_(a), 10)
+        size = 4096 if quick else 8192
+        x, y = torch.randn(2, size, size, device="cuda", dtype=torch.bfloat16)
+        _rates[quick] = copied, 2 * size**3 / median(lambda: x @ y, 10)
+    return _rates[quick]
+
+
+_rates: dict[bool, tuple[float, float]] = {}
+
+
 def peak_of(work: Work) -> int:
     """The most bytes that a run holds; what lay there before is among them."""
     torch.cuda.synchronize()
