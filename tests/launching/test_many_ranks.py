@@ -103,7 +103,7 @@ def _named() -> list[int]:
     found = []
     for groups in ([(0, 1), (2, 3)], [(1, 3)], [(0, 2), (1, 3)], [(0, 1, 2), (3,)]):
         group = world.made(groups)
-        y = x * 10**comm.rank()
+        y = x * 10 ** comm.rank()
         if group is not None:
             dist.all_reduce(y, group=group)
         found.append(int(y))

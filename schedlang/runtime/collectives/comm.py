@@ -166,7 +166,9 @@ class World:
         several = [ranks for ranks in groups if len(ranks) > 1]
         if self.size > 1 and getattr(self.group, "bound_device_id", None) is not None:
             # it splits each new group off the world's, in which all ranks take part
-            made = [dist.new_group([*one], timeout=self.timeout, backend=backend) for one in several]
+            made = [
+                dist.new_group([*one], timeout=self.timeout, backend=backend) for one in several
+            ]
             return next((one for one, ranks in zip(made, several) if self.rank in ranks), None)
         mine = next((place for place, ranks in enumerate(several) if self.rank in ranks), None)
         if mine is None:

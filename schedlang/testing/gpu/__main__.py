@@ -2,8 +2,8 @@
 
 Examines a GPU, in ten minutes at most (`--quick`: three), and writes what it found as a page. Ends
 with 0 if all is well, 1 if something is wrong or failed, 2 if there is no GPU: then nothing is
-written. `--device cpu` and `--device sim` rehearse it without one, on tiny shapes: everything but the
-times, and but what is compiled for GPUs; only then `--out` has to be given for a page.
+written. `--device cpu` and `--device sim` rehearse it without one, on tiny shapes: all but the
+times, and but what is compiled for GPUs; a page is then written only where `--out` says.
 """
 
 from __future__ import annotations

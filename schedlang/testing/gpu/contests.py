@@ -118,9 +118,7 @@ def results_of(function: Function, leaves: Sequence[Tensor]) -> list[Tensor]:
     return [y.detach() for y in made] + list(grads)
 
 
-def judged(
-    contest: Contest, device: str, dtype: torch.dtype = torch.bfloat16
-) -> list[Comparison]:
+def judged(contest: Contest, device: str, dtype: torch.dtype = torch.bfloat16) -> list[Comparison]:
     """Our results against float64, by the rule of kernels/check.py."""
     leaves = contest.leaves(device, dtype)
     ours, eager = (results_of(contest.ways[way], leaves) for way in ("ours", "eager"))

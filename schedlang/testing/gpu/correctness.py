@@ -110,11 +110,19 @@ NEEDS = {"flash_attention": "flash_attn", "liger": "liger_kernel"}  # packages o
 
 
 def _name(one: Any) -> str:
-    plain = {"kernel", "shape", "dtype", "seed"}
-    other = type(one)(shape=one.shape, dtype=one.dtype)
-    more = [f"{k}={v}" for k, v in vars(one).items()
-            if k not in plain and v != getattr(other, k)]  # fmt: skip
-    return " ".join([one.kernel, one.dtype, "x".join(map(str, one.shape)), *more])
+    of_layers = {"bias": True} if isinstance(one, ligers._Layer) else {}  # by which it is of these
+    more = [*_unlike(one, type(one)(shape=one.shape, dtype=one.dtype, **of_layers))]
+    if hasattr(one, "form"):
+        more += _unlike(one.form, type(one.form)())
+    kind = f"{one.kernel} of layers" if of_layers else one.kernel
+    return " ".join([kind, one.dtype, "x".join(map(str, one.shape)), *more])
+
+
+def _unlike(one: Any, other: Any) -> Iterator[str]:
+    """The fields that are not as usual."""
+    for name, value in vars(one).items():
+        if name != "form" and value != getattr(other, name):
+            yield f"{name}={value}"
 
 
 def _checked(one: Any, setup: Setup) -> Told:

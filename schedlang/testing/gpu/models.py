@@ -44,9 +44,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """What each position finds in those before it."""
-        q, k, v = (
-            one(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in (self.q, self.k, self.v)
-        )
+        each = (one(x).unflatten(-1, (self.heads, -1)) for one in (self.q, self.k, self.v))
+        q, k, v = (one.transpose(1, 2) for one in each)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         found: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return found

@@ -1,4 +1,4 @@
-"""What lies on the host while a step runs: as the untouched model, in pinned memory, and less here."""
+"""What lies on the host while a step runs: results as ever, pinned memory, fewer bytes here."""
 
 from __future__ import annotations
 
@@ -43,7 +43,11 @@ def _copies(setup: Setup) -> Told:
     held = devices.host_empty(x.shape, x.dtype, beside=device)
     if not held.is_pinned():
         raise Wrong("host memory beside the device is not pinned")
-    back, side, here = torch.zeros_like(x), devices.new_stream(device), devices.current_stream(device)
+    back, side, here = (
+        torch.zeros_like(x),
+        devices.new_stream(device),
+        devices.current_stream(device),
+    )
     assert side is not None and here is not None
     side.wait_stream(here)
     spans = []

@@ -1,4 +1,4 @@
-"""What was found as a page: the device and its versions, each part as a table, what went wrong first."""
+"""What was found as a page: the device and its versions, what went wrong, each part as a table."""
 
 from __future__ import annotations
 
@@ -86,8 +86,13 @@ def counted(found: Sequence[Found]) -> str:
 def untold() -> str:
     """The page before a GPU has run it."""
     return f"""{_HEAD}
-**No GPU has run this yet.** So nothing is claimed here: what the other pages say was seen on CPUs, and
-on [simulated accelerators](accelerator.md).
+**No GPU has run this yet**, so nothing is claimed here. What ran where:
+
+| | |
+|---|---|
+| CPUs, with gloo | all tests, proofs and figures of this book; kernels in Triton's interpreter |
+| [simulated accelerators](accelerator.md) | training in every kind of parallelism, for races |
+| GPUs, with NCCL | nothing yet |
 
 {_HOW}
 | part | what it shows |
@@ -102,21 +107,22 @@ _HOW = """<!-- not played: it needs a GPU -->
 python -m schedlang.testing.gpu
 ```
 
-takes ten minutes at most (`--quick`: three) and writes this page: each part in processes of its own with
-a limit of time, so that what crashes or hangs is told and the rest goes on. `--only kernels` runs a part,
-`--only kernels:rms_norm` those of its cases that begin so, `--json` prints all numbers, `--out FILE`
-writes elsewhere. It ends with 1 if something is wrong or failed, with 2 if there is no GPU: then nothing
-is written. `--device cpu` and `--device sim` rehearse all but the times on tiny shapes.
+takes ten minutes at most (`--quick`: three) and writes this page: each part in processes of its own
+with a limit of time, so that what crashes or hangs is told and the rest goes on. `--only kernels`
+runs a part, `--only kernels:rms_norm` those of its cases that begin so, `--json` prints all
+numbers, `--out FILE` writes elsewhere. It ends with 1 if something is wrong or failed, with 2 if
+there is no GPU: then nothing is written. `--device cpu` and `--device sim` rehearse it on tiny
+shapes: all but the times.
 """
 _SHOWS = {
-    "kernels": "each kernel's results and gradients, in three types, for shapes that fill nothing too:"
-    " at most twice eager's error against float64",
-    "programs": "schedules of one rank in a world of NCCL, equal to the untouched model on the device",
+    "kernels": "each kernel's results and gradients, in three types, for ragged shapes too: at most"
+    " twice eager's error against float64",
+    "programs": "schedules of one rank in a world of NCCL, equal to the untouched model there",
     "ranks": "data, tensor, pipeline and context parallelism on one device, through gloo",
     "compiled": "regions that inductor compiles, in training, and that they were compiled",
     "offload": "copies to pinned memory and back, what they cost, and what they save",
-    "contests": "each kernel forward and backward beside eager, torch.compile and Liger, and the least"
-    " time that its bytes or multiplications need here",
+    "contests": "each kernel forward and backward beside eager, torch.compile and Liger, and the"
+    " least time that its bytes or multiplications need here",
     "layers": "tokens per second and peak bytes of as many layers of Llama-8B as there is room for",
 }
 
@@ -202,7 +208,8 @@ def _layers(found: Sequence[Found]) -> str:
         mfu = f"{told['mfu']:.1%}" if "mfu" in told else "-"
         rows.append(f"| {told['shape']} | {told['way']} | {told['tokens_per_second']:.0f} "
                     f"| {told['peak_gib']:.1f} | {mfu} | {told['loss']:.4f} |\n")  # fmt: skip
-    head = "| model | way | tokens/s | peak, GiB | of the peak rate | first loss |\n|---|---|---|---|---|---|\n"
+    head = ("| model | way | tokens/s | peak, GiB | of the peak rate | first loss |\n"
+            "|---|---|---|---|---|---|\n")  # fmt: skip
     return head + "".join(rows) if rows else ""
 
 

@@ -29,10 +29,10 @@ PARTS = (
     Part("kernels", "Kernels against their torch reference", "correctness", 85, 30),
     Part("programs", "Programs of one rank, in a world of the device's own library",
          "programs", 55, 25),
-    Part("ranks", "Several ranks on one device, through gloo", "ranks", 85, 35),
-    Part("compiled", "Compiled regions", "compiled", 60, 25),
+    Part("ranks", "Several ranks on one device, through gloo", "ranks", 85, 30),
+    Part("compiled", "Compiled regions", "compiled", 60, 35),
     Part("offload", "Offloading to pinned memory of the host, and back", "offload", 25, 10),
     Part("contests", "Kernels beside eager, torch.compile, Liger and the floor of the device",
          "contests", 135, 25, timed=True),
-    Part("layers", "Training layers of the shape of Llama-8B", "steps", 130, 20, 90.0, timed=True),
+    Part("layers", "Training layers of the shape of Llama-8B", "steps", 130, 17, 90.0, timed=True),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Programs of one rank against the untouched model on the same device, and the world that they are in.
+"""Programs of one rank, and their world, against the untouched model on the same device.
 
 In float64 they are equal to the last digits; in other types a program may err, against float64, a
 few times as much as the untouched model does in that type.
@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist

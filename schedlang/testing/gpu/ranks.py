@@ -1,7 +1,7 @@
 """Several ranks on one device against the untouched model there: gloo carries its tensors.
 
-NCCL refuses two ranks on one device, so this shows streams, transfers and sums, not that library. On
-the simulated device each rank has a device of its own, and a library by NCCL's rules.
+NCCL refuses two ranks on one device, so this shows streams, transfers and sums, not that library.
+On the simulated device each rank has a device of its own, and a library by NCCL's rules.
 """
 
 from __future__ import annotations

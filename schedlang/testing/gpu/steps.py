@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedlang.runtime.replacing.kernel import match, replace
+from schedlang.runtime.replacing import kernel
 from schedlang.testing.gpu.case import Case, Setup, Skipped, Told, Wrong
 from schedlang.testing.gpu.timing import cleared, median, peak_flops, peak_of
 
@@ -139,10 +139,10 @@ def with_kernels(model: Any, sums: bool = True) -> nn.Module:
         if wanted is None:
             continue
         if (kind, wanted) not in known:  # all modules of one class are alike here
-            known[kind, wanted] = match(module, wanted)
+            known[kind, wanted] = kernel.match(module, wanted)
         found = known[kind, wanted]
         assert not hasattr(found, "reason"), (name, found)
-        replace(module, found)
+        kernel.replace(module, found)
     return model  # type: ignore[no-any-return]
 
 
