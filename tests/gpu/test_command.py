@@ -65,7 +65,6 @@ def test_the_page_claims_nothing_that_was_not_run() -> None:
 def test_parts_fit_into_ten_minutes_and_three() -> None:
     """Limits of all parts together, with what starting takes."""
     assert sum(part.limit for part in PARTS) <= 585 and sum(part.quick for part in PARTS) <= 172
-    assert all(part.each <= part.limit for part in PARTS)
 
 
 CPU_CASES = ("kernels:rms_norm float32 1x", "programs:co", "ranks:zero 1", "compiled:MLPs",
@@ -80,7 +79,8 @@ def test_each_part_on_the_cpu(tmp_path: Path) -> None:
     found = outcomes(done)
     assert list(found) == [part.name for part in PARTS]
     for part, cases in found.items():
-        assert set(cases.values()) <= {"ok"} | {"skipped"} * (part in ("compiled", "kernels")), part
+        free = part in ("compiled", "kernels")  # without a C++ compiler, without Triton
+        assert set(cases.values()) <= ({"ok", "skipped"} if free else {"ok"}), (part, cases)
     text = where.read_text()
     assert "A rehearsal on `cpu`" in text and "it says nothing of a GPU" in text
     assert all(f"\n## {part.title}\n" in text for part in PARTS)

@@ -75,7 +75,7 @@ def test_every_kernel_is_examined() -> None:
     for kernel in ("rms_norm", "add_norm", "gated", "rope", "linear_cross_entropy"):
         own = [case for case in cases if case.kernel == kernel]
         assert {case.dtype for case in own} == set(correctness.TYPES)
-        assert any(case.shape[-1] % 8 for case in own)
+        assert any(size % 2 for case in own for size in case.shape)
     found = [case.name for case in correctness.cases(CPU)]
     assert len(found) == len(set(found))
 

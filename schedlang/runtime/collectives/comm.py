@@ -175,6 +175,7 @@ class World:
             pass_over(several)
             return None
         pass_over(several[:mine])
+        found: ProcessGroup | None
         found = dist.new_group([*several[mine]], timeout=self.timeout, backend=backend)
         pass_over(several[mine + 1 :])
         return found

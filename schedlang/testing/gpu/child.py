@@ -31,7 +31,7 @@ def cases_of(name: str, setup: Setup, words: str = "") -> list[Case]:
     return [case for case in home.cases(setup) if case.name.startswith(words)]
 
 
-def found_of(part: str, case: Case, check: Callable[[], None] = bool) -> Found:
+def found_of(part: str, case: Case, check: Callable[[], object] = bool) -> Found:
     """Run a case, and `check` behind it; nothing is raised."""
     start, numbers, note = time.perf_counter(), {}, ""
     try:
@@ -59,7 +59,7 @@ def _lost(note: str) -> bool:
     return "CUDA error" in note or "AcceleratorError" in note or "unspecified launch" in note
 
 
-def _device(setup: Setup) -> Callable[[], Any]:
+def _device(setup: Setup) -> Callable[[], object]:
     """Have the device there, until this process ends; what looks behind each case for races."""
     if setup.device != "sim":
         return bool

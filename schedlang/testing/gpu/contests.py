@@ -58,7 +58,8 @@ TINY = Sizes("cpu", 16, 64, 96, 200, (4, 2), 16, 16, 3, "eager")
 
 def sizes_of(setup: Setup) -> Sizes:
     """Those of a setup, on its device."""
-    return replace(setup.pick(FULL, QUICK, TINY), device=setup.device)
+    sizes: Sizes = setup.pick(FULL, QUICK, TINY)
+    return replace(sizes, device=setup.device)
 
 
 @dataclass(frozen=True)
@@ -141,22 +142,20 @@ def contested(one: Contest, setup: Setup) -> Told:
     if bad := [each for each in found if not each.ok]:
         raise Wrong(f"{bad[0].name} is {bad[0].error:.2g} off, allowed {bad[0].allowed:.2g}")
     cleared(setup.device)
-    seconds, peak, failed = {}, {}, {}
+    seconds: dict[str, float] = {}
+    peak: dict[str, int] = {}
+    failed: dict[str, str] = {}
     for way in one.ways:
         try:
-            work = work_of(one, way, setup.device)
-            work()
-            if setup.timed:
-                seconds[way] = median(work, setup.pick(20, 5, 1))
-                peak[way] = extra_peak(work)
+            if (measured := _measured(one, way, setup)) is not None:
+                seconds[way], peak[way] = measured
         except Exception as error:  # a peer may not run here; that ours does not is told
             if way == "ours":
                 raise
             failed[way] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
-        work = None  # its tensors go before the next way's come
         cleared(setup.device)
-    numbers = {"shapes": one.shapes, "share": share, "seconds": seconds, "peak": peak,
-               "failed": failed}  # fmt: skip
+    numbers: dict[str, Any] = {"shapes": one.shapes, "share": share, "seconds": seconds}
+    numbers |= {"peak": peak, "failed": failed}
     notes = [f"ran {', '.join(way for way in one.ways if way not in failed)}"]
     if setup.timed:
         numbers["floor"] = floor = floor_of(one, setup)
@@ -166,6 +165,15 @@ def contested(one: Contest, setup: Setup) -> Told:
                   if way != "ours"]  # fmt: skip
     notes += [f"{way} failed: {why}" for way, why in failed.items()]
     return Told("; ".join(notes), numbers)
+
+
+def _measured(one: Contest, way: str, setup: Setup) -> tuple[float, int] | None:
+    """Seconds and bytes; where nothing is timed it is run once."""
+    work = work_of(one, way, setup.device)
+    if not setup.timed:
+        work()
+        return None
+    return median(work, setup.pick(20, 5, 1)), extra_peak(work)
 
 
 def floor_of(one: Contest, setup: Setup) -> float:

@@ -33,6 +33,6 @@ PARTS = (
     Part("compiled", "Compiled regions", "compiled", 60, 35),
     Part("offload", "Offloading to pinned memory of the host, and back", "offload", 25, 10),
     Part("contests", "Kernels beside eager, torch.compile, Liger and the floor of the device",
-         "contests", 135, 25, timed=True),
+         "contests", 135, 25, 75.0, timed=True),
     Part("layers", "Training layers of the shape of Llama-8B", "steps", 130, 17, 90.0, timed=True),
 )  # fmt: skip

@@ -92,7 +92,8 @@ def cases(setup: Setup) -> list[Case]:
 
 def shape_of(setup: Setup, rate: float = 0.0) -> Shape:
     """How large the model is."""
-    return replace(setup.pick(Shape(), Shape(), models.TINY), rate=rate)
+    shape: Shape = setup.pick(Shape(), Shape(), models.TINY)
+    return replace(shape, rate=rate)
 
 
 def plan_of(subject: Subject, shape: Shape, device: str) -> Plan:
@@ -181,7 +182,9 @@ def world_of_one(setup: Setup) -> None:
         return
     device = torch.device(setup.device, 0) if setup.device != "cpu" else None
     kind = dist.get_default_backend_for_device(setup.device)
-    store = dist.FileStore(f"{tempfile.mkdtemp(prefix='schedlang-')}/store", 1)
+    from torch._C._distributed_c10d import FileStore
+
+    store = FileStore(f"{tempfile.mkdtemp(prefix='schedlang-')}/store", 1)
     dist.init_process_group(kind, store=store, rank=0, world_size=1, device_id=device)
     atexit.register(dist.destroy_process_group)
 

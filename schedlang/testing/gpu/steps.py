@@ -202,8 +202,8 @@ def made(shape: Shape, way: str, device: str, backend: str) -> Run:
     model = WAYS[way](llama(shape, device), backend)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(shape.classes, (shape.rows, shape.length), generator=generator)
-    fused = {"fused": True} if device == "cuda" else {}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **fused)
+    fused = True if device == "cuda" else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=fused)
     return Run(shape, model, ids.to(device), optimizer)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -17,16 +18,20 @@ def median(work: Work, times: int) -> float:
     cold = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
     for _ in range(3):
         work()
-    spans = []
+    spans: list[float] = []
     for _ in range(times):
         cold.zero_()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = _event(), _event()
         start.record()
         work()
         end.record()
         torch.cuda.synchronize()
         spans.append(start.elapsed_time(end) / 1e3)
     return sorted(spans)[times // 2]
+
+
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def extra_peak(work: Work) -> int:
