@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -97,8 +99,14 @@ def test_many_kinds_of_facts_are_told_at_once(threads: Threads) -> None:
     assert threads.run(_many_kinds, 4) == [([0, 10], [0, 1, 2, 3])] * 4
 
 
-def _named() -> list[int]:
-    """Sums in groups of which ranks make different numbers: each rank's own, and one of some."""
+def _named(waits: bool) -> list[int]:
+    """Sums in groups of which ranks make different numbers; `waits`: torch waits for all ranks."""
+    with mock.patch.dict(os.environ, {"TORCH_DIST_INIT_BARRIER": "1"} if waits else {}):
+        return _sums()
+
+
+def _sums() -> list[int]:
+    """In groups of each rank's own, and in one of some."""
     world, x = comm.here(), torch.ones(1)
     found = []
     for groups in ([(0, 1), (2, 3)], [(1, 3)], [(0, 2), (1, 3)], [(0, 1, 2), (3,)]):
@@ -110,9 +118,11 @@ def _named() -> list[int]:
     return found
 
 
-def test_ranks_name_their_groups_alike(pool: Any) -> None:
-    """Who is in none of some groups counts them all the same, and meets the others in the next."""
-    assert pool.run(_named, 4) == [
+@pytest.mark.parametrize("waits", [False, True])
+def test_ranks_name_their_groups_alike(pool: Any, waits: bool) -> None:
+    """Who is in none of some groups counts them all the same, and meets the others in the next;
+    also where torch has all ranks wait for each group."""
+    assert pool.run(_named, 4, waits) == [
         [11, 1, 101, 111], [11, 1010, 1010, 111], [1100, 100, 101, 111], [1100, 1010, 1010, 1000],
     ]  # fmt: skip
 

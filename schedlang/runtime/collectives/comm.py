@@ -164,11 +164,8 @@ class World:
     def _each(self, groups: Groups, backend: str | None = None) -> ProcessGroup | None:
         """Only this rank's own: the others' are counted, by which torch names groups."""
         several = [ranks for ranks in groups if len(ranks) > 1]
-        if self.size > 1 and getattr(self.group, "bound_device_id", None) is not None:
-            # it splits each new group off the world's, in which all ranks take part
-            made = [
-                dist.new_group([*one], timeout=self.timeout, backend=backend) for one in several
-            ]
+        if self._all_make_each:
+            made = [dist.new_group([*a], timeout=self.timeout, backend=backend) for a in several]
             return next((one for one, ranks in zip(made, several) if self.rank in ranks), None)
         mine = next((place for place, ranks in enumerate(several) if self.rank in ranks), None)
         if mine is None:
@@ -179,6 +176,17 @@ class World:
         found = dist.new_group([*several[mine]], timeout=self.timeout, backend=backend)
         pass_over(several[mine + 1 :])
         return found
+
+    @property
+    def _all_make_each(self) -> bool:
+        """Whether all ranks take part in making a group, those too that are not in it.
+
+        So it is where torch splits it off the world's, which is bound to a device, where a world of
+        somebody's own makes its groups, and where torch is told to wait for all ranks each time.
+        """
+        world: Any = self.group
+        own = getattr(world, "bound_device_id", None) is not None or hasattr(world, "new_group")
+        return own or os.environ.get("TORCH_DIST_INIT_BARRIER") == "1"
 
     def _split(self, groups: Groups) -> ProcessGroup | None:
         """All at once, in one exchange of the world's group."""
