@@ -17,6 +17,7 @@ from schedlang.testing.gpu.case import Found, Setup
 from schedlang.testing.gpu.parts import PARTS, Part
 
 Say = Callable[[str], None]
+_TIME_IS_UP = "the time of its part was up before it was done"
 _LOOK = 0.05  # seconds between two looks at what a child has told
 
 
@@ -90,6 +91,10 @@ class _Run:
             _ended(child)
         if why is None:
             return True
+        if why == _TIME_IS_UP:
+            if self.names is not None and begun is not None:
+                self._note(Found(self.part.name, self.names[begun], "skipped", why))
+            return False
         if self.names is None:
             self._note(Found(self.part.name, "begin", "failed", f"{why}{_last(log)}"))
             return False
@@ -122,9 +127,11 @@ class _Run:
                         return None, None
                 if not running:
                     return _said(child.returncode), begun
-                limit = min(end - since, self.each)
-                if time.monotonic() - since > limit:
-                    return f"not done in {max(limit, 0):.0f} seconds", begun
+                now = time.monotonic()
+                if now - since > self.each:
+                    return f"not done in {self.each:.0f} seconds", begun
+                if now > end:
+                    return _TIME_IS_UP, begun
                 time.sleep(_LOOK)
 
 
