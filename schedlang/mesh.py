@@ -131,13 +131,14 @@ class Mesh:
 
     def groups(self, over: str | Sequence[str]) -> list[tuple[int, ...]]:
         """All groups along `over`; every rank is in exactly one."""
-        folded = self.fold(over)
-        if any("/" in axis for axis in folded):
-            ranks = range(self.world)
-            return [self.group(rank, folded) for rank in ranks if self.index(rank, folded) == 0]
-        rest = [name for name in self.sizes if name not in folded]
-        zero = dict.fromkeys(folded, 0)
-        return [self.group(self.rank(zero | place), folded) for place in self._places(rest)]
+        runs = dict(_run(axis) for axis in self.fold(over))
+        stride, offsets, firsts = self.world, [0], [0]
+        for name, size in self.axes:
+            stride //= size
+            length = (runs[name] or size) if name in runs else 1
+            offsets = [at + stride * k for at in offsets for k in range(length)]
+            firsts = [at + stride * k for at in firsts for k in range(0, size, length)]
+        return [tuple([first + offset for offset in offsets]) for first in firsts]
 
     def _places(self, axes: Sequence[str]) -> Iterator[dict[str, int]]:
         for number in range(math.prod(self._extent(axis) for axis in axes)):

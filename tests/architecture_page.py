@@ -22,7 +22,8 @@ what its files import, inside functions too.
 
 Why it is so: the language (text, names, plan) can be read and tested without torch; a primitive is
 one file that no pass knows by name; what runs on ranks (`runtime`, `kernels`) knows nothing of
-schedules. [How it works](how_it_works.md) follows one schedule through the floors.
+schedules. [How it works](how_it_works.md) follows one schedule through the floors. The command
+`python -m schedlang.testing.gpu` stands beside them: it uses any of them, and none uses it.
 
 """
 
@@ -37,10 +38,20 @@ def floors(room: str = "") -> list[list[str]]:
     return [[name.strip() for name in re.split("[:|]", floor)] for floor in layers]
 
 
+@cache
+def apart() -> tuple[Path, ...]:
+    """Folders of commands that use any room and that none uses: import-linter leaves them out."""
+    told = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    found = (line for c in told["tool"]["importlinter"]["contracts"]
+             for line in c.get("ignore_imports", ()))  # fmt: skip
+    return tuple(ROOT / line.partition(".*")[0].replace(".", "/") for line in found)
+
+
 def files(room: str) -> list[Path]:
     """The Python files of a room; links to the folders beside the package are followed."""
     folder = ROOT / "schedlang" / room
-    return sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
+    found = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
+    return [path for path in found if not any(path.is_relative_to(one) for one in apart())]
 
 
 def said(room: str) -> str:

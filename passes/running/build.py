@@ -212,11 +212,11 @@ def _steered_alike(
 
 def _agreed(prepared: Prepared, ranks: Ranks) -> Prepared:
     """With the first rank's table of bits: each has measured its own, on a machine of its own."""
-    from schedlang.runtime.storage.folder import gathered
+    from schedlang.runtime.storage.folder import agreed
 
     if not prepared.bits:
         return prepared
-    return replace(prepared, bits=gathered(prepared.bits, ranks.mesh.world)[0])
+    return replace(prepared, bits=agreed(prepared.bits, ranks.mesh.world))
 
 
 def _ends_early(plan: Plan, staged: Staged) -> bool:

@@ -180,7 +180,7 @@ def _native(
         return None, why
     seed = asked.seed
     if seed is None:  # ranks may have seeded apart, as for what they read
-        seed = comm.gathered(torch.initial_seed())[0]
+        seed = comm.told_by(0, torch.initial_seed())
     base = tuple((axis, mesh.index(rank, axis)) for axis in draws.base)
     native = NativeDropout(seed, base, default_generators([ranks.device]))
     install(module, native, forks, plain)

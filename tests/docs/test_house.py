@@ -24,6 +24,7 @@ TEXT = {".py", ".sched", ".lark", ".md", ".toml", ".txt", ".cfg", ".json", ".yml
 AT_TORCH = (
     *("schedlang/runtime/", "schedlang/kernels/", "schedlang/model.py"),
     "schedlang/testing/accelerator/",
+    "schedlang/testing/gpu/",
 )
 
 # every verb that the design knows; a help text may only name those that exist

@@ -96,7 +96,8 @@ def told_if_refused() -> Iterator[None]:
         if (store := _store()) is not None and not getattr(error, _AGREED, False):
             said = error.diagnostic.title if isinstance(error, Refusal) else _in_a_line(error)
             meeting = _Meeting(store, dist.get_rank(), dist.get_world_size(), 0.0)
-            meeting.leave({"refused": said})
+            meeting.come({"refused": said})
+            store.set(f"{meeting.room}/refused", "1")
         raise
 
 
@@ -146,10 +147,15 @@ class _Meeting:
         """Put a message of this rank into the room."""
         self.store.set(self._key(kind, self.rank), zlib.compress(json.dumps(message).encode(), 1))
 
+    def come(self, message: object) -> None:
+        """Put the first message into the room, and be counted."""
+        self.leave(message)
+        self.store.add(f"{self.room}/came", 1)
+
     def hold(self, items: Sequence[Item]) -> None:
         """Tell, wait, compare; raise what is wrong."""
         told = {item.name: _of_held(item) if item.held else item.digest for item in items}
-        self.leave(told)
+        self.come(told)
         if self.rank == 0:
             self._judge(items)
         elif not until(lambda: self._has(f"{self.room}/verdict"), self.wait + _MORE):
@@ -178,20 +184,20 @@ class _Meeting:
     # -- of rank 0 ---------------------------------------------------------------------------------
 
     def _judge(self, items: Sequence[Item]) -> None:
-        keys = [self._key("told", rank) for rank in range(self.world)]
-        came = until(lambda: self._has(*keys) or self._refused(), self.wait)
-        if not came or not self._has(*keys):
+        until(lambda: self._all_came() or self._has(f"{self.room}/refused"), self.wait)
+        if not self._all_came():
             self._say(lambda: self._missing("told"))
             return
-        everyone = [self._read(key) for key in keys]
+        everyone = self._read_all([self._key("told", rank) for rank in range(self.world)])
         self._say(lambda: self._found(items, everyone))
 
     def _found(self, items: Sequence[Item], everyone: Sequence[Mapping[str, Any]]) -> Any:
-        for rank, told in enumerate(everyone):
+        kinds = list({id(told): told for told in everyone}.values())  # those that are alike once
+        for told in kinds:
             if "refused" in told:
-                return self._refuses(rank, told["refused"])
+                return self._refuses(everyone.index(told), told["refused"])
         for item in items:
-            theirs = [told.get(item.name) for told in everyone]
+            theirs = [told.get(item.name) for told in kinds]
             wrong = _unlike(theirs) if item.held else any(one != theirs[0] for one in theirs)
             if wrong:
                 return {"tell": item.name}
@@ -208,11 +214,6 @@ class _Meeting:
         return _said("S650", title, notes, item.helps)
 
     # -- what cannot be compared -------------------------------------------------------------------
-
-    def _refused(self) -> bool:
-        """Does a rank that came say that it cannot build?  Then nobody waits for the rest."""
-        here = [k for k in (self._key("told", r) for r in range(self.world)) if self._has(k)]
-        return any("refused" in self._read(key) for key in here)
 
     def _missing(self, kind: str) -> Any:
         keys = {rank: self._key(kind, rank) for rank in range(self.world)}
@@ -242,6 +243,18 @@ class _Meeting:
 
     def _key(self, kind: str, rank: int) -> str:
         return f"{self.room}/{kind}/{rank}"
+
+    def _all_came(self) -> bool:
+        return bool(self.store.add(f"{self.room}/came", 0) >= self.world)
+
+    def _read_all(self, keys: Sequence[str]) -> list[Any]:
+        """Messages in one request; each is taken apart once, however many ranks have sent it."""
+        known: dict[bytes, Any] = {}
+        found = [bytes(one) for one in self.store.multi_get(list(keys))]
+        for data in found:
+            if data not in known:
+                known[data] = json.loads(zlib.decompress(data))
+        return [known[data] for data in found]
 
     def _has(self, *keys: str) -> bool:
         return bool(self.store.check(list(keys)))

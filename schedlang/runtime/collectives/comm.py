@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import hashlib
 import io
 import os
 import pickle
@@ -40,6 +41,8 @@ _SETTLE = 0.1  # seconds at the end of a process for gloo's threads to let go of
 _PR_SET_PDEATHSIG = 1
 _HOSTS = "gloo"  # carries tensors of the host, point to point those alone
 _LENGTH, _SHORT = 8, 4096  # bytes of a length; bytes that go with it
+_DIGEST = 16  # bytes by which values are known
+_KINDS = 64  # so many different values are told one by one
 
 
 # -- the world -------------------------------------------------------------------------------------
@@ -59,6 +62,11 @@ class World:
     bound: torch.device | None = None  # the device that the world was joined with
     ours: bool = False
     _made: dict[tuple[Groups, str], ProcessGroup | None] = field(default_factory=dict)
+
+    @property
+    def played(self) -> bool:
+        """Whether no other rank is there: what is sent goes nowhere, and nobody answers."""
+        return "fake" in self.backends.values()
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -154,13 +162,31 @@ class World:
         return self._made[key]
 
     def _each(self, groups: Groups, backend: str | None = None) -> ProcessGroup | None:
-        """One after the other; who is not in a group only counts it."""
-        found = None
-        for ranks in groups:
-            if len(ranks) > 1:
-                made = dist.new_group(list(ranks), timeout=self.timeout, backend=backend)
-                found = made if self.rank in ranks else found
+        """Only this rank's own: the others' are counted, by which torch names groups."""
+        several = [ranks for ranks in groups if len(ranks) > 1]
+        if self._all_make_each:
+            made = [dist.new_group([*a], timeout=self.timeout, backend=backend) for a in several]
+            return next((one for one, ranks in zip(made, several) if self.rank in ranks), None)
+        mine = next((place for place, ranks in enumerate(several) if self.rank in ranks), None)
+        if mine is None:
+            pass_over(several)
+            return None
+        pass_over(several[:mine])
+        found: ProcessGroup | None
+        found = dist.new_group([*several[mine]], timeout=self.timeout, backend=backend)
+        pass_over(several[mine + 1 :])
         return found
+
+    @property
+    def _all_make_each(self) -> bool:
+        """Whether all ranks take part in making a group, those too that are not in it.
+
+        So it is where torch splits it off the world's, which is bound to a device, where a world of
+        somebody's own makes its groups, and where torch is told to wait for all ranks each time.
+        """
+        world: Any = self.group
+        own = getattr(world, "bound_device_id", None) is not None or hasattr(world, "new_group")
+        return own or os.environ.get("TORCH_DIST_INIT_BARRIER") == "1"
 
     def _split(self, groups: Groups) -> ProcessGroup | None:
         """All at once, in one exchange of the world's group."""
@@ -177,6 +203,16 @@ class World:
             return False
         backend = self.group._get_backend(self.bound)  # type: ignore[union-attr]
         return bool(getattr(backend, "supports_splitting", False))
+
+
+def pass_over(groups: Groups) -> None:
+    """Count groups that this rank is not in, as if it had been asked to make each of them.
+
+    torch names a group by how many were asked for before, and all ranks have to name it alike.
+    Private: `new_group` does nothing else where it is not a member, but takes as long as there are
+    groups, of which a world has as many as ranks.
+    """
+    dist.distributed_c10d._world.group_count += len(groups)
 
 
 # by the world's group: that of a job that is left goes, and with it all groups that were made in it
@@ -389,7 +425,7 @@ def gathered(value: T, group: ProcessGroup | None = None) -> list[T]:
     group = world.control if group is None else group
     with torch._C.DisableTorchFunction():  # pickled bytes are no part of any arithmetic
         data = packed(value)
-        if dist.get_backend_config(group).startswith(f"{devices.HOST.type}:{_HOSTS}"):
+        if _serves_host(group):
             found = _exchanged(data, group)
         else:
             found = [b""] * dist.get_world_size(group)
@@ -397,10 +433,70 @@ def gathered(value: T, group: ProcessGroup | None = None) -> list[T]:
         return [pickle.loads(one) for one in found]
 
 
+def distinct(value: T) -> list[T]:
+    """The values of all ranks of the job, each once, in the order of the first that has it.
+
+    Ranks tell each other a digest; then the first of those that are alike tells the value.  So a
+    world of many ranks with few kinds of them sends as many values as there are kinds.
+    """
+    world = here()
+    if world.size == 1:
+        return [value]
+    group = world.control
+    with torch._C.DisableTorchFunction():
+        data = packed(value)
+        mine = hashlib.blake2b(data, digest_size=_DIGEST).digest()
+        rows = _rows(mine + len(data).to_bytes(_LENGTH, "little"), _DIGEST + _LENGTH, group)
+        first: dict[bytes, int] = {}
+        for source, row in enumerate(rows):
+            first.setdefault(row, source)
+        if len(first) > _KINDS:  # as many messages would take longer than one that is longer
+            return list({row: one for row, one in zip(rows, gathered(value))}.values())
+        found = []
+        for row, source in first.items():
+            size = int.from_bytes(row[_DIGEST:], "little")
+            same = row == rows[world.rank]
+            told = torch.frombuffer(bytearray(data if same else bytes(size)), dtype=torch.uint8)
+            if len(first) > 1:
+                dist.broadcast(told, source, group)
+            found.append(pickle.loads(told.numpy().tobytes()))
+        return found
+
+
+def anywhere(here_: bool) -> bool:
+    """Whether something is so on any rank of the job."""
+    world = here()
+    if world.size == 1:
+        return here_
+    with torch._C.DisableTorchFunction():
+        told = torch.tensor([here_], dtype=torch.uint8)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=world.control)
+        return bool(told)
+
+
+def at_first(value: T) -> list[T]:
+    """Every rank's value, on the first rank of the job; nothing on the others."""
+    world = here()
+    if world.size == 1 or world.played:
+        return [value]
+    group = world.control
+    with torch._C.DisableTorchFunction():
+        data = packed(value)
+        rows = _rows(len(data).to_bytes(_LENGTH, "little"), _LENGTH, group)
+        sizes = [int.from_bytes(row, "little") for row in rows]
+        mine = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+        if world.rank:
+            dist.gather(mine, None, 0, group)
+            return []
+        everyone = [torch.empty_like(mine) for _ in sizes]
+        dist.gather(mine, everyone, 0, group)
+        return [pickle.loads(one[:n].numpy().tobytes()) for one, n in zip(everyone, sizes)]
+
+
 def told_by(source: int, value: T) -> T:
     """The value of one rank, on all ranks of the job."""
     world = here()
-    if world.size == 1:
+    if world.size == 1 or world.played:
         return value
     with torch._C.DisableTorchFunction():
         sent: list[Any] = [packed(value) if rank() == source else None]
@@ -430,6 +526,12 @@ def _arrived(value: Tensor) -> Tensor:
     return value.to(devices.own_device())
 
 
+def _serves_host(group: ProcessGroup | None) -> bool:
+    """Whether tensors of the host can be given to a group."""
+    told = dist.get_backend_config(group).split(",")
+    return any(one.startswith(f"{devices.HOST.type}:") for one in told)
+
+
 def _exchanged(data: bytes, group: ProcessGroup | None) -> list[bytes]:
     """Every rank's bytes: in one message with their length where they are few on all ranks.
 
@@ -445,9 +547,11 @@ def _exchanged(data: bytes, group: ProcessGroup | None) -> list[bytes]:
 def _rows(data: bytes, size: int, group: ProcessGroup | None) -> list[bytes]:
     """Bytes of every rank, with zeros behind them up to a size that is the same on all ranks."""
     mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
-    everyone = torch.empty(dist.get_world_size(group), size, dtype=torch.uint8)
-    dist.all_gather(list(everyone.unbind()), mine, group=group)
-    return [row.numpy().tobytes() for row in everyone]
+    count = dist.get_world_size(group)
+    everyone = mine.repeat(count)  # where a rank plays alone, all say the same
+    dist.all_gather_into_tensor(everyone, mine, group=group)
+    told = everyone.numpy().tobytes()
+    return [told[size * place : size * (place + 1)] for place in range(count)]
 
 
 def numbers(row: Sequence[float], group: ProcessGroup) -> list[list[float]]:

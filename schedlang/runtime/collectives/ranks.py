@@ -86,7 +86,7 @@ class Ranks:
 
     def _made(self, axes: tuple[str, ...], groups: Sequence[tuple[int, ...]], place: int) -> Group:
         mine = next(ranks for ranks in groups if self.rank in ranks)
-        if all(len(ranks) == 1 for ranks in groups):
+        if max(map(len, groups)) == 1:
             return Group(axes, mine, place, device=self.device)
         made = self.world.made(groups)
         return Group(axes, mine, place, made if len(mine) > 1 else None, device=self.device)

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from schedlang.runtime.collectives import comm
 from schedlang.runtime.collectives.collective import Group, listening
 
 
@@ -212,15 +213,23 @@ def playing(rank: int, world: int) -> Iterator[Tap]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    functions = _functions(tap)
+    functions, pass_over = _functions(tap), comm.pass_over
+
+    def passed(groups: comm.Groups) -> None:
+        for ranks in groups:
+            tap.made(ranks, None)
+        pass_over(groups)
+
     before = {name: getattr(dist, name) for name in functions}
     try:
         for name, function in functions.items():
             setattr(dist, name, function)
+        comm.pass_over = passed
         with listening(tap.listen):
             yield tap
     finally:
         for name, function in before.items():
             setattr(dist, name, function)
+        comm.pass_over = pass_over
         dist.destroy_process_group()
         sys.excepthook = hook

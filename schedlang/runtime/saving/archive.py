@@ -38,7 +38,7 @@ from schedlang.runtime.saving.moments import (
     put_back,
     unfit,
 )
-from schedlang.runtime.storage.folder import agreed, gathered, together
+from schedlang.runtime.storage.folder import agreed, at_first, distinct, together
 from schedlang.runtime.summing.replicas import reshard
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def save(program: Program, path: str | os.PathLike[str], keep: int | None = 3) -
         mine = together(
             world, lambda: write(folder, id_, rank, tensors, values), told, (Exception,)
         )
-        everyone = gathered(mine, world)
+        everyone = at_first(mine, world)
         together(world, lambda: indexed(folder, id_, everyone) if rank == 0 else None, told)
 
     steps.save_step(target, id_, program.step, rank, world, keep, fill, told)
@@ -284,14 +284,14 @@ def _check(program: Program, contents: Mapping[str, Any], told: Moments) -> None
                 )
             )  # fmt: skip
     kind = type(program.optimizer).__qualname__ if program.optimizer is not None else None
-    found = gathered((kind, list(named(program))), world)
+    found = distinct((kind, list(named(program))), world)
     kinds = [kind for kind, _ in found if kind is not None]
     if kinds:
         _check_optimizer(kinds[0], {name for _, names in found for name in names}, told)
-        mixed = next((m for m in gathered(grouped_otherwise(program, told), world) if m), None)
+        mixed = next((m for m in distinct(grouped_otherwise(program, told), world) if m), None)
         if mixed:
             raise _other_optimizer(f"it had other groups: {quoted(mixed)} were in two")
-        odd = next((key for key in gathered(unfit(program, told), world) if key), None)
+        odd = next((key for key in distinct(unfit(program, told), world) if key), None)
         if odd:
             raise _other_optimizer(f"`{odd}` of its groups is of another kind here")
 

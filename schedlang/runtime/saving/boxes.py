@@ -14,7 +14,7 @@ import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -132,16 +132,18 @@ def write(
 
 def indexed(folder: Path, id_: str, everyone: Sequence[_Written]) -> None:
     """Write what says where everything is: our own index, and that of DCP.  Raises OSError."""
-    tensors: dict[str, Entry] = {}
+    kinds: dict[str, Entry] = {}
+    stored: dict[str, list[Stored]] = {}
     values: dict[str, Place] = {}
     paths: dict[str, Path_] = {}
     for found in everyone:
         for key, entry in found.tensors.items():
-            known = tensors.get(key, Entry(entry.shape, entry.dtype, ()))
-            tensors[key] = Entry(known.shape, known.dtype, known.boxes + entry.boxes)
+            kinds.setdefault(key, entry)
+            stored.setdefault(key, []).extend(entry.boxes)
         values.update(found.values)
         paths.update(found.paths)
     lengths = {f"__{rank}_0.distcp": found.length for rank, found in enumerate(everyone)}
+    tensors = {key: replace(entry, boxes=tuple(stored[key])) for key, entry in kinds.items()}
     index = Index(id_, tensors, values, lengths)
     for name, data in ((DCPS, _for_dcp(index, paths)), (MINE, encoded(index))):
         with (folder / name).open("xb") as file:

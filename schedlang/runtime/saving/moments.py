@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.runtime.storage.folder import gathered, together
+from schedlang.runtime.storage.folder import distinct, together
 
 if TYPE_CHECKING:
     from schedlang.runtime.program import Program
@@ -48,7 +48,7 @@ def described(program: Program) -> Moments:
     """
     world = program.assembly.ranks.mesh.world
     mine = together(world, lambda: _mine(program), lambda error: Diagnostic("S637", str(error)))
-    everyone = gathered(mine, world)
+    everyone = distinct(mine, world)
     out = Moments(next((m.kind for m in everyone if m.kind is not None), None))
     for found in everyone:
         for name, number in found.of.items():

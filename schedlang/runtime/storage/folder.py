@@ -30,6 +30,16 @@ def gathered(value: T, world: int) -> list[T]:
     return comm.gathered(value) if world > 1 else [value]
 
 
+def distinct(value: T, world: int) -> list[T]:
+    """The values of all ranks, each once, on all ranks: the first rank's first."""
+    return comm.distinct(value) if world > 1 else [value]
+
+
+def at_first(value: T, world: int) -> list[T]:
+    """Every rank's value, on the first rank; nothing on the others."""
+    return comm.at_first(value) if world > 1 else [value]
+
+
 def together(
     world: int, step: Callable[[], T], told: Callable[[BaseException], Diagnostic],
     failures: tuple[type[BaseException], ...] = (OSError,),
@@ -42,9 +52,8 @@ def together(
         refusal = error
     except failures as error:
         refusal = Refusal(told(error))
-    first = next((found for found in gathered(refusal, world) if found is not None), None)
-    if first is not None:
-        raise first
+    if refusal is not None if world == 1 else comm.anywhere(refusal is not None):
+        raise next(found for found in distinct(refusal, world) if found is not None)
     return value  # type: ignore[return-value]
 
 

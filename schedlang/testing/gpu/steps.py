@@ -1,21 +1,24 @@
-"""What tests/benchmarks/gpu.py times of training: steps of Llama in the shapes of 1B and 8B.
+"""Training layers of Llama-8B: untouched, compiled layer by layer, with our kernels, by Liger.
 
-Untouched, compiled layer by layer, with our kernels, with both, and patched by Liger.  Liger's
-patch changes classes for the whole process, so its way comes last of all.
+As many layers as the device has memory for, between the embedding and the head of the whole model.
+Liger's patch changes classes for the whole process, so its way comes last of all.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from schedlang.runtime.replacing.kernel import match, replace
-from tests.benchmarks.gpu_timing import cleared, median, peak_flops, peak_of
+from schedlang.runtime.replacing import kernel
+from schedlang.testing.gpu.case import Case, Setup, Skipped, Told, Wrong
+from schedlang.testing.gpu.timing import cleared, median, peak_flops, peak_of
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,72 @@ class Shape:
     length: int = 4096
 
 
-FULL = (
-    Shape("llama-3-1B", 2048, 8192, 32, 8, 16, True),
-    Shape("llama-3-8B, 4 layers", 4096, 14336, 32, 8, 4, False),
-)
-QUICK = (Shape("llama, quick", 256, 512, 8, 2, 2, True, 8000, 1, 256),)
+EIGHT = Shape("llama-3-8B", 4096, 14336, 32, 8, 32, False)
+QUICK = (Shape("llama, quick", 1024, 2048, 8, 2, 2, True, 8000, 1, 1024),)
 TINY = (Shape("llama, tiny", 32, 48, 4, 2, 2, True, 96, 2, 10),
         Shape("llama, tiny, untied", 32, 48, 4, 4, 1, False, 96, 1, 12))  # fmt: skip
+_NEAR = 1e-2  # by which losses may differ: they are computed in bfloat16
+
+
+def shapes_of(setup: Setup) -> tuple[Shape, ...]:
+    """The shapes of a setup; of the large one as many layers as there is memory for."""
+    if setup.size != "full":
+        return setup.pick((), QUICK, TINY)  # type: ignore[no-any-return]
+    layers = layers_for(EIGHT, torch.cuda.get_device_properties(0).total_memory)
+    return (replace(EIGHT, name=f"{EIGHT.name}, {layers} layers", layers=layers),)
+
+
+def layers_for(shape: Shape, memory: int) -> int:
+    """How many layers can be trained in so many bytes, the untouched model's way; 1 at least.
+
+    A parameter takes 8 bytes with its gradient and the state of AdamW, all in bfloat16; a token of
+    a layer what autograd saves there; a token of the head its logits, in bfloat16 and twice in
+    float32, with a gradient of each. A part is left for what is freed too late to be used again.
+    """
+    tokens = shape.rows * shape.length
+    per_head = shape.hidden // shape.heads
+    matrices = shape.hidden * (2 * shape.heads + 2 * shape.keys) * per_head
+    layer = 8 * (matrices + 3 * shape.hidden * shape.middle)
+    layer += tokens * (52 * shape.hidden + 10 * shape.middle)
+    ends = 8 * (1 if shape.tied else 2) * shape.classes * shape.hidden
+    ends += tokens * shape.classes * 14
+    return max(1, min(shape.layers, int((0.85 * memory - ends) // layer)))
+
+
+def cases(setup: Setup) -> list[Case]:
+    """Each way to train each shape; the untouched model first."""
+    return [Case(f"{shape.name}, {way}", partial(_case, shape, way, setup))
+            for way in WAYS for shape in shapes_of(setup)]  # fmt: skip
+
+
+def _case(shape: Shape, way: str, setup: Setup) -> Told:
+    for package in ("transformers", *(("liger_kernel",) if way == "liger" else ())):
+        if importlib.util.find_spec(package) is None:
+            raise Skipped(f"`{package}` is not installed")
+    if way == "liger" and not setup.timed:
+        raise Skipped("its kernels run on GPUs")
+    if "compile" in way and not (setup.timed or setup.device == "cpu"):
+        raise Skipped("inductor does not compile for this device")
+    cleared(setup.device)
+    run = made(shape, way, setup.device, setup.pick("inductor", "inductor", "eager"))
+    numbers: dict[str, Any] = {"shape": shape.name, "way": way}
+    if setup.timed:
+        numbers |= timed(run, setup.pick(10, 3, 1))
+        note = (f"{numbers['tokens_per_second']:.0f} tokens/s, {numbers['peak_gib']:.1f} GiB"
+                f" at the peak, loss {numbers['loss']:.4f}")  # fmt: skip
+    else:
+        numbers["loss"] = [float(run.step()) for _ in range(3)][-1]
+        note = f"loss {numbers['loss']:.4f}"
+    loss = numbers["loss"]
+    if way == "eager":
+        _losses[shape.name] = loss
+    plain = _losses.get(shape.name, loss)
+    if not (math.isfinite(loss) and abs(loss - plain) <= _NEAR * abs(plain)):
+        raise Wrong(f"the loss is {loss:.4f}, of the untouched model {plain:.4f}")
+    return Told(note, numbers)
+
+
+_losses: dict[str, float] = {}  # of the untouched model, by shape
 
 
 def llama(shape: Shape, device: str) -> nn.Module:
@@ -77,10 +139,10 @@ def with_kernels(model: Any, sums: bool = True) -> nn.Module:
         if wanted is None:
             continue
         if (kind, wanted) not in known:  # all modules of one class are alike here
-            known[kind, wanted] = match(module, wanted)
+            known[kind, wanted] = kernel.match(module, wanted)
         found = known[kind, wanted]
         assert not hasattr(found, "reason"), (name, found)
-        replace(module, found)
+        kernel.replace(module, found)
     return model  # type: ignore[no-any-return]
 
 
@@ -100,9 +162,9 @@ def compiled(model: Any, backend: str) -> nn.Module:
 
 
 WAYS: Mapping[str, Callable[[nn.Module, str], nn.Module]] = {
+    "eager": lambda model, _: model,
     "ours": lambda model, _: with_kernels(model),
     "ours, compiled": lambda model, backend: compiled(with_kernels(model, sums=False), backend),
-    "eager": lambda model, _: model,
     "compile": compiled,
     "liger": lambda model, _: with_liger(model),
 }
@@ -140,8 +202,8 @@ def made(shape: Shape, way: str, device: str, backend: str) -> Run:
     model = WAYS[way](llama(shape, device), backend)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(shape.classes, (shape.rows, shape.length), generator=generator)
-    fused = {"fused": True} if device == "cuda" else {}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **fused)
+    fused = True if device == "cuda" else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=fused)
     return Run(shape, model, ids.to(device), optimizer)
 
 
@@ -154,22 +216,3 @@ def timed(run: Run, times: int) -> dict[str, float]:
         "peak_gib": peak_of(run.step) / 2**30, "flops": run.flops / seconds,
     }  # fmt: skip
     return found if peak is None else found | {"mfu": found["flops"] / peak}
-
-
-def rehearsed(shapes: tuple[Shape, ...], device: str, backend: str) -> dict[str, dict[str, float]]:
-    """Losses of three steps each way; raises AssertionError where they go apart."""
-    found: dict[str, dict[str, float]] = {}
-    for way in WAYS:
-        for shape in shapes:
-            try:
-                run = made(shape, way, device, backend)
-            except ImportError:
-                continue
-            losses = [float(run.step()) for _ in range(3)]
-            found.setdefault(shape.name, {})[way] = losses[-1]
-            cleared(device)
-    for name, losses_of in found.items():
-        for way, loss in losses_of.items():
-            eager = losses_of["eager"]
-            assert math.isfinite(loss) and abs(loss - eager) <= 1e-2 * abs(eager), (name, way)
-    return found

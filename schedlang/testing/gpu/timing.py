@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -17,16 +18,43 @@ def median(work: Work, times: int) -> float:
     cold = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
     for _ in range(3):
         work()
-    spans = []
+    spans: list[float] = []
     for _ in range(times):
         cold.zero_()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = _event(), _event()
         start.record()
         work()
         end.record()
         torch.cuda.synchronize()
         spans.append(start.elapsed_time(end) / 1e3)
     return sorted(spans)[times // 2]
+
+
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def extra_peak(work: Work) -> int:
+    """The most bytes that a run holds beside what lay there before."""
+    return peak_of(work) - torch.cuda.memory_allocated()
+
+
+def rates(quick: bool = False) -> tuple[float, float]:
+    """Bytes that this device moves in a second, and multiplications and additions of bfloat16.
+
+    Measured: of a copy, counted twice, and of a square product.
+    """
+    if quick not in _rates:
+        a = torch.empty(2**28 if quick else 2**30, dtype=torch.int8, device="cuda")
+        b = torch.empty_like(a)
+        copied = 2 * a.nbytes / median(lambda: b.copy_(a), 10)
+        size = 4096 if quick else 8192
+        x, y = torch.randn(2, size, size, device="cuda", dtype=torch.bfloat16)
+        _rates[quick] = copied, 2 * size**3 / median(lambda: x @ y, 10)
+    return _rates[quick]
+
+
+_rates: dict[bool, tuple[float, float]] = {}
 
 
 def peak_of(work: Work) -> int:

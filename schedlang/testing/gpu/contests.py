@@ -1,4 +1,4 @@
-"""What tests/benchmarks/gpu.py times of kernels: each computation ours, eager, and as peers do it.
+"""Kernels beside their peers: each computation ours, eager, compiled, by Liger, and the floor.
 
 Some kernels of Liger write into what they are given.  So every way has tensors of its own, of the
 same values, and results are compared with float64 before anything is timed.
@@ -7,7 +7,8 @@ same values, and results are compared with float64 before anything is timed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,9 +27,10 @@ from schedlang.kernels import (
     rms_norm,
     rope,
 )
-from schedlang.kernels.check import Case, Comparison, compare
+from schedlang.kernels.check import Comparison, compare
 from schedlang.runtime.rowwise.operator import apply, declare
-from tests.benchmarks.gpu_timing import Work
+from schedlang.testing.gpu.case import Case, Setup, Skipped, Told, Wrong
+from schedlang.testing.gpu.timing import Work, cleared, extra_peak, median, rates
 
 Function = Callable[..., Any]  # of leaves, to a tensor or several
 
@@ -54,6 +56,12 @@ QUICK = Sizes("cuda", 512, 1024, 2048, 8000, (8, 2), 128, 512, 4)
 TINY = Sizes("cpu", 16, 64, 96, 200, (4, 2), 16, 16, 3, "eager")
 
 
+def sizes_of(setup: Setup) -> Sizes:
+    """Those of a setup, on its device."""
+    sizes: Sizes = setup.pick(FULL, QUICK, TINY)
+    return replace(sizes, device=setup.device)
+
+
 @dataclass(frozen=True)
 class Contest:
     """One computation several ways; `shapes` and `scale` of its leaves; `flops` of a step, if
@@ -65,11 +73,11 @@ class Contest:
     scale: tuple[float, ...] = ()
     flops: float = 0.0
 
-    def leaves(self, device: str) -> tuple[Tensor, ...]:
-        """In bfloat16, the same at every call."""
+    def leaves(self, device: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
+        """The same at every call."""
         scales = self.scale or (1.0,) * len(self.shapes)
         return tuple(
-            (_drawn(shape, place, device) * scale).bfloat16()
+            (_drawn(shape, place, device) * scale).to(dtype)
             for place, (shape, scale) in enumerate(zip(self.shapes, scales, strict=True))
         )
 
@@ -111,13 +119,76 @@ def results_of(function: Function, leaves: Sequence[Tensor]) -> list[Tensor]:
     return [y.detach() for y in made] + list(grads)
 
 
-def judged(contest: Contest, device: str) -> list[Comparison]:
+def judged(contest: Contest, device: str, dtype: torch.dtype = torch.bfloat16) -> list[Comparison]:
     """Our results against float64, by the rule of kernels/check.py."""
-    leaves = contest.leaves(device)
+    leaves = contest.leaves(device, dtype)
     ours, eager = (results_of(contest.ways[way], leaves) for way in ("ours", "eager"))
     exact = results_of(contest.ways["eager"], [leaf.double() for leaf in leaves])
     names = [f"{contest.name} {place}" for place in range(len(ours))]
     return [compare(*each) for each in zip(names, ours, eager, exact, strict=True)]
+
+
+def cases(setup: Setup) -> list[Case]:
+    """A case for each computation, by all ways that there are here."""
+    return [Case(one.name, partial(contested, one, setup)) for one in contests(sizes_of(setup))]
+
+
+def contested(one: Contest, setup: Setup) -> Told:
+    """Compare ours with float64, then time all ways; raises where ours does not run or is wrong."""
+    if not (setup.timed or setup.device == "cpu"):
+        raise Skipped("neither Triton nor inductor compiles for this device")
+    found = judged(one, setup.device)
+    share = max(each.error / each.allowed for each in found)
+    if bad := [each for each in found if not each.ok]:
+        raise Wrong(f"{bad[0].name} is {bad[0].error:.2g} off, allowed {bad[0].allowed:.2g}")
+    cleared(setup.device)
+    seconds: dict[str, float] = {}
+    peak: dict[str, int] = {}
+    failed: dict[str, str] = {}
+    for way in one.ways:
+        try:
+            if (measured := _measured(one, way, setup)) is not None:
+                seconds[way], peak[way] = measured
+        except Exception as error:  # a peer may not run here; that ours does not is told
+            if way == "ours":
+                raise
+            failed[way] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
+        cleared(setup.device)
+    numbers: dict[str, Any] = {"shapes": one.shapes, "share": share, "seconds": seconds}
+    numbers |= {"peak": peak, "failed": failed}
+    notes = [f"ran {', '.join(way for way in one.ways if way not in failed)}"]
+    if setup.timed:
+        numbers["floor"] = floor = floor_of(one, setup)
+        ours = seconds["ours"]
+        notes = [f"{ours * 1e6:.0f} us, floor {floor * 1e6:.0f} us"]
+        notes += [f"{way} {s / ours:.2f} times as long" for way, s in seconds.items()
+                  if way != "ours"]  # fmt: skip
+    notes += [f"{way} failed: {why}" for way, why in failed.items()]
+    return Told("; ".join(notes), numbers)
+
+
+def _measured(one: Contest, way: str, setup: Setup) -> tuple[float, int] | None:
+    """Seconds and bytes; where nothing is timed it is run once."""
+    work = work_of(one, way, setup.device)
+    if not setup.timed:
+        work()
+        return None
+    return median(work, setup.pick(20, 5, 1)), extra_peak(work)
+
+
+def floor_of(one: Contest, setup: Setup) -> float:
+    """Seconds that any way needs: for its bytes, or for its multiplications if these take longer.
+
+    Bytes are those of what is given, of the results, and of the gradients of both, moved once.
+    """
+    results = results_of(one.ways["eager"], one.leaves(setup.device))
+    count = len(results) - len(one.shapes)
+    moved = 2 * sum(result.nbytes for result in results[:count])
+    moved += 2 * sum(grad.nbytes for grad in results[count:])
+    del results
+    cleared(setup.device)
+    copied, multiplied = rates(setup.size == "quick")
+    return max(moved / copied, one.flops / multiplied)
 
 
 def ways(sizes: Sizes, ours: Function, eager: Function, **peers: Function | None) -> Any:
@@ -136,38 +207,6 @@ def liger_of(name: str) -> Any:
     return getattr(functional, name, None)
 
 
-def checks(sizes: Sizes) -> list[Case]:
-    """A case of each kernel in each type, of a size that fills a GPU."""
-    rows, width = min(sizes.rows, 2048), sizes.width
-    odd = width * 3 // 4 - 1
-    heads, size = sizes.heads, sizes.size
-    every = [
-        case
-        for dtype in ("float32", "bfloat16", "float16")
-        for case in (
-            rms_norm.Case((rows, width), dtype, rounding="early"),
-            rms_norm.Case((rows, odd), dtype, offset=1.0),
-            layer_norm.Case((rows, width), dtype),
-            gated.Case((rows, width), dtype),
-            gated.Case((rows, width), dtype, "gelu_tanh", "gate first"),
-            add_norm.Case((rows, width), dtype),
-            add_norm.Case((rows, odd), dtype, add_norm.Form(True, rounding="early"), bias=True),
-            gated_norm.Case((rows, width), dtype, gated_norm.Form(rounding="early")),
-            gated_norm.Case((rows, odd + 1), dtype, gated_norm.Form(first=True, groups=4)),
-            rope.Case((2, rows // 2, *heads, size), dtype),
-            rope.Case((2, rows // 2, 5, 3, 96), dtype, 64, rope.Form(True, True), shared=False),
-            linear_cross_entropy.Case((rows, 128), dtype, 500, rows=max(1, rows // 3)),
-            held_cross_entropy.Case((rows, 128), dtype, 500),
-        )
-    ]
-    if sizes.device == "cuda":  # torch's own kernels, which have no interpreter
-        shape = (2, heads[0], 500, size)
-        every += [flex_attention.Case(shape, keys=heads[1], padded=padded, cap=cap)
-                  for padded, cap in ((False, 0.0), (True, 5.0))]  # fmt: skip
-        every += [grouped.Case((rows, 256), "bfloat16", 8, 512, across) for across in (False, True)]
-    return every
-
-
 def contests(sizes: Sizes) -> Iterator[Contest]:
     """Every kernel in bfloat16; those of FULL in the shapes of Llama-3-8B."""
     yield from _norms(sizes)
@@ -176,7 +215,7 @@ def contests(sizes: Sizes) -> Iterator[Contest]:
         sizes, lambda a, b: gated.gated(a, b, "silu"), lambda a, b: F.silu(a) * b,
         liger=liger_of("liger_swiglu")), (line, line))  # fmt: skip
     yield _rotation(sizes)
-    yield _chain(sizes)
+    yield chain(sizes, sizes.rows, sizes.width)
     yield _head(sizes, sizes.rows // 2, held=False)
     yield _head(sizes, sizes.rows // 4, held=True)
     yield _attention(sizes)
@@ -227,17 +266,17 @@ def _rotation(sizes: Sizes) -> Contest:
         liger=theirs and liger), tuple((1, tokens, n, width) for n in sizes.heads))  # fmt: skip
 
 
-def _chain(sizes: Sizes) -> Contest:
+def chain(sizes: Sizes, rows: int, width: int) -> Contest:
     """A bias, GELU and a residual, as `fuse(backend=rowwise)` makes a kernel of them."""
 
     def plain(x: Tensor, r: Tensor, b: Tensor) -> Tensor:
         return r + F.gelu(x + b, approximate="tanh")
 
-    declare("tests.benchmarks.chain", plain, "fp32")
-    line = (sizes.rows, sizes.width)
-    ours = lambda *given: apply("tests.benchmarks.chain", given, 1)[0]  # noqa: E731
+    declare("schedlang.testing.gpu.chain", plain, "fp32")
+    line = (rows, width)
+    ours = lambda *given: apply("schedlang.testing.gpu.chain", given, 1)[0]  # noqa: E731
     return Contest("rowwise bias-gelu-residual", ways(sizes, ours, plain),
-                   (line, line, (sizes.width,)))  # fmt: skip
+                   (line, line, (width,)))  # fmt: skip
 
 
 def _head(sizes: Sizes, rows: int, held: bool) -> Contest:

@@ -1,0 +1,74 @@
+"""The command: python -m schedlang.testing.gpu [--quick] [--only PART[:CASE]] [--json] [--out FILE]
+
+Examines a GPU, in ten minutes at most (`--quick`: three), and writes what it found as a page. Ends
+with 0 if all is well, 1 if something is wrong or failed, 2 if there is no GPU: then nothing is
+written. `--device cpu` and `--device sim` rehearse it without one, on tiny shapes: all but the
+times, and but what is compiled for GPUs; a page is then written only where `--out` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+PAGE = Path("docs/gpu.md")
+DEVICES = ("cuda", "cpu", "sim")
+
+
+def main(words: list[str] | None = None) -> int:
+    """Examine, tell, write; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m schedlang.testing.gpu", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="small shapes, within three minutes")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART[:CASE]",
+                        help="these parts; of one the cases that begin so")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON; progress goes to stderr")
+    parser.add_argument("--out", type=Path, help=f"where the page is written ({PAGE})")
+    parser.add_argument("--device", choices=DEVICES, default=DEVICES[0],
+                        help="`cpu` or `sim` rehearse it")  # fmt: skip
+    parser.add_argument("--patience", type=float, default=1.0, help="stretches all limits of time")
+    asked = parser.parse_args(words)
+
+    import torch
+
+    from schedlang.testing.gpu import driver, page
+    from schedlang.testing.gpu.case import Setup
+
+    try:
+        parts = driver.chosen(asked.only)
+    except ValueError as error:
+        parser.error(str(error))
+    rehearsed = asked.device != DEVICES[0]
+    if not rehearsed and not torch.cuda.is_available():
+        print("no GPU is here that torch can use: nothing was run, and nothing is written "
+              "(`--device cpu` rehearses it)", file=sys.stderr)  # fmt: skip
+        return 2
+    size = "tiny" if rehearsed else "quick" if asked.quick else "full"
+    out = sys.stderr if asked.json else sys.stdout
+    start = time.monotonic()
+
+    def say(line: str) -> None:
+        print(f"{time.monotonic() - start:5.0f} s  {line}", file=out, flush=True)
+
+    setup = Setup(asked.device, size)
+    found = driver.examine(setup, parts, say, asked.patience)
+    place = page.here(setup, [part.name for part, _ in parts], time.monotonic() - start)
+    bad = sum(one.bad for one in found)
+    say(f"{len(found)} cases: {page.counted(found)}")
+    target = asked.out or (None if rehearsed else PAGE)
+    if target is not None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(page.page(place, found))
+        say(f"written: {target}")
+    if asked.json:
+        print(json.dumps({"here": vars(place), "found": [one.plain() for one in found]}))
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

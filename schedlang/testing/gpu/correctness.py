@@ -1,0 +1,164 @@
+"""Every kernel against its torch reference: forward and gradients, by types, ragged sizes too.
+
+The rule is that of schedlang/kernels/check.py: both are compared with float64, and a kernel may err
+twice as much as eager torch in its type, or by a rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from schedlang.kernels import (
+    add_norm,
+    check,
+    flash_attention,
+    flex_attention,
+    gated,
+    gated_norm,
+    grouped,
+    held_cross_entropy,
+    layer_norm,
+    linear_cross_entropy,
+    rms_norm,
+    rope,
+)
+from schedlang.kernels import liger as ligers
+from schedlang.kernels.check import Comparison
+from schedlang.kernels.device import INTERPRETED, triton
+from schedlang.testing.gpu import contests
+from schedlang.testing.gpu.case import Case, Setup, Skipped, Told, Wrong
+
+TYPES = ("float32", "bfloat16", "float16")
+
+
+def cases(setup: Setup) -> list[Case]:
+    """A case for each computation, shape and type."""
+    # what is never written then shows as NaN; what has no deterministic form runs all the same
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    sizes = contests.sizes_of(setup)
+    every = [Case(_name(one), functools.partial(_checked, one, setup)) for one in checks(sizes)]
+    chains = [
+        Case(f"rowwise {dtype} {rows}x{width}",
+             functools.partial(_chain, sizes, rows, width, dtype, setup))
+        for dtype in TYPES for rows, width in ((sizes.rows, sizes.width), (3, sizes.width - 3))
+    ]  # fmt: skip
+    return every + chains
+
+
+def checks(sizes: contests.Sizes) -> list[Any]:
+    """Cases of each kernel in each type: of a size that fills a GPU, and of ragged ones."""
+    found = [case for dtype in TYPES for case in (*_whole(sizes, dtype), *_ragged(sizes, dtype))]
+    if sizes.device == "cuda":  # torch's own kernels and packages, which have no interpreter
+        found += _of_others(sizes)
+    return found
+
+
+def _whole(sizes: contests.Sizes, dtype: str) -> Iterator[Any]:
+    rows, width = min(sizes.rows, 2048), sizes.width
+    odd, heads, size = width * 3 // 4 - 1, sizes.heads, sizes.size
+    yield rms_norm.Case((rows, width), dtype, rounding="early")
+    yield rms_norm.Case((rows, odd), dtype, offset=1.0)
+    yield layer_norm.Case((rows, width), dtype)
+    yield gated.Case((rows, width), dtype)
+    yield gated.Case((rows, width), dtype, "gelu_tanh", "gate first")
+    yield add_norm.Case((rows, width), dtype)
+    yield add_norm.Case((rows, odd), dtype, add_norm.Form(True, rounding="early"), bias=True)
+    yield gated_norm.Case((rows, width), dtype, gated_norm.Form(rounding="early"))
+    yield gated_norm.Case((rows, odd + 1), dtype, gated_norm.Form(first=True, groups=4))
+    yield rope.Case((2, rows // 2, *heads, size), dtype)
+    yield rope.Case((2, rows // 2, 5, 3, 96), dtype, 64, rope.Form(True, True), shared=False)
+    yield linear_cross_entropy.Case((rows, 128), dtype, 500, rows=max(1, rows // 3))
+    yield held_cross_entropy.Case((rows, 128), dtype, 500)
+
+
+def _ragged(sizes: contests.Sizes, dtype: str) -> Iterator[Any]:
+    """One row, rows that fill no block, rows that do not lie side by side, small numbers."""
+    few, odd = 5, sizes.width // 2 + 3
+    yield rms_norm.Case((1, odd), dtype)
+    yield rms_norm.Case((few, odd), dtype, strided=True)
+    yield rms_norm.Case((few, odd), dtype, scale=1e-3)  # eps counts
+    yield layer_norm.Case((few, odd), dtype, bias=False)
+    yield gated.Case((3, few, odd), dtype, "gelu")
+    yield add_norm.Case((1, odd), dtype)
+    yield gated_norm.Case((few, odd), dtype)
+    yield rope.Case((3, 7, 3, 1, 24), dtype, 16)
+    yield linear_cross_entropy.Case((few, 33), dtype, 301, bias=True, smoothing=0.1, cap=5.0)
+    yield held_cross_entropy.Case((few, 33), dtype, 301, bias=True, smoothing=0.1)
+
+
+def _of_others(sizes: contests.Sizes) -> Iterator[Any]:
+    heads, size = sizes.heads, sizes.size
+    rows, length = min(sizes.rows, 2048), min(sizes.length, 500)
+    for padded, cap in ((False, 0.0), (True, 5.0)):
+        shape = (2, heads[0], length, size)
+        yield flex_attention.Case(shape, keys=heads[1], padded=padded, cap=cap)
+    yield flash_attention.Case((2, heads[0], length, size), keys=heads[1])
+    for across in (False, True):
+        yield grouped.Case((rows, 256), "bfloat16", 8, 512, across)
+    for dtype in TYPES:
+        yield ligers.Case(shape=(rows, sizes.width), dtype=dtype)
+        yield ligers.Case(shape=(rows, sizes.width), dtype=dtype, bias=True)
+
+
+NEEDS = {"flash_attention": "flash_attn", "liger": "liger_kernel"}  # packages of kernels
+
+
+def _name(one: Any) -> str:
+    of_layers = {"bias": True} if isinstance(one, ligers._Layer) else {}  # by which it is of these
+    more = [*_unlike(one, type(one)(shape=one.shape, dtype=one.dtype, **of_layers))]
+    if hasattr(one, "form"):
+        more += _unlike(one.form, type(one.form)())
+    kind = f"{one.kernel} of layers" if of_layers else one.kernel
+    return " ".join([kind, one.dtype, "x".join(map(str, one.shape)), *more])
+
+
+def _unlike(one: Any, other: Any) -> Iterator[str]:
+    """The fields that are not as usual."""
+    for name, value in vars(one).items():
+        if name != "form" and value != getattr(other, name):
+            yield f"{name}={value}"
+
+
+def _checked(one: Any, setup: Setup) -> Told:
+    _can_run(setup)
+    package = NEEDS.get(one.kernel)
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise Skipped(f"`{package}` is not installed")
+    found = check.check_case(one, setup.device)
+    gc.collect()
+    if found.backend == "reference":
+        raise Wrong("the kernel itself did not run: its torch reference did")
+    return judged(found.comparisons, found.backend)
+
+
+def _chain(sizes: contests.Sizes, rows: int, width: int, dtype: str, setup: Setup) -> Told:
+    _can_run(setup)
+    one = contests.chain(sizes, rows, width)
+    return judged(contests.judged(one, setup.device, getattr(torch, dtype)), "")
+
+
+def _can_run(setup: Setup) -> None:
+    if triton is None:
+        raise Skipped("Triton is not installed")
+    if not setup.timed and not INTERPRETED:
+        raise Skipped("Triton compiles nothing for this device")
+
+
+def judged(found: Iterator[Comparison] | Any, backend: str) -> Told:
+    """The largest share of what is allowed; raises `Wrong` where that is more than all of it."""
+    found = list(found)
+    for each in found:
+        if not each.ok:
+            raise Wrong(
+                f"{each.name} is {each.error:.2g} off (allowed {each.allowed:.2g}), at worst "
+                f"{each.peak:.2g} (allowed {each.peak_allowed:.2g})"
+            )
+    share = max(each.error / each.allowed for each in found)
+    return Told(f"{share:.2f} of the allowed error{f', {backend}' if backend else ''}",
+                {"share": share})  # fmt: skip

@@ -1,0 +1,216 @@
+"""What was found as a page: the device and its versions, what went wrong, each part as a table."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from schedlang.testing.gpu.case import OUTCOMES, Found, Setup
+from schedlang.testing.gpu.parts import PARTS
+
+_SHOWN = 160  # letters of a note in a table
+_WAYS = ("ours", "eager", "compile", "liger", "sdpa")
+
+
+@dataclass(frozen=True)
+class Here:
+    """Where and when it was found."""
+
+    device: str
+    driver: str
+    memory: str
+    torch: str
+    cuda: str
+    triton: str
+    liger: str
+    python: str
+    date: str
+    size: str
+    parts: tuple[str, ...]
+    seconds: float
+    rehearsed: bool
+
+
+def here(setup: Setup, parts: Sequence[str], seconds: float) -> Here:
+    """This machine, as far as it matters."""
+    import torch
+
+    name, driver, memory = setup.device, "none", ""
+    if setup.timed:
+        told = torch.cuda.get_device_properties(0)
+        name, memory = told.name, f"{told.total_memory / 2**30:.0f} GiB"
+        driver = _driver()
+    return Here(
+        device=name, driver=driver, memory=memory, torch=str(torch.__version__),
+        cuda=str(torch.version.cuda), triton=_version("triton"), liger=_version("liger_kernel"),
+        python=platform.python_version(), date=time.strftime("%Y-%m-%d", time.gmtime()),
+        size=setup.size, parts=tuple(parts), seconds=round(seconds, 1), rehearsed=not setup.timed,
+    )  # fmt: skip
+
+
+def _driver() -> str:
+    import subprocess
+
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True, text=True, timeout=20,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return "not told"
+    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else "not told"
+
+
+def _version(package: str) -> str:
+    if importlib.util.find_spec(package) is None:
+        return "not installed"
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package.replace("_", "-"))
+    except PackageNotFoundError:
+        return "installed"
+
+
+def counted(found: Sequence[Found]) -> str:
+    """How many cases ended how."""
+    counts = Counter(one.outcome for one in found)
+    return ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if counts[name]) or "none"
+
+
+def untold() -> str:
+    """The page before a GPU has run it."""
+    return f"""{_HEAD}
+**No GPU has run this yet**, so nothing is claimed here. What ran where:
+
+| | |
+|---|---|
+| CPUs, with gloo | all tests, proofs and figures of this book; kernels in Triton's interpreter |
+| [simulated accelerators](accelerator.md) | training in every kind of parallelism, for races |
+| GPUs, with NCCL | nothing yet |
+
+{_HOW}
+| part | what it shows |
+|---|---|
+{_contents()}"""
+
+
+_HEAD = "# On a GPU\n"
+_HOW = """<!-- not played: it needs a GPU -->
+
+```
+python -m schedlang.testing.gpu
+```
+
+takes ten minutes at most (`--quick`: three) and writes this page: each part in processes of its own
+with a limit of time, so that what crashes or hangs is told and the rest goes on. `--only kernels`
+runs a part, `--only kernels:rms_norm` those of its cases that begin so, `--json` prints all
+numbers, `--out FILE` writes elsewhere. It ends with 1 if something is wrong or failed, with 2 if
+there is no GPU: then nothing is written. `--device cpu` and `--device sim` rehearse it on tiny
+shapes: all but the times.
+"""
+_SHOWS = {
+    "kernels": "each kernel's results and gradients, in three types, for ragged shapes too: at most"
+    " twice eager's error against float64",
+    "programs": "schedules of one rank in a world of NCCL, equal to the untouched model there",
+    "ranks": "data, tensor, pipeline and context parallelism on one device, through gloo",
+    "compiled": "regions that inductor compiles, in training, and that they were compiled",
+    "offload": "copies to pinned memory and back, what they cost, and what they save",
+    "contests": "each kernel forward and backward beside eager, torch.compile and Liger, and the"
+    " least time that its bytes or multiplications need here",
+    "layers": "tokens per second and peak bytes of as many layers of Llama-8B as there is room for",
+}
+
+
+def _contents() -> str:
+    return "\n".join(f"| `{part.name}` | {_SHOWS[part.name]} |" for part in PARTS) + "\n"
+
+
+def page(place: Here, found: Sequence[Found]) -> str:
+    """The whole page."""
+    said = "\n".join(_said(place, found))
+    parts = [_part(part.name, part.title, part.timed and not place.rehearsed,
+                   [one for one in found if one.part == part.name])
+             for part in PARTS if any(one.part == part.name for one in found)]  # fmt: skip
+    return f"{_HEAD}\n{said}\n{_wrong(found)}{''.join(parts)}\n## How it is run\n\n{_HOW}"
+
+
+def _said(place: Here, found: Sequence[Found]) -> Iterator[str]:
+    if place.rehearsed:
+        yield (f"**A rehearsal on `{place.device}`, on tiny shapes: it says nothing of a GPU.**\n")
+    device = f"{place.device} {place.memory}".strip()
+    yield f"| | |\n|---|---|\n| device | {device} |"
+    yield f"| driver | {place.driver} |"
+    yield f"| torch | {place.torch}, CUDA {place.cuda} |"
+    yield f"| Triton | {place.triton} |"
+    yield f"| Liger | {place.liger} |"
+    yield f"| Python | {place.python} |"
+    yield f"| date | {place.date} |"
+    left = [part.name for part in PARTS if part.name not in place.parts]
+    more = f", without {', '.join(left)}" if left else ""
+    yield f"| run | {place.size} shapes{more}, {place.seconds:.0f} s |"
+    yield f"| cases | {counted(found)} |"
+
+
+def _wrong(found: Sequence[Found]) -> str:
+    bad = [one for one in found if one.bad]
+    if not bad:
+        return "\nNothing was wrong, and nothing failed.\n"
+    rows = "".join(f"| {one.part}: {_cell(one.name)} | {one.outcome} | {_cell(one.note)} |\n"
+                   for one in bad)  # fmt: skip
+    return f"\n## Wrong or failed\n\n| case | | |\n|---|---|---|\n{rows}"
+
+
+def _part(name: str, title: str, timed: bool, found: Sequence[Found]) -> str:
+    table = _TABLES[name](found) if timed else ""
+    left = [one for one in found if not (timed and one.outcome == "ok")]
+    rows = "".join(f"| {_cell(one.name)} | {one.outcome} | {_cell(one.note)} |\n" for one in left)
+    told = f"| case | | |\n|---|---|---|\n{rows}" if rows else ""
+    between = "\n" if table and told else ""
+    return f"\n## {title}\n\n{counted(found)}\n\n{table}{between}{told}"
+
+
+def _cell(text: str) -> str:
+    """In a table, in one line."""
+    one = " ".join(text.replace("|", "\\|").split())
+    return one if len(one) <= _SHOWN else f"{one[: _SHOWN - 3]}..."
+
+
+def _contests(found: Sequence[Found]) -> str:
+    """Microseconds of ours and of the floor, and how much longer others take."""
+    rows = []
+    for one in found:
+        if one.outcome != "ok":
+            continue
+        told: dict[str, Any] = dict(one.numbers)
+        seconds, peak = told["seconds"], told["peak"]
+        ours = seconds["ours"]
+        others = [f"{seconds[way] / ours:.2f}" if way in seconds else "-" for way in _WAYS[1:]]
+        mib = f"{peak['ours'] / 2**20:.0f} of {peak.get('eager', 0) / 2**20:.0f}"
+        rows.append(f"| {one.name} | {ours * 1e6:.0f} | {told['floor'] / ours:.0%} "
+                    f"| {' | '.join(others)} | {mib} |\n")  # fmt: skip
+    head = ("| forward and backward, bfloat16 | ours, us | floor / ours | eager / ours "
+            "| compile / ours | Liger / ours | torch's own / ours | peak, MiB, of eager's |\n"
+            "|---|---|---|---|---|---|---|---|\n")  # fmt: skip
+    return head + "".join(rows) if rows else ""
+
+
+def _layers(found: Sequence[Found]) -> str:
+    """Tokens per second and bytes, way by way."""
+    rows = []
+    for one in (one for one in found if one.outcome == "ok"):
+        told: dict[str, Any] = dict(one.numbers)
+        mfu = f"{told['mfu']:.1%}" if "mfu" in told else "-"
+        rows.append(f"| {told['shape']} | {told['way']} | {told['tokens_per_second']:.0f} "
+                    f"| {told['peak_gib']:.1f} | {mfu} | {told['loss']:.4f} |\n")  # fmt: skip
+    head = ("| model | way | tokens/s | peak, GiB | of the peak rate | first loss |\n"
+            "|---|---|---|---|---|---|\n")  # fmt: skip
+    return head + "".join(rows) if rows else ""
+
+
+_TABLES = {"contests": _contests, "layers": _layers}

@@ -1,0 +1,214 @@
+"""One rank of a world of any size, alone: what its build, save and load send, counted.
+
+Groups are torch's own, of its `fake` backend; in the job's store the others do as this rank does.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import json
+import pstats
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from schedlang.passes.running.build import build
+from schedlang.runtime.collectives import agreement
+from schedlang.runtime.program import Program
+from schedlang.runtime.saving import archive, boxes
+from schedlang.runtime.saving.holding import blocks, take
+from tests import models
+from tests.proofs import planned, sgd
+
+ID = "0123456789abcdef"
+HEAD = """
+transformer.h.*.mlp.c_fc    shard(col, over=tp)
+transformer.h.*.mlp.c_proj  shard(row, over=tp)
+transformer.h  pipeline_split(over=pp)
+pipeline(order="1F1B", micro=2)
+"""
+# the same part of the model on a rank of any world; and one that shrinks with the world
+ALIKE = "zero(stage=3, over=fs)\nzero(stage=0, over=dp)"
+SLICED = "zero(stage=3, over=(dp, fs))"
+COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "gather",
+               "broadcast", "broadcast_object_list", "reduce_scatter_tensor", "all_to_all_single",
+               "barrier", "isend", "irecv")  # fmt: skip
+
+
+@dataclass
+class Count:
+    """What one rank did: collectives and requests of the store by name, groups, bytes, calls."""
+
+    collectives: Counter[str] = field(default_factory=Counter)
+    requests: Counter[str] = field(default_factory=Counter)
+    groups: int = 0
+    bytes: int = 0  # that it gives or gets
+    calls: int = 0  # of Python, functions in C among them
+    seconds: float = 0.0
+
+    @property
+    def messages(self) -> int:
+        """Collectives, and requests of the store."""
+        return sum(self.collectives.values()) + sum(self.requests.values())
+
+
+class Room:
+    """The store of a job whose other ranks always do as this one."""
+
+    def __init__(self, rank: int, world: int, count: Count) -> None:
+        self.rank, self.world, self.count = rank, world, count
+        self.held: dict[str, bytes] = {}
+        self.sums: Counter[str] = Counter()
+
+    def _ask(self, name: str, size: int) -> None:
+        self.count.requests[name] += 1
+        self.count.bytes += size
+
+    def set(self, key: str, value: Any) -> None:
+        """Put a value there."""
+        value = value.encode() if isinstance(value, str) else bytes(value)
+        self._ask("set", len(value))
+        self.held[key] = value
+
+    def _of(self, key: str) -> bytes:
+        room, _, last = key.rpartition("/")
+        if last == "verdict":
+            return self.held.get(key, zlib.compress(json.dumps({}).encode()))
+        return self.held[f"{room}/{self.rank}" if last.isdigit() else key]
+
+    def get(self, key: str) -> bytes:
+        """What lies there."""
+        self._ask("get", len(found := self._of(key)))
+        return found
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """The same of several."""
+        found = [self._of(key) for key in keys]
+        self._ask("multi_get", sum(map(len, found)))
+        return found
+
+    def add(self, key: str, number: int) -> int:
+        """Count; all ranks have come when this one has."""
+        self._ask("add", 8)
+        self.sums[key] += number
+        return self.world if key.endswith("/came") else self.sums[key]
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all are there."""
+        self._ask("check", sum(map(len, keys)))
+        return all(key.endswith("/verdict") or self._there(key) for key in keys)
+
+    def _there(self, key: str) -> bool:
+        room, _, last = key.rpartition("/")
+        return (f"{room}/{self.rank}" if last.isdigit() else key) in self.held
+
+
+def _bytes(value: object) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(map(_bytes, value)) if isinstance(value, list | tuple) else 0
+
+
+@contextmanager
+def being(rank: int, world: int) -> Iterator[Count]:
+    """Be a rank of a world in which nothing arrives; what is sent is counted from then on."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    count = Count()
+    room = Room(rank, world, count)
+    plain = {name: getattr(dist, name) for name in (*COLLECTIVES, "new_group")}
+
+    def counted(name: str) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            count.collectives[name] += 1
+            count.bytes += sum(map(_bytes, args))
+            return plain[name](*args, **kwargs)
+
+        return run
+
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        count.groups += 1
+        return plain["new_group"](*args, **kwargs)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    functions = {name: counted(name) for name in COLLECTIVES} | {"new_group": new_group}
+    try:
+        with (
+            mock.patch.multiple(dist, **functions),
+            mock.patch.object(agreement, "_store", lambda: room),
+        ):
+            yield count
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def measured(count: Count) -> Iterator[Count]:
+    """Only what is sent inside is in the count, with its seconds and Python's calls."""
+    count.collectives.clear(), count.requests.clear()
+    count.groups = count.bytes = 0
+    profile, start = cProfile.Profile(), time.perf_counter()
+    profile.enable()
+    try:
+        yield count
+    finally:
+        profile.disable()
+        count.seconds = time.perf_counter() - start
+        count.calls = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
+
+
+def program_of(world: int, rows: str, count: Count | None = None) -> Program:
+    """This rank's, of a world of a multiple of 8, with two rows of the batch a replica."""
+    copies = world // 8
+    ids = torch.zeros(4 * copies, 8, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids}
+    plan = planned(models.gpt2(4), HEAD + rows, f"dp={copies}, fs=2, tp=2, pp=2")
+    with measured(count or Count()):
+        return build(plan, batch, optimizer=sgd)
+
+
+def saved(program: Program, folder: Path) -> None:
+    """Save as all ranks would: the others' files are written here, of the model's own values."""
+    a = program.assembly
+    state = program.state_dict() if a.ranks.mesh.world == 1 else dict(_whole(program))
+    write = boxes.write
+    others: list[Any] = []
+
+    def all_write(into: Path, id_: str, rank: int, tensors: Any, values: Mapping[Any, Any]) -> Any:
+        for other in range(a.ranks.mesh.world):
+            if other != rank:
+                others.append(write(into, id_, other, _of(program, state, other), {}))
+        return write(into, id_, rank, tensors, values)
+
+    with (
+        mock.patch.object(archive, "write", all_write),
+        mock.patch.object(archive, "at_first", lambda mine, _: [mine, *others]),
+    ):
+        program.save(folder)
+
+
+def _whole(program: Program) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in models.gpt2(4).named_parameters():
+        yield name, parameter.detach()
+
+
+def _of(program: Program, state: Mapping[str, Tensor], rank: int) -> list[boxes.Boxed]:
+    """What another rank speaks for."""
+    a = program.assembly
+    found = []
+    for name, holding in a.holdings.items():
+        if holding.primary(a.ranks.mesh, rank):
+            part = take(state[name], holding, a.ranks.mesh, rank)
+            where = tuple(blocks(holding.segments(a.ranks.mesh, rank), holding.layout.shape))
+            found.append(boxes.Boxed(("model", name), part, holding.layout.shape, where))
+    return found
