@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.collectives import comm
+from schedlang.runtime.collectives.collective import all_gather
+from schedlang.runtime.device import has_float64
 from schedlang.runtime.parts import Batch, Part, rows_of, split
+from schedlang.runtime.weights import Number, added, filled, instead, known
 
 
 @dataclass(frozen=True)
@@ -18,26 +24,26 @@ class Dealt:
     """
 
     parts: Sequence[Part]
-    weights: Sequence[float]
-    everyone: Sequence[Sequence[float]]
+    weights: Sequence[Number]
+    everyone: Sequence[Sequence[Number]]
 
     @property
-    def total(self) -> float:
+    def all(self) -> Number:
+        """What all parts weigh together."""
+        return added([one for weights in self.everyone for one in weights])
+
+    @property
+    def total(self) -> Number:
         """The weight of the whole batch; where nothing weighs anything all parts weigh 1."""
-        return float(sum(map(sum, self.everyone))) or float(sum(map(len, self.everyone)))
-
-    @property
-    def empty(self) -> bool:
-        """Is there nothing in the whole batch that weighs anything?"""
-        return not any(map(any, self.everyone))
+        return instead(self.all, float(sum(map(len, self.everyone))))
 
 
 def dealt(a: Assembly, batch: Batch, local: bool) -> Dealt:
     """What a rank computes of a batch: of the whole one, or (`local`) of its own rows."""
     mine = _of_rows(a, batch) if local else _of_all(a, batch)
-    if mine.empty:  # the model's own loss of nothing (NaN, or 0), whatever the layout
-        return replace(mine, weights=[1.0] * len(mine.weights))
-    return mine
+    # where nothing weighs anything: the model's own loss of nothing (NaN, or 0) in every layout
+    whole = mine.all
+    return replace(mine, weights=[instead(one, 1.0, whole) for one in mine.weights])
 
 
 def _of_all(a: Assembly, batch: Batch) -> Dealt:
@@ -60,16 +66,28 @@ def _of_rows(a: Assembly, batch: Batch) -> Dealt:
         return Dealt(own, weights, [weights])
     on_host = a.ranks.on_host(a.replicas)
     assert on_host is not None
-    told = comm.numbers([*weights, rows_of(batch)], on_host)
+    # what lies on the device is told there; whether any rank's does, and rows, by the host
+    own_known = known(weights)
+    said = weights if own_known else [0.0] * len(weights)
+    told = comm.numbers([*map(float, said), not own_known, rows_of(batch)], on_host)
+    everyone: Sequence[Sequence[Number]] = [row[:-2] for row in told]
+    if any(there for *_, there, _ in told):
+        everyone = _of_device(a, weights)
+        weights = list(everyone[group.rank])
     first = sum(  # samples are numbered across all ranks; those of a sequence have the same
         int(count) for rank, (*_, count) in zip(group.ranks, told)
         if mesh.index(rank, a.row_axes) < mesh.index(a.ranks.rank, a.row_axes)
         and not any(mesh.coordinates(rank)[axis] for axis in a.context)
     )  # fmt: skip
     parts = [replace(part, rows=tuple(first + row for row in part.rows)) for part in own]
-    return Dealt(parts, weights, [everyone for *everyone, _ in told])
+    return Dealt(parts, weights, everyone)
 
 
-def positive(total: float) -> float:
-    """A weight to divide by: of what weighs nothing, 1."""
-    return total if total > 0 else 1.0
+def _of_device(a: Assembly, weights: Sequence[Number]) -> list[list[Tensor]]:
+    """What the parts of each rank weigh, told from device to device."""
+    device = a.ranks.device
+    kind = torch.float64 if has_float64(device) else torch.float32
+    like = torch.empty((), dtype=kind, device=device)
+    mine = torch.stack([filled(like, one) for one in weights])
+    told = all_gather(mine, 0, a.ranks.group(a.replicas))
+    return [list(row.unbind()) for row in told.view(-1, len(weights))]

@@ -346,11 +346,11 @@ def test_kept_and_taken_up(layout: str, tmp_path: Path) -> None:
         torch.testing.assert_close(whole[name], value.detach(), rtol=1e-9, atol=1e-11)
 
 
-# feature -> waits of a step with labels on the device, and with labels of the host
-WAITS = dict.fromkeys(
-    ("ulysses", "zigzag", "a ring around ulysses", "zero 2", "checkpoint", "parked on the host",
-     "Varuna", "Chimera"), (1, 0),
-) | {"sequence slices": (2, 1)}  # fmt: skip
+# features in whose steps the host waits for nothing, wherever labels lie
+QUIET = (
+    "ulysses", "zigzag", "a ring around ulysses", "zero 2", "checkpoint", "parked on the host",
+    "Varuna", "Chimera", "sequence slices",
+)  # fmt: skip
 
 
 def waits(rows: str, mesh: str, there: bool) -> int:
@@ -365,10 +365,91 @@ def waits(rows: str, mesh: str, there: bool) -> int:
     return len(seen.synchronisations())
 
 
-@pytest.mark.parametrize("feature", WAITS)
+@pytest.mark.parametrize("feature", QUIET)
 def test_nothing_waits(feature: str) -> None:
-    """Labels of the device are counted once for a step, and those of slices of sequences again."""
+    """Labels of the device are counted there, of parts and of slices of sequences alike."""
     mesh, rows = EXACT[feature]
     ranks = ranks_of(mesh)
-    for there, most in zip((True, False), WAITS[feature]):
-        assert max(spawn(waits, rows, mesh, there, ranks=ranks)) <= most
+    for there in (True, False):
+        assert max(spawn(waits, rows, mesh, there, ranks=ranks)) == 0
+
+
+class Uncertain(Words):
+    """Weighs its loss by what it learns."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=2)
+        self.sure = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        found = super().forward(ids, labels)
+        return {"loss": found["loss"] * self.sure, "logits": found["logits"]}
+
+
+def uncertain() -> nn.Module:
+    torch.manual_seed(0)
+    return Uncertain().double()
+
+
+def unlabelled(seed: int, barest: int = 4) -> dict[str, Tensor]:
+    """Batches whose last rows have no label at all; in slices of sequences, whole ends."""
+    found = batch(seed)
+    found["labels"][8 - barest :] = -100
+    found["labels"][:, 4:] = -100 if seed % 2 else found["labels"][:, 4:]
+    return found
+
+
+def parts_without_labels(mesh: str, rows: str, local: bool) -> Any:
+    """On a rank: losses and parameters of steps some of whose parts have no label, and waits."""
+    given = [{k: v.to("sim") for k, v in unlabelled(step).items()} for step in range(STEPS)]
+    program = build(planned(uncertain().to("sim"), rows, mesh), given[0], optimizer=sgd)
+    if local:
+        half = 8 // program.dp_size
+        own = slice(program.dp_rank * half, (program.dp_rank + 1) * half)
+        given = [{k: v[own] for k, v in one.items()} for one in given]
+    seen, losses = current(), []
+    for one in given:
+        seen.reset()
+        losses.append(program.train_step(one, local=local))
+        waits = len(seen.synchronisations())
+    return [float(loss) for loss in losses], program.state_dict(), waits
+
+
+@pytest.mark.parametrize("mesh, rows, local", [
+    ("dp=2", SUM, False), ("dp=2", SUM, True), ("pp=2", PIPE, False),
+    ("pp=2", CUT + 'pipeline(order="Seq1F1B", micro=2, slices=2)', False),
+])  # fmt: skip
+def test_parts_without_labels(mesh: str, rows: str, local: bool) -> None:
+    """Parts that weigh nothing are known to the device alone, and give no gradient that is no
+    number, also where what is computed from their loss would have one."""
+    model, losses = uncertain(), []
+    made = sgd(model.named_parameters())
+    for step in range(STEPS):
+        made.zero_grad()
+        loss = model(**unlabelled(step))["loss"]
+        loss.backward()
+        made.step()
+        losses.append(float(loss.detach()))
+    for mine, state, waits in spawn(parts_without_labels, mesh, rows, local):
+        assert mine == pytest.approx(losses, rel=1e-9) and waits == 0
+        for name, value in model.named_parameters():
+            torch.testing.assert_close(state[name], value.detach(), rtol=1e-9, atol=1e-11)
+
+
+def test_a_batch_without_labels() -> None:
+    """Then the loss is the model's own of nothing."""
+    for mine, _, waits in spawn(nothing_at_all):
+        assert math.isnan(mine) and waits == 0
+
+
+def nothing_at_all() -> Any:
+    """On a rank: the loss of a batch of which no label counts."""
+    program = build(planned(words().to("sim"), SUM, "dp=2"), batch(0), optimizer=sgd)
+    for _ in range(2):
+        program.train_step({k: v.to("sim") for k, v in batch(0).items()})
+    given = {k: v.to("sim") for k, v in unlabelled(0, barest=8).items()}
+    seen = current()
+    seen.reset()
+    loss = program.train_step(given)
+    waits = len(seen.synchronisations())
+    return float(loss.detach()), None, waits

@@ -21,6 +21,7 @@ from schedlang.runtime.staging.mail import Layout, layout_of
 from schedlang.runtime.staging.split import SplitBackward
 from schedlang.runtime.staging.stage import Forwarded, Stage, enter, signature
 from schedlang.runtime.storage.own import Addresses
+from schedlang.runtime.weights import Number, filled
 
 if TYPE_CHECKING:
     from schedlang.runtime.staging.pipeline import Pipeline
@@ -48,12 +49,12 @@ class Step:
         self,
         pipe: Pipeline,
         batches: Sequence[Mapping[str, Any]],
-        scale: Sequence[float] | None,
+        scale: Sequence[Number] | None,
         train: bool,
         keep_outputs: bool,
     ) -> None:
         self.pipe, self.batches, self.train, self.keep = pipe, batches, train, keep_outputs
-        self.scale = [1.0] * len(batches) if scale is None else list(scale)
+        self.scale: list[Number] = [1.0] * len(batches) if scale is None else list(scale)
         assert len(self.scale) == len(batches), "one scale per microbatch"
         alone = len(pipe.timeline.edges) == 0
         self.signatures = [None if alone else (train, signature(batch)) for batch in batches]
@@ -71,7 +72,7 @@ class Step:
         """The forward of a stage on the part of the batch that some work is on."""
         return stage.forward(self.batches[work.microbatch], received), None
 
-    def weight(self, work: Work) -> float:
+    def weight(self, work: Work) -> Number:
         """By what the loss of this part of the batch is multiplied in backward."""
         return self.scale[work.microbatch]
 
@@ -187,7 +188,7 @@ class Step:
         grads: list[Any] = [total[token] for token in there]
         if flight.loss is not None and flight.loss.requires_grad:
             roots.append(flight.loss)
-            grads.append(torch.full_like(flight.loss, self.weight(work)))
+            grads.append(filled(flight.loss, self.weight(work)))
         if flight.carried is not None:
             more, their = flight.carried.roots()
             roots, grads = [*roots, *more], [*grads, *their]
