@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.collectives import comm
 from schedlang.runtime.collectives.collective import all_gather
 from schedlang.runtime.device import has_float64
-from schedlang.runtime.parts import Batch, Part, rows_of, split
+from schedlang.runtime.parts import Batch, Part, named_tensors, rows_of, split
 from schedlang.runtime.weights import Number, added, filled, instead, known
 
 
@@ -21,11 +23,13 @@ class Dealt:
     """This rank's microbatches and their weights, those of the whole batch, and of everyone.
 
     everyone  of each replica, the weight of each of its microbatches
+    even      tells whether the parts of all ranks have the same shapes
     """
 
     parts: Sequence[Part]
     weights: Sequence[Number]
     everyone: Sequence[Sequence[Number]]
+    even: Callable[[], bool]
 
     @property
     def all(self) -> Number:
@@ -53,7 +57,8 @@ def _of_all(a: Assembly, batch: Batch) -> Dealt:
     alone = mesh.size(a.replicas) * a.micro == 1
     weights = iter(() if alone else a.weigh_all([part for parts in everyone for part in parts]))
     weigh = [[1.0 if alone else next(weights) for _ in parts] for parts in everyone]
-    return Dealt(everyone[place], weigh[place], weigh)
+    even = cache(lambda: len({_shapes(parts) for parts in everyone}) == 1)
+    return Dealt(everyone[place], weigh[place], weigh, even)
 
 
 def _of_rows(a: Assembly, batch: Batch) -> Dealt:
@@ -63,15 +68,16 @@ def _of_rows(a: Assembly, batch: Batch) -> Dealt:
     weights = a.weigh_all(own)
     group = a.ranks.group(a.replicas)
     if group.pg is None:
-        return Dealt(own, weights, [weights])
+        return Dealt(own, weights, [weights], lambda: True)
     on_host = a.ranks.on_host(a.replicas)
     assert on_host is not None
     # what lies on the device is told there; whether any rank's does, and rows, by the host
     own_known = known(weights)
     said = weights if own_known else [0.0] * len(weights)
-    told = comm.numbers([*map(float, said), not own_known, rows_of(batch)], on_host)
-    everyone: Sequence[Sequence[Number]] = [row[:-2] for row in told]
-    if any(there for *_, there, _ in told):
+    shapes = crc32(repr(_shapes(own)).encode())
+    told = comm.numbers([*map(float, said), not own_known, shapes, rows_of(batch)], on_host)
+    everyone: Sequence[Sequence[Number]] = [row[:-3] for row in told]
+    if any(there for *_, there, _, _ in told):
         everyone = _of_device(a, weights)
         weights = list(everyone[group.rank])
     first = sum(  # samples are numbered across all ranks; those of a sequence have the same
@@ -80,7 +86,15 @@ def _of_rows(a: Assembly, batch: Batch) -> Dealt:
         and not any(mesh.coordinates(rank)[axis] for axis in a.context)
     )  # fmt: skip
     parts = [replace(part, rows=tuple(first + row for row in part.rows)) for part in own]
-    return Dealt(parts, weights, everyone)
+    return Dealt(parts, weights, everyone, lambda: len({shape for *_, shape, _ in told}) == 1)
+
+
+def _shapes(parts: Sequence[Part]) -> tuple[object, ...]:
+    """The shapes of all that a rank is given."""
+    return tuple(
+        (name, value.dtype, *value.shape)
+        for part in parts for name, value in named_tensors(part.inputs).items()
+    )  # fmt: skip
 
 
 def _of_device(a: Assembly, weights: Sequence[Number]) -> list[list[Tensor]]:

@@ -62,9 +62,7 @@ def no_labels(weight: Number) -> AbstractContextManager[Any]:
     return ambient(_NoLabels(weight)) if bare else nullcontext()
 
 
-def weighing(
-    weight: Number, around: AbstractContextManager[Any]
-) -> AbstractContextManager[Any]:
+def weighing(weight: Number, around: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
     """Inside `around`, what computes the loss of a part that weighs so much."""
     inside = no_labels(weight)
     return around if isinstance(inside, nullcontext) else _both(around, inside)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -78,6 +78,7 @@ class Program:
     _inputs: list[Part] = field(default_factory=list)
     _totals: Mapping[int, float] = field(default_factory=dict)  # update -> its weight
     _everyone: Sequence[Sequence[Number]] = ()  # the weights of a step: replica, microbatch
+    _even: Callable[[], bool] | None = None  # whether parts of all ranks have the same shapes
     _norm: Tensor | None = None  # of the gradients of the last step, where they lie
     _used: tuple[tuple[float, ...], Tensor] | None = None  # what the last step told, there
 
@@ -254,7 +255,7 @@ class Program:
     def _parts(self, batch: Batch, local: bool) -> tuple[list[Part], list[Number], Number]:
         """This rank's microbatches, their weights, and the weight of the whole batch."""
         mine = dealt(self.assembly, batch, local)
-        self._everyone = mine.everyone
+        self._everyone, self._even = mine.everyone, mine.even
         device, parts = self.assembly.ranks.device, list(mine.parts)
         if on_accelerator(device):
             parts = [replace(part, inputs=moved(part.inputs, device)) for part in parts]
@@ -268,7 +269,7 @@ class Program:
         def around(op: Op) -> contextlib.AbstractContextManager[Any]:
             part = parts[op.microbatch]
             which = 0 if train else self.evaluated[1]
-            scope = entered(Scope(self.step, op.microbatch, part.rows, which))
+            scope = entered(Scope(self.step, op.microbatch, part.rows, which, self._even))
             if part.seat is not None:
                 scope = self._at.sitting(part.seat, scope)
             if scale is not None:

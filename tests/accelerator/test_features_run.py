@@ -152,10 +152,29 @@ EXACT = {
     "sequence slices": ("pp=2", CUT + 'pipeline(order="Seq1F1B", micro=2, slices=2)'),
     "vocabulary": ("tp=2", "embed  shard(vocab, over=tp)\nhead  shard(vocab, over=tp)"),
 }  # fmt: skip
+SPREAD = "layers.*.experts  expert_parallel(over={})\n"
+EP = SPREAD.format("ep{}") + "zero(stage=0, over=ep)"
+BOTH = "dp=2, tp=2)\nview ep of (dp, tp"
+# feature -> mesh, rows, waits of a step of two layers of experts
 EXPERTS = {
-    "experts": ("ep=2", "layers.*.experts  expert_parallel(over=ep)\nzero(stage=0, over=ep)"),
-    "experts with room for some": (
-        "ep=2", "layers.*.experts  expert_parallel(over=ep, capacity=1.0)\nzero(stage=0, over=ep)",
+    "experts": ("ep=2", EP.format(""), 2),
+    "experts with room for some": ("ep=2", EP.format(", capacity=1.0"), 0),
+    "room for some, sent": ("ep=2", EP.format(", capacity=1.0, dispatch=all_to_all"), 2),
+    "room for some, fetched": ("ep=2", EP.format(", capacity=1.0, dispatch=fetch"), 0),
+    "room for some where tokens are alike": (
+        BOTH, SPREAD.format("ep, capacity=1.0") + "zero(stage=0, over=dp)", 0,
+    ),
+    "experts over two axes": (
+        "a=2, b=2)\nview ep of (a, b", SPREAD.format("ep") + "zero(stage=0, over=(a, b))", 2,
+    ),
+    "where tokens are alike": (BOTH, SPREAD.format("ep") + "zero(stage=0, over=dp)", 2),
+    "in chunks, of which some stay": ("ep=2", EP.format(", chunks=2, shadow=[0, 3]"), 2),
+    "gathered": ("ep=2", EP.format(", dispatch=gather"), 2),
+    "fetched": ("ep=2", EP.format(", dispatch=fetch"), 0),
+    "experts that run again": ("ep=2", EP.format("") + "\nlayers.*  checkpoint()", 2),
+    "experts made again in stages": (
+        "ep=2, pp=2", SPREAD.format("ep") + "layers  pipeline_split(over=pp)\n"
+        'zero(stage=0, over=ep)\npipeline(order="Varuna", micro=2)', 2,  # two microbatches of one
     ),
 }  # fmt: skip
 CODES = {
@@ -195,7 +214,7 @@ def alone(make: Any, count: int = WORDS, optimizer: Any = sgd) -> Any:
 
 
 def ranks_of(mesh: str) -> int:
-    return math.prod(int(size.split("=")[1]) for size in mesh.split(","))
+    return math.prod(int(size.split("=")[1]) for size in mesh.split(")")[0].split(","))
 
 
 def on_ranks(make: Any, mesh: str, rows: str, device: str | None, **more: Any) -> Any:
@@ -224,13 +243,32 @@ def test_as_the_model_alone(feature: str) -> None:
     check(on_ranks(words, mesh, rows, "sim"), alone(words))
 
 
-@pytest.mark.parametrize("feature", EXPERTS)
+@pytest.mark.parametrize(
+    "feature", ["experts", "experts with room for some",
+                *(pytest.param(one, marks=pytest.mark.deep) for one in list(EXPERTS)[2:])],
+)  # fmt: skip
 def test_experts(feature: str) -> None:
-    """Rows on their way to experts and home."""
-    mesh, rows = EXPERTS[feature]
+    """Rows on their way to experts and home; how often the host waits to know how many."""
+    mesh, rows, most = EXPERTS[feature]
     more = {"count": MIXED, "relax": "routing"}
     wanted = on_ranks(tiny, mesh, rows, None, **more)[0]
     check(on_ranks(tiny, mesh, rows, "sim", **more), wanted)
+    for found in spawn(expert_waits, mesh, rows, ranks=ranks_of(mesh)):
+        # what experts ask for by themselves is theirs
+        assert sum("expert_models.py" not in one for one in found) == most, found
+
+
+def expert_waits(mesh: str, rows: str) -> list[str]:
+    """On a rank: where the host waits in a step whose loss nobody reads."""
+    plan = planned(tiny().to("sim"), rows, mesh, relax="routing")
+    program = build(plan, batch(0, MIXED), optimizer=sgd, clip=0.1)
+    given = [{k: v.to("sim") for k, v in batch(s, MIXED).items()} for s in range(3)]
+    for one in given[:2]:
+        program.train_step(one)
+    seen = current()
+    seen.reset()
+    program.train_step(given[2])
+    return [str(one) for one in seen.synchronisations()]
 
 
 @pytest.mark.parametrize("code", CODES)

@@ -29,7 +29,7 @@ from schedlang.runtime.keeping.recompute import checkpoint
 from schedlang.runtime.keeping.rounded import Coding
 from schedlang.runtime.regions.checked import draws
 from schedlang.runtime.routing.capacity import kept
-from schedlang.runtime.routing.dispatch import Step, Way
+from schedlang.runtime.routing.dispatch import Counts, Step, Way, sent_by
 from schedlang.runtime.staging.bag import Bag, address
 from schedlang.runtime.staging.flight import work_of
 from schedlang.runtime.staging.kept_inputs import Kept
@@ -328,12 +328,18 @@ def _sent(capacity: float | None) -> tuple[list[str], Tensor]:
     generator = torch.Generator().manual_seed(rank)
     experts = torch.randint(0, 4, (10,), generator=generator).to("sim")
     rows = torch.randn(10, 4, generator=generator).to("sim")
-    step.take(Way(rows, experts))
+
+    def take() -> Way:
+        counts = Counts.of(sent_by(experts, None, 1, 4, [step]).tolist(), 1, 4, [step])
+        assert counts is not None
+        return step.take(Way(rows, experts, counts.chunks[0]))
+
+    take()
     here = accelerators.current()
     here.reset()
     if capacity is not None:
         kept(experts[:, None], 4, capacity)
-    way = step.take(Way(rows, experts))
+    way = take()
     y = way.home(way.rows * (1 + way.experts)[:, None])
     waits = [str(one) for one in here.synchronisations()]
     return waits, (y - rows * (1 + experts)[:, None]).abs().max().cpu()

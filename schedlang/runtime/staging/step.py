@@ -14,6 +14,7 @@ from schedlang.runtime.device import not_there
 from schedlang.runtime.logits.lazy_logits import LazyLogits
 from schedlang.runtime.recording.graph import Token
 from schedlang.runtime.recording.lossless import no_loss
+from schedlang.runtime.scope import noted
 from schedlang.runtime.staging.bag import Bag, address
 from schedlang.runtime.staging.flight import Carried, Flight, Message, Work
 from schedlang.runtime.staging.kept_inputs import Kept
@@ -94,6 +95,7 @@ class Step:
             own = {t: v.clone() if stage.mutated(t) else v for t, v in received.items()}
             with torch.no_grad():
                 done, _ = self.run(stage, work, own)
+            self.kept[work].noted = noted()
         else:
             done = self.launch(work, received)
         layouts = self.layouts.setdefault(work, {}) if self.train else {}
