@@ -102,7 +102,7 @@ def turn() -> int | None:
 def memo() -> dict[Any, Any] | None:
     """What this pass notes, and finds if it runs what ran before: there nothing needs to be asked
     of a device again.  None outside of any pass: nothing would forget it."""
-    return _here.frame.memo if _here.frame.modules else None
+    return _here.frame.memo if _here.scope is not None or _here.frame.modules else None
 
 
 def noted() -> dict[Any, Any]:
