@@ -269,7 +269,8 @@ class Program:
         def around(op: Op) -> contextlib.AbstractContextManager[Any]:
             part = parts[op.microbatch]
             which = 0 if train else self.evaluated[1]
-            scope = entered(Scope(self.step, op.microbatch, part.rows, which, self._even))
+            here = Scope(self.step, op.microbatch, part.rows, which, self._even)
+            scope: contextlib.AbstractContextManager[Any] = entered(here)
             if part.seat is not None:
                 scope = self._at.sitting(part.seat, scope)
             if scale is not None:

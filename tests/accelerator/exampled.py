@@ -95,7 +95,7 @@ def built(
     program = build(
         sch.plan(), batches[0], loss=file.loss, weight=file.weight, clip=1.0,
         optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9),
-        **drawn,
+        wait=120, **drawn,
     )  # fmt: skip
     return program, [{k: v.to(given or device) for k, v in one.items()} for one in batches]
 

@@ -90,8 +90,9 @@ class Counts:
         for chunk in range(chunks):
             here, made = table[..., chunk, :], []
             for k, step in enumerate(steps):
-                rest = tuple(later.group.rank for later in steps[k + 1 :])
-                rows = here[(slice(None), *rest)]  # of each place: rows by expert
+                rows = here  # of each place, those that go on as this rank does: by expert
+                for later in steps[k + 1 :]:
+                    rows = rows[:, later.group.rank]
                 own = rows[step.group.rank]
                 coming = rows[:, list(step.table[step.group.rank])]
                 give = [int(own[list(reached)].sum()) for reached in step.table]

@@ -54,7 +54,8 @@ class SlicedStep(Step):
 
     def weight(self, work: Work) -> Number:
         """The share of a slice in its microbatch."""
-        return self.scale[work.microbatch] * self.parts[work.microbatch][work.slice].share
+        found: Number = self.scale[work.microbatch]
+        return found * self.parts[work.microbatch][work.slice].share
 
     def finish(self, work: Work, loss: torch.Tensor | None, output: Any) -> None:
         """Put the slices together once the last one is there."""
