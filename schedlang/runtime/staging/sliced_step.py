@@ -54,8 +54,9 @@ class SlicedStep(Step):
 
     def weight(self, work: Work) -> Number:
         """The share of a slice in its microbatch."""
-        found: Number = self.scale[work.microbatch]
-        return found * self.parts[work.microbatch][work.slice].share
+        share: Number = self.parts[work.microbatch][work.slice].share
+        weight: Number = self.scale[work.microbatch] * share
+        return weight
 
     def finish(self, work: Work, loss: torch.Tensor | None, output: Any) -> None:
         """Put the slices together once the last one is there."""
