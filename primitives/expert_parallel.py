@@ -28,7 +28,9 @@ class expert_parallel(Primitive):  # noqa: N801
     same tokens, each takes those of its experts, and the sum is reduced.  `over` may be a view of
     both.
 
-    dispatch  `all_to_all`, or `fetch`: experts come to the tokens, gradients go back to the experts
+    dispatch  `all_to_all`; `gather`: tokens of all ranks come to all; `fetch`: experts come to the
+              tokens, gradients go back to the experts.  Default: `all_to_all`, with a `capacity`
+              `gather`, which then never has to wait for the device to know how many rows go where
     capacity  an expert takes so many times its even share of the batch's tokens, the first ones;
               the rest is dropped, which the step has to allow: `relax(routing)`.  Default: all
     chunks    tokens are sent in so many parts, each under way while the one before is computed
@@ -41,7 +43,7 @@ class expert_parallel(Primitive):  # noqa: N801
     """
 
     over: Axis = field(kw_only=True)
-    dispatch: Literal["all_to_all", "fetch"] = field(default="all_to_all", kw_only=True)
+    dispatch: Literal["all_to_all", "gather", "fetch"] | None = field(default=None, kw_only=True)
     capacity: float | None = field(default=None, kw_only=True)
     chunks: int = field(default=1, kw_only=True)
     shadow: tuple[int, ...] = field(default=(), kw_only=True)
@@ -64,6 +66,9 @@ class expert_parallel(Primitive):  # noqa: N801
             refuse("S422", "`capacity` must be above 0", helps=("`capacity=1.25`",))
         if self.dispatch == "fetch" and (self.shadow or self.chunks > 1):
             refuse("S422", "`dispatch=fetch` sends experts to the tokens, and no tokens to experts",
+                   helps=("leave out `shadow=` and `chunks=`",))  # fmt: skip
+        if self.dispatch == "gather" and (self.shadow or self.chunks > 1):
+            refuse("S422", "`dispatch=gather` brings all tokens to all experts at once",
                    helps=("leave out `shadow=` and `chunks=`",))  # fmt: skip
 
     def check(self, site: Site, plan: Plan) -> None:
@@ -134,8 +139,11 @@ class expert_parallel(Primitive):  # noqa: N801
             plan = plan.with_boundary(site.fqn, Boundary(axis, R, R))
         hot = tuple(sorted(set(self.shadow)))
         inner = self._inner(site, plan) if self.inner is not None else None
+        # sizes are known where tokens are not cut into parts that go different ways
+        known = self.capacity is not None and self.chunks == 1 and not hot
+        dispatch = self.dispatch or ("gather" if known else "all_to_all")
         routing = Routing(
-            found, self.dispatch, self.capacity, self.chunks, hot, inner, str(self.inner or "")
+            found, dispatch, self.capacity, self.chunks, hot, inner, str(self.inner or "")
         )
         return plan.with_kind(site.fqn, "experts", routing)
 

@@ -226,6 +226,7 @@ ARGUMENTS: Mapping[str, Table] = {
     "expert_parallel": {
         **_each("dispatch=a2a dispatch=alltoall dispatch=all2all", Other("dispatch=all_to_all")),
         **_each("=a2a =all_to_all", Other("dispatch=all_to_all")),
+        **_each("dispatch=allgather dispatch=all_gather =gather", Other("dispatch=gather")),
         "=fetch": Other("dispatch=fetch"),
         "=experts": Other(""),
         "=adaptive": Other(""),

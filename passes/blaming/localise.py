@@ -126,7 +126,7 @@ def _record(case: Case, batch: Batch, folder: str) -> tuple[Frame, ...]:
             module = twin(case).train()
             named_sites(module)
             recorder = Recorder(module, _opaque(case.plan))
-            with ambient(*modes), entered(Scope(0, micro, part.rows)), no_labels(True):
+            with ambient(*modes), entered(Scope(0, micro, part.rows)), no_labels(0.0):
                 called(module, part.inputs)
             torch.save(recorder.calls, f"{folder}/{replica}-{micro}")
             order = order or tuple(recorder.calls)
@@ -203,7 +203,7 @@ def _forward(program: Program, parts: Sequence[Part]) -> None:
 
     a = program.assembly
     a.module.train()
-    with a.dropout.drawn_in(0) if a.dropout is not None else nullcontext(), no_labels(True):
+    with a.dropout.drawn_in(0) if a.dropout is not None else nullcontext(), no_labels(0.0):
         a.pipeline.run(
             [part.inputs for part in parts], train=False,
             around=lambda op: entered(Scope(0, op.microbatch, parts[op.microbatch].rows)),

@@ -12,7 +12,6 @@ from schedlang.diagnostic import Diagnostic
 from schedlang.runtime.collectives.ranks import Ranks
 from schedlang.runtime.context.install import Exchanging
 from schedlang.runtime.context.tokens import Tokens
-from schedlang.runtime.device import numbers
 from schedlang.runtime.drawing.native import NativeDropout
 from schedlang.runtime.drawing.random import LogicalDropout
 from schedlang.runtime.parts import Batch, Part
@@ -22,6 +21,7 @@ from schedlang.runtime.staging.pipeline import Pipeline
 from schedlang.runtime.summing.compressed import Compressor
 from schedlang.runtime.summing.gradient import Sum
 from schedlang.runtime.summing.replicas import Sliced
+from schedlang.runtime.weights import Number, counted
 
 Weight = Callable[[Batch], float]
 
@@ -89,14 +89,10 @@ class Assembly:
             for place in range(self.tokens.ranks)
         ]
 
-    def weigh(self, part: Part) -> float:
-        """What a part of a batch weighs in the mean loss."""
-        return self.weigh_all([part])[0]
-
-    def weigh_all(self, parts: Sequence[Part]) -> list[float]:
-        """What each part weighs; the host waits once for all of them, if at all."""
+    def weigh_all(self, parts: Sequence[Part]) -> list[Number]:
+        """What each part of a batch weighs in the mean loss: where labels lie, there."""
         weight = getattr(self.weight, "counted", self.weight)
-        return numbers([weight(p.weighed if p.weighed is not None else p.inputs) for p in parts])
+        return counted([weight(p.weighed if p.weighed is not None else p.inputs) for p in parts])
 
     @property
     def buffers(self) -> dict[str, Tensor]:

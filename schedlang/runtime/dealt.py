@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from zlib import crc32
+
+import torch
+from torch import Tensor
 
 from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.collectives import comm
-from schedlang.runtime.parts import Batch, Part, rows_of, split
+from schedlang.runtime.collectives.collective import all_gather
+from schedlang.runtime.device import has_float64
+from schedlang.runtime.parts import Batch, Part, named_tensors, rows_of, split
+from schedlang.runtime.weights import Number, added, filled, instead, known
 
 
 @dataclass(frozen=True)
@@ -15,29 +23,31 @@ class Dealt:
     """This rank's microbatches and their weights, those of the whole batch, and of everyone.
 
     everyone  of each replica, the weight of each of its microbatches
+    even      tells whether the parts of all ranks have the same shapes
     """
 
     parts: Sequence[Part]
-    weights: Sequence[float]
-    everyone: Sequence[Sequence[float]]
+    weights: Sequence[Number]
+    everyone: Sequence[Sequence[Number]]
+    even: Callable[[], bool]
 
     @property
-    def total(self) -> float:
+    def all(self) -> Number:
+        """What all parts weigh together."""
+        return added([one for weights in self.everyone for one in weights])
+
+    @property
+    def total(self) -> Number:
         """The weight of the whole batch; where nothing weighs anything all parts weigh 1."""
-        return float(sum(map(sum, self.everyone))) or float(sum(map(len, self.everyone)))
-
-    @property
-    def empty(self) -> bool:
-        """Is there nothing in the whole batch that weighs anything?"""
-        return not any(map(any, self.everyone))
+        return instead(self.all, float(sum(map(len, self.everyone))))
 
 
 def dealt(a: Assembly, batch: Batch, local: bool) -> Dealt:
     """What a rank computes of a batch: of the whole one, or (`local`) of its own rows."""
     mine = _of_rows(a, batch) if local else _of_all(a, batch)
-    if mine.empty:  # the model's own loss of nothing (NaN, or 0), whatever the layout
-        return replace(mine, weights=[1.0] * len(mine.weights))
-    return mine
+    # where nothing weighs anything: the model's own loss of nothing (NaN, or 0) in every layout
+    whole = mine.all
+    return replace(mine, weights=[instead(one, 1.0, whole) for one in mine.weights])
 
 
 def _of_all(a: Assembly, batch: Batch) -> Dealt:
@@ -47,7 +57,8 @@ def _of_all(a: Assembly, batch: Batch) -> Dealt:
     alone = mesh.size(a.replicas) * a.micro == 1
     weights = iter(() if alone else a.weigh_all([part for parts in everyone for part in parts]))
     weigh = [[1.0 if alone else next(weights) for _ in parts] for parts in everyone]
-    return Dealt(everyone[place], weigh[place], weigh)
+    even = cache(lambda: len({_shapes(parts) for parts in everyone}) == 1)
+    return Dealt(everyone[place], weigh[place], weigh, even)
 
 
 def _of_rows(a: Assembly, batch: Batch) -> Dealt:
@@ -57,19 +68,40 @@ def _of_rows(a: Assembly, batch: Batch) -> Dealt:
     weights = a.weigh_all(own)
     group = a.ranks.group(a.replicas)
     if group.pg is None:
-        return Dealt(own, weights, [weights])
+        return Dealt(own, weights, [weights], lambda: True)
     on_host = a.ranks.on_host(a.replicas)
     assert on_host is not None
-    told = comm.numbers([*weights, rows_of(batch)], on_host)
+    # what lies on the device is told there; whether any rank's does, and rows, by the host
+    own_known = known(weights)
+    said = weights if own_known else [0.0] * len(weights)
+    shapes = crc32(repr(_shapes(own)).encode())
+    told = comm.numbers([*map(float, said), not own_known, shapes, rows_of(batch)], on_host)
+    everyone: Sequence[Sequence[Number]] = [row[:-3] for row in told]
+    if any(there for *_, there, _, _ in told):
+        everyone = _of_device(a, weights)
+        weights = list(everyone[group.rank])
     first = sum(  # samples are numbered across all ranks; those of a sequence have the same
         int(count) for rank, (*_, count) in zip(group.ranks, told)
         if mesh.index(rank, a.row_axes) < mesh.index(a.ranks.rank, a.row_axes)
         and not any(mesh.coordinates(rank)[axis] for axis in a.context)
     )  # fmt: skip
     parts = [replace(part, rows=tuple(first + row for row in part.rows)) for part in own]
-    return Dealt(parts, weights, [everyone for *everyone, _ in told])
+    return Dealt(parts, weights, everyone, lambda: len({shape for *_, shape, _ in told}) == 1)
 
 
-def positive(total: float) -> float:
-    """A weight to divide by: of what weighs nothing, 1."""
-    return total if total > 0 else 1.0
+def _shapes(parts: Sequence[Part]) -> tuple[object, ...]:
+    """The shapes of all that a rank is given."""
+    return tuple(
+        (name, value.dtype, *value.shape)
+        for part in parts for name, value in named_tensors(part.inputs).items()
+    )  # fmt: skip
+
+
+def _of_device(a: Assembly, weights: Sequence[Number]) -> list[list[Tensor]]:
+    """What the parts of each rank weigh, told from device to device."""
+    device = a.ranks.device
+    kind = torch.float64 if has_float64(device) else torch.float32
+    like = torch.empty((), dtype=kind, device=device)
+    mine = torch.stack([filled(like, one) for one in weights])
+    told = all_gather(mine, 0, a.ranks.group(a.replicas))
+    return [list(row.unbind()) for row in told.view(-1, len(weights))]

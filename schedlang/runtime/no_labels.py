@@ -12,10 +12,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from schedlang.runtime.modes import ambient
+from schedlang.runtime.weights import Number
 
 _NAMES = (
     *("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
@@ -24,7 +26,14 @@ _NAMES = (
 
 
 class _NoLabels(TorchFunctionMode):
-    """Takes sums where torch would take means over no label at all."""
+    """Takes sums where torch would take means over no label at all.
+
+    Where only the device knows what the part weighs, zero is put in the place of such a mean there.
+    """
+
+    def __init__(self, weight: Number) -> None:
+        super().__init__()
+        self.weight = weight
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -32,26 +41,34 @@ class _NoLabels(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in (F.cross_entropy, F.nll_loss):
             given = {**dict(zip(_NAMES, args)), **kwargs}
-            if _mean_of_none(given):
-                return func(**{**given, "reduction": "sum"})
+            if _is_mean(given):
+                none = ~torch.ne(given["target"], given.get("ignore_index", -100)).any()
+                if isinstance(self.weight, Tensor):
+                    return func(*args, **kwargs).masked_fill(none & (self.weight == 0), 0.0)
+                if none:
+                    return func(**{**given, "reduction": "sum"})
         return func(*args, **kwargs)
 
 
-def _mean_of_none(given: dict[str, Any]) -> bool:
-    target = given["target"]
+def _is_mean(given: dict[str, Any]) -> bool:
     plain = given.get("size_average") is None and given.get("reduce") is None
-    if not plain or given.get("reduction", "mean") != "mean" or target.is_floating_point():
-        return False
-    return not bool(torch.ne(target, given.get("ignore_index", -100)).any())
+    mean = plain and given.get("reduction", "mean") == "mean"
+    return mean and not given["target"].is_floating_point()
 
 
-def no_labels(bare: bool) -> AbstractContextManager[Any]:
-    """Around what computes a part of a batch: `bare` if none of its labels counts."""
-    return ambient(_NoLabels()) if bare else nullcontext()
+def no_labels(weight: Number) -> AbstractContextManager[Any]:
+    """Around what computes the loss of a part of a batch that weighs so much, perhaps nothing."""
+    bare = isinstance(weight, Tensor) or not weight
+    return ambient(_NoLabels(weight)) if bare else nullcontext()
+
+
+def weighing(weight: Number, around: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    """Inside `around`, what computes the loss of a part that weighs so much."""
+    inside = no_labels(weight)
+    return around if isinstance(inside, nullcontext) else _both(around, inside)
 
 
 @contextmanager
-def bare(around: AbstractContextManager[Any]) -> Iterator[None]:
-    """Inside `around`, what computes a part none of whose labels counts."""
-    with around, no_labels(True):
+def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
+    with one, other:
         yield

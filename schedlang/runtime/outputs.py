@@ -50,7 +50,9 @@ def _of_all_copies(a: Assembly, own: Mapping[int, Any]) -> list[Any]:
     places = {pipe.home(last, replica) for replica in range(pipe.timeline.replicas)}
     if a.stage_axis is not None and len(places) > 1:
         line = a.ranks.group(a.stage_axis)
-        own = {k: one for part in comm.gathered(own, line.pg) for k, one in part.items()}
+        assert line.pg is not None
+        everyone = comm.handed(own, line.pg, a.ranks.device)
+        own = {k: one for part in everyone for k, one in part.items()}
     return [own[k] for k in sorted(own)] if pipe.place == pipe.home(last) else []
 
 
@@ -104,10 +106,10 @@ def _across_replicas(a: Assembly, mine: Weighed) -> Any:
     group = a.ranks.group(a.row_axes)
     if group.pg is None:
         return mine[0]
-    return stack(*zip(*comm.gathered(mine, group.pg)))
+    return stack(*zip(*comm.handed(mine, group.pg, a.ranks.device)))
 
 
 def _from_last(a: Assembly, output: Any) -> Any:
     if a.stage_axis is None:
         return output
-    return comm.told_by(a.last_rank, output)
+    return comm.handed_by(a.last_rank, output, a.ranks.device)

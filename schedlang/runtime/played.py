@@ -26,6 +26,7 @@ from schedlang.runtime.staging.mail import Mail
 from schedlang.runtime.staging.pipeline import Event, Pipeline
 from schedlang.runtime.staging.step import Result
 from schedlang.runtime.storage.footprint import Footprint
+from schedlang.runtime.weights import Number
 
 # what multiplies (True) or divides in place
 SCALES: dict[Any, bool] = {
@@ -102,7 +103,7 @@ class Played(Program):
     footprint: Footprint | None = None  # is told what runs, and whose gradients there are
 
     def _run(
-        self, parts: Sequence[Part], scale: Sequence[float] | None, *, train: bool
+        self, parts: Sequence[Part], scale: Sequence[Number] | None, *, train: bool
     ) -> dict[int, Result]:
         pipeline = self.assembly.pipeline
         plain = pipeline.run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,11 +18,11 @@ from schedlang.runtime.assembly import Assembly
 from schedlang.runtime.collectives import comm
 from schedlang.runtime.comparing import Comparing
 from schedlang.runtime.context.install import At
-from schedlang.runtime.dealt import dealt, positive
-from schedlang.runtime.device import on_accelerator
+from schedlang.runtime.dealt import dealt
+from schedlang.runtime.device import numbers, on_accelerator
 from schedlang.runtime.keeping.away import Away, at_home
 from schedlang.runtime.launching.heart import inside
-from schedlang.runtime.no_labels import bare
+from schedlang.runtime.no_labels import weighing
 from schedlang.runtime.outputs import whole_output
 from schedlang.runtime.parts import Batch, Part, followed, moved
 from schedlang.runtime.saving import archive, export
@@ -46,6 +46,7 @@ from schedlang.runtime.summing.gradient import (
 )
 from schedlang.runtime.summing.replicas import reshard, used_anywhere
 from schedlang.runtime.training import Training
+from schedlang.runtime.weights import Number, positive
 from schedlang.timeline import Op
 
 
@@ -76,7 +77,8 @@ class Program:
     left_out: dict[str, str] = field(default_factory=dict)  # of the last output: place -> why
     _inputs: list[Part] = field(default_factory=list)
     _totals: Mapping[int, float] = field(default_factory=dict)  # update -> its weight
-    _everyone: Sequence[Sequence[float]] = ()  # the weights of a step: replica, microbatch
+    _everyone: Sequence[Sequence[Number]] = ()  # the weights of a step: replica, microbatch
+    _even: Callable[[], bool] | None = None  # whether parts of all ranks have the same shapes
     _norm: Tensor | None = None  # of the gradients of the last step, where they lie
     _used: tuple[tuple[float, ...], Tensor] | None = None  # what the last step told, there
 
@@ -171,7 +173,10 @@ class Program:
         else:
             self._versions.begin()
             made = self._versions.made
-            self._totals = totals(self._everyone, made)
+            # whether an update is made at all is the host's to know: it waits, once
+            weighed = iter(numbers([w for some in self._everyone for w in some]))
+            known = [[next(weighed) for _ in some] for some in self._everyone]
+            self._totals = totals(known, made)
             scale = [w / positive(self._totals[made[k]]) for k, w in enumerate(weights)]
             results = self._run(parts, scale, train=True)
             self._versions.end()
@@ -222,8 +227,9 @@ class Program:
         return self._whole(results, parts, weights)
 
     def _whole(
-        self, results: Mapping[int, Result], parts: Sequence[Part], weights: Sequence[float]
+        self, results: Mapping[int, Result], parts: Sequence[Part], weights: Sequence[Number]
     ) -> Any:
+        weights = numbers(weights)
         made = {k: (r.output, len(parts[k].rows), weights[k]) for k, r in results.items()}
         layout = parts[0].seat.layout if parts[0].seat is not None else None
         output, self.left_out = whole_output(self.assembly, made, layout)
@@ -246,28 +252,29 @@ class Program:
         for parameter in self.assembly.parameters.values():
             drop_gradient(parameter)
 
-    def _parts(self, batch: Batch, local: bool) -> tuple[list[Part], list[float], float]:
+    def _parts(self, batch: Batch, local: bool) -> tuple[list[Part], list[Number], Number]:
         """This rank's microbatches, their weights, and the weight of the whole batch."""
         mine = dealt(self.assembly, batch, local)
-        self._everyone = mine.everyone
+        self._everyone, self._even = mine.everyone, mine.even
         device, parts = self.assembly.ranks.device, list(mine.parts)
         if on_accelerator(device):
             parts = [replace(part, inputs=moved(part.inputs, device)) for part in parts]
         return parts, list(mine.weights), mine.total
 
     def _run(
-        self, parts: Sequence[Part], scale: Sequence[float] | None, *, train: bool
+        self, parts: Sequence[Part], scale: Sequence[Number] | None, *, train: bool
     ) -> dict[int, Result]:
         a = self.assembly
 
         def around(op: Op) -> contextlib.AbstractContextManager[Any]:
             part = parts[op.microbatch]
             which = 0 if train else self.evaluated[1]
-            scope = entered(Scope(self.step, op.microbatch, part.rows, which))
+            here = Scope(self.step, op.microbatch, part.rows, which, self._even)
+            scope: contextlib.AbstractContextManager[Any] = entered(here)
             if part.seat is not None:
                 scope = self._at.sitting(part.seat, scope)
-            if scale is not None and not scale[op.microbatch]:
-                scope = bare(scope)
+            if scale is not None:
+                scope = weighing(scale[op.microbatch], scope)
             return scope if self.watch is None else self.watch.around(op, scope)
 
         early = a.early if train else None
@@ -309,7 +316,7 @@ class Program:
             self.loss_scale.unscale(a.parameters)
 
     def _finish(
-        self, results: Mapping[int, Result], weights: Sequence[float], total: float
+        self, results: Mapping[int, Result], weights: Sequence[Number], total: Number
     ) -> Tensor:
         """Clip by the global norm; the loss and the norm cross the world in one reduction.
 
@@ -343,7 +350,7 @@ class Program:
         return both[1].to(a.loss_dtype)
 
     def _loss(
-        self, results: Mapping[int, Result], weights: Sequence[float], total: float
+        self, results: Mapping[int, Result], weights: Sequence[Number], total: Number
     ) -> Tensor:
         """This rank's share of the loss of the whole batch, on its device in float64."""
         a = self.assembly

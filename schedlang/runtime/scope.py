@@ -24,12 +24,14 @@ class Scope:
     """One microbatch of one step; `samples` are the global ids of its rows, in row order.
 
     evaluation  the how manyth evaluation since the last step this is; 0: it trains
+    even        tells whether all ranks have parts of the same shapes, where that is known
     """
 
     step: int
     microbatch: int
     samples: tuple[int, ...]
     evaluation: int = 0
+    even: Callable[[], bool] | None = field(default=None, compare=False)
 
     @property
     def moment(self) -> Moment:
@@ -42,6 +44,7 @@ class Frame:
     """The place within one pass over a model: modules entered, and calls per site.
 
     turn   counts the passes over an outermost module; None where one is run again
+    memo   what a pass has noted for the case that it is run again; see `memo`
     """
 
     modules: list[tuple[int, str]] = field(
@@ -49,10 +52,12 @@ class Frame:
     )  # (identity, path), outermost first
     calls: dict[str, int] = field(default_factory=dict)
     turn: int | None = 0
+    memo: dict[Any, Any] = field(default_factory=dict)
+    given: bool = False  # the memo, to the next pass
 
     def copy(self) -> Frame:
-        """A frame that does not follow this one."""
-        return Frame(list(self.modules), dict(self.calls), None)
+        """A frame that does not follow this one, but for what is noted."""
+        return Frame(list(self.modules), dict(self.calls), None, self.memo)
 
 
 class _Here(threading.local):
@@ -92,6 +97,22 @@ def next_call(where: str) -> int:
 def turn() -> int | None:
     """The how manyth pass over an outermost module this is; None: it runs what ran before."""
     return _here.frame.turn
+
+
+def memo() -> dict[Any, Any] | None:
+    """What this pass notes, and finds if it runs what ran before: there nothing needs to be asked
+    of a device again.  None outside of any pass: nothing would forget it."""
+    return _here.frame.memo if _here.scope is not None or _here.frame.modules else None
+
+
+def noted() -> dict[Any, Any]:
+    """What the last pass has noted, for `remember`."""
+    return _here.frame.memo
+
+
+def remember(noted: dict[Any, Any]) -> None:
+    """Let the next pass over an outermost module find what an earlier one has noted."""
+    _here.frame.memo, _here.frame.given = noted, True
 
 
 def skip_calls(where: str, count: int) -> None:
@@ -155,7 +176,10 @@ def _enter(name: str) -> Callable[[nn.Module, Any], None]:
         frame = _here.frame
         if not frame.modules:
             frame.calls.clear()
-            frame.turn = None if frame.turn is None else frame.turn + 1
+            if frame.turn is not None:
+                frame.turn += 1
+                frame.memo = frame.memo if frame.given else {}
+                frame.given = False
         frame.modules.append((id(module), name))
 
     return enter

@@ -95,7 +95,7 @@ def built(
     program = build(
         sch.plan(), batches[0], loss=file.loss, weight=file.weight, clip=1.0,
         optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9),
-        **drawn,
+        wait=120, **drawn,
     )  # fmt: skip
     return program, [{k: v.to(given or device) for k, v in one.items()} for one in batches]
 
@@ -117,20 +117,30 @@ def on_ranks(example: Example, device: str, exact: bool = True) -> Any:
     return spawn(trained, example, device, exact, ranks=example.ranks, backend=backend, timeout=300)
 
 
-def waits(example: Example, read: bool, there: bool = False) -> list[list[str]]:
-    """On a rank: for each of three steps where the host waited for the device; `read`: and for the
-    loss behind it; `there`: batches lie on the device."""
-    program, batches = built(example, "sim", False, "sim" if there else "cpu")
+CASES = tuple((there, read) for there in (False, True) for read in (False, True))
+
+
+def waits(example: Example) -> list[list[list[str]]]:
+    """On a rank, for each case: where the host waited for the device in each of three steps.
+
+    `there`: batches lie on the device; `read`: the loss is read behind a step.
+    """
+    program, batches = built(example, "sim", False, "cpu")
+    cases, seen = [], current()
     for given in batches[:STEPS]:
         program.train_step(given)
-    found, seen = [], current()
-    for given in batches[STEPS:]:
-        seen.reset()
-        loss = program.train_step(given)
-        if read:
-            float(loss.detach())
-        found.append([str(one) for one in seen.synchronisations()])
-    return found
+    for there, read in CASES:
+        given = [{k: v.to("sim") if there else v for k, v in one.items()} for one in batches]
+        program.train_step(given[0])
+        found = []
+        for one in given[STEPS:]:
+            seen.reset()
+            loss = program.train_step(one)
+            if read:
+                float(loss.detach())
+            found.append([str(wait) for wait in seen.synchronisations()])
+        cases.append(found)
+    return cases
 
 
 def plainly(example: Example) -> list[str]:

@@ -219,3 +219,72 @@ def _assembled() -> tuple[int, int, bool]:
 def test_whole_tensors_need_no_message_of_each_rank(pool: Pool) -> None:
     """As many sums as the tensors have buckets, bit for bit, and nothing rank by rank."""
     assert pool.run(_assembled, 4) == [(1, 0, True)] * 4
+
+
+def _handed() -> tuple[list[Any], Any, int]:
+    """What ranks hand to each other, and the last one to all; the most that was pickled."""
+    here, most = comm.rank(), [0]
+    plain = comm.gathered
+
+    def gathered(value: Any, group: Any = None) -> list[Any]:
+        most[0] = max(most[0], len(comm.packed(value)))
+        return plain(value, group)
+
+    draw = torch.Generator().manual_seed(here)
+    rows = torch.randn(3 + here, 4096, generator=draw)  # another number of rows on each rank
+    value = {
+        "rows": rows, "turned": rows.t()[::2], "half": (rows.bfloat16(), [here, None, "word"]),
+        "yes": rows > 0, "none": rows[:0], "number": torch.tensor(here),
+    }  # fmt: skip
+    assert dist.group.WORLD is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm, "gathered", gathered)
+        found = comm.handed(value, dist.group.WORLD, torch.device("cpu"))
+        told = comm.handed_by(comm.size() - 1, value, torch.device("cpu"))
+    small = found[0]["number"].untyped_storage().nbytes() + told["number"].nbytes
+    return found, told, max(most[0], small)
+
+
+def test_tensors_are_handed_as_they_lie(pool: Pool) -> None:
+    """Values of any form come to all ranks, and their tensors in no pickle; what is small keeps
+    nothing else alive."""
+    made = pool.run(_handed, 2)
+    for found, told, most in made:
+        assert most < 4096
+        for rank, value in enumerate(found):
+            draw = torch.Generator().manual_seed(rank)
+            rows = torch.randn(3 + rank, 4096, generator=draw)
+            assert torch.equal(value["rows"], rows) and torch.equal(value["turned"], rows.t()[::2])
+            assert torch.equal(value["half"][0], rows.bfloat16())
+            assert value["half"][1] == [rank, None, "word"] and int(value["number"]) == rank
+            assert torch.equal(value["yes"], rows > 0) and value["none"].shape == (0, 4096)
+        assert torch.equal(told["rows"], found[1]["rows"])
+
+
+def _evaluated() -> tuple[int, torch.Tensor]:
+    """The most that is pickled when a batch is evaluated, and the logits."""
+    rows = "transformer.h  pipeline_split(over=pp)\nzero(stage=0, over=dp)\n"
+    rows += 'pipeline(order="1F1B", micro=2)'
+    batch = models.tokens(rows=8)
+    plan = planned(models.gpt2(2), rows, "dp=2, pp=2")
+    program = build(plan, batch, optimizer=sgd, wait=120)
+    sizes: list[int] = []
+    packed = comm.packed
+    with pytest.MonkeyPatch.context() as patch:
+
+        def noting(value: object) -> bytes:
+            sizes.append(len(packed(value)))
+            return packed(value)
+
+        patch.setattr(comm, "packed", noting)
+        output = program.eval_step(batch)
+    return max(sizes, default=0), output["logits"]
+
+
+def test_logits_are_not_pickled(pool: Pool) -> None:
+    """What is evaluated comes to every rank from device to device, whole and equal."""
+    batch = models.tokens(rows=8)
+    wanted = models.gpt2(2).eval()(**batch)["logits"].detach()
+    for most, logits in pool.run(_evaluated, 4):
+        torch.testing.assert_close(logits, wanted, rtol=1e-9, atol=1e-11)
+        assert most < logits.nbytes / 2

@@ -29,7 +29,7 @@ from schedlang.runtime.keeping.recompute import checkpoint
 from schedlang.runtime.keeping.rounded import Coding
 from schedlang.runtime.regions.checked import draws
 from schedlang.runtime.routing.capacity import kept
-from schedlang.runtime.routing.dispatch import Step, Way
+from schedlang.runtime.routing.dispatch import Counts, Step, Way, sent_by
 from schedlang.runtime.staging.bag import Bag, address
 from schedlang.runtime.staging.flight import work_of
 from schedlang.runtime.staging.kept_inputs import Kept
@@ -328,12 +328,18 @@ def _sent(capacity: float | None) -> tuple[list[str], Tensor]:
     generator = torch.Generator().manual_seed(rank)
     experts = torch.randint(0, 4, (10,), generator=generator).to("sim")
     rows = torch.randn(10, 4, generator=generator).to("sim")
-    step.take(Way(rows, experts))
+
+    def take() -> Way:
+        counts = Counts.of(sent_by(experts, None, 1, 4, [step]).tolist(), 1, 4, [step])
+        assert counts is not None
+        return step.take(Way(rows, experts, counts.chunks[0]))
+
+    take()
     here = accelerators.current()
     here.reset()
     if capacity is not None:
         kept(experts[:, None], 4, capacity)
-    way = step.take(Way(rows, experts))
+    way = take()
     y = way.home(way.rows * (1 + way.experts)[:, None])
     waits = [str(one) for one in here.synchronisations()]
     return waits, (y - rows * (1 + experts)[:, None]).abs().max().cpu()
@@ -374,12 +380,75 @@ def test_parked_on_the_host(acc: Any) -> None:
 
 
 def test_coded(acc: Any) -> None:
-    """What is kept in few bits is judged in one wait for each tensor, and weights in none."""
-    model, x = Block(0.0).to("sim"), torch.randn(64, WIDTH, device="sim", requires_grad=True)
-    tally = Tally()
-    code(model, "block", Coding(8, 16), tally)
-    acc.reset()
-    model(x)
-    waits = [one.place for one in acc.synchronisations()]
-    # the inputs of the norm and of both layers, and the mean that is too small
-    assert tally.tensors == 3 and len(waits) <= 5, waits
+    """Of what is kept in few bits values are looked at in the first call, and never again; it is
+    kept as on the CPU."""
+    model, x = Block(0.0), torch.randn(64, WIDTH)
+    same, tally, theirs = Block(0.0).to("sim"), Tally(), Tally()
+    same.load_state_dict(model.state_dict())
+    code(model, "block", Coding(8, 16), theirs)
+    code(same, "block", Coding(8, 16), tally)
+    for step in range(3):
+        there = x.to("sim")
+        acc.reset()
+        found = _gradients(same, there)
+        waits = [one.place for one in acc.synchronisations()]
+        # the inputs of the norm and of both layers, and the mean that is too small
+        assert tally.tensors == 3 * (step + 1) and len(waits) <= (0 if step else 5), waits
+        for mine, wanted in zip(found, _gradients(model, x), strict=True):
+            torch.testing.assert_close(mine.cpu(), wanted)
+    assert tally == theirs
+
+
+def _gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    model(x.clone().requires_grad_()).square().sum().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+class Cast(nn.Module):
+    """Computes in 16 bits by a square weight, whose cast copy autograd saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.bfloat16() @ self.weight.bfloat16()
+
+
+def test_casts_of_weights_are_known_again(acc: Any) -> None:
+    """A cast of a weight is told from an activation of its shape in the first call."""
+    model, tally = Cast().to("sim"), Tally()
+    code(model, "it", Coding(8, 16), tally)
+    for step in range(3):
+        x = torch.randn(WIDTH, WIDTH, device="sim", requires_grad=True)
+        acc.reset()
+        model(x)
+        waits = [one.place for one in acc.synchronisations()]
+        assert tally.tensors == step + 1 and bool(waits) == (step == 0), waits
+
+
+class Scores(nn.Module):
+    """What was masked is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.log_softmax(-1)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_scores_that_are_masked_later(acc: Any, first: bool) -> None:
+    """Where the first call had no mask (or had one), later masked scores come back as they were,
+    and the gradient is as near as without a mask."""
+    module = Scores()
+    code(module, "it", Coding(8, 16))
+    scores = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    mask = torch.rand(8, 64, generator=torch.Generator().manual_seed(1)) < 0.2
+    weigh = torch.randn(8, 64, generator=torch.Generator().manual_seed(2)).masked_fill(mask, 0)
+    for masked in (first, True, False):
+        x = scores.masked_fill(mask & masked, -torch.inf).to("sim").requires_grad_()
+        (module(x).masked_fill(mask.to("sim"), 0.0) * weigh.to("sim")).sum().backward()
+        exact = scores.masked_fill(mask & masked, -torch.inf).requires_grad_()
+        (exact.log_softmax(-1).masked_fill(mask, 0.0) * weigh).sum().backward()
+        assert x.grad is not None and exact.grad is not None
+        far = (x.grad.cpu() - exact.grad).norm() / exact.grad.norm()
+        assert float(far) < 0.01

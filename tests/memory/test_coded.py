@@ -102,6 +102,32 @@ def test_strides(make: Any) -> None:
     assert found.stride() == torch.empty_like(x).stride()
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8, 44])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_has_no_size_is_told_apart(dtype: torch.dtype, bits: int) -> None:
+    """Among values that nobody looked at, those that stand for none come back as they were, and
+    the others within a step of their block; without any, numbers are those of what was seen."""
+    x = drawn(37, 11, dtype=dtype)
+    same = rounded(x, Coding(bits, 32), 5, True)
+    assert torch.equal(same.tensor(), rounded(x, Coding(bits, 32), 5).tensor())
+    for value in (-torch.inf, torch.inf, torch.finfo(dtype).min, torch.finfo(dtype).max):
+        masked = x.clone()
+        masked[3:9, ::2] = masked[20:30] = value  # some of a block, and whole ones
+        found = rounded(masked, Coding(bits, 32), 5, True).tensor()
+        away = masked == value
+        assert torch.equal(found == value, away)
+        levels = max(1, 2**bits - 2) if bits <= 8 else 2**bits - 1
+        for one, two, out in zip(*(t.reshape(-1).split(32) for t in (masked, found, away))):
+            near = one[~out].double()
+            if near.numel():
+                slack = 2 * torch.finfo(dtype).eps * float(near.abs().max())
+                step = float(near.max() - near.min()) / levels
+                assert float((near - two[~out].double()).abs().max()) <= step + slack
+    both = x.clone()
+    both[0, :2] = torch.tensor([-torch.inf, torch.inf])
+    assert rounded(both, Coding(bits, 32), 5, True).tensor()[0, :2].isnan().all()
+
+
 def test_what_numbers_can_say_is_exact() -> None:
     """Two values in a block, and one, come back to the last bit or nearly; large codes too."""
     x = torch.where(drawn(256) > 0, 3.0, -1.0).double()

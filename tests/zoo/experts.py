@@ -67,7 +67,10 @@ def capacity_of_a_rank(patch: Patch, site: Site) -> None:
     here, plain = sharded_module(patch), experts.kept
 
     def kept(index: Any, count: int, capacity: float, groups: Any = ()) -> Any:
-        return plain(index, count, capacity, () if site.covers(here()) else groups)
+        if not site.covers(here()):
+            return plain(index, count, capacity, groups)
+        parts = index.chunk(1 if groups else 2)  # without groups: tokens of both ranks
+        return torch.cat([plain(part, count, capacity) for part in parts])
 
     patch.setattr(experts, "kept", kept)
 

@@ -186,7 +186,7 @@ class Typed(TorchFunctionMode):
             after = self._after(given[0], before, tensors_in(out)[0], args, heard, plain)
             ctx.schedlang = Crossed(self.site, before, after)
             # a plain sum over one axis leaves what is pending over another so
-            linear = (*MOVES, "all-reduce") if plain else MOVES
+            linear = (*MOVES, "all-reduce", "reduce-scatter") if plain else MOVES
             moved = bool(heard) and all(one.kind in linear for one in heard)
             made = Made("moved", tuple(given)) if moved else Made("collective", ())
             for tensor in tensors_in(out):

@@ -25,7 +25,7 @@ def across_tokens(a: Assembly, mine: Weighed, layout: Layout) -> Weighed:
     group = a.ranks.group(a.context)
     found: list[Any] = [mine]
     if group.pg is not None:
-        found = comm.gathered(mine, group.pg)
+        found = comm.handed(mine, group.pg, a.ranks.device)
     outputs, rows, weights = zip(*found)
     return rejoined(outputs, weights, layout, a.tokens.outputs), rows[0], sum(weights)
 

@@ -62,7 +62,7 @@ def parted(trial: Trial, tokens: Tokens, sites: Sequence[str], notes: Any = None
     def one(part: Part, weight: float) -> tuple[Any, Tensor]:
         assert part.seat is not None
         sitting = at.sitting(part.seat, nullcontext())
-        with running(trial, draws, inner), sitting, no_labels(not weight):
+        with running(trial, draws, inner), sitting, no_labels(weight):
             output = called(model, part.inputs)
             value = loss_of(output, part.inputs, trial.loss)
         assert value is not None, "the model gives no loss"

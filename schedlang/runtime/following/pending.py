@@ -74,8 +74,8 @@ def _step(made: Made, axis: str, varies: Varies) -> list[Tensor] | str:
                 f"`{made.name}` adds a replicated tensor on every rank of `{axis}` before the sum"
             )
         return parts
-    if made.name == "index_add":  # onto zeros
-        return [t for t in parts if t is not made.inputs[0]]
+    if made.name == "index_add":  # onto zeros, wherever: each rank has places of its own
+        return [t for t in parts if t is not made.inputs[0] and t.is_floating_point()]
     if made.name in LINEAR:
         return parts
     if made.name == "embedding":

@@ -249,7 +249,7 @@ class Away:
 
     def _fetched(self, names: Sequence[str]) -> _Batch:
         """What the step on some parameters needs, on its way to where the step is computed."""
-        found = []
+        found, copied = [], False
         for name in names:
             parameter, tiers = self.parameters[name], self.tiers.get(name, Tiers())
             grad, value = local_gradient(parameter), local(parameter)
@@ -259,13 +259,14 @@ class Away:
                 own = tiers.parameter == CPU and not self.disk
                 value = value if own else copies.to_host(value)
                 grad = grad if tiers.gradient != DEVICE else copies.to_host(grad)
+                copied |= not own or tiers.gradient == DEVICE
                 found.append(_Fetched(name, value, grad))
             else:
                 value = value.clone() if self.disk else value
                 near = tiers.gradient == DEVICE
                 grad, event = (grad, None) if near else copies.to_device(grad, value.device)
                 found.append(_Fetched(name, value, grad, event))
-        return _Batch(found, [copies.mark(device) for device in self._devices])
+        return _Batch(found, [copies.mark(device) for device in self._devices if copied])
 
     def _step(self, optimizer: torch.optim.Optimizer, fetched: _Batch) -> list[_Made]:
         for event in fetched.copied:

@@ -9,6 +9,10 @@ split a tensor draw alike for their parts of it: so copies of what they do not s
 Inside of an offloaded module the whole numbers move.  Results that a recomputation keeps beside
 what autograd saves come here by `fewer.keeper`.  Experts that ranks share out compute rows of other
 ranks, in an order that no single process has: what they save is kept as it is.
+
+On an accelerator the host looks at values once: what the first call has shown of a saved tensor,
+by its turn in the call, holds for all later ones, and if such a tensor then has masked scores in it
+all the same, its numbers say them (`rounded`).
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.runtime import scope
+from schedlang.runtime.device import on_accelerator
 from schedlang.runtime.forward import wrap
 from schedlang.runtime.keeping.offload import Move, back, mover
 from schedlang.runtime.keeping.rounded import Coding, Rounded, rounded
@@ -76,6 +81,7 @@ class Code:
     tally: Tally = field(default_factory=Tally)
     bits: Mapping[int, int] = field(default_factory=dict)
     loose: int = 0  # calls outside of any scope
+    looked: dict[tuple[object, ...], bool] = field(default_factory=dict)  # at values of a device
 
     def __call__(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `inner` with the hooks on; plainly where no gradient is recorded."""
@@ -100,9 +106,16 @@ class Code:
 
     def casts(self, tensor: Tensor) -> bool:
         """Is a tensor one of the module's own, cast?"""
-        if tensor.dtype not in HALVES:
-            return False
         return any(is_copy(tensor, one) for one in own(self.module))
+
+    def sees(self, asked: Callable[[Tensor], bool], tensor: Tensor, *turn: object) -> bool:
+        """What is asked of a tensor's values; on an accelerator, what was found there before."""
+        if not on_accelerator(tensor):
+            return asked(tensor)
+        key = asked.__name__, tensor.dtype, *turn
+        if key not in self.looked:
+            self.looked[key] = asked(tensor)
+        return self.looked[key]
 
 
 def _words(layer: Code) -> tuple[object, ...]:
@@ -131,6 +144,7 @@ class _Call:
     given: frozenset[int]
     move: Move
     own: Addresses
+    asked: int = 0  # tensors that may be coded, so far; `saved`: those that have numbers
     saved: int = 0
     rows: set[tuple[int, ...]] = field(default_factory=set)  # of what was saved, less the last dim
     known: dict[tuple[object, ...], tuple[Any, Rounded | Moved]] = field(default_factory=dict)
@@ -139,11 +153,15 @@ class _Call:
         """What autograd keeps of a tensor; one that is saved twice is kept once."""
         if is_uncoded() or not is_candidate(tensor, self.given):
             return self.move(tensor)
-        if place(tensor) in self.own or self.layer.casts(tensor):
+        if place(tensor) in self.own:
+            return self.move(tensor)
+        self.asked += 1
+        layer, turn = self.layer, (self.asked, tensor.dim())
+        if tensor.dtype in HALVES and layer.sees(layer.casts, tensor, *turn, tensor.shape):
             return self.move(tensor)
         reference = reference_to(tensor)  # keeps the place, not the memory
         key = (reference.cdata, tensor._version, tensor.dtype, *_view(tensor))
-        if key not in self.known and extreme(tensor):
+        if key not in self.known and layer.sees(extreme, tensor, *turn):
             return self.move(tensor)  # uncounted: of masks of scores not every layout keeps one
         self.saved += 1
         if key not in self.known:
@@ -160,7 +178,8 @@ class _Call:
 
     def coded(self, tensor: Tensor, coding: Coding) -> Rounded | Moved:
         """A tensor in whole numbers, which move where tensors do."""
-        made = rounded(tensor, coding, stream(*self.words, self.saved))
+        unseen = on_accelerator(tensor)
+        made = rounded(tensor, coding, stream(*self.words, self.saved), unseen)
         self.layer.note(self.saved, tensor, made)
         codes = self.move(made.codes)
         return made if codes is made.codes else Moved(replace(made, codes=_NONE), codes)
@@ -202,8 +221,8 @@ def extreme(tensor: Tensor) -> bool:
         return False
     with torch._C.DisableTorchFunction():
         low, high = torch.aminmax(tensor.detach())
-        bound = torch.finfo(tensor.dtype).max / 4
-        return not bool((low > -bound) & (high < bound))  # one wait for both
+        most = torch.finfo(tensor.dtype).max / 4
+        return not bool((low > -most) & (high < most))  # one wait for both
 
 
 def stream(*words: object) -> int:

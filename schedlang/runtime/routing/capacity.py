@@ -6,6 +6,7 @@ rows of the batch, on however many ranks they are, so that the rule does not kno
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -32,9 +33,29 @@ def kept(index: Tensor, count: int, capacity: float, groups: Sequence[Group] = (
         place, size = place + group.rank * size, size * group.size
     if index.is_meta:  # no values: only what is sent can be seen
         return index.new_empty(index.shape, dtype=torch.bool)
-    limit = (everyone.sum().double() * capacity / count).ceil().long()  # the host need not know
+    # the host need not know; `within` where it does
+    limit = (everyone.sum().double() * capacity / count).ceil().long()
     before = everyone[:place].sum(0) + chosen.cumsum(0) - chosen
     return (before.gather(1, flat[:, None])[:, 0] < limit).view_as(index)
+
+
+def within(choices: int, count: int, capacity: float) -> int:
+    """How many of all choices an expert may take."""
+    return math.ceil(choices * capacity / count)
+
+
+def places_of_rows(expert: Tensor, count: int, limit: int) -> tuple[Tensor, Tensor]:
+    """For each of `limit` places of each expert the row that has it, and whether one does.
+
+    `expert` of each row: `count` for a row that has none. Free places name some row.
+    """
+    order = torch.argsort(expert, stable=True)
+    each = expert.new_zeros(count + 1).scatter_add_(0, expert, torch.ones_like(expert))[:count]
+    first = each.cumsum(0) - each
+    turn = torch.arange(limit, device=expert.device)
+    used = (turn < each[:, None]).flatten()
+    place = (first[:, None] + turn).flatten().clamp(max=max(0, len(expert) - 1))
+    return order[place], used
 
 
 def with_capacity(

@@ -1,7 +1,8 @@
 """The way of rows to the ranks that hold their experts, and back, axis by axis.
 
-How many rows go where is told first (FastMoE, He et al. 2021); over several axes each is a step of
-its own, so that a row crosses every axis once (as HetuMoE, Nie et al. 2022).
+How many rows go from where to which expert all ranks are told first (FastMoE, He et al. 2021), so
+that each host knows every exchange from there on; over several axes each is a step of its own, so
+that a row crosses every axis once (as HetuMoE, Nie et al. 2022).
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from schedlang.runtime.collectives import comm
-from schedlang.runtime.collectives.collective import Group, count
+from schedlang.runtime.collectives.collective import Group, all_gather, count
 from schedlang.runtime.collectives.moving import exchange, exchanged
+from schedlang.runtime.device import sent
 
 Places = Sequence[tuple[int, ...]]  # of every expert, its place on each axis
 
@@ -34,6 +37,70 @@ def place_of(sizes: Sequence[int], count: int) -> list[tuple[int, ...]]:
             place.append(on)
         found.append(tuple(reversed(place)))
     return found
+
+
+def first(mask: Tensor, count: int) -> Tensor:
+    """The places of the `count` that are true, in order; the host need not look for them."""
+    return torch.argsort(~mask, stable=True)[:count]
+
+
+def everywhere(x: Tensor, steps: Sequence[Step]) -> Tensor:
+    """A row of every rank along the axes of some steps, the last one fastest."""
+    found = x.flatten()[None]
+    for step in reversed(steps):
+        found = all_gather(found, 0, step.group)
+    return found
+
+
+def sent_by(
+    experts: Tensor, away: Tensor | None, chunks: int, count: int, steps: Sequence[Step]
+) -> Tensor:
+    """How many rows each rank sends to each expert, chunk by chunk; of those that are `away`."""
+    goes = torch.ones_like(experts) if away is None else away.long()
+    at, number = goes.cumsum(0) - goes, goes.sum()  # as tensor_split cuts: larger ones first
+    size, larger = number // chunks, number % chunks
+    beyond = larger + (at - larger * (size + 1)).div(size.clamp(min=1), rounding_mode="floor")
+    chunk = torch.where(at < larger * (size + 1), at // (size + 1), beyond).clamp(0, chunks - 1)
+    table = experts.new_zeros(chunks * count).scatter_add_(0, chunk * count + experts, goes)
+    return everywhere(table, steps).flatten()
+
+
+@dataclass(frozen=True)
+class Told:
+    """Of one step: rows that this rank gives and takes, place by place, and of which experts."""
+
+    give: list[int]
+    take: list[int]
+    coming: list[int]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of each chunk, what the host was told of each step."""
+
+    chunks: list[list[Told]]
+
+    @staticmethod
+    def of(told: Sequence[int], chunks: int, count: int, steps: Sequence[Step]) -> Counts | None:
+        """From the numbers that `sent_by` gives; None from none."""
+        if not told:
+            return None
+        table = np.array(told).reshape(*(step.group.size for step in steps), chunks, count)
+        found = []
+        for chunk in range(chunks):
+            here, made = table[..., chunk, :], []
+            for k, step in enumerate(steps):
+                rows = here  # of each place, those that go on as this rank does: by expert
+                for later in steps[k + 1 :]:
+                    rows = rows[:, later.group.rank]
+                own = rows[step.group.rank]
+                coming = rows[:, list(step.table[step.group.rank])]
+                give = [int(own[list(reached)].sum()) for reached in step.table]
+                take = coming.sum(1).tolist()
+                made.append(Told(give, take, coming.flatten().tolist()))
+                here = here.sum(0)
+            found.append(made)
+        return Counts(found)
 
 
 class _Begun(torch.autograd.Function):
@@ -61,6 +128,7 @@ class Way:
 
     rows: Tensor
     experts: Tensor
+    told: list[Told] | None = None  # of the steps that are to come; None without values
     back: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)  # to be waited for before they are used
 
@@ -92,27 +160,24 @@ class Step:
         if way.rows.is_meta:
             return self._without_values(way)
         way.arrive()
-        group, each = self.group, len(self.table[0])
-        key, mine = self._constants(way.rows.device)
-        wanted = key[way.experts]
-        order = torch.argsort(wanted, stable=True)
-        going = wanted.new_zeros(group.size * each)  # counted so that the host need not wait
-        going = going.scatter_add_(0, wanted, torch.ones_like(wanted)).view(group.size, each)
-        coming = exchanged(going, group)
-        # the one time that the host waits: how many rows each rank gives, and takes
-        give, take = torch.stack([going.sum(1), coming.sum(1)]).tolist()
+        assert way.told is not None
+        group, told, device = self.group, way.told[0], way.rows.device
+        key, mine = self._constants(device)
+        order = torch.argsort(key[way.experts], stable=True)
+        give, take = told.give, told.take
         works: list[Any] = []
         rows = way.rows[order]
         if ahead and group.pg is not None:
             came: Tensor = _Begun.apply(rows, group, give, take, works)  # type: ignore[no-untyped-call]
         else:
             came = exchange(rows, group, give, take)
-        experts = mine.repeat_interleave(coming.flatten(), output_size=sum(take))
+        coming = sent(torch.tensor(told.coming), device)
+        experts = mine.repeat_interleave(coming, output_size=sum(take))
 
         def home(y: Tensor) -> Tensor:
             return exchange(y, group, take, give)[torch.argsort(order)]
 
-        return Way(came, experts, [*way.back, home], works)
+        return Way(came, experts, way.told[1:], [*way.back, home], works)
 
     def _constants(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Of each expert its place in the table, row by row; and what comes, rank by rank."""
@@ -130,6 +195,6 @@ class Step:
         group, count = self.group, way.rows.shape[0]
         share = count // group.size
         sizes = [count - share * (group.size - 1), *[share] * (group.size - 1)]
-        exchanged(way.experts.new_empty(group.size, len(self.table[0])), group)
         came = exchange(way.rows, group, sizes, sizes)
-        return Way(came, way.experts, [*way.back, lambda y: exchange(y, group, sizes, sizes)])
+        back = [*way.back, lambda y: exchange(y, group, sizes, sizes)]
+        return Way(came, way.experts, None, back)

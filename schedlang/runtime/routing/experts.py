@@ -1,14 +1,18 @@
 """Experts on several ranks: tokens go to the ranks that hold their experts, and come back.
 
 A rank holds some experts, and computes them by their module's own forward.  Along an axis whose
-ranks see different tokens (it splits the batch) rows are sent by all-to-all, or experts fetched;
-along one whose ranks see the same tokens each rank takes those of its own experts, and what ranks
-give is summed, so that nothing is sent twice.  GShard (Lepikhin et al. 2020), FastMoE (He et al.
+ranks see different tokens (it splits the batch) rows are sent by all-to-all, or tokens gathered, or
+experts fetched; along one whose ranks see the same tokens each rank takes those of its own experts,
+and what ranks give is summed, so that nothing is sent twice.  How many rows there are, and go
+where, the host learns from the device in one wait for a layer, and a second run of the layer takes
+what the first was told; with a capacity experts have places, as many as they may take, and the host
+need not know how many of them are free.  GShard (Lepikhin et al. 2020), FastMoE (He et al.
 2021), DeepSpeed-MoE (Rajbhandari et al. 2022), Janus (Liu et al. 2023), FasterMoE (He et al. 2022).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,11 +23,20 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from schedlang.placement import P
+from schedlang.runtime import scope
 from schedlang.runtime.collectives import collective
 from schedlang.runtime.collectives.collective import Group
 from schedlang.runtime.following.hollow import hollow
-from schedlang.runtime.routing.capacity import kept
-from schedlang.runtime.routing.dispatch import Step, Way, place_of
+from schedlang.runtime.routing.capacity import kept, places_of_rows, within
+from schedlang.runtime.routing.dispatch import (
+    Counts,
+    Step,
+    Way,
+    everywhere,
+    first,
+    place_of,
+    sent_by,
+)
 from schedlang.runtime.routing.expert_inner import Inner
 from schedlang.runtime.routing.expert_probe import Experts
 from schedlang.runtime.sharding.crossing import shared
@@ -38,7 +51,8 @@ if TYPE_CHECKING:
 class Routing:
     """How the experts of one module are spread, and how tokens meet them.
 
-    dispatch  "all_to_all": tokens go to experts; "fetch": experts come to tokens
+    dispatch  "all_to_all": tokens go to experts; "gather": those of all ranks come to all, where
+              all have as many; "fetch": experts come to tokens
     capacity  an expert takes so many times its even share of tokens; None: all
     chunks    parts into which tokens are cut, each sent while the one before is computed
     shadow    experts that come to all tokens, while the tokens of the others go
@@ -56,6 +70,23 @@ class Routing:
     def forward_of(self, sharded: Sharded) -> Forward:
         """A module of experts of which this rank holds a part; slow axes come first."""
         return Spread(sharded.module, sharded.inner, sharded.edges, self)
+
+
+@dataclass(frozen=True)
+class Noted:
+    """What the host was told of one call: rows that are this rank's, how many of them stay, and
+    where the others go; with the choices that it was told of."""
+
+    index: Tensor
+    rows: int
+    stay: int
+    counts: Counts | None
+
+
+def _even() -> bool:
+    """Whether all ranks are known to have as many tokens: parts of the same shapes."""
+    here = scope.current()
+    return here is not None and here.even is not None and here.even()
 
 
 class Spread:
@@ -106,64 +137,176 @@ class Spread:
                 self._known[some, device] = found.to(device)
         return self._known[some, device]
 
+    def _numbers(self, some: tuple[int, ...], device: torch.device) -> Tensor:
+        """The numbers of some experts, on a device."""
+        places = self._places(some, device)
+        return torch.argsort(places, stable=True)[self.count - len(some) :]
+
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """What the experts of all ranks give for these tokens."""
         x, w = hidden, weights
         for edge in self.alike:
             x, w = shared(edge.entry(), x), shared(edge.entry(), w)
-        token, slot = self._own(index)
-        experts = index[token, slot]
-        y = self._routed(x[token], experts, w.dtype) * w[token, slot, None]
-        out = torch.zeros_like(x, dtype=y.dtype).index_add(0, token, y).to(hidden.dtype)
+        even = index.is_meta or _even()
+        over = self.apart if self.routing.dispatch == "gather" and even else ()
+        for edge in reversed(over):
+            x = collective.gather(x, 0, edge.group, consumers_differ=True)
+            w = collective.gather(w, 0, edge.group, consumers_differ=True)
+            index = collective.all_gather(index, 0, edge.group)
+        if self.routing.capacity is not None and even and not self._sends(over):
+            out = self._placed(x, index, w, over)
+        else:
+            out = self._dropless(x, index, w, over)
+        for edge in over:
+            out = collective.scatter_sum(out, 0, edge.group)
+        out = out.to(hidden.dtype)
         for edge in self.alike:
             out = edge.exit()(out)
         return out
 
-    def _own(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """The (token, choice) pairs that are this rank's to see to."""
-        if index.is_meta:  # no values: as many as if all experts were chosen equally often
-            rows = index.numel() * len(self.reach) // self.count
-            if self.routing.capacity is not None:
-                kept(index, self.count, self.routing.capacity, [e.group for e in self.apart])
-            return index.new_empty(rows), index.new_empty(rows)
-        if len(self.reach) == self.count and self.routing.capacity is None:  # all of them
-            tokens, choices = index.shape
-            token = torch.arange(tokens, device=index.device)[:, None].expand(-1, choices)
-            return token.reshape(-1), torch.arange(choices, device=index.device).repeat(tokens)
-        mine = (self._places(self.reach, index.device) >= 0)[index]
-        if self.routing.capacity is not None:
-            groups = [edge.group for edge in self.apart]
-            mine = mine & kept(index, self.count, self.routing.capacity, groups)
-        token, slot = mine.nonzero(as_tuple=True)
-        return token, slot
+    def _sends(self, over: Sequence[Edge]) -> bool:
+        """Whether tokens go to other ranks, once those of some ranks are here."""
+        return not over and self.routing.dispatch != "fetch" and bool(self.steps)
 
-    def _routed(self, rows: Tensor, experts: Tensor, dtype: torch.dtype) -> Tensor:
-        """What experts give for rows, one expert each, in the order of the rows."""
-        if self.routing.dispatch == "fetch":
-            return self._called(rows, experts, dtype, self._fetched(), self.reach)
+    def _near(self, over: Sequence[Edge]) -> tuple[int, ...]:
+        """The experts that tokens here may choose and meet, once those of some ranks are here."""
+        return self.held if over else self.reach
+
+    def _kept(self, index: Tensor, over: Sequence[Edge]) -> Tensor:
+        """Which choices are within the capacity."""
+        assert self.routing.capacity is not None
+        groups = [] if over else [edge.group for edge in self.apart]
+        return kept(index, self.count, self.routing.capacity, groups)
+
+    # -- all that is chosen ------------------------------------------------------------------------
+
+    def _dropless(self, x: Tensor, index: Tensor, w: Tensor, over: Sequence[Edge]) -> Tensor:
+        """What experts give for as many rows as choose them."""
+        known, key = scope.memo(), (id(self), scope.next_call(f"experts {id(self)}"))
+        noted = None if known is None else known.get(key)
+        if noted is not None:  # a second run: where rows went they go again
+            index = noted.index
+        mine = self._mine(index, over)
+        if noted is None:
+            noted = Noted(index, *self._told(index, mine, over))
+            if known is not None and not index.is_meta:
+                known[key] = noted
+        places, experts = self._chosen(index, mine, noted)
+        token = places // index.shape[1]
+        y = self._routed(x[token], experts, w.dtype, noted, over) * w.flatten()[places][:, None]
+        return torch.zeros_like(x, dtype=y.dtype).index_add(0, token, y)
+
+    def _mine(self, index: Tensor, over: Sequence[Edge]) -> Tensor | None:
+        """Which of the choices are this rank's to see to; None: all."""
+        near, every = self._near(over), None
+        if len(near) < self.count:
+            every = (self._places(near, index.device) >= 0)[index].flatten()
+        if self.routing.capacity is None:
+            return every
+        within = self._kept(index, over).flatten()
+        return within if every is None else every & within
+
+    def _told(
+        self, index: Tensor, mine: Tensor | None, over: Sequence[Edge]
+    ) -> tuple[int, int, Counts | None]:
+        """How many rows are this rank's, how many stay, and how many go where from every rank.
+
+        The one time that the host waits for the device.
+        """
+        flat, count = index.flatten(), index.numel()
+        sends = self._sends(over)
+        if index.is_meta:  # no values: as if all experts were chosen equally often
+            rows = count * len(self._near(over)) // self.count
+            stay = rows * len(self.shadowed) // len(self.reach)
+            if sends:
+                everywhere(flat.new_empty(self.routing.chunks, self.count), self.steps)
+            return rows, stay, None
+        with torch.no_grad(), _disable_current_modes():  # a second run asks for none of this
+            near = self._shadowing(flat, mine)
+            asked = [one.sum()[None] for one in (mine, near) if one is not None]
+            if sends:
+                away = mine if near is None else ~near if mine is None else mine & ~near
+                asked.append(sent_by(flat, away, self.routing.chunks, self.count, self.steps))
+            told = torch.cat(asked).tolist() if asked else []
+        rows = told.pop(0) if mine is not None else count
+        stay = told.pop(0) if near is not None else 0
+        return rows, stay, Counts.of(told, self.routing.chunks, self.count, self.steps)
+
+    def _shadowing(self, flat: Tensor, mine: Tensor | None) -> Tensor | None:
+        """Which choices stay, because their experts come; None: none can."""
         if not self.shadowed:
-            return self._sent(rows, experts, dtype)
-        if rows.is_meta:
-            stay = rows.shape[0] * len(self.shadowed) // len(self.reach)
-            near = torch.arange(rows.shape[0], device="meta") < stay
-            here, away = (near.new_empty(n, dtype=torch.long)
-                          for n in (stay, rows.shape[0] - stay))  # fmt: skip
+            return None
+        near = (self._places(self.shadowed, flat.device) >= 0)[flat]
+        return near if mine is None else near & mine
+
+    def _chosen(self, index: Tensor, mine: Tensor | None, noted: Noted) -> tuple[Tensor, Tensor]:
+        """The choices that are this rank's, and their experts; first those that stay."""
+        flat = index.flatten()
+        if flat.is_meta:
+            return flat.new_empty(noted.rows), flat.new_empty(noted.rows)
+        near = self._shadowing(flat, mine)
+        if near is not None:
+            away = ~near if mine is None else mine & ~near
+            places = torch.cat([first(near, noted.stay), first(away, noted.rows - noted.stay)])
+        elif mine is not None:
+            places = first(mine, noted.rows)
         else:
-            near = (self._places(self.shadowed, rows.device) >= 0)[experts]
-            here, away = near.nonzero()[:, 0], (~near).nonzero()[:, 0]
-        copies = self._shadows()
-        stayed = self._called(rows[here], experts[here], dtype, copies, self.shadowed)
-        went = self._sent(rows[away], experts[away], dtype)
-        return torch.cat([stayed, went])[torch.argsort(torch.cat([here, away]))]
+            return torch.arange(len(flat), device=flat.device), flat
+        return places, flat[places]
+
+    def _routed(
+        self, rows: Tensor, experts: Tensor, dtype: torch.dtype, noted: Noted, over: Sequence[Edge]
+    ) -> Tensor:
+        """What experts give for rows, one expert each, in the order of the rows."""
+        if over or self.routing.dispatch == "fetch":
+            return self._called(rows, experts, dtype, *self._here(over))
+        if not self.shadowed:
+            return self._sent(rows, experts, dtype, noted.counts)
+        stay = noted.stay
+        stayed = self._called(rows[:stay], experts[:stay], dtype, self._shadows(), self.shadowed)
+        return torch.cat([stayed, self._sent(rows[stay:], experts[stay:], dtype, noted.counts)])
+
+    def _here(self, over: Sequence[Edge]) -> tuple[Mapping[str, Tensor], tuple[int, ...]]:
+        """The parameters of the experts that tokens meet here, and which they are."""
+        if self.routing.dispatch == "fetch":
+            return self._fetched(), self.reach
+        return self._own(), self.held
+
+    def _own(self) -> dict[str, Tensor]:
+        return {name: self.module.get_parameter(name) for name in self.routing.experts.split}
+
+    # -- places of experts -------------------------------------------------------------------------
+
+    def _placed(self, x: Tensor, index: Tensor, w: Tensor, over: Sequence[Edge]) -> Tensor:
+        """What experts give for their places: as many rows as they may take, free ones or not.
+
+        A free place computes some row, which weighs nothing.
+        """
+        count, choices = index.shape[1], index.numel()
+        ranks = 1 if over else math.prod(edge.group.size for edge in self.apart)
+        parameters, held = self._here(over)
+        capacity = self.routing.capacity
+        assert capacity is not None
+        limit = min(within(choices * ranks, self.count, capacity), choices)
+        local = self._places(held, index.device)[index.flatten()]
+        taken = (local >= 0) & self._kept(index, over).flatten()
+        place, used = places_of_rows(local.masked_fill(~taken, len(held)), len(held), limit)
+        token = place // count
+        experts = self._numbers(held, x.device)[:, None].expand(-1, limit).reshape(-1)
+        y = self._called(x[token], experts, w.dtype, parameters, held)
+        y = y * (w.flatten()[place] * used)[:, None]
+        return torch.zeros_like(x, dtype=y.dtype).index_add(0, token, y)
 
     # -- tokens to experts -------------------------------------------------------------------------
 
-    def _sent(self, rows: Tensor, experts: Tensor, dtype: torch.dtype) -> Tensor:
+    def _sent(
+        self, rows: Tensor, experts: Tensor, dtype: torch.dtype, counts: Counts | None
+    ) -> Tensor:
         """Rows go to the ranks of their experts, chunk by chunk, and come back."""
-        chunks, done = self.routing.chunks, []
-        parts = [Way(*both) for both in
-                 zip(rows.tensor_split(chunks), experts.tensor_split(chunks))]  # fmt: skip
-        own = {name: self.module.get_parameter(name) for name in self.routing.experts.split}
+        chunks, done, own = self.routing.chunks, [], self._own()
+        told = [None] * chunks if counts is None else counts.chunks
+        parts = [Way(*all_) for all_ in
+                 zip(rows.tensor_split(chunks), experts.tensor_split(chunks), told)]  # fmt: skip
         near = self._gone(parts.pop(0), chunks > 1)
         while True:
             after = self._gone(parts.pop(0), True) if parts else None
@@ -197,7 +340,8 @@ class Spread:
         found: dict[str, Tensor] = {}
         for name in self.routing.experts.split:
             part = self.module.get_parameter(name)
-            at = self._places(self.held, part.device)[list(self.shadowed)]
+            shadowed = self._numbers(self.shadowed, part.device)
+            at = self._places(self.held, part.device)[shadowed]
             mask = (at >= 0).view(-1, *[1] * (part.ndim - 1))
             copy = part[at.clamp(min=0)] * mask
             for edge in self.apart:
@@ -217,7 +361,8 @@ class Spread:
         if rows.is_meta:
             y = hollow(rows, parts)
             # what a rank leaves to others counts as zero: the sum over ranks is a pending one
-            return y * rows.new_ones(rows.shape[0], 1).bool() if self.alike else y
+            summed = self.alike or self.routing.dispatch == "gather"
+            return y * rows.new_ones(rows.shape[0], 1).bool() if summed else y
         if not rows.shape[0]:  # every rank takes part in what comes behind, and in the backward
             return rows + sum(part.flatten()[:0].sum() for part in parts)
         local = self._places(held, rows.device)

@@ -24,6 +24,7 @@ from schedlang.runtime.slicing.carry import Carried, Visit
 from schedlang.runtime.slicing.carry_cache import cache
 from schedlang.runtime.slicing.carry_calls import Calls
 from schedlang.runtime.slicing.slices import Piece, Slicing, Weight, length_of, masks_of
+from schedlang.runtime.weights import Number, added, counted, filled, known, positive
 
 Loss = Callable[[Any, Mapping[str, Any]], Tensor]
 Lengths = Callable[[int, int], tuple[int, ...]]
@@ -34,7 +35,7 @@ class Weighed:
     """A slice, and its share of the mean loss of its microbatch."""
 
     piece: Piece
-    share: float
+    share: Number
 
 
 class Slices:
@@ -69,14 +70,14 @@ class Slices:
         return self.of_all([batch])[0]
 
     def of_all(self, batches: Sequence[Batch]) -> list[list[Weighed]]:
-        """The slices of each microbatch; the host waits once for what they weigh, if at all."""
+        """The slices of each microbatch, weighed where their labels lie."""
         pieces = [self._pieces(batch) for batch in batches]
         weight = getattr(self.weight, "counted", self.weight)
-        found = iter(numbers([weight(piece.weighed) for some in pieces for piece in some]))
+        found = iter(counted([weight(piece.weighed) for some in pieces for piece in some]))
         made = []
         for some in pieces:
             weights = [next(found) for _ in some]
-            whole = sum(weights) or 1.0
+            whole = positive(added(weights))
             made.append([Weighed(piece, one / whole) for piece, one in zip(some, weights)])
         return made
 
@@ -94,7 +95,7 @@ class Slices:
         piece = part.piece
         visit = Visit(carried, piece.span)
         modes = ambient(*([self.mode] if self.mode is not None else []))
-        with scope.visiting(visit), modes, no_labels(not part.share):
+        with scope.visiting(visit), modes, no_labels(part.share):
             if self.slicing.carrier == "cache":
                 yield piece.inputs | {"past_key_values": cache(piece.span), "use_cache": True}
             else:
@@ -142,19 +143,25 @@ def _check_packed(batch: Batch) -> None:
 
 def whole_loss(losses: Sequence[Tensor], pieces: Sequence[Weighed]) -> Tensor:
     """The mean loss of a microbatch; a slice that weighs nothing may have no number."""
-    shares = [(value, p.share) for value, p in zip(losses, pieces) if p.share]
-    return torch.stack([v * share for v, share in shares]).sum() if shares else losses[0]
+    all_shares = [piece.share for piece in pieces]
+    if known(all_shares):
+        shares = [(value, share) for value, share in zip(losses, all_shares) if share]
+        return torch.stack([v * share for v, share in shares]).sum() if shares else losses[0]
+    there = torch.stack([filled(losses[0], share) for share in all_shares])
+    parts = torch.stack([*losses])
+    whole = torch.where(there > 0, parts * there, 0.0).sum(0)
+    return torch.where((there > 0).any(), whole, losses[0])
 
 
 def joined(outputs: Sequence[Any], pieces: Sequence[Weighed]) -> Any:
     """The output of a microbatch from those of its slices: tokens one after the other."""
     from schedlang.runtime import nests as pytree
 
-    lengths = [p.piece.span.length for p in pieces]
+    lengths, shares = [p.piece.span.length for p in pieces], numbers([p.share for p in pieces])
     flat = [pytree.tree_flatten(output) for output in outputs]
     made = [
         _along(values, lengths) if _runs(values, lengths) else
-        stack(values, [1] * len(values), [p.share for p in pieces])
+        stack(values, [1] * len(values), shares)
         for values in zip(*(leaves for leaves, _ in flat))
     ]  # fmt: skip
     whole = [value if _plain(value) else Absent("slices of it make no whole") for value in made]
@@ -231,7 +238,7 @@ def back(carried: Carried, part: Weighed, value: Tensor) -> None:
     index = part.piece.span.index
     edges, grads = carried.roots(index)
     roots: list[Any] = [value, *edges] if value.requires_grad else list(edges)
-    own = [torch.full_like(value, part.share)] if value.requires_grad else []
+    own = [filled(value, part.share)] if value.requires_grad else []
     if roots:
         torch.autograd.backward(roots, [*own, *grads])
     carried.free(index)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Diagnostic, Refusal
+from schedlang.runtime.scope import remember
 from schedlang.runtime.staging.flight import work_of
 from schedlang.runtime.staging.step import Step
 from schedlang.timeline import Op
@@ -23,6 +24,7 @@ def recompute(step: Step, op: Op) -> None:
     kept = step.kept.pop(work)
     model = step.pipe.stages[work.stage].model
     before = _buffers(model)
+    remember(kept.noted)
     with kept.drawn:
         step.launch(work, kept.received)
     _restore(model, before)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,12 @@ from schedlang.runtime.recording.graph import Token
 
 @dataclass
 class Kept:
-    """What it received from other stages, and where generators of random numbers stood."""
+    """What it received from other stages, where generators of random numbers stood, and what the
+    forward has noted (scope.memo)."""
 
     received: Mapping[Token, Tensor]
     drawn: Replayed
+    noted: dict[Any, Any] = field(default_factory=dict)
 
     @staticmethod
     def now(received: Mapping[Token, Tensor], model: nn.Module, device: torch.device) -> Kept:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from schedlang.runtime.collectives import comm
-from schedlang.runtime.device import not_there
+from schedlang.runtime.device import not_there, sent
 from schedlang.runtime.storage.tiers import DEVICE, made_on
 
 Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
@@ -199,7 +199,7 @@ def _header(layout: Layout, device: torch.device) -> torch.Tensor:
     for dtype, shape in layout:
         assert len(shape) <= DIMS, f"a tensor of {len(shape)} dims between stages"
         rows.append([DTYPES.index(dtype), len(shape), *shape, *[0] * (DIMS - len(shape))])
-    return torch.tensor(rows, dtype=torch.int64).to(device)
+    return sent(torch.tensor(rows, dtype=torch.int64), device)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from schedlang.runtime.collectives import comm
-from schedlang.runtime.device import not_there
+from schedlang.runtime.device import not_there, sent
 from schedlang.runtime.staging.bag import Bag
 from schedlang.runtime.staging.flight import Work, work_of
 from schedlang.runtime.staging.mail import Mail
@@ -52,7 +52,7 @@ class Parking:
         bag, self._last = bag_of(step, work), work
         told = bag.sizes()
         self.sent[work.stage] = max(self.sent.get(work.stage, 0), sum(told))
-        sizes = torch.tensor(told, dtype=torch.int64, device=self.out.device)
+        sizes = sent(torch.tensor(told, dtype=torch.int64), self.out.device)
         self.out.send(to, (work, "sizes"), [sizes], header=True)
         self.out.send(to, (work, "bytes"), bag.pack(), header=False)
         if not_there(self.out.device):

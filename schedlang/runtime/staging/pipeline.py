@@ -21,6 +21,7 @@ from schedlang.runtime.staging.sizes import Sizes
 from schedlang.runtime.staging.sliced_step import SlicedStep
 from schedlang.runtime.staging.stage import Stage
 from schedlang.runtime.staging.step import Result, Step
+from schedlang.runtime.weights import Number
 from schedlang.timeline import Kind, Op, Timeline, check, check_queues, with_gathers, with_transfers
 from schedlang.timeline import timeline as make_timeline
 
@@ -119,7 +120,7 @@ class Pipeline:
     def run(
         self,
         microbatches: Sequence[Mapping[str, Any]],
-        scale: Sequence[float] | None = None,
+        scale: Sequence[Number] | None = None,
         *,
         train: bool = True,
         around: Callable[[Op], AbstractContextManager[Any]] = lambda op: nullcontext(),

@@ -14,6 +14,7 @@ from schedlang.runtime.slicing.sliced import Slices, joined, whole_loss
 from schedlang.runtime.staging.flight import Work
 from schedlang.runtime.staging.stage import Forwarded, Stage
 from schedlang.runtime.staging.step import Result, Step
+from schedlang.runtime.weights import Number
 
 
 class _Slice:
@@ -51,10 +52,11 @@ class SlicedStep(Step):
         with self.slices.forward(part, carried) as inputs:
             return stage.forward(inputs, received), _Slice(carried, work.slice)
 
-    def weight(self, work: Work) -> float:
+    def weight(self, work: Work) -> Number:
         """The share of a slice in its microbatch."""
-        share: float = self.parts[work.microbatch][work.slice].share
-        return self.scale[work.microbatch] * share
+        share: Number = self.parts[work.microbatch][work.slice].share
+        weight: Number = self.scale[work.microbatch] * share
+        return weight
 
     def finish(self, work: Work, loss: torch.Tensor | None, output: Any) -> None:
         """Put the slices together once the last one is there."""

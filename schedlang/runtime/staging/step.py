@@ -14,6 +14,7 @@ from schedlang.runtime.device import not_there
 from schedlang.runtime.logits.lazy_logits import LazyLogits
 from schedlang.runtime.recording.graph import Token
 from schedlang.runtime.recording.lossless import no_loss
+from schedlang.runtime.scope import noted
 from schedlang.runtime.staging.bag import Bag, address
 from schedlang.runtime.staging.flight import Carried, Flight, Message, Work
 from schedlang.runtime.staging.kept_inputs import Kept
@@ -21,6 +22,7 @@ from schedlang.runtime.staging.mail import Layout, layout_of
 from schedlang.runtime.staging.split import SplitBackward
 from schedlang.runtime.staging.stage import Forwarded, Stage, enter, signature
 from schedlang.runtime.storage.own import Addresses
+from schedlang.runtime.weights import Number, filled
 
 if TYPE_CHECKING:
     from schedlang.runtime.staging.pipeline import Pipeline
@@ -48,12 +50,12 @@ class Step:
         self,
         pipe: Pipeline,
         batches: Sequence[Mapping[str, Any]],
-        scale: Sequence[float] | None,
+        scale: Sequence[Number] | None,
         train: bool,
         keep_outputs: bool,
     ) -> None:
         self.pipe, self.batches, self.train, self.keep = pipe, batches, train, keep_outputs
-        self.scale = [1.0] * len(batches) if scale is None else list(scale)
+        self.scale: list[Number] = [1.0] * len(batches) if scale is None else list(scale)
         assert len(self.scale) == len(batches), "one scale per microbatch"
         alone = len(pipe.timeline.edges) == 0
         self.signatures = [None if alone else (train, signature(batch)) for batch in batches]
@@ -71,7 +73,7 @@ class Step:
         """The forward of a stage on the part of the batch that some work is on."""
         return stage.forward(self.batches[work.microbatch], received), None
 
-    def weight(self, work: Work) -> float:
+    def weight(self, work: Work) -> Number:
         """By what the loss of this part of the batch is multiplied in backward."""
         return self.scale[work.microbatch]
 
@@ -93,6 +95,7 @@ class Step:
             own = {t: v.clone() if stage.mutated(t) else v for t, v in received.items()}
             with torch.no_grad():
                 done, _ = self.run(stage, work, own)
+            self.kept[work].noted = noted()
         else:
             done = self.launch(work, received)
         layouts = self.layouts.setdefault(work, {}) if self.train else {}
@@ -187,7 +190,7 @@ class Step:
         grads: list[Any] = [total[token] for token in there]
         if flight.loss is not None and flight.loss.requires_grad:
             roots.append(flight.loss)
-            grads.append(torch.full_like(flight.loss, self.weight(work)))
+            grads.append(filled(flight.loss, self.weight(work)))
         if flight.carried is not None:
             more, their = flight.carried.roots()
             roots, grads = [*roots, *more], [*grads, *their]

@@ -93,12 +93,12 @@ def gradient_device(parameter: Tensor) -> torch.device:
 
 
 def all_arrived(parameters: Iterable[Tensor]) -> None:
-    """Wait once for the gradients of these that are on their way."""
-    copies.settle()
-    for parameter in parameters:
-        away: _Gone | None = vars(parameter).get(_SLOT)
-        if away is not None:
-            away.arrived()
+    """Wait once for the gradients of these that are on their way, if any are."""
+    gone = [away for parameter in parameters if (away := vars(parameter).get(_SLOT)) is not None]
+    if gone:
+        copies.settle()
+    for away in gone:
+        away.arrived()
 
 
 def accumulated(parameter: Tensor) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from schedlang.runtime.device import sent
+
 
 def drawn(shape: tuple[int, ...], like: Tensor, *words: object, normal: bool = True) -> Tensor:
     """Random numbers that depend on the words alone, equal wherever these are."""
@@ -20,7 +22,7 @@ def drawn(shape: tuple[int, ...], like: Tensor, *words: object, normal: bool = T
     draw = torch.randn if normal else torch.rand
     with torch._C.DisableTorchFunction():
         found = draw(shape, generator=generator, dtype=torch.float64)
-    return found.to(like.device, like.dtype)
+    return sent(found.to(like.dtype), like.device)
 
 
 # -- low rank ------------------------------------------------------------------------------------

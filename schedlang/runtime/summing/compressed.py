@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from schedlang.runtime.collectives.collective import Group, all_gather, all_reduce
+from schedlang.runtime.device import sent
 from schedlang.runtime.summing.codecs import (
     Coded,
     drawn,
@@ -79,7 +80,7 @@ class Compressor:
         """Replace each gradient by the sum over the group; one that no rank has stays away."""
         held = [name for name in self.names if name in parameters]
         here = [local_gradient(parameters[n]) is not None for n in held]
-        flags = torch.tensor(here, dtype=torch.float64).to(self.group.device)
+        flags = sent(torch.tensor(here, dtype=torch.float64), self.group.device)
         counts = all_reduce(flags, self.group)
         # where this rank has all of them nobody has to wait for how many others have
         there = here if all(here) else counts.tolist()

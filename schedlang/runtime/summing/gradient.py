@@ -117,7 +117,7 @@ class Bucket:
                 there[place] = 0
         self.flat = torch.cat([*parts, there])
         if on_accelerator(device):
-            self.flat = self.flat.to(device)
+            self.flat = sent(self.flat, device) if on_host(self.flat) else self.flat
 
     def unpack(self) -> None:
         """Give every parameter its part of the sum.

@@ -12,7 +12,8 @@
 namespace simulated {
 namespace {
 
-struct Code { std::string file; bool torch, ours; };  // ours: of this package, never shown
+// ours: of this package, or of a mode through which the call of another goes; never shown
+struct Code { std::string file; bool torch, ours; };
 
 std::mutex& guard() {
   static auto* one = new std::mutex();
@@ -44,8 +45,11 @@ const Code& known_code(PyCodeObject* code) {  // under the interpreter's lock
   Py_INCREF(code);  // the address stays its own
   const char* file = PyUnicode_AsUTF8(code->co_filename);
   std::string path = file ? file : "?";
+  const char* name = PyUnicode_AsUTF8(code->co_name);
+  std::string called = name ? name : "";
   bool ours = path.find("/testing/accelerator/") != std::string::npos ||
-      path.find("/contextlib.py") != std::string::npos;
+      path.find("/contextlib.py") != std::string::npos ||
+      called == "__torch_function__" || called == "__torch_dispatch__";
   bool torch = path.find("/torch/") != std::string::npos;
   return all->emplace(code, Code{shortened(path, torch), torch, ours}).first->second;
 }
