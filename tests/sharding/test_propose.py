@@ -200,6 +200,49 @@ def squared(output: torch.Tensor, batch: object) -> torch.Tensor:
     return output.square().mean()
 
 
+class Linear(nn.Module):
+    """Called as torch's own, and none: its weight lies the other way round."""
+
+    def __init__(self, wide: int, out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(wide, out) / wide)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Embedding(Linear):
+    """One, too: of a code for each row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.one_hot(x, len(self.weight)).to(self.weight))
+
+
+class Namesakes(nn.Module):
+    """Modules of its own under torch's names, and a pair of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.read = nn.Embedding(12, 16), Embedding(12, 16)
+        self.lower = Linear(16, 8)
+        self.up, self.down, self.head = nn.Linear(8, 32), nn.Linear(32, 8), Linear(8, 12)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.lower(self.table(x) + self.read(x))
+        return F.cross_entropy(self.head(self.down(self.up(h).relu())), y)
+
+
+def test_namesakes(pool: Pool) -> None:
+    """Modules that are called as torch's are left as they are, and those of torch are split."""
+    model, made = Namesakes().double(), torch.Generator().manual_seed(0)
+    batch = {key: torch.randint(12, (8,), generator=made) for key in ("x", "y")}
+    found = propose(model, batch, {"dp": 2, "tp": 2})
+    text = found.text.partition("# replicated")[0]
+    assert "up     shard(col, over=tp)" in text and "table  shard(vocab, over=tp)" in text
+    assert not any(name in text for name in ("lower", "read", "head"))
+    proven(pool, planned(model, found.text), [batch])
+
+
 def test_nothing_to_split() -> None:
     """A model without two projections in a row is refused for a tensor axis, with the reasons."""
     with pytest.raises(Refusal, match=r"S212(.|\n)*`tp=1`"):
