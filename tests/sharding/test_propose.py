@@ -218,6 +218,33 @@ class Embedding(Linear):
         return super().forward(F.one_hot(x, len(self.weight)).to(self.weight))
 
 
+class Scaled(nn.Module):
+    """Parameters of one number: of the model, and of each of its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(2)
+        )
+        for block in self.blocks:
+            block.register_parameter("gain", nn.Parameter(torch.tensor(2.0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block.gain * block(x)
+        return (self.scale.exp() * x).square().mean()
+
+
+def test_parameters_of_one_number(pool: Pool) -> None:
+    """A temperature, as contrastive models have, is in nobody's way."""
+    model = Scaled().double()
+    batch = {"x": torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).double()}
+    found = propose(model, batch, {"dp": 2, "tp": 2})
+    assert "shard(col, over=tp)" in found.text
+    proven(pool, planned(model, found.text), [batch])
+
+
 class Namesakes(nn.Module):
     """Modules of its own under torch's names, and a pair of torch's."""
 
