@@ -17,6 +17,7 @@ from schedlang.passes.shrinking.blocks import fewest
 from schedlang.plan import Plan
 from schedlang.printer import fmt
 from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.recording.units import units_of
 from schedlang.schedule import Schedule
 from schedlang.source import Source
 from schedlang.syntax import parse
@@ -216,6 +217,35 @@ class Embedding(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(F.one_hot(x, len(self.weight)).to(self.weight))
+
+
+class Judged(nn.Module):
+    """A generator, and a discriminator that judges what it makes and what there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.make = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 4))
+        self.judge = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, z: Tensor, real: Tensor) -> Tensor:
+        made = self.make(z)
+        return (self.judge(real) - self.judge(made)).sigmoid().mean() + made.square().mean()
+
+
+def test_a_list_that_is_walked_twice(pool: Pool) -> None:
+    """It stays whole in a stage, and the other list is cut; nothing else to cut is refused."""
+    model, made = Judged().double(), torch.Generator().manual_seed(0)
+    batch = {key: torch.randn(8, 4, generator=made).double() for key in ("z", "real")}
+    found = propose(model, batch, {"pp": 2})
+    assert "make.2  pipeline_split(over=pp)" in found.text
+    proven(pool, planned(model, found.text), [batch])
+    with pytest.raises(Refusal, match="S601.*`judge.0` is called 2 times"):
+        units_of(model, batch, ["judge.2"])
+    alone = Judged().double()
+    alone.make = nn.Sequential(nn.Linear(4, 4)).double()
+    with pytest.raises(Refusal, match="S212") as caught:
+        propose(alone, batch, {"pp": 2})
+    assert "`judge.0` is called 2 times" in caught.value.diagnostic.notes[0]
 
 
 class Scaled(nn.Module):
