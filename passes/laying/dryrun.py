@@ -114,8 +114,10 @@ def _telling(loss: Loss) -> Loss:
 
 
 def _for_values(error: Exception) -> bool:
-    """Was a tensor without values asked for them?"""
-    return isinstance(error, NotImplementedError) or "on meta tensors" in str(error)
+    """Was a tensor without values asked for them, as by a function that wants it on the host?"""
+    text = str(error)
+    wanted = "on meta tensors" in text or "CPU" in text and "but got" in text and " meta " in text
+    return isinstance(error, NotImplementedError) or wanted
 
 
 def left_over(model: nn.Module, batch: Mapping[str, Any]) -> list[str]:
@@ -130,15 +132,15 @@ def rejected(error: Exception, others: Sequence[str] = ()) -> Refusal:
 
     `others`: keys of the batch that it was not given, of which one may be misspelled.
     """
-    if _for_values(error):
-        from schedlang.runtime.recording.calls import asks_for_values
+    from schedlang.runtime.recording.calls import asks_for_values, line_of
 
+    if _for_values(error):
         return asks_for_values(error)
-    text = f"{type(error).__name__}: {error}".split("\n")[0]
+    text, line = f"{type(error).__name__}: {error}".split("\n")[0], line_of(error)
     return Refusal(
         Diagnostic(
             "S604", "the model rejects this batch",
-            notes=(f"on the meta device it raised `{text}`",
+            notes=(f"on the meta device it raised `{text}`{line and f', at {line}'}",
                    *(f"its forward does not take `{key}` of the batch" for key in others)),
             helps=("let `batch(seed)` return the keyword arguments of the model's forward",),
         )

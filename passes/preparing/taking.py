@@ -146,7 +146,7 @@ def check_rows(plan: Plan, sample: Mapping[str, Any]) -> None:
             "S670", f"the batch cannot be split by rows: `{found.key}` holds indices of rows",
             Label(row.span) if row is not None and row.span is not None else Label(),
             notes=(f"it holds the index {found.largest}, but a part has {found.size} rows:"
-                   f" `{found.call}` would fail",),
+                   f" `{found.call}`{found.line and f', at {found.line},'} would fail",),
             helps=("do not split the batch: 1 rank on the axes of `zero`, and 1 microbatch",
                    "or let dim 0 of every tensor be samples: graphs padded to one size,"
                    " or one graph for all, `x` of [samples, nodes, features]",

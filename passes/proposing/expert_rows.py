@@ -33,8 +33,8 @@ def _experts(blocks: Blocks) -> list[str]:
     for name, group in blocks.named.items():
         shapes = [fact.shape for fact in blocks.facts.sites[group[0]].parameters.values()]
         deep = [shape for shape in shapes if len(shape) == 3]
-        counts = {shape[0] for shape in shapes}
-        if "*" in name and len(deep) > 1 and len(counts) == 1 and counts.pop() > 1:
+        counts = {shape[:1] for shape in shapes}  # () of one number, a temperature
+        if "*" in name and len(deep) > 1 and len(counts) == 1 and counts.pop() > (1,):
             found.append(name)
     return found
 

@@ -234,12 +234,12 @@ def _cut_between(asked: Asked, axis: str, stages: int) -> Row:
     Raises Refusal S212 where there are fewer than stages, or the cut itself is refused.
     """
     from schedlang.passes.cutting.stages import Unit, balanced
-    from schedlang.runtime.recording.units import units_of
+    from schedlang.runtime.recording.units import startable
 
     facts = asked.blocks.facts
     title = f"this model has no list of blocks, and cannot be cut over `{axis}` between its modules"
     try:
-        names = list(dict.fromkeys(units_of(facts.model, asked.trial.sample)))
+        names = list(dict.fromkeys(startable(facts.model, asked.trial.sample)))
         stage_of = balanced([Unit(name, facts.numel(name)) for name in names], stages)
         starts = {stage: name for name, stage in zip(reversed(names), reversed(stage_of)) if stage}
         row = Row(tuple(starts[stage] for stage in sorted(starts)), f"pipeline_split(over={axis})")

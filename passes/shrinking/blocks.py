@@ -24,8 +24,8 @@ LEAST = 2  # projections in a block
 def leaf_kind(site: Site) -> str:
     """One of LEAVES, whose weights have dims with names; else nothing."""
     weight = site.parameters.get("weight")
-    if weight is None or len(weight.shape) != 2:
-        return ""
+    if weight is None or len(weight.shape) != 2 or "weight" not in site.dims:
+        return ""  # another class of that name may lay its weight otherwise
     return next((kind for kind in LEAVES if site.is_a(kind)), "")
 
 

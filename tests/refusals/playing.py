@@ -19,7 +19,8 @@ from schedlang.code_example import MODEL, Example, model
 from schedlang.diagnostic import Refusal
 
 HERE = "/net"  # what a page calls the folder
-TIMES = re.compile(r"^(planned|written) in .*\n", re.MULTILINE)
+# what took how long, and on a busy machine how far it has come
+TIMES = re.compile(r"^((planned|written) in .*| +[\d.]+ s  .*\.\.\.)\n", re.MULTILINE)
 
 
 @contextmanager

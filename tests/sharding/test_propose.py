@@ -17,6 +17,7 @@ from schedlang.passes.shrinking.blocks import fewest
 from schedlang.plan import Plan
 from schedlang.printer import fmt
 from schedlang.runtime.launching.launch import Pool
+from schedlang.runtime.recording.units import units_of
 from schedlang.schedule import Schedule
 from schedlang.source import Source
 from schedlang.syntax import parse
@@ -198,6 +199,105 @@ def test_two_axes_of_one_kind() -> None:
 def squared(output: torch.Tensor, batch: object) -> torch.Tensor:
     """A loss of any output."""
     return output.square().mean()
+
+
+class Linear(nn.Module):
+    """Called as torch's own, and none: its weight lies the other way round."""
+
+    def __init__(self, wide: int, out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(wide, out) / wide)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Embedding(Linear):
+    """One, too: of a code for each row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.one_hot(x, len(self.weight)).to(self.weight))
+
+
+class Judged(nn.Module):
+    """A generator, and a discriminator that judges what it makes and what there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.make = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 4))
+        self.judge = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, z: Tensor, real: Tensor) -> Tensor:
+        made = self.make(z)
+        return (self.judge(real) - self.judge(made)).sigmoid().mean() + made.square().mean()
+
+
+def test_a_list_that_is_walked_twice(pool: Pool) -> None:
+    """It stays whole in a stage, and the other list is cut; nothing else to cut is refused."""
+    model, made = Judged().double(), torch.Generator().manual_seed(0)
+    batch = {key: torch.randn(8, 4, generator=made).double() for key in ("z", "real")}
+    found = propose(model, batch, {"pp": 2})
+    assert "make.2  pipeline_split(over=pp)" in found.text
+    proven(pool, planned(model, found.text), [batch])
+    with pytest.raises(Refusal, match="S601.*`judge.0` is called 2 times"):
+        units_of(model, batch, ["judge.2"])
+    alone = Judged().double()
+    alone.make = nn.Sequential(nn.Linear(4, 4)).double()
+    with pytest.raises(Refusal, match="S212") as caught:
+        propose(alone, batch, {"pp": 2})
+    assert "`judge.0` is called 2 times" in caught.value.diagnostic.notes[0]
+
+
+class Scaled(nn.Module):
+    """Parameters of one number: of the model, and of each of its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(2)
+        )
+        for block in self.blocks:
+            block.register_parameter("gain", nn.Parameter(torch.tensor(2.0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block.gain * block(x)
+        return (self.scale.exp() * x).square().mean()
+
+
+def test_parameters_of_one_number(pool: Pool) -> None:
+    """A temperature, as contrastive models have, is in nobody's way."""
+    model = Scaled().double()
+    batch = {"x": torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).double()}
+    found = propose(model, batch, {"dp": 2, "tp": 2})
+    assert "shard(col, over=tp)" in found.text
+    proven(pool, planned(model, found.text), [batch])
+
+
+class Namesakes(nn.Module):
+    """Modules of its own under torch's names, and a pair of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.read = nn.Embedding(12, 16), Embedding(12, 16)
+        self.lower = Linear(16, 8)
+        self.up, self.down, self.head = nn.Linear(8, 32), nn.Linear(32, 8), Linear(8, 12)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.lower(self.table(x) + self.read(x))
+        return F.cross_entropy(self.head(self.down(self.up(h).relu())), y)
+
+
+def test_namesakes(pool: Pool) -> None:
+    """Modules that are called as torch's are left as they are, and those of torch are split."""
+    model, made = Namesakes().double(), torch.Generator().manual_seed(0)
+    batch = {key: torch.randint(12, (8,), generator=made) for key in ("x", "y")}
+    found = propose(model, batch, {"dp": 2, "tp": 2})
+    text = found.text.partition("# replicated")[0]
+    assert "up     shard(col, over=tp)" in text and "table  shard(vocab, over=tp)" in text
+    assert not any(name in text for name in ("lower", "read", "head"))
+    proven(pool, planned(model, found.text), [batch])
 
 
 def test_nothing_to_split() -> None:

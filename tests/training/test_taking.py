@@ -162,3 +162,35 @@ def test_the_lines_to_paste(model: nn.Module, line: str) -> None:
     made: dict[str, Any] = {"torch": torch}
     exec("\n".join(text[6:] for text in said.splitlines()[1:]), made)
     prepare(planned(model, ROWS["dp=2"], "dp=2"), batch, made["loss"])
+
+
+class Packed(nn.Module):
+    """Packs its sequences, for which torch wants their lengths on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.GRU(4, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(
+            x, lengths.cpu(), batch_first=True, enforce_sorted=False
+        )
+        return self.out(self.rnn(packed)[1][0]).square().mean()
+
+
+@pytest.mark.parametrize(
+    "model, batch, told",
+    [
+        (Packed(), {"x": torch.rand(4, 3, 4), "lengths": torch.tensor([3, 1, 2, 3])},
+         r"S612.*`test_taking.py:\d+` reads the value of a tensor"),
+        (Packed(), {"x": torch.rand(4, 3, 4), "lengths": [3, 1]},
+         r"S604.*\n.*it raised `.*`, at test_taking.py:\d+"),
+    ],
+    ids=["lengths", "too few"],
+)  # fmt: skip
+def test_the_line_at_which_a_model_cannot_be_followed(
+    model: nn.Module, batch: dict[str, Any], told: str
+) -> None:
+    """What asks for values is no wrong batch; either way the model's line is said."""
+    with pytest.raises(Refusal, match=told):
+        propose(model, batch, {"dp": 2})

@@ -23,6 +23,7 @@ from schedlang.diagnostic import Refusal
 from schedlang.runtime.given import called
 from schedlang.runtime.recording.constants import Literals, OnMeta
 from schedlang.runtime.recording.graph import refusal
+from schedlang.runtime.recording.lines import KNOWN
 from schedlang.runtime.recording.meta import hollow_batch, hollow_model
 
 TORCH = os.path.join("torch", "nn", "modules", "")
@@ -98,14 +99,13 @@ def calls_of(model: nn.Module, kwargs: Mapping[str, Any], meta: bool) -> Calls:
 def asks_for_values(error: Exception) -> Refusal:
     """The refusal of a model that reads values of tensors which, without data, have none."""
     reason = "reads the value of a tensor while it is recorded without data"
-    return refusal("S612", _inner(error), reason, note=str(error).split("\n")[0])
+    return refusal("S612", line_of(error), reason, note=str(error).split("\n")[0])
 
 
-def _inner(error: BaseException) -> str:
-    """File and line of the model's own code that an error came out of."""
+def line_of(error: BaseException) -> str:
+    """File and line of the model's own code that an error came out of; "" if it has none."""
     frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
-    own = [f for f in frames if f"{os.sep}torch{os.sep}" not in f[0] and f[0] != __file__]
-    own = [f for f in own if not f[0].startswith(str(Path(__file__).parent.parent))]
+    own = [f for f in frames if not os.path.realpath(f[0]).startswith(KNOWN)]
     return f"{Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
 
 

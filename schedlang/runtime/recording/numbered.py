@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from schedlang.runtime.given import called
 from schedlang.runtime.recording.constants import on_meta
+from schedlang.runtime.recording.lines import model_line
 from schedlang.runtime.recording.meta import hollow_batch, hollow_model
 from schedlang.runtime.recording.torch_calls import name_of, tensors_in
 
@@ -25,10 +26,15 @@ INDEXED = {"index_select", "gather", "scatter", "scatter_", "scatter_add", "scat
 
 @dataclass(frozen=True)
 class Named:
-    """A tensor of the batch that names rows, the call that found none of them, and how many are."""
+    """A tensor of the batch that names rows, and where that shows.
+
+    call, line  what of torch finds none of them, and the model's line that calls it
+    size        how many rows it finds
+    """
 
     key: str
     call: str
+    line: str
     largest: int
     size: int
 
@@ -90,4 +96,4 @@ class _Following(TorchFunctionMode):
             if any(not isinstance(i, (Tensor, slice)) for i in index):
                 return
         if source.ndim and largest >= source.shape[dim]:
-            self.found = Named(key, name, largest, source.shape[dim])
+            self.found = Named(key, name, model_line(), largest, source.shape[dim])

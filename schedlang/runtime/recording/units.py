@@ -85,8 +85,9 @@ def units_of(
     children where there is neither. Elements that this forward does not call are left out. A module
     called several times is several units, and stands here as often, where `unrolled` says so (then
     it must be called as often as said) or where calls lie in different gaps of the trunk, one in
-    each. Any other outside the trunk is left to the code between units; in the trunk it is refused
-    (S601). `kwargs` are the model's arguments; with `meta` the forward runs on a copy on the meta
+    each. Any other outside the trunk is left to the code between units, and so are lists that are
+    walked again where modules `at` of other lists are named; in the trunk it is refused (S601).
+    `kwargs` are the model's arguments; with `meta` the forward runs on a copy on the meta
     device, else on the model itself; it does not run where its `calls` are known.
     """
     at = [_first(model, name) for name in at]
@@ -94,6 +95,8 @@ def units_of(
     calls = calls or calls_of(model, kwargs, meta)
     named = dict(model.named_modules())
     trunk = elements_of(model, calls.counts, trunks, unrolled)
+    if at and not trunks:
+        trunk = _walked_once(trunk, calls, (*at, *unrolled))
     check_calls(unrolled, calls.counts)
     cut = {*trunk, *at, *unrolled}
     units = _outermost(named, calls, cut)
@@ -108,6 +111,32 @@ def units_of(
             raise refusal("S601", name, why)
     gapped = _one_in_each_gap(units, cut)
     return tuple(n for n in units if calls.counts[n] == 1 or n in unrolled or n in gapped)
+
+
+def startable(model: nn.Module, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """The units between which a model may be cut where nobody says where.
+
+    Where some lists are walked again and others are not, those of the others: a discriminator that
+    judges two images stays whole behind the generator that is cut.
+    """
+    calls = calls_of(model, kwargs, True)
+    trunk = elements_of(model, calls.counts)
+    named, once = dict(model.named_modules()), _walked_once(trunk, calls)
+    if once == trunk:
+        return units_of(model, kwargs, calls=calls)
+    at = [n for n in calls.order if n in once and next(named[n].parameters(), None) is not None]
+    return units_of(model, kwargs, at, calls=calls)
+
+
+def _walked_once(trunk: Set[str], calls: Calls, kept: Sequence[str] = ()) -> set[str]:
+    """The elements of a trunk less those of lists that are walked again and have none of `kept`."""
+
+    def holder(name: str) -> str:
+        return name.rpartition(".")[0]
+
+    again = {holder(name) for name in trunk if calls.counts[name] > 1}
+    inside = {name for name in again for one in kept if one.startswith(f"{name}." if name else "")}
+    return {name for name in trunk if holder(name) not in again - inside}
 
 
 def _outermost(named: Mapping[str, nn.Module], calls: Calls, cut: Set[str]) -> list[str]:

@@ -13,6 +13,7 @@ import os
 import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.utils.serialization import config
 
-from schedlang.runtime.saving.checksum import NEAR, Checksum, checksum
+from schedlang.runtime.saving.checksum import Checksum, checksum
 from schedlang.runtime.saving.holding import Block
 from schedlang.runtime.saving.index import (
     DCPS,
@@ -49,6 +50,7 @@ from schedlang.runtime.storage.folder import sync
 
 Path_ = tuple[str, ...]
 HEAD = 64  # bytes before the first box of a file: the id of the save
+BESIDE = 1 << 20  # bytes from which on it pays to compute their checksum on another thread
 _DCP_VERSION = "1.0.0"
 
 
@@ -111,16 +113,21 @@ def write(
     """
     name, done = f"__{rank}_0.distcp", _Written({}, {}, {})
     fewer = config.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]
-    with plain_torch(), fewer, (folder / name).open("xb", buffering=0) as file:
+    with (
+        plain_torch(),
+        fewer,
+        ThreadPoolExecutor(1, "schedlang-checksum") as beside,
+        (folder / name).open("xb", buffering=0) as file,
+    ):
         file.write(_head(id_, name))
         for key, path, value in ((".".join(path), path, value) for path, value in values.items()):
-            done.values[key] = _item(file, name, value)
+            done.values[key] = _item(file, beside, name, value)
             done.paths[key] = path
         for tensor in (tensor for tensor in tensors if tensor.speaks):
             boxes = []
             for box in tensor.boxes:
                 part = _packed(box.of_local(tensor.local))
-                boxes.append(Stored(box.whole, box.size, _item(file, name, part)))
+                boxes.append(Stored(box.whole, box.size, _item(file, beside, name, part)))
             if boxes:
                 kind = str(tensor.local.dtype).removeprefix("torch.")
                 done.tensors[tensor.key] = Entry(tensor.shape, kind, tuple(boxes))
@@ -164,9 +171,9 @@ def _packed(part: Tensor) -> Tensor:
     return part if alone else part.clone()
 
 
-def _item(file: IO[bytes], name: str, value: Any) -> Place:
+def _item(file: IO[bytes], beside: Executor, name: str, value: Any) -> Place:
     """One box or value, as `torch.save` writes it; the checksum stands in for torch's own."""
-    at, seen = file.tell(), _Checked(file)
+    at, seen = file.tell(), _Checked(file, beside)
     try:
         torch.save(value, seen)  # type: ignore[arg-type]
     except Exception:
@@ -180,22 +187,26 @@ def _item(file: IO[bytes], name: str, value: Any) -> Place:
 class _Checked:
     """A file, and the checksum of what is written into it."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.sum = file, Checksum()
+    def __init__(self, file: IO[bytes], beside: Executor) -> None:
+        self.file, self.beside, self.sum = file, beside, Checksum()
         self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write all of it; each piece is summed when it is about to be copied anyhow."""
-        view = memoryview(data).cast("B")
+        """Write all of it, and meanwhile compute its checksum on another thread."""
+        rest = view = memoryview(data).cast("B")
+        if small := len(view) < BESIDE:
+            self.sum.add(view)
+        else:
+            summed = self.beside.submit(self.sum.add, view)
         try:
-            for start in range(0, len(view), NEAR):
-                rest = view[start : start + NEAR]
-                self.sum.add(rest)
-                while len(rest):
-                    rest = rest[self.file.write(rest) :]
+            while len(rest):
+                rest = rest[self.file.write(rest) :]
         except OSError as error:
             self.failure = self.failure or error
             raise
+        finally:
+            if not small:  # the memory is ours only until this returns
+                summed.result()
         return len(view)
 
     def flush(self) -> None:
