@@ -28,8 +28,8 @@ def undecided(
     if not bad or working is None:
         return list(rows), []
     first = [told[0]]
-    right = _chosen(case, first, wide=True)
-    plain = _chosen(working, [replace(told[0], batches=working.batches)], wide=False)
+    right = chosen(case, first, wide=True)
+    plain = chosen(working, [replace(told[0], batches=working.batches)], wide=False)
     words = [*tipped(right, plain), *tipped(right, program.choices)]
     if not words:
         return list(rows), []
@@ -40,12 +40,12 @@ def undecided(
 def tipped(right: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> list[str]:
     """By site and operator, how many of the choices that can be compared are others."""
     counts: dict[tuple[str, str], list[int]] = {}
-    for key, chosen in right.items():
+    for key, wanted in right.items():
         found = other.get(key)
-        if found is not None and found.shape == chosen.shape:
+        if found is not None and found.shape == wanted.shape:
             count = counts.setdefault((key[1], key[2]), [0, 0])
-            count[0] += int((found != chosen).sum())
-            count[1] += chosen.numel()
+            count[0] += int((found != wanted).sum())
+            count[1] += wanted.numel()
     return [
         f"{wrong} of {many} choices of `{name}` in `{site or 'the model'}` fall otherwise"
         for (site, name), (wrong, many) in counts.items()
@@ -53,7 +53,7 @@ def tipped(right: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> list[str
     ]
 
 
-def _chosen(case: Case, told: Iterable[Condition], *, wide: bool) -> Mapping[Any, Tensor]:
+def chosen(case: Case, told: Iterable[Condition], *, wide: bool) -> Mapping[Any, Tensor]:
     """What the original chooses, in float64 or in its working dtype."""
     from schedlang.runtime.modes import ambient
     from schedlang.runtime.routing.choices import Choices

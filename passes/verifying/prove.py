@@ -217,7 +217,10 @@ def _compared(
     exact = not given_up(case.plan) and not case.parted
     rows = [*compare(expected, actual, exact=exact)]
     rows += archive_rows(told[saved(told)].name, archive, actual)
-    return rows if working is None else rows + working_rows(case, working, told, expected, rounded)
+    if working is None:
+        return rows
+    wrong = any(not row.ok for row in rows)
+    return rows + working_rows(case, working, told, expected, rounded, wrong=wrong)
 
 
 def _named(actual: Observation, expected: Observation) -> Observation:
