@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from schedlang.passes.proving.compare import is_left_out
+from schedlang.passes.proving.compare import is_left_out, unhidden
 from schedlang.passes.proving.luck import CHANCE, bound
 from schedlang.passes.proving.observe import Key, Observation
 from schedlang.report import Row
@@ -38,6 +38,7 @@ _TIMES = {
 # a single number: its error may vanish by luck, so it has a gate by its own size, in roundings
 _SCALARS = {"loss": 16.0, "gradient norm": 16.0}
 IN_DTYPE = " in working dtype"
+OVERFLOWS = "the original itself is not finite"
 
 
 def within_rounding(
@@ -79,6 +80,10 @@ def _rows(
         kind, gate = key.kind + IN_DTYPE, rtol.get(key.kind, 1.0)
         if x is None or s is None or x.shape != r.shape:
             yield Row(key.condition, kind, key.name, float("inf"), gate, False, key.step, "missing")
+            continue
+        r, s, x = unhidden(key, r, s, x)
+        if not low and bool((r.isfinite() & ~s.isfinite()).any()):
+            yield Row(key.condition, kind, key.name, math.nan, gate, False, key.step, OVERFLOWS)
             continue
         if key.kind in rtol:
             error, note = _relative(x, r), "the bound of the schedule"
@@ -140,7 +145,7 @@ def _errors(exact: Observation, seen: Observation, keys: Sequence[Key]) -> Tenso
         r, v = (_value(one, key) for one in (exact, seen))
         if r is None or v is None or v.shape != r.shape:
             return None
-        r, v = r.double(), v.double()
+        r, v = unhidden(key, r.double(), v.double())
         same = (v == r) & r.isinf()
         v, r = (torch.where(same, 0, t) for t in (v, r))
         size = float(r.abs()) or 1.0 if key.kind in _SCALARS else 1.0

@@ -21,6 +21,7 @@ from schedlang.passes.proving.changed import changed_rows
 from schedlang.passes.proving.coverage import apart
 from schedlang.passes.proving.curves import curve_rows
 from schedlang.passes.proving.exact import IN_ORACLE, baseline, exact_rows, given_up
+from schedlang.passes.proving.finite import check_original, check_trained
 from schedlang.passes.proving.flips import undecided
 from schedlang.passes.proving.observe import NATIVE, Condition, Key, Observation
 from schedlang.passes.proving.runs import Runs, check_parts, runs
@@ -77,6 +78,7 @@ def prove(
     held = bounds(meant, whole, case.loss, case.weight)
     case = replace(case, meant=None)
     case = prepared(_lengthened(case, wanted.steps))
+    check_trained(case)
     working, case = as_worked(case), widened(case)
     fewer = () if working is None else gained(working.plan, working.batches[0])
     progress("the original")
@@ -85,6 +87,7 @@ def prove(
     ran = runs(case, wanted.evaluate)
     told = ran.told
     expected, drawn = original(case, told)
+    check_original(case, told, expected)
     try:
         seen = _ranks(case, working, told, pool, progress)
     except Refusal as refusal:
