@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 _SHOWN = 3  # names in a message
 _TRAIN = "train at least one parameter: `requires_grad_(True)`"
+_UNBOUND = (
+    "a derivative without bound, as that of `sqrt` at 0 behind a `where`: replace what goes into "
+    "it, not what comes out"
+)
 
 
 def check_original(case: Case, told: Sequence[Condition], seen: Observation) -> None:
@@ -65,15 +69,13 @@ def check_batch(case: Case, place: int) -> None:
     if math.isfinite(look.loss):
         title = "the original's gradients are not finite"
         cause = f"the loss is {look.loss:.4g}, and the gradient of {_names(lost)} is not finite"
-        helps = ("a derivative without bound, as that of `sqrt` at 0 behind a `where`: replace what "
-                 "goes into it, not what comes out",)  # fmt: skip
+        helps = [_UNBOUND]
     else:
         title = f"the original's loss is {look.loss}"
-        cause, *helps_ = _cause(case, batch, look)
-        helps = tuple(helps_)
+        cause, *helps = _cause(case, batch, look)
     which = f"batch {place + 1} of {len(case.batches)}" if len(case.batches) > 1 else "the batch"
     said = f"on {which}, in float64, in one process, without the schedule"
-    raise Refusal(Diagnostic("S707", title, notes=(cause, said), helps=helps))
+    raise Refusal(Diagnostic("S707", title, notes=(cause, said), helps=tuple(helps)))
 
 
 @dataclass

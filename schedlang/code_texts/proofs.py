@@ -18,8 +18,8 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S705": ("no row on these lines", "`--only 11,14-17` names lines of the schedule file."),
     "S707": (
         "the original's loss is not finite",
-        "NaN or inf without any schedule: what is compared with it could be anything.  The message\n"
-        "names the batch and where it arises: in the batch, its labels, a module, or the loss.",
+        "NaN or inf without any schedule: what is compared with it could be anything.  Where it\n"
+        "arises is named: in the batch, its labels, a module, the loss, a gradient, or a step.",
     ),
     "S708": (
         "a buffer depends on how the batch is split",
