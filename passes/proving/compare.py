@@ -3,14 +3,15 @@
 Two tensors are equal if |x - r| <= rtol |r| + 1e-12 s, with s the largest norm among the original's
 tensors of the same kind: a gradient that is zero but for rounding has no relative error. The same
 with the largest element in place of the norm, a hundred times wider: one wrong element among
-millions moves no norm. Nothing compares equal to NaN, but for outputs that are NaN on both sides:
-what a mask hides need be no number.
+millions moves no norm. Nothing compares equal to NaN, but for places of outputs that are NaN
+on both sides: what a mask hides need be no number.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING
 
 from schedlang.passes.proving.observe import HIDDEN, Batch, Key, Observation
@@ -152,13 +153,14 @@ def _difference(
 
 
 def unhidden(key: Key, *values: Tensor) -> tuple[Tensor, ...]:
-    """Outputs with 0 where all of them are NaN; other tensors as they are."""
+    """Outputs with 0 where all of them are NaN, but not everywhere; others as they are."""
     import torch
 
     if key.kind not in OUTPUTS or not all(v.is_floating_point() for v in values):
         return values
-    hidden = torch.stack([v.isnan() for v in values]).all(0)
-    return tuple(torch.where(hidden, 0, v) for v in values) if bool(hidden.any()) else values
+    hidden = reduce(torch.logical_and, (v.isnan() for v in values))
+    some = bool(hidden.any()) and not bool(hidden.all())
+    return tuple(torch.where(hidden, 0, v) for v in values) if some else values
 
 
 def _count(x: Tensor, r: Tensor) -> float:

@@ -45,8 +45,8 @@ def check_original(case: Case, told: Sequence[Condition], seen: Observation) -> 
             )  # fmt: skip
 
 
-def check_trained(case: Case) -> None:
-    """Refuse a model that no step changes (S710)."""
+def check_trained(case: Case) -> Case:
+    """The case; refuse a model that no step changes (S710)."""
     parameters = list(case.plan.model.model.parameters())
     if not any(p.requires_grad for p in parameters):
         raise Refusal(
@@ -57,6 +57,7 @@ def check_trained(case: Case) -> None:
                 helps=(_TRAIN,),
             )
         )  # fmt: skip
+    return case
 
 
 def check_batch(case: Case, place: int) -> None:
