@@ -112,29 +112,33 @@ def _drawn_again(
             return rows
     first = plain if parts is None else parts
     unit = low / 2 or unit_of(plain)
-    draws = [first, *(_plain(_nudged(working, unit, k), told) for k in range(DRAWS))]
+    draws = [first, *(_plain(nudged(working, unit, k), told) for k in range(DRAWS))]
     draws = [one for one in draws if not tipped(right, one.choices)]
     return list(_rows(working, told, exact, program, plain, parts, draws))
 
 
-def _nudged(case: Case, unit: float, draw: int) -> Case:
-    """The case with every weight and float input off by at most one rounding."""
+def nudged(case: Case, unit: float, draw: int) -> Case:
+    """The case with every weight and float input off by at most one rounding.
+
+    Whole numbers stay: no dtype rounds them, and of a mask of 0 and 1 other ones make no mask.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(case.seed * DRAWS + draw)
 
-    def nudged(value: Tensor) -> Tensor:
+    def near(value: Tensor) -> Tensor:
         noise = 2 * torch.rand(value.shape, generator=generator, dtype=torch.float64) - 1
-        return (value.double().cpu() * (1 + unit * noise)).to(value)
+        wide = value.detach().double().cpu()
+        return torch.where(wide == wide.round(), wide, wide * (1 + unit * noise)).to(value)
 
     module = copy.deepcopy(case.plan.model.base.model)
     with torch.no_grad():
         for p in module.parameters():
             if p.is_floating_point():
-                p.copy_(nudged(p))
+                p.copy_(near(p))
     batches = tuple(
         {
-            k: nudged(v) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+            k: near(v) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
             for k, v in batch.items()
         }
         for batch in case.batches

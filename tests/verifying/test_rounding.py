@@ -13,6 +13,7 @@ from schedlang.passes.proving.flips import tipped
 from schedlang.passes.proving.observe import Key, Observation, conditions, observe
 from schedlang.passes.proving.original import Sequential
 from schedlang.passes.proving.rounding import within_rounding
+from schedlang.passes.proving.worked import nudged
 from schedlang.passes.verifying.prove import Case, prove
 from schedlang.report import Report
 from schedlang.runtime.float64 import Float64, as_float64, widened
@@ -245,6 +246,21 @@ def test_where_the_larger_of_two_counts() -> None:
     assert row.error == pytest.approx(1.75, rel=1e-3)
     (row,) = within_rounding(exact, plain, program, low=2**-8, parts=parts)
     assert row.error == pytest.approx(0.875, rel=1e-3)
+
+
+def test_values_that_differ_by_a_rounding() -> None:
+    """Weights and float inputs are off by at most one; a mask of 0 and 1 stays one."""
+    batch = {"x": torch.rand(4, 4), "mask": torch.tensor([[0.0, 1.0], [1.0, -torch.inf]])}
+    case = Case(planned(Mean(), "", ""), (batch,))
+    near = [nudged(case, 2**-8, draw) for draw in range(2)]
+    for one in near:
+        assert torch.equal(one.batches[0]["mask"], batch["mask"])
+        module = one.plan.model.base.model
+        pairs = [(one.batches[0]["x"], batch["x"]), *zip(module.parameters(), Mean().parameters())]
+        for value, plain in pairs:
+            off = ((value - plain) / plain).detach().abs()
+            assert 0 < float(off.max()) <= 2**-8 * 1.001
+    assert not torch.equal(near[0].batches[0]["x"], near[1].batches[0]["x"])
 
 
 class Mean(nn.Module):
