@@ -127,6 +127,28 @@ def test_a_program_is_built_all_the_same() -> None:
     assert first == second and first == first
 
 
+def test_a_program_that_only_evaluates_is_built() -> None:
+    """Of a model of which nothing is trained `build` asks for no gradient."""
+    given = {"x": torch.ones(6, 4), "y": torch.zeros(6, dtype=torch.long)}
+
+    def evaluated() -> Tensor:
+        program = build(planned(Frozen(), *DP), given)
+        return torch.as_tensor(program.eval_step(given)["out"])
+
+    one, other = Threads().run(evaluated, 2)
+    assert torch.equal(one, other) and torch.equal(one, Frozen()(**given)["out"])
+
+
+class Frozen(Net):
+    """Nothing of it, nor of its inputs, asks for a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__("frozen")
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return super().forward(x.detach(), y)
+
+
 # -- what is legal ---------------------------------------------------------------------------------
 
 
