@@ -3,13 +3,15 @@
 Two tensors are equal if |x - r| <= rtol |r| + 1e-12 s, with s the largest norm among the original's
 tensors of the same kind: a gradient that is zero but for rounding has no relative error. The same
 with the largest element in place of the norm, a hundred times wider: one wrong element among
-millions moves no norm. Nothing compares equal to NaN.
+millions moves no norm. Nothing compares equal to NaN, but for places of outputs that are NaN
+on both sides: what a mask hides need be no number.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING
 
 from schedlang.passes.proving.observe import HIDDEN, Batch, Key, Observation
@@ -144,9 +146,21 @@ def _difference(
     if x.shape != r.shape or x.dtype != r.dtype:
         note = f"{x.dtype} {tuple(x.shape)} instead of {r.dtype} {tuple(r.shape)}"
         return math.inf, False, note
+    x, r = unhidden(key, x, r)
     if exact or not (r.is_floating_point() or r.is_complex()):
         return _count(x, r), torch.equal(x, r), "" if torch.equal(x, r) else "not equal bit by bit"
     return _close(x, r, *scales.get(key[:3], (0.0, 0.0)), rtol)
+
+
+def unhidden(key: Key, *values: Tensor) -> tuple[Tensor, ...]:
+    """Outputs with 0 where all of them are NaN, but not everywhere; others as they are."""
+    import torch
+
+    if key.kind not in OUTPUTS or not all(v.is_floating_point() for v in values):
+        return values
+    hidden = reduce(torch.logical_and, (v.isnan() for v in values))
+    some = bool(hidden.any()) and not bool(hidden.all())
+    return tuple(torch.where(hidden, 0, v) for v in values) if some else values
 
 
 def _count(x: Tensor, r: Tensor) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.proving.chance import draws_in_words, generators, repeated
 from schedlang.passes.proving.observe import Batch, Loss, MakeOptimizer
 
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from schedlang.runtime.drawing.random import LogicalDropout
+
+_UNTRAINED = Diagnostic(
+    "S710", "the original's loss has no gradient",
+    notes=("no parameter that requires a gradient leads to it, or it is detached on the way",),
+    helps=("return the loss as it is computed: without `detach`, `item` or `no_grad`",),
+)  # fmt: skip
 
 
 class Sequential:
@@ -85,6 +92,8 @@ class Sequential:
         with entered(Scope(self._steps, 0, tuple(samples))), self._noting_order():
             self.output = called(self.module, given)
             loss = self.loss(self.output, given) * self.scale
+            if not loss.requires_grad:
+                raise Refusal(_UNTRAINED)
             loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -189,7 +198,6 @@ def loss_of(output: Any, batch: Batch) -> Tensor:
     """The loss that a model returns: its output if a single number, else what it calls `loss`."""
     from torch import Tensor
 
-    from schedlang.diagnostic import Refusal
     from schedlang.runtime.recording.lossless import no_loss
 
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)

@@ -4,10 +4,11 @@ With r the float64 result from the rounded weights, s the original's and x the p
 working dtype, two orders of the same sums: |x - r| <= k |s - r| + 4 u |r| per tensor, u the dtype's
 unit roundoff. What a fixed tolerance cannot know, the condition of a sum, is in |s - r|.
 
-Of a tensor of few numbers, a small bias whose rows cancel, one |s - r| may be small by luck. Other
-runs of the original are more draws of the same error, and the largest counts: by the parts that the
-program makes, whose sums are rounded one by one before they cancel; and from values that differ by
-one rounding, up to half of the k above, past which they have met something that is no rounding.
+Of a tensor whose elements err together, a small bias, one |s - r| may be small by luck. Other runs
+of the original are more draws of the same error: one by the parts that the program makes, whose
+sums are rounded one by one before they cancel (the larger of both counts), and several from values
+that differ by one rounding, which together tell how large an error may be by luck (`luck`). The
+program's may be twice that: it rounds parts of sums before it adds them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from schedlang.passes.proving.compare import is_left_out
+from schedlang.passes.proving.compare import is_left_out, unhidden
+from schedlang.passes.proving.luck import CHANCE, bound
 from schedlang.passes.proving.observe import Key, Observation
 from schedlang.report import Row
 
@@ -36,30 +38,34 @@ _TIMES = {
 # a single number: its error may vanish by luck, so it has a gate by its own size, in roundings
 _SCALARS = {"loss": 16.0, "gradient norm": 16.0}
 IN_DTYPE = " in working dtype"
+OVERFLOWS = "the original itself is not finite"
 
 
 def within_rounding(
     exact: Observation, original: Observation, program: Observation, *, times: float = 1.0,
     rtol: Mapping[str, float] | None = None, low: float = 0.0, parts: Observation | None = None,
-    nudged: Sequence[Observation] = (),
+    draws: Sequence[Observation] = (),
 ) -> tuple[Row, ...]:  # fmt: skip
     """Rows for outputs, loss, gradients, norm and parameter updates; an error of 1 is the gate.
 
     `exact` is the original in float64 started from the weights of the other two. `times` widens all
     gates. For kinds in `rtol` the schedule has given a bound of its own for the relative error.
     With `low`, the spacing of a low dtype at 1, that both computed in: an error is at most twice
-    the original's own under the same casts, or `low` times its size. Of its errors the largest
-    counts: of the run `original`, the one by `parts`, and those from values `nudged` by a rounding.
+    the original's own under the same casts, or `low` times its size. Of its errors the larger
+    counts: of the run `original`, and of the one by `parts`. What is above all that is held against
+    `draws`, runs of the original from values that differ by a rounding: in a right program some row
+    is above twice their bound with a chance of at most `CHANCE`.
     """
-    return tuple(_rows(exact, original, program, times, rtol or {}, low, parts, nudged))
+    return tuple(_rows(exact, original, program, times, rtol or {}, low, parts, draws))
 
 
 def _rows(
     exact: Observation, original: Observation, program: Observation, times: float,
     rtol: Mapping[str, float], low: float, parts: Observation | None,
-    nudged: Sequence[Observation],
+    draws: Sequence[Observation],
 ) -> Iterator[Row]:  # fmt: skip
-    unit = _unit(original)
+    unit = unit_of(original)
+    chance = CHANCE / max(1, len(exact.tensors))
     last = {key[:2]: key.step for key in exact.tensors}
     for key in exact.tensors:
         if key.kind in _SCALARS:
@@ -75,20 +81,25 @@ def _rows(
         if x is None or s is None or x.shape != r.shape:
             yield Row(key.condition, kind, key.name, float("inf"), gate, False, key.step, "missing")
             continue
+        r, s, x = unhidden(key, r, s, x)
+        if not low and bool((r.isfinite() & ~s.isfinite()).any()):
+            yield Row(key.condition, kind, key.name, math.nan, gate, False, key.step, OVERFLOWS)
+            continue
         if key.kind in rtol:
             error, note = _relative(x, r), "the bound of the schedule"
         elif low:
             own = _off([original, *([parts] if parts is not None else ())], key, r)
-            own = max(own, min(_off(nudged, key, r), own * _TIMES.get(key.kind, 4.0) / 2))
             error, note = _twice(x, s, r, low, own), ""
         elif key.kind in _SCALARS:
             error, note = _number(x, s, r, unit * _SCALARS[key.kind] * times), ""
         else:
             error, note = _error(x, s, r, _TIMES[key.kind] * times), ""
+        if draws and not error <= gate and key.kind not in rtol:
+            error = min(error, _beyond(exact, program, draws, key, chance) / times)
         yield Row(key.condition, kind, key.name, error, gate, error <= gate, key.step, note)
 
 
-def _unit(original: Observation) -> float:
+def unit_of(original: Observation) -> float:
     """The unit roundoff of the coarsest dtype that the original worked in."""
     import torch
 
@@ -109,6 +120,37 @@ def _off(runs: Sequence[Observation], key: Key, r: Tensor) -> float:
     there = [v for v in found if v is not None and v.shape == r.shape]
     errors = [float((v.double() - r.double()).norm()) for v in there]
     return max((error for error in errors if math.isfinite(error)), default=0.0)
+
+
+def _beyond(
+    exact: Observation, program: Observation, draws: Sequence[Observation], key: Key, chance: float
+) -> float:
+    """How far an error is beyond what it may be by luck, told from draws of it."""
+    error = _errors(exact, program, [key])
+    every = [key]
+    if key.kind in _SCALARS:  # one number tells little of its law, those of all steps tell more
+        every = [k for k in exact.tensors if k._replace(step=0) == key._replace(step=0)]
+    found = [_errors(exact, one, every) for one in draws]
+    gate = 2.0 * bound([e for e in found if e is not None], chance)
+    size = math.inf if error is None else float(error.norm())
+    return size / gate if gate and math.isfinite(size) else math.inf
+
+
+def _errors(exact: Observation, seen: Observation, keys: Sequence[Key]) -> Tensor | None:
+    """The errors of a tensor, or of numbers each by its size; None if one is not there."""
+    import torch
+
+    found = []
+    for key in keys:
+        r, v = (_value(one, key) for one in (exact, seen))
+        if r is None or v is None or v.shape != r.shape:
+            return None
+        r, v = unhidden(key, r.double(), v.double())
+        same = (v == r) & r.isinf()
+        v, r = (torch.where(same, 0, t) for t in (v, r))
+        size = float(r.abs()) or 1.0 if key.kind in _SCALARS else 1.0
+        found.append((v - r).flatten() / size)
+    return torch.cat(found)
 
 
 def _twice(x: Tensor, s: Tensor, r: Tensor, low: float, own: float) -> float:

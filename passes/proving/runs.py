@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from schedlang.diagnostic import Diagnostic, Refusal
 from schedlang.passes.laying.statistics import check_microbatches
 from schedlang.passes.preparing.routing import routings, unlimited
+from schedlang.passes.proving.finite import check_batch
 from schedlang.passes.proving.observe import Batch, Condition, conditions
 from schedlang.passes.proving.sides import Case, modes_of, prepared, twin
 from schedlang.passes.proving.variants import Batches, Labels, varied
@@ -133,6 +134,8 @@ def check_parts(case: Case) -> Case:
     """
     free = replace(case, plan=unlimited(case.plan))  # what is dropped depends on the whole
     count, bad = _parts(free, case.batches[0])
+    if bad is not None:
+        check_batch(free, 0)
     relaxed = {name for _, names in case.plan.relaxed for name in names}
     if bad is None:
         try:

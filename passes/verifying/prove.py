@@ -21,6 +21,7 @@ from schedlang.passes.proving.changed import changed_rows
 from schedlang.passes.proving.coverage import apart
 from schedlang.passes.proving.curves import curve_rows
 from schedlang.passes.proving.exact import IN_ORACLE, baseline, exact_rows, given_up
+from schedlang.passes.proving.finite import check_original, check_trained
 from schedlang.passes.proving.flips import undecided
 from schedlang.passes.proving.observe import NATIVE, Condition, Key, Observation
 from schedlang.passes.proving.runs import Runs, check_parts, runs
@@ -75,7 +76,7 @@ def prove(
     pool = pool or launch.shared()
     wanted, (meant, whole) = asked(case.plan), case.meant or (case.plan, case.batches[0])
     held = bounds(meant, whole, case.loss, case.weight)
-    case = replace(case, meant=None)
+    case = check_trained(replace(case, meant=None))
     case = prepared(_lengthened(case, wanted.steps))
     working, case = as_worked(case), widened(case)
     fewer = () if working is None else gained(working.plan, working.batches[0])
@@ -85,6 +86,7 @@ def prove(
     ran = runs(case, wanted.evaluate)
     told = ran.told
     expected, drawn = original(case, told)
+    check_original(case, told, expected)
     try:
         seen = _ranks(case, working, told, pool, progress)
     except Refusal as refusal:
@@ -217,7 +219,10 @@ def _compared(
     exact = not given_up(case.plan) and not case.parted
     rows = [*compare(expected, actual, exact=exact)]
     rows += archive_rows(told[saved(told)].name, archive, actual)
-    return rows if working is None else rows + working_rows(case, working, told, expected, rounded)
+    if working is None:
+        return rows
+    wrong = any(not row.ok for row in rows)
+    return rows + working_rows(case, working, told, expected, rounded, wrong=wrong)
 
 
 def _named(actual: Observation, expected: Observation) -> Observation:

@@ -16,6 +16,11 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S704": ("no working dtype", "Float64 is always checked; this names the dtype checked beside."),
     "S705": ("no row on these lines", "`--only 11,14-17` names lines of the schedule file."),
+    "S707": (
+        "the original's loss is not finite",
+        "NaN or inf without any schedule: what is compared with it could be anything.  Where it\n"
+        "arises is named: in the batch, its labels, a module, the loss, a gradient, or a step.",
+    ),
     "S708": (
         "a buffer depends on how the batch is split",
         "A forward writes it, once for each microbatch and on each rank for its own rows.\n"
@@ -24,6 +29,10 @@ CODES: Mapping[str, tuple[str, str]] = {
     "S709": (
         "equal bits of rows that round",
         "`verify(exact)` is about the rows of its step.  Sums over ranks come in another order.",
+    ),
+    "S710": (
+        "nothing is trained",
+        "A proof compares gradients and steps: some parameter must require a gradient and get one.",
     ),
     "S711": (
         "a gradient is not summed",

@@ -200,11 +200,16 @@ def test_nothing_is_compared_with_itself(expected: Observation) -> None:
 
 
 def test_infinite_scores_may_agree_and_nan_never() -> None:
-    """Minus infinity on both sides is equal, NaN on both sides is not."""
+    """Minus infinity on both sides is equal, NaN on both sides is not, but for masked outputs."""
+    for kind in ("outputs", "training outputs", "loss", "gradients", "parameters", "other state"):
+        key = Key("", kind, 0, "x")
+        masked = "outputs" in kind
+        for one, other, ok in (
+            (1.0, -math.inf, True), (1.0, math.nan, masked), (math.nan, math.nan, False),
+        ):  # fmt: skip
+            sides = [Observation({key: torch.tensor([one, other]).double()}) for _ in range(2)]
+            assert Report(compare(*sides)).ok == ok, (kind, one, other)
     key = Key("", "outputs", 0, "x")
-    for value, ok in ((-math.inf, True), (math.nan, False)):
-        sides = [Observation({key: torch.tensor([1.0, value]).double()}) for _ in range(2)]
-        assert Report(compare(*sides)).ok == ok
     sides = [Observation({key: torch.tensor([1.0, s * math.inf]).double()}) for s in (1, -1)]
     assert not Report(compare(*sides)).ok
 

@@ -13,6 +13,7 @@ from schedlang.passes.proving.flips import tipped
 from schedlang.passes.proving.observe import Key, Observation, conditions, observe
 from schedlang.passes.proving.original import Sequential
 from schedlang.passes.proving.rounding import within_rounding
+from schedlang.passes.proving.worked import nudged
 from schedlang.passes.verifying.prove import Case, prove
 from schedlang.report import Report
 from schedlang.runtime.float64 import Float64, as_float64, widened
@@ -189,24 +190,77 @@ def test_a_wrong_gradient_stays_above_all_draws(pool: Pool) -> None:
     assert ("gradients in working dtype", "head.weight") in bad
 
 
-def _draws(*errors: float) -> list[Observation]:
-    """Runs of one tensor whose value is 1, with these errors."""
-    key = Key("SGD", "gradients", 0, "bias")
-    return [Observation({key: torch.tensor([1.0 + error, 1.0])}) for error in errors]
+def _run(error: torch.Tensor | float, kind: str = "gradients") -> Observation:
+    """A run of one tensor that is 1 but for an error, or of a number seen after each step."""
+    value = 1.0 + torch.as_tensor(error, dtype=torch.float64)
+    if kind == "gradients":
+        return Observation({Key("SGD", kind, 0, "bias"): value})
+    return Observation({Key("SGD", kind, step, "norm"): v for step, v in enumerate(value)})
 
 
-def test_of_the_draws_the_largest_counts_up_to_a_bound() -> None:
-    """A draw from nudged values is bounded by the plain one: a tipped choice widens no gate."""
-    exact, plain, program, parts, near, far = _draws(0.0, 0.01, 0.035, 0.02, 0.02, 1.0)
+def _several(count: int, size: int = 4) -> list[torch.Tensor]:
+    """Errors of one law, each element its own way, about 0.01 in all."""
+    generator = torch.Generator().manual_seed(0)
+    return [0.01 * torch.randn(size, generator=generator) / size**0.5 for _ in range(count)]
 
-    def error(**more: Any) -> float:
-        (row,) = within_rounding(exact, plain, program, low=2**-8, **more)
-        return row.error
 
-    assert error() == pytest.approx(1.75, rel=1e-3)
-    assert error(parts=parts) == pytest.approx(0.875, rel=1e-3)
-    assert error(nudged=[near]) == pytest.approx(0.875, rel=1e-3)
-    assert error(nudged=[near, far]) == pytest.approx(1.75 / 4, rel=1e-3)
+@pytest.mark.parametrize("kind, low", [
+    ("gradients", 2**-8), ("gradients", 0.0), ("gradient norm", 2**-8),
+])  # fmt: skip
+def test_a_lucky_original_is_no_measure(kind: str, low: float) -> None:
+    """Where one run of the original is nearly exact by luck, its others tell what is rounding."""
+    draws = _several(9)
+    plain, right = draws[0] * 1e-3, draws[1] * (1.0 if kind == "gradients" else 2.0)
+
+    def errors(program: torch.Tensor, some: list[torch.Tensor]) -> list[float]:
+        rows = within_rounding(
+            _run(torch.zeros(4), kind), _run(plain, kind), _run(program, kind), low=low,
+            draws=[_run(one, kind) for one in some],
+        )  # fmt: skip
+        return [row.error for row in rows]
+
+    assert max(errors(right, [])) > 1
+    assert max(errors(right, [plain, *draws[2:]])) < 0.7
+    assert min(errors(draws[1].sign(), [plain, *draws[2:]])) > 1
+    assert max(errors(right, draws[:3])) > 1, "three tell nothing"
+
+
+@pytest.mark.parametrize("size, factor", [(4, 15), (64, 5), (1024, 3)])
+def test_a_mistake_is_above_all_luck(size: int, factor: float) -> None:
+    """An error several times as large as all draws is none of them, the sooner the more elements
+    there are, each with a chance of its own to be small."""
+    draws = _several(10, size)
+    seen = [_run(one) for one in draws]
+    for error, ok in ((draws[9], True), (factor * draws[9], False)):
+        (row,) = within_rounding(
+            _run(torch.zeros(size)), _run(draws[0]), _run(error), low=2**-20, draws=seen[:9]
+        )
+        assert row.ok is ok, row
+
+
+def test_where_the_larger_of_two_counts() -> None:
+    """The original by the parts of the program rounds what the whole need not."""
+    exact, plain, program, parts = map(_run, torch.tensor([[0.0, 0], [0.01, 0], [0.035, 0],
+                                                           [0.02, 0]]))  # fmt: skip
+    (row,) = within_rounding(exact, plain, program, low=2**-8)
+    assert row.error == pytest.approx(1.75, rel=1e-3)
+    (row,) = within_rounding(exact, plain, program, low=2**-8, parts=parts)
+    assert row.error == pytest.approx(0.875, rel=1e-3)
+
+
+def test_values_that_differ_by_a_rounding() -> None:
+    """Weights and float inputs are off by at most one; a mask of 0 and 1 stays one."""
+    batch = {"x": torch.rand(4, 4), "mask": torch.tensor([[0.0, 1.0], [1.0, -torch.inf]])}
+    case = Case(planned(Mean(), "", ""), (batch,))
+    near = [nudged(case, 2**-8, draw) for draw in range(2)]
+    for one in near:
+        assert torch.equal(one.batches[0]["mask"], batch["mask"])
+        module = one.plan.model.base.model
+        pairs = [(one.batches[0]["x"], batch["x"]), *zip(module.parameters(), Mean().parameters())]
+        for value, plain in pairs:
+            off = ((value - plain) / plain).detach().abs()
+            assert 0 < float(off.max()) <= 2**-8 * 1.001
+    assert not torch.equal(near[0].batches[0]["x"], near[1].batches[0]["x"])
 
 
 class Mean(nn.Module):

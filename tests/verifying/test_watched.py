@@ -182,7 +182,8 @@ class Noise(nn.Module):
             return x
         kept = torch.rand(len(x), 1, device=x.device) > 0.2
         some = torch.empty(len(x), 1, dtype=x.dtype, device=x.device).bernoulli_(0.8)
-        return x * kept * some + 0.1 * torch.randn_like(x)
+        where = torch.rand(len(x), 1) > 0.2  # on the device that there is, as most write it
+        return x * kept * some * where.to(x.dtype) + 0.1 * torch.randn_like(x)
 
 
 def test_shapes_are_found_without_drawing(pool: Pool) -> None:

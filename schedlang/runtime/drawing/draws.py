@@ -114,7 +114,9 @@ def _fresh(sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if len(size) == 1 and not isinstance(size[0], int):
             size = tuple(size[0])
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        out = sample(draw, size, dtype, torch.device(kwargs.get("device") or "cpu"))
+        out = sample(
+            draw, size, dtype, torch.device(kwargs.get("device") or torch.get_default_device())
+        )
         return out.requires_grad_(bool(kwargs.get("requires_grad")))
 
     return made

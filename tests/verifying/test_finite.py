@@ -1,0 +1,187 @@
+"""Tests of what the original itself lacks: a finite loss, finite gradients, any gradient."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from schedlang.diagnostic import Refusal
+from schedlang.passes.proving.compare import compare
+from schedlang.passes.proving.observe import Key, Observation
+from schedlang.passes.proving.rounding import OVERFLOWS, within_rounding
+from schedlang.passes.proving.sound import cheaply
+from schedlang.passes.running.build import build
+from schedlang.passes.verifying.prove import Case, prove
+from schedlang.report import Report
+from tests.engine import Threads
+from tests.proofs import planned, sgd
+
+DP, ALONE = ("zero(stage=0, over=dp)", "dp=2"), ("body checkpoint()", "")
+NAN = float("nan")
+
+
+class Net(nn.Module):
+    """Two layers and a loss, with one thing that is not finite, or not trained."""
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.how = nn.Linear(4, 8), nn.Linear(8, 5), how
+        if how == "frozen":
+            self.requires_grad_(False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        h = self.body(x)
+        if self.how == "root of nothing":
+            h = torch.where(x[:, :1] > 0, (h * 0).sqrt(), h)
+        if self.how == "logarithm":
+            h = h.log()
+        out = self.head(h.tanh())
+        loss = F.cross_entropy(out, y)
+        if self.how == "large":
+            loss = (out * 300).square().mean()
+        if self.how == "detached":
+            loss = loss.detach()
+        if self.how == "of inputs":
+            loss = x.square().mean()
+        if self.how == "exploding":
+            loss = (1e4 * out).pow(12).mean()
+        if self.how == "masked":
+            out = out.masked_fill(x[:, :1] > 0, NAN)
+        return {"loss": loss, "out": out}
+
+
+def batches(bad: int = -1, **other: Tensor) -> tuple[dict[str, Tensor], ...]:
+    """Two batches; one of them with other inputs."""
+    made = []
+    for k in range(2):
+        g = torch.Generator().manual_seed(k)
+        batch = {"x": torch.randn(6, 4, generator=g), "y": torch.randint(5, (6,), generator=g)}
+        made.append(batch | other if k == bad else batch)
+    return tuple(made)
+
+
+def refusal(model: nn.Module, given: Any, rows: tuple[str, str]) -> str:
+    """What is said of it."""
+    with pytest.raises(Refusal) as error:
+        prove(Case(planned(model, *rows), given, dtype="float32"), pool=Threads())
+    return error.value.render()
+
+
+@pytest.mark.parametrize("rows", [DP, ALONE], ids=["parts", "whole"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_no_label_counts(rows: tuple[str, str], place: int) -> None:
+    """A mean over no label is that of the original, whatever rows say: the batch and why."""
+    said = refusal(Net(), batches(place, y=torch.full((6,), -100)), rows)
+    assert "error[S707]: the original's loss is nan" in said and "S703" not in said
+    assert "no label of `y` counts, all are -100" in said and f"batch {place + 1} of 2" in said
+    assert "leave out batches" in said
+
+
+@pytest.mark.parametrize("rows", [DP, ALONE], ids=["parts", "whole"])
+@pytest.mark.parametrize("how, words", [
+    ("logarithm", "first met in what goes into `head`"),
+    ("root of nothing", "the gradient of `body.weight`, `body.bias` is not finite"),
+])  # fmt: skip
+def test_where_it_arises(rows: tuple[str, str], how: str, words: str) -> None:
+    """In a module, or in the backward alone."""
+    said = refusal(Net(how), batches(), rows)
+    assert "S707" in said and words in said, said
+
+
+def test_a_batch_that_is_not_finite() -> None:
+    """What is wrong with the batch is not said of the model."""
+    x = torch.ones(6, 4)
+    x[2] = NAN
+    said = refusal(Net(), batches(1, x=x), DP)
+    assert "`x` of the batch: 4 of 24 elements are not finite" in said, said
+
+
+def test_a_loss_that_training_makes_infinite() -> None:
+    """Each batch is finite by itself; a step that goes too far is told from that."""
+    said = refusal(Net("exploding"), batches(), ALONE)
+    assert "S707" in said and "not finite in step 2" in said, said
+
+
+@pytest.mark.parametrize("how, words", [
+    ("frozen", "no parameter of the original is trained"),
+    ("detached", "the original's loss has no gradient"),
+    ("of inputs", "no parameter that requires a gradient leads to it"),
+])  # fmt: skip
+def test_nothing_is_trained(how: str, words: str) -> None:
+    """Nothing would be compared."""
+    for rows in (DP, ALONE):
+        said = refusal(Net(how), batches(), rows)
+        assert "S710" in said and words in said, said
+
+
+def test_a_program_is_built_all_the_same() -> None:
+    """On a batch without labels `build` cannot ask whether parts make the whole: it trains."""
+    given = batches(0, y=torch.full((6,), -100))
+
+    def trained() -> float:
+        program = build(planned(Net(), *DP), given[0], optimizer=sgd, check=cheaply)
+        return float(program.train_step(given[1]))
+
+    first, second = Threads().run(trained, 2)
+    assert first == second and first == first
+
+
+def test_a_program_that_only_evaluates_is_built() -> None:
+    """Of a model of which nothing is trained `build` asks for no gradient."""
+    given = {"x": torch.ones(6, 4), "y": torch.zeros(6, dtype=torch.long)}
+
+    def evaluated() -> Tensor:
+        program = build(planned(Frozen(), *DP), given, check=cheaply)
+        return torch.as_tensor(program.eval_step(given)["out"])
+
+    one, other = Threads().run(evaluated, 2)
+    assert torch.equal(one, other) and torch.equal(one, Frozen()(**given)["out"])
+
+
+class Frozen(Net):
+    """Nothing of it, nor of its inputs, asks for a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__("frozen")
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return super().forward(x.detach(), y)
+
+
+# -- what is legal ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [DP, ALONE], ids=["parts", "whole"])
+def test_masked_outputs_may_be_no_numbers(rows: tuple[str, str]) -> None:
+    """NaN in the same places of outputs, in float64 and in the working dtype, is no difference."""
+    report = prove(Case(planned(Net("masked"), *rows), batches(), dtype="float32"), pool=Threads())
+    assert report.ok, str(report)
+    assert any(row.kind == "outputs" and row.name == "out" for row in report.rows)
+
+
+@pytest.mark.parametrize("kind, same", [("outputs", True), ("gradients", False)])
+def test_not_a_number_in_other_places(kind: str, same: bool) -> None:
+    """NaN on one side alone fails, and everywhere but in outputs on both."""
+    key = Key("SGD", kind, 0, "a")
+    want, other = torch.tensor([NAN, 1.0, 2.0]), torch.tensor([NAN, NAN, 2.0])
+
+    def holds(value: Tensor, exact: bool = False) -> bool:
+        sides = (Observation({key: v.double()}) for v in (want, value.clone()))
+        return Report(compare(*sides, exact=exact)).ok
+
+    for exact in (False, True):
+        assert holds(want, exact) is same
+        assert not holds(other, exact) and not holds(torch.ones(3), exact)
+    seen = [Observation({key: v.clone()}) for v in (want, want, other)]
+    for low in (0.0, 2**-8) if kind == "outputs" else (0.0,):
+        assert not Report(within_rounding(*seen, low=low)).ok
+
+
+def test_an_original_that_overflows_in_its_dtype_is_not_checked_there() -> None:
+    """Finite in float64, too large for float16: no difference, and no pass."""
+    report = prove(Case(planned(Net("large"), *DP), batches(), dtype="float16"), pool=Threads())
+    assert report.exit_code == 3 and all(row.ok for row in report.rows)
+    assert any(OVERFLOWS in said and "working dtype" in said for said in report.unchecked)
