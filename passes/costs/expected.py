@@ -17,6 +17,7 @@ from schedlang.passes.laying.weigh import Weight
 from schedlang.passes.reading.expect import TIME
 from schedlang.plan import Plan
 from schedlang.report import Bound
+from schedlang.tables import PLAIN
 from schedlang.usual import offered
 
 UNTOLD = "S862"
@@ -87,7 +88,7 @@ def demand(
     told = unmet(plan, counted(plan, batch, loss, weight))
     for problem in told:
         if problem.code == UNTOLD:
-            warnings.warn(problem.render(), stacklevel=3)
+            warnings.warn(problem.render(PLAIN), stacklevel=3)
     wrong = [problem for problem in told if problem.code != UNTOLD]
     if wrong:
         raise Refusal(*wrong)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Diagnostic
+from schedlang.tables import PLAIN
 
 _NOTED = "_schedlang_left"  # of a module: (kernel, reason) -> how often, what the first was given
 _TOLD = "_schedlang_told"  # of a module: its name, and the reasons that all have told
@@ -63,7 +64,7 @@ def leave(module: nn.Module, kernel: str, why: str, **given: object) -> None:
     name, told = vars(module).get(_TOLD, ("", None))
     if told is not None and (kernel, why) not in told:
         told.add((kernel, why))
-        warnings.warn(Left(kernel, why, (name,), 1, first).warning.render(), stacklevel=2)
+        warnings.warn(Left(kernel, why, (name,), 1, first).warning.render(PLAIN), stacklevel=2)
 
 
 def _shape(value: object) -> str:

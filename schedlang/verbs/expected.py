@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from schedlang.tables import columns
+from schedlang.tables import for_messages
 from schedlang.verbs.ending import FAILS
 
 if TYPE_CHECKING:
@@ -65,6 +65,6 @@ def _say_left(plan: Plan, took: Took | None) -> None:
 def _fail(problems: Iterable[Diagnostic]) -> None:
     found = list(problems)
     for problem in found:
-        print(problem.render(columns(sys.stderr)), file=sys.stderr)
+        print(problem.render(for_messages(sys.stderr)), file=sys.stderr)
     if found:
         raise typer.Exit(FAILS)

@@ -70,7 +70,7 @@ def plan(
     """
     from schedlang.passes.showing.show import view
     from schedlang.passes.showing.show_text import text
-    from schedlang.tables import columns
+    from schedlang.tables import columns, for_messages
     from schedlang.verbs.expected import demand_expected, step_of
     from schedlang.verbs.files import accounted, check_folders, planned
     from schedlang.verbs.lockfile import demand_lock, write_lock
@@ -83,7 +83,7 @@ def plan(
         return
     found = planned(file, common.model, common.knob, common.mesh)
     for warning in () if as_json else found.warnings:
-        print(warning.render(columns(sys.stderr)) + "\n", file=sys.stderr)
+        print(warning.render(for_messages(sys.stderr)) + "\n", file=sys.stderr)
     took = step_of(found.plan, cost)
     shown = view(found.plan, accounted(found, memory=True), file.name, each=each)
     _draw(shown, written)

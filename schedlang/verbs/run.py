@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from schedlang.tables import columns
+from schedlang.tables import for_messages
 from schedlang.verbs.drawing import WATCHED, Run, check_timeline, write_measured
 from schedlang.verbs.ending import FAILS, REFUSED, show_json
 from schedlang.verbs.outcome import AsJson, Common, Timeout, unchecked, verb
@@ -95,7 +95,7 @@ def _show(name: str, course: Course, trained: Trained, as_json: bool) -> None:
     else:
         print(_report(name, course, trained))
         for one in trained.left:
-            print(one.warning.render(columns(sys.stderr)), file=sys.stderr)
+            print(one.warning.render(for_messages(sys.stderr)), file=sys.stderr)
     demand_time(plan, took)
 
 
