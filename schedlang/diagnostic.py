@@ -106,7 +106,7 @@ def foremost(diagnostics: Sequence[Diagnostic]) -> tuple[Diagnostic, ...]:
     if len(diagnostics) <= MOST:
         return tuple(diagnostics)
     *first, last = diagnostics[:MOST]
-    return (*first, replace(last, notes=(*last.notes, f"there are more; {MOST} are shown")))
+    return (*first, replace(last, notes=(*last.notes, f"there are more messages; the first {MOST} are shown")))
 
 
 @contextmanager

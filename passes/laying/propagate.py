@@ -196,7 +196,7 @@ def _refusal(plan: Plan, failure: Mismatch) -> Refusal:
     helps = (*heads[1:], *failure.helps) if heads else failure.helps or _fitting(plan, action)
     helps = (*_made(plan, failure), *helps) if not heads else helps
     if line and failure.call in RESHAPES and failure.integers:
-        helps = (f"write -1 for the size that counts heads, or their width, at {failure.line}",
+        helps = (f"write -1 in place of the number of heads, or of their size, at {failure.line}",
                  *helps)  # fmt: skip
     return Refusal(
         Diagnostic(
@@ -213,7 +213,7 @@ def _made(plan: Plan, failure: Mismatch) -> Iterator[str]:
         dims = [dim for dim, whole in enumerate(fact.shape) if whole == size]
         if len(dims) == 1 and not site.dims and failure.axis not in plan.held(name).axes:
             own = f"{name.rpartition('.')[2]}=S({dims[0]})"
-            yield f"split what it meets, too: `{site}  shard({own}, over={failure.axis})`"
+            yield f"shard the other one, too: `{site}  shard({own}, over={failure.axis})`"
 
 
 def _fitting(plan: Plan, action: Action | None) -> tuple[str, ...]:
@@ -221,7 +221,7 @@ def _fitting(plan: Plan, action: Action | None) -> tuple[str, ...]:
     over = getattr(action.primitive, "over", None) if action is not None else None
     if over is None or not isinstance(over, str) or over in plan.completing:
         return ()
-    return (f"let the rows that fit be added, below: `complete(over={over})`",
+    return (f"add the missing rows: `complete(over={over})`, below",
             "or gather its output: `output=R`")  # fmt: skip
 
 
@@ -256,7 +256,7 @@ def _heads(plan: Plan, failure: Mismatch) -> tuple[str, ...]:
     if row is not None:
         helps += remedies(f"{failure.by} {row.call}", count, ranks, row.style == "col")
         if len(failure.counted) > 2 and row.blocks == 1:
-            helps.append(f"if these are no heads, but {count} of them side by side (q, k and v):"
+            helps.append(f"if these are not heads, but {count} blocks side by side (q, k and v):"
                          f" `{failure.by} {row.call}, blocks={count})`")  # fmt: skip
     return title, *helps
 

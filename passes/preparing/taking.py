@@ -41,17 +41,17 @@ def _nobody(plan: Plan, key: str, batch: Mapping[str, Any], others: tuple[Any, A
     from schedlang.runtime.given import named_arguments
 
     names = sorted(named_arguments(plan.model.model) or ())
-    said = ", ".join(f"`{name}`" for name in names) or "nothing by name"
+    said = ", ".join(f"`{name}`" for name in names) or "no arguments by name"
     functions = [f"`{n}`" for n, one in zip(("loss", "weight"), others) if one is not None]
-    told = f"{' and '.join(functions)} of the model file read{'s' * (len(functions) == 1)} others"
+    told = f"{' and '.join(functions)} of the model file read{'s' * (len(functions) == 1)} other keys"
     free = [name for name in names if name not in batch]
     return Diagnostic(
         "S910", f"neither the forward nor the loss takes `{key}` of the batch",
         notes=(f"the forward of `{plan.model.class_name}` takes {said}",
-               told if functions else "the model file has no `loss` that could read it"),
+               told if functions else "the model file has no `loss` to read it"),
         helps=(f"leave `{key}` out of what `batch(seed)` returns",
                f'or read it in `loss(output, batch)`: `batch["{key}"]`',
-               *((f"or call it what the forward does: `{free[0]}`",) if free else ())),
+               *((f"or rename it to an argument of the forward: `{free[0]}`",) if free else ())),
     )  # fmt: skip
 
 

@@ -33,14 +33,14 @@ def whole_step(
         return None
     if is_stale(staged.timeline):
         _refuse(
-            "stages that update by themselves cannot put parameters together for a step",
+            "this order updates each stage separately, and cannot gather parameters for a step",
             f"this optimizer needs full tensors, and `{split.name}` is sharded",
             "use a synchronous order, or an elementwise optimizer (SGD, Adam, AdamW, ...)",
         )
     if is_tensorwise(optimizer):
         return WholeStep(a.parameters, a.holdings, a.ranks)
     _refuse(
-        "this optimizer does not treat each parameter by itself",
+        "this optimizer does not update each parameter separately",
         f"`{split.name}` lies in parts on several ranks; it would be put together for a step, with"
         " some others at a time, and those would be updated otherwise",
         "use one that looks at one parameter at a time (Muon, Adafactor, LAMB) or at one element"

@@ -60,7 +60,7 @@ def only_lines(plan: Plan, lines: str) -> Plan:
     if not rows:
         raise Refusal(
             Diagnostic("S705", f"no row stands on the lines {lines}",
-                       helps=("lines are those of the schedule file",))
+                       helps=("give line numbers of the schedule file",))
         )  # fmt: skip
     return only(plan, rows)
 

@@ -288,7 +288,7 @@ def _local_copy(
     if not hollow and any(p.is_meta for p in plan.model.model.parameters()):
         raise Refusal(
             Diagnostic(
-                "S623", "the model has no values: it lies on the meta device",
+                "S623", "the model has no values: it is on the meta device",
                 helps=("build it on a real device; `plan` and `diff` need no values",),
             )
         )  # fmt: skip

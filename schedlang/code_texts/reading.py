@@ -58,7 +58,7 @@ CODES: Mapping[str, tuple[str, str]] = {
         "`in [1, 2, 4]` and `in 1..8` say which values a knob may have, for you and for a tuner.",
     ),
     "S104": (
-        "a requirement does not hold",
+        "`require` fails",
         "`require` is checked with the knobs, the mesh and the model before any row; the message\n"
         "lists knob values that would satisfy it.",
     ),

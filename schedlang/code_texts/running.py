@@ -35,7 +35,7 @@ CODES: Mapping[str, tuple[str, str]] = {
         "Modules within a budget drop and make again what they save; no store sees it.",
     ),
     "S845": (
-        "two rows say where stages begin",
+        "two rows choose where stages start",
         "`plan=adapipe` cuts the list of a `pipeline_split` row; named cuts or `balance` do, too.",
     ),
     "S846": (
@@ -60,7 +60,7 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S854": (
         "parameters that are gathered together lie apart",
-        "`zero` gathers a layer as one, so all of it lies on one tier: select whole layers.",
+        "`zero` gathers a layer as one, so all of it lies on one tier: select complete layers.",
     ),
     "S855": (
         "a step on full tensors cannot be undone",
@@ -169,7 +169,7 @@ CODES: Mapping[str, tuple[str, str]] = {
         "casts within casts",
         "A module computes in one dtype; only `cast(fp32)` may stand inside of a lower one.",
     ),
-    "S893": ("two loss scales", "There is one loss, and all its gradients have one scale."),
+    "S893": ("the rows name two loss scales", "There is one loss, and all its gradients have one scale."),
     "S894": (
         "a scaled loss, and sums in fewer bytes",
         "What a code leaves out is kept for the next step, which may have another scale.",

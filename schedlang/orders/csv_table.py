@@ -83,7 +83,7 @@ def table_order(path: str) -> Order:
     try:
         t = read_table(text_of(path))
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
+        reason = getattr(error, "strerror", None) or "it is not text"
         raise OrderError(
             f"the table `{path}` cannot be read: {reason}", 'name a table, or an order: "1F1B"'
         ) from error

@@ -205,7 +205,7 @@ def test_the_nearest_miss_is_told(pattern: str, body: Any, said: str) -> None:
      ("S882", "1 of its 2 calls fit", "Linear (`dense`)", "`layers.0.mid.dense  decompose(bias)`")),
     ("layers.*.mid  fuse(bias_gelo)", ("S885", "did you mean `bias_gelu`?")),
     ("layers.*.mid  fuse(one)", ("S884", "one kernel already")),
-    ("layers.*.mid.act  fuse()", ("S884", "one kernel already", "name a module around it")),
+    ("layers.*.mid.act  fuse()", ("S884", "one kernel already", "select a module around it")),
     ("layers.*.out  decompose(bias)", ("S886", "is no linear layer", "it is a Out")),
     ("fuse(bias_gelu)", ("S408",)),
     ("layers.*.mid  fuse(bias_gelu, backend=cuda)", ("S303", "inductor")),

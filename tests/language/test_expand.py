@@ -257,7 +257,7 @@ def test_requirement() -> None:
     assert (
         refused(text, knobs={"tp": 4}).render()
         == """\
-error[S104]: a requirement does not hold
+error[S104]: `require` fails
  --> gpt2.sched:8:1
   |
 8 | require model.config.n_head % tp == 2

@@ -147,7 +147,7 @@ def test_no_module_of_the_type() -> None:
 @pytest.mark.parametrize(
     "text, code, said",
     [
-        ("transformer.h.* where place > 9", "S207", "`where` keeps none"),
+        ("transformer.h.* where place > 9", "S207", "`where` is false for all of them"),
         ("transformer.h.* except transformer.h.*", "S207", "`except` takes all"),
         ("transformer.h.* where plaice > 9", "S208", "attribute `plaice`"),
         ("transformer.h.* where place + 1", "S304", "needs a test"),

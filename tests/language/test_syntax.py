@@ -138,7 +138,7 @@ error[S004]: a selector and its primitive are separated by a space
   --> gpt2.sched:16:5
    |
 16 |     mlp.c_fc:    shard(col, over=tp)
-   |     ^^^^^^^^^^^^^^^^^^ this colon asks for modules of a type
+   |     ^^^^^^^^^^^^^^^^^^ `:` selects modules by their class
    |
    = help: write `mlp.c_fc  shard(...)`"""
     )
@@ -153,7 +153,7 @@ error[S003]: the line ends where `(` or `.` or `:` should be
   --> gpt2.sched:16:13
    |
 16 |     mlp.c_fc
-   |             ^ this row has no primitive
+   |             ^ the primitive is missing
    |
    = help: say what is done to it: `mlp.c_fc  checkpoint()`"""
     )

@@ -509,7 +509,7 @@ def built(plan: Any) -> str:
     "rows, mesh, said",
     [
         ("layers.*.up offload(parameters)\nzero(stage=3, over=dp)", "dp=2",
-         ("S854", "`zero` gathers `layers.0` as one", "select whole layers")),
+         ("S854", "`zero` gathers `layers.0` as one", "select complete layers")),
         (ALL.format("disk") + "\nzero(stage=1, over=dp)", "dp=2",
          ("S855", "cannot be undone", "to=cpu")),
         ("offload(parameters)\nlayers pipeline_split(over=pp)\n"

@@ -313,7 +313,7 @@ def test_slices_are_gathered_in_what_they_are_used_in(threads: Threads) -> None:
     ("up cast(bf16)\ncast(bf16)", "S892", "the row for what is around it first"),
     ("cast(bf16)\nup cast(fp16)", "S892", "cast(fp32)"),
     ("up cast(bf16)\nup cast(bf16)", "S501", "twice"),
-    ("up cast(fp16)\ndown cast(fp16, scale=2)", "S893", "two loss scales"),
+    ("up cast(fp16)\ndown cast(fp16, scale=2)", "S893", "the rows name two loss scales"),
     ("up shard(col, over=dp)\nup cast(bf16)", "S503", "move `cast` above this `shard`"),
 ])  # fmt: skip
 def test_refusals(rows: str, code: str, said: str) -> None:

@@ -100,7 +100,7 @@ def test_a_batch_with_new_names_is_refused() -> None:
         (lambda sch: sch.build(batch=torch.ones(3)), "`batch` is a Tensor, not a dict"),
         (lambda sch: sch.build(loss=3), "`loss` is a int"),
         (lambda sch: sch.build(clip=-1.0), "a number above zero"),
-        (lambda sch: sch.build(seed=0.5), "give a whole number"),
+        (lambda sch: sch.build(seed=0.5), "give an integer"),
     ],
 )
 def test_mistakes_in_arguments(wrong, said: str) -> None:  # type: ignore[no-untyped-def]
