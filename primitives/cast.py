@@ -61,7 +61,8 @@ class cast(Primitive):  # noqa: N801
                    "there is no float32 master weight to update",
                    notes=("updates smaller than its rounding would be lost silently",),
                    helps=("build the model in float32; `cast` chooses the dtype of its computation",
-                          "or drop this row: the model computes in this dtype already"))  # fmt: skip
+                          "or drop this row: the model computes in this dtype"
+                          " already"))  # fmt: skip
 
     def agree(self, axes: Collection[str]) -> None:
         """Refuse arguments without meaning, for this dtype or for any."""
@@ -86,7 +87,8 @@ class cast(Primitive):  # noqa: N801
             if inside(site.fqn, other.fqn) and (self.dtype != "fp32" or other.dtype == "fp32"):
                 refuse("S892", f"`{site}` is inside a module that is cast to {other.dtype} already",
                        notes=("inside a lower dtype only `cast(fp32)` may stand, once",),
-                       helps=(f"`{site}  cast(fp32)`", "or select modules that do not contain each other"))  # fmt: skip
+                       helps=(f"`{site}  cast(fp32)`", "or select modules that do not contain"
+                                                       " each other"))  # fmt: skip
         for other in (part.value for part in parts(plan.casts)):
             scales = (other.scale, other.growth), (self.scale, self.growth)
             if other.dtype == self.dtype == "fp16" and scales[0] != scales[1]:

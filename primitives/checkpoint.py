@@ -80,7 +80,8 @@ class checkpoint(Primitive):  # noqa: N801
         self._check_plan()
         for word, size in (("group", self.group), ("every", self.every)):
             if size != "sqrt" and size < 1:
-                refuse("S840", f"`{word}` must be 1 or more, not {size}", f"`{word}` is a number of modules",
+                refuse("S840", f"`{word}` must be 1 or more, not {size}", f"`{word}` is a"
+                                                                          f" number of modules",
                        helps=(f"use `{word}=1` or more",))  # fmt: skip
 
     def check(self, sites: tuple[Site, ...], plan: Plan) -> None:

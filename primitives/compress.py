@@ -92,7 +92,8 @@ class compress(Primitive):  # noqa: N801
         self._check_budget()
         if sums and self.over is None:
             row = offered(f"compress(gradients, {self.how}, over={{}})", axes, "replicas")
-            refuse("S856", "`compress(gradients)` needs the axes over which gradients are summed", "`over` is missing",
+            refuse("S856", "`compress(gradients)` needs the axes over which gradients are"
+                           " summed", "`over` is missing",
                    helps=(f"name them: {row}",))  # fmt: skip
         if not sums and (self.over is not None or self.rank != 4 or not self.error_feedback):
             refuse("S856", "`over`, `rank` and `error_feedback` are for gradients only",

@@ -65,7 +65,8 @@ class context_parallel(Primitive):  # noqa: N801
         order = list(plan.mesh.sizes)
         places = [order.index(plan.mesh.fold(axis)[0]) for axis in self.over]
         if self.method in TWO and places != sorted(places):
-            refuse("S504", "the second axis must be the one that varies fastest", "not in the order of the mesh",
+            refuse("S504", "the second axis must be the one that varies fastest",
+                   "not in the order of the mesh",
                    helps=("name them in the order of the mesh",))  # fmt: skip
         split = {a for layout in plan.layouts.values() for n in layout.axes
                  for a in plan.mesh.fold(n)}  # fmt: skip
@@ -85,12 +86,14 @@ class context_parallel(Primitive):  # noqa: N801
         if here and (not fits or mine & set(plan.mesh.fold(here[0].axes))):
             refuse("S501", f"`{site}` has a `context_parallel` row already",
                    f"by `{here[0].method}` over {', '.join(here[0].axes)}",
-                   helps=("write one row for each module, or `ulysses` over one axis and `ring` over"
+                   helps=("write one row for each module, or `ulysses` over one axis and `ring`"
+                          " over"
                           " another",))  # fmt: skip
         layouts = {one.layout for rows in plan.contexts.values() for one in rows} - {None}
         if self.layout and layouts - {self.layout}:
             known = next(iter(layouts))
-            refuse("S504", f"two layouts of the sequence: `{known}` in a row above, `{self.layout}` here",
+            refuse("S504", f"two layouts of the sequence: `{known}` in a row above,"
+                           f" `{self.layout}` here",
                    helps=(f"write `layout={known}` in all rows, or leave it out",))  # fmt: skip
 
     def effect(self, site: Site, plan: Plan) -> Plan:

@@ -63,7 +63,8 @@ class expert_parallel(Primitive):  # noqa: N801
         if self.capacity is not None and self.capacity <= 0:
             refuse("S422", "`capacity` must be above 0", helps=("`capacity=1.25`",))
         if self.dispatch == "fetch" and (self.shadow or self.chunks > 1):
-            refuse("S422", "`dispatch=fetch` sends expert weights to the tokens, not tokens to experts",
+            refuse("S422", "`dispatch=fetch` sends expert weights to the tokens, not tokens to"
+                           " experts",
                    helps=("leave out `shadow=` and `chunks=`",))  # fmt: skip
 
     def check(self, site: Site, plan: Plan) -> None:
@@ -82,13 +83,12 @@ class expert_parallel(Primitive):  # noqa: N801
             title = f"cannot split {found.count} experts evenly over {ranks} ranks"
             refuse("S402", title, f"`{self.over}` has {ranks} ranks", helps=(help_,))
         if site.fqn in plan.boundaries:
-            refuse(
-                "S501", f"`{site}` is sharded already", helps=("drop one of the rows",)
-            )
+            refuse("S501", f"`{site}` is sharded already", helps=("drop one of the rows",))
         for name, layout in self._layouts(site, plan):
             if plan.layout(name).splits and plan.layout(name) != layout:
                 refuse("S504", f"`{name}` is sharded already, in another way than by this row",
-                       helps=("tied experts must be sharded over the same axes, by one row for all of them",),
+                       helps=("tied experts must be sharded over the same axes, by one row for"
+                              " all of them",),
                        )  # fmt: skip
 
     def _check_options(self, site: Site, count: int) -> None:
@@ -111,7 +111,8 @@ class expert_parallel(Primitive):  # noqa: N801
         found = self._inner(site, plan)
         if found is None:
             refuse("S428", f"the experts of `{site}` cannot be sharded inside",
-                   notes=("a small copy was tried: no way to split it in two gives outputs that sum to its own",),
+                   notes=("a small copy was tried: no way to split it in two gives outputs that"
+                          " sum to its own",),
                    helps=("leave out `inner=`",))  # fmt: skip
         ranks = plan.mesh.size(self.inner)
         for name, dim, blocks in found.cuts:

@@ -38,7 +38,7 @@ class fuse(Primitive):  # noqa: N801
 
     `backend=rowwise` makes a Triton kernel of a chain of pointwise operators and reductions along
     rows (sums, means, extremes of the last dim): one kernel forward and one backward, for a pattern
-    or for a module that is nothing else.  What goes across rows is refused by name (S887).  `auto`
+    or for a module that is nothing else.  What reduces over rows is refused by name (S887).  `auto`
     is inductor.
 
       rounding   `eager`: intermediate results are rounded as the model rounds them; `fp32`: they
@@ -71,7 +71,8 @@ class fuse(Primitive):  # noqa: N801
             return replace(self, pattern=_read(self.pattern).text)
         how = ARGUMENTS["fuse"].get(f"with={self.pattern}")
         if how is not None:
-            refuse("S885", f"there is no pattern `{self.pattern}`", "this is a backend, not a pattern",
+            refuse("S885", f"there is no pattern `{self.pattern}`", "this is a backend, not a"
+                                                                    " pattern",
                    helps=(f"write `fuse({how.here})`",))  # fmt: skip
         near = closest(self.pattern, patterns)
         help_ = f"did you mean `{near}`?" if near else f"declare it: `pattern {self.pattern}(x) " \

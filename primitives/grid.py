@@ -198,7 +198,8 @@ class grid(Primitive):  # noqa: N801
     def _check_output(self, site: Site, kind: str, plan: Plan) -> None:
         if self.output == S("vocab"):
             if kind not in ("Linear", "Conv1D") or self.blocks != 1:
-                refuse("S306", f"only logits may be sharded over classes, and `{site}` does not return logits",
+                refuse("S306", f"only logits may be sharded over classes, and `{site}` does not"
+                               f" return logits",
                        helps=("leave out `output=`",))  # fmt: skip
         elif self.output not in (None, R, *LAST):
             refuse("S307", f"a grid shards the hidden dim: its output cannot be {self.output}",

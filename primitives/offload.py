@@ -80,7 +80,8 @@ class offload(Primitive):  # noqa: N801
             refuse("S304", f"`prefetch` must be 0 or more, not {self.prefetch}",
                    helps=("use 0 to reload on demand, 1 to reload one module ahead",))  # fmt: skip
         if self.what not in MOVES and self.prefetch != 1:
-            refuse("S306", f"{self.what} are not reloaded module by module: `prefetch` has no effect",
+            refuse("S306", f"{self.what} are not reloaded module by module: `prefetch` has no"
+                           f" effect",
                    helps=("leave out `prefetch`",))  # fmt: skip
         if (self.to == "peer") != (self.over is not None):
             self._refuse_half(axes)
@@ -90,7 +91,8 @@ class offload(Primitive):  # noqa: N801
         row = offered(f"offload({self.what}, to=peer, over={{}})", axes, "stages")
         both, none = f"name both: {row}", f"`offload({self.what})`"
         if self.what not in STAY or self.over is not None:
-            refuse("S851", "`to=peer` and `over` must be given together: a peer is the next rank along an axis",
+            refuse("S851", "`to=peer` and `over` must be given together: a peer is the next"
+                           " rank along an axis",
                    helps=(f"leave `over` out: {none}",) if self.what in STAY
                    else (both, f"or neither: {none}"))  # fmt: skip
 

@@ -54,7 +54,11 @@ class overlap(Primitive):  # noqa: N801
                    helps=(f"cut the model above: {row}",))  # fmt: skip
         twice = set(self.what) & set(plan.overlaps)
         if twice:
-            refuse("S509", f"a row above overlaps `{min(twice)}` already", helps=("drop one of the two rows",))
+            refuse(
+                "S509",
+                f"a row above overlaps `{min(twice)}` already",
+                helps=("drop one of the two rows",),
+            )
 
     def effect(self, site: Site, plan: Plan) -> Plan:
         """Note it."""

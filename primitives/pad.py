@@ -35,7 +35,9 @@ class pad(Primitive):  # noqa: N801
         """Refuse a multiple that there is not."""
         if self.multiple < 1:
             refuse(
-                "S304", f"`multiple` must be 1 or more, not {self.multiple}", helps=("use 1 or more",)
+                "S304",
+                f"`multiple` must be 1 or more, not {self.multiple}",
+                helps=("use 1 or more",),
             )
 
     def check(self, site: Site, plan: Plan) -> None:

@@ -101,7 +101,8 @@ class pipeline_split(Primitive):  # noqa: N801
             refuse("S613", f"{parts} module{'s' * (parts != 1)} cannot be cut into {ranks} stages",
                    f"`{self.over}` has {ranks} ranks", notes=(f"these are all modules of {held}",),
                    helps=(f"`{self.over}` may be 1 to {parts}",
-                          "or, for modules called in a loop, make each call a module: `unroll`, in a"
+                          "or, for modules called in a loop, make each call a module: `unroll`,"
+                          " in a"
                           " row above"),
                    )  # fmt: skip
 

@@ -234,7 +234,8 @@ class shard(Primitive):  # noqa: N801
         rows = any(site.dims.get(n, ())[d : d + 1] == ("vocab",) for n, _, d in self._splits(site))
         if rows and getattr(module, "mode", "") == "max" and site.is_a("EmbeddingBag"):
             better = f"shard the embedding dim instead: `{site} shard(col, over={self.over})`"
-            refuse("S404", f"`{site}` takes the max of each bag, and a shard has only some of its rows",
+            refuse("S404", f"`{site}` takes the max of each bag, and a shard has only some of"
+                           f" its rows",
                    helps=(better,))  # fmt: skip
 
     def _check_blocks(self) -> None:
@@ -341,7 +342,8 @@ class shard(Primitive):  # noqa: N801
                    notes=(f"dim {dim} of `{site}.{name}` is {sum(cut.blocks)}",),
                    helps=("give it: `heads=2`",))  # fmt: skip
         if names[dim : dim + 1] != ("out",):
-            refuse("S402", f"the shards of `{site}.{name}` that several ranks hold would be summed twice",
+            refuse("S402", f"the shards of `{site}.{name}` that several ranks hold would be"
+                           f" summed twice",
                    helps=("replicate outputs only, for example key/value heads",
                           "or pad: `uneven=pad`"))  # fmt: skip
         if ranks % self.heads:

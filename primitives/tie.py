@@ -41,7 +41,8 @@ class tie(Primitive):  # noqa: N801
         """Refuse modules that are not alike, and what is one parameter already."""
         if len(sites) < 2:
             refuse("S416", "`tie` needs at least two modules", f"`{sites[0]}` is selected",
-                   helps=("select the modules that share parameters: `layers.*  tie()`",))  # fmt: skip
+                   helps=("select the modules that share parameters: `layers.* "
+                          " tie()`",))  # fmt: skip
         first = self._chosen(sites[0], plan)
         for site in sites[1:]:
             _check_alike(sites[0], first, site, self._chosen(site, plan))
@@ -87,7 +88,8 @@ def _check_alike(
         if shapes[0] != shapes[1]:
             refuse("S416", f"the parameters of `{one}` and `{site}` differ in shape or dtype",
                    notes=(f"`{name}` is {shapes[0]} in the one and {shapes[1]} in the other",),
-                   helps=("tie modules of one class, or only some parameters: `tie(weight)`",))  # fmt: skip
+                   helps=("tie modules of one class, or only some parameters:"
+                          " `tie(weight)`",))  # fmt: skip
 
 
 def _shape(fact: ParameterFact | None) -> str:

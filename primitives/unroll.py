@@ -39,7 +39,11 @@ class unroll(Primitive):  # noqa: N801
         if self.times < 1:
             refuse("S304", "`unroll` needs 1 call or more", helps=("use 1 or more",))
         if not site.fqn:
-            refuse("S408", "the model itself is called only once", helps=("select a module inside its loop",))
+            refuse(
+                "S408",
+                "the model itself is called only once",
+                helps=("select a module inside its loop",),
+            )
         if plan.cuts:
             refuse(
                 "S503",

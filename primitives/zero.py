@@ -68,10 +68,15 @@ class zero(Primitive):  # noqa: N801
             refuse("S306", f"ZeRO stage {self.stage} sums shards module by module, not in buckets",
                    helps=("leave out `bucket`, or use `stage=0`",))  # fmt: skip
         if self.bucket is not None and self.bucket < 1:
-            refuse("S304", "`bucket` must be above 0", helps=("for example `bucket=25MiB`, the default of DDP",))
+            refuse(
+                "S304",
+                "`bucket` must be above 0",
+                helps=("for example `bucket=25MiB`, the default of DDP",),
+            )
         if self.prefetch < 0:
             refuse("S304", f"`prefetch` must be 0 or more, not {self.prefetch}",
-                   helps=("use 0 for torch's own order, 1 to gather one module ahead",))  # fmt: skip
+                   helps=("use 0 for torch's own order, 1 to gather one module"
+                          " ahead",))  # fmt: skip
 
     def check(self, site: Site, plan: Plan) -> None:
         """Refuse axes that already have other work."""

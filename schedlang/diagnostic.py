@@ -106,7 +106,10 @@ def foremost(diagnostics: Sequence[Diagnostic]) -> tuple[Diagnostic, ...]:
     if len(diagnostics) <= MOST:
         return tuple(diagnostics)
     *first, last = diagnostics[:MOST]
-    return (*first, replace(last, notes=(*last.notes, f"there are more messages; the first {MOST} are shown")))
+    return (
+        *first,
+        replace(last, notes=(*last.notes, f"there are more messages; the first {MOST} are shown")),
+    )
 
 
 @contextmanager
@@ -191,9 +194,7 @@ def _labelled(marks: str, text: str, width: int | None) -> list[str]:
     return [marks, *wrapped(text, width, " " * max(0, min(left, width - NARROWEST)), None)]
 
 
-def _frame(
-    labels: list[Label], primary: Label, gutter: int, width: int | None
-) -> Iterable[str]:
+def _frame(labels: list[Label], primary: Label, gutter: int, width: int | None) -> Iterable[str]:
     """The marked lines of one source, `...` where lines are left out."""
     room = None if width is None else max(width - gutter - len(" | "), NARROWEST)
     last, shown = None, ""

@@ -152,7 +152,9 @@ def _split(node: n.Call, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     if UNKNOWN in (dim, blocks):
         return UNKNOWN
     if isinstance(dim, bool) or not isinstance(dim, int | str):
-        refused(node, "S304", "the dim of `S` must be a name or an integer", f"this is {shown(dim)}")
+        refused(
+            node, "S304", "the dim of `S` must be a name or an integer", f"this is {shown(dim)}"
+        )
     counts = blocks if isinstance(blocks, tuple) else (blocks,)
     if not counts or any(not _is_int(count) or count < 1 for count in counts):
         title = "`blocks` must be the number of blocks, or a list of their sizes"

@@ -83,7 +83,11 @@ def _domain(node: n.Knob, names: Names) -> tuple[tuple[Any, ...] | None, tuple[A
         low = _typed(blank, evaluate(node.domain.low, names), node.domain.low.span)
         high = _typed(blank, evaluate(node.domain.high, names), node.domain.high.span)
         if node.type not in ("int", "float") or low > high:
-            said = "the first number is larger than the second" if node.type in ("int", "float") else "numbers only"
+            said = (
+                "the first number is larger than the second"
+                if node.type in ("int", "float")
+                else "numbers only"
+            )
             title = "an interval goes from the smaller to the larger number"
             helps: tuple[str, ...] = ("swap the two numbers: `in 1..8`",)
             if node.type not in ("int", "float"):

@@ -101,7 +101,9 @@ def _unclosed(source: Source, mistake: UnexpectedToken) -> Diagnostic | None:
     if ended:
         last = len(source.text.rstrip("\n").split("\n"))
         end = len(source.line(last)) + 1
-        label = Label(Span(source, last, end, last, end + 1), f"end of the file; expected `{close}`")
+        label = Label(
+            Span(source, last, end, last, end + 1), f"end of the file; expected `{close}`"
+        )
     else:
         word = re.match(r"[\w*{}]+", source.line(found.line)[found.col - 1 :])
         width = min(3, len(word[0])) if word else 1

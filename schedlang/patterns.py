@@ -101,7 +101,9 @@ def declared(node: n.Pattern) -> Pattern:
             _refused("a pattern's parameters are tensors", given, f"write `{given.name}`")
     body = _term(node.body, params)
     if not isinstance(body, Op):
-        _refused("a pattern must be a function of its parameters", node.body, "for example `gelu(x + b)`")
+        _refused(
+            "a pattern must be a function of its parameters", node.body, "for example `gelu(x + b)`"
+        )
     idle = [name for name in params if name not in _names(body)]
     if idle:
         _refused(f"the pattern does not use `{idle[0]}`", node, "drop it")
@@ -127,7 +129,9 @@ def _literal(text: str, node: n.Node) -> Any:
     try:
         return {"true": True, "false": False}[text] if text in ("true", "false") else _plain(text)
     except ValueError:
-        _refused(f"`{text}` is not a number", node, "a pattern may contain plain numbers and strings")
+        _refused(
+            f"`{text}` is not a number", node, "a pattern may contain plain numbers and strings"
+        )
 
 
 def _plain(text: str) -> Any:
@@ -167,7 +171,9 @@ def _chain(node: n.Node, items: Sequence[Any], params: Sequence[str]) -> Term:
     left = _term(items[0], params)
     for op, right in zip(items[1::2], items[2::2], strict=True):
         if op not in OPERATORS:
-            _refused(f"`{op}` is not allowed in a pattern", node, f"allowed are {', '.join(OPERATORS)}")
+            _refused(
+                f"`{op}` is not allowed in a pattern", node, f"allowed are {', '.join(OPERATORS)}"
+            )
         left = Op(OPERATORS[op], (("input", left), ("other", _term(right, params))))
     return left
 

@@ -212,7 +212,9 @@ class Selector:
             notes = (f"searched {len(looked)} modules, {_name(looked[0])} to {_name(looked[-1])}",)
             having = [m for m in looked if self._has(m, wanted)]
             if having:
-                notes += (f"{len(having)} of them have one; end the path in `?` to select only those",)
+                notes += (
+                    f"{len(having)} of them have one; end the path in `?` to select only those",
+                )
         near = closest(wanted, children)
         helps: tuple[str, ...] = (f"did you mean `{near}`?",) if near else ()
         if not near and children:
@@ -389,7 +391,9 @@ def _sliced(
     bounds = [_bound(text, seg, names) for text in texts]
     if bounds[2] == 0:
         helps = ("write `[::2]` for every second module",)
-        raise Refusal(Diagnostic("S202", "the step of a slice cannot be 0", Label(seg.span), helps=helps))
+        raise Refusal(
+            Diagnostic("S202", "the step of a slice cannot be 0", Label(seg.span), helps=helps)
+        )
     picked = there[slice(*bounds)]
     numbers = all(text is None or text.lstrip("-").isdigit() for text in texts)
     if not picked and numbers:

@@ -97,7 +97,9 @@ def read(path: str | FilePath, name: str | None = None) -> Source:
         why = why[:1].lower() + why[1:]
         there = {each.name for each in FilePath(path).parent.glob("*.sched")}
         near = closest(FilePath(path).name, there - {FilePath(path).name})
-        helps = (f"did you mean `{near}`?",) if near else ("give the path of a schedule: `x.sched`",)
+        helps = (
+            (f"did you mean `{near}`?",) if near else ("give the path of a schedule: `x.sched`",)
+        )
         raise Refusal(Diagnostic("S000", f"cannot read `{shown}`: {why}", helps=helps)) from None
     try:
         return Source(shown, raw.decode("utf-8-sig").replace("\r\n", "\n"))

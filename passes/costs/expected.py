@@ -30,7 +30,7 @@ LOWER: Mapping[str, tuple[Help, ...]] = {
     "optimizer": ((STATE[0], "zero(stage=1, over={})"), "or shard parameters: `shard`"),
     "activations": (AGAIN, "or offload them: `layers.*  offload(activations)`",
                     "or use smaller microbatches"),
-    "communication": (("free gathered parameters between forward and backward:   ", STATE[1]),),
+    "communication": (("free gathered parameters between forward and backward: ", STATE[1]),),
     "temporary": ("use smaller microbatches", "or shard the modules that compute it: `shard`"),
 }  # fmt: skip
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from schedlang.passes.costs.step_time import Took
 
 LEFT = (
-    "a time can be compared only where it was measured or simulated: `schedlang run` measures them, and "
+    "a time can be compared only where it was measured or simulated: `schedlang run` measures"
+    " them, and "
     "`schedlang plan FILE --cost F=18,B=37,step=4` simulates with milliseconds that you give"
 )
 FASTER = "`schedlang simulate FILE` shows where ranks wait; docs/pipelines.md lists other orders"

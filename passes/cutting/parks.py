@@ -76,7 +76,8 @@ def _check_order(plan: Plan, timeline: Timeline) -> None:
         Diagnostic(
             "S851", f"the order `{order}` already decides what happens to saved activations",
             notes=(f"its timeline has {own[0].name} operations",),
-            helps=("drop this row", 'or use an order without them: `pipeline(order="1F1B", micro=4)`'),
+            helps=("drop this row", 'or use an order without them: `pipeline(order="1F1B",'
+                                    ' micro=4)`'),
         )
     )  # fmt: skip
     raise refusal.at(row[0].span) if row[0].span is not None else refusal

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from schedlang.runtime.summing.statistics import Statistics
 
 Loss = Callable[..., Any]
-ALLOW = 'or allow those of parts: `step "..." relax(batch_stats) {`'
+ALLOW = 'or allow statistics of each part: `step "..." relax(batch_stats) {`'
 
 
 def with_statistics(

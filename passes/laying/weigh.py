@@ -54,7 +54,8 @@ def weight_of(traced: Traced, parts: int) -> Weight:
             Diagnostic(
                 "S621", f"the model has {len(traced.labels)} losses, each with its own labels",
                 notes=("a part of the batch would need a different weight in each",),
-                helps=("define `weight(batch)` in the model file: the weight of a part of the batch",),
+                helps=("define `weight(batch)` in the model file: the weight of a part of the"
+                       " batch",),
             )
         )  # fmt: skip
     return lambda batch: float(rows_of(batch))

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from schedlang.runtime.slicing.slices import Slicing
 
 WHY = {
-    "recompute": "what is recomputed inside is not compressed, and nothing that is dropped at run time",
+    "recompute": "what is recomputed inside is not compressed, and nothing that is dropped at"
+    " run time",
     "structure": "its kernel saves other tensors than the module does",
-    "residence": "what is offloaded inside is not compressed, and no parameters that are moved in and out",
+    "residence": "what is offloaded inside is not compressed, and no parameters that are moved"
+    " in and out",
 }
 
 
@@ -79,7 +81,8 @@ def _check_choices(plan: Plan, traced: Traced) -> None:
                 Diagnostic(
                     "S857", f"`{site}` could choose differently when it is recomputed", label, (),
                     (f"`{traced.choices[found]}` in `{found}` depends on values",
-                     "rounded inputs may change the choice: the backward would be of a different function"),
+                     "rounded inputs may change the choice: the backward would be of a"
+                     " different function"),
                     ("drop one of the two rows",),
                 )
             )  # fmt: skip
@@ -109,10 +112,10 @@ def _check_capacity(plan: Plan, row: Action) -> None:
         return
     raise Refusal(
         Diagnostic(
-            "S858", f"`{limited[0]}` drops tokens of the whole batch, and activations are kept in"
-            " fewer bits", Label(row.span or NOWHERE, "rounds saved activations"), (),
-            (f"one process takes the batch in the {plan.shares * plan.micro} parts that ranks do,"
-             " and counts the tokens of each by itself",),
+            "S858", f"`{limited[0]}` has a `capacity` for the full batch, and activations are"
+            " compressed", Label(row.span or NOWHERE, "rounds saved activations"), (),
+            (f"a single process takes the batch in {plan.shares * plan.micro} parts, as the ranks"
+             " do, and counts the tokens of each part separately",),
             ("leave out `capacity=`", "or drop this row"),
         )
     )  # fmt: skip
@@ -143,8 +146,8 @@ def _check_split(plan: Plan, row: Action) -> None:
         Diagnostic(
             "S858", f"activations sharded over `{bad[0]}` cannot be compressed",
             Label(row.span or NOWHERE, "rounds saved activations, block by block"), (),
-            ("a shard has other blocks than the full tensor; one process can reproduce them for"
-             " one axis that shards weights and one that splits tokens",),
+            ("a shard has other blocks than the full tensor; a single process can reproduce them"
+             " for one axis that shards weights and one that splits tokens",),
             (f"leave `{bad[0]}` out: split the batch with `zero` instead",
              f"or set `{bad[0]}` to 1: `--mesh {bad[0]}=1`"),
         )

@@ -32,7 +32,8 @@ def check_peers(plan: Plan, staged: Staged) -> None:
     states, lodgings = peer_rows(plan, "optimizer"), peer_rows(plan, "activations")
     if states and any(store.tier == "disk" for store in plan.stores):
         _refuse(
-            states[0], "optimizer state cannot be sent to a peer where another row offloads to disk",
+            states[0], "optimizer state cannot be sent to a peer where another row offloads to"
+                       " disk",
             "a step that finds the disk full is undone, but the state has been sent already",
             (NEAR, "or keep everything in memory: `to=cpu`"),
         )  # fmt: skip

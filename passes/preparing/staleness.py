@@ -44,8 +44,7 @@ def check_build(staged: Staged, optimizer: Any, clip: float | None, hollow: bool
     if clip is not None:
         _refuse(
             "`clip` needs one norm of all gradients: a stale order has none", None,
-            notes=("the first stage has made several updates when the last one makes its first:"
-                   " no norm of all gradients exists",),
+            notes=("the first stage makes several updates before the last one makes its first",),
             helps=("leave `clip` out", SYNCHRONOUS),
         )  # fmt: skip
     if optimizer is None and not hollow:
@@ -133,9 +132,9 @@ def _check_residence(plan: Plan) -> None:
     row = next((a for a in plan.actions if bad[0].fqn in a.sites and a.name == "offload"), None)
     _refuse(
         f"the {bad[0].what} of several versions cannot be kept {_WHERE[bad[0].tier]}", row,
-        notes=("the order keeps the versions that it still needs on the device, and each stage"
-               " updates at its own time",),
-        helps=("keep only the optimizer state in host memory: `offload(optimizer, to=cpu)`", SYNCHRONOUS),
+        notes=("the order keeps the versions that it still needs on the device",),
+        helps=("keep only the optimizer state in host memory: `offload(optimizer,"
+               " to=cpu)`", SYNCHRONOUS),
     )  # fmt: skip
 
 
@@ -150,7 +149,8 @@ def _check_recomputed(plan: Plan, staged: Staged) -> None:
     _refuse(
         "recomputation would use other weights than the forward", row,
         notes=("the order keeps no versions: a backward uses the newest weights",),
-        helps=('use an order that keeps them: `pipeline(order="PipeDream", micro=...)`', "or drop this row"),
+        helps=('use an order that keeps them: `pipeline(order="PipeDream", micro=...)`',
+               "or drop this row"),
     )  # fmt: skip
 
 

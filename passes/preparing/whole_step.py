@@ -41,9 +41,9 @@ def whole_step(
         return WholeStep(a.parameters, a.holdings, a.ranks)
     _refuse(
         "this optimizer does not update each parameter separately",
-        f"`{split.name}` lies in parts on several ranks; it would be put together for a step, with"
-        " some others at a time, and those would be updated otherwise",
-        "use one that looks at one parameter at a time (Muon, Adafactor, LAMB) or at one element"
+        f"`{split.name}` is sharded: it would be gathered for the step, a few parameters at a time,"
+        " and the others would be updated differently",
+        "use one that updates one parameter at a time (Muon, Adafactor, LAMB) or one element"
         " (SGD, Adam, AdamW, Adagrad, RMSprop, ...)",
     )
 

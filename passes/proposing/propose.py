@@ -109,8 +109,8 @@ def _planned(trial: Trial, text: Callable[[Blocks], str], stages: int) -> str:
 def check_mesh(mesh: Mapping[str, int]) -> None:
     """Refuse axes whose names say nothing, and two of one role (S211)."""
     legal = (
-        "`dp`, `data` and `fsdp` split the batch, `ep` the batch and experts, `cp` sequences,"
-        " `pp` and `pipe` the blocks, `tp` and `model` tensors"
+        "it knows `dp`, `data` and `fsdp`, which split the batch, `ep` (experts), `cp`"
+        " (sequences), `pp` and `pipe` (stages), `tp` and `model` (tensors)"
     )
     for name in mesh:
         if name not in ROLES:
@@ -237,7 +237,7 @@ def _cut_between(asked: Asked, axis: str, stages: int) -> Row:
     from schedlang.runtime.recording.units import units_of
 
     facts = asked.blocks.facts
-    title = f"this model has no list of blocks, and cannot be cut into stages between its modules"
+    title = "this model has no list of blocks, and cannot be cut into stages between its modules"
     try:
         names = list(dict.fromkeys(units_of(facts.model, asked.trial.sample)))
         stage_of = balanced([Unit(name, facts.numel(name)) for name in names], stages)

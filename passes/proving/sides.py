@@ -106,7 +106,7 @@ def as_worked(case: Case) -> Case | None:
     if case.dtype is not None:
         if case.dtype not in DTYPES:
             raise Refusal(
-                Diagnostic("S704", f"`{case.dtype}` is no working dtype",
+                Diagnostic("S704", f"`{case.dtype}` is not a working dtype",
                            helps=(f"choose one of {', '.join(DTYPES)}",))
             )  # fmt: skip
         module = _typed(case)

@@ -109,7 +109,9 @@ def _size(arg: n.Keyword, state: State) -> int | None:
         names = list(state.knobs)
         near = closest(str(size), names)
         helps = (f"did you mean `{near}`?",) if near else ()
-        refused("S111", "the size of an axis must be a number", arg.span, f"is {shown(size)}", *helps)
+        refused(
+            "S111", "the size of an axis must be a number", arg.span, f"is {shown(size)}", *helps
+        )
     if not 1 <= size <= MOST or isinstance(size, Bytes):
         refused("S111", f"an axis must have 1 to {MOST} ranks", arg.span, f"is {size}")
     return int(size)

@@ -39,7 +39,9 @@ def use(text: str, span: Span) -> None:
     if count[0] > USED:
         title = f"this schedule uses more than {USED // 2**20} MiB of other files"
         helps = ("a file counts each time it is used: use it once, at the top",)
-        raise Refusal(Diagnostic("S116", title, Label(span, "the limit is passed here"), helps=helps))
+        raise Refusal(
+            Diagnostic("S116", title, Label(span, "the limit is passed here"), helps=helps)
+        )
 
 
 def statement(rows: int, depth: int, span: Span) -> None:

@@ -318,7 +318,7 @@ def _check_state(plan: Plan) -> None:
             Diagnostic(
                 "S624",
                 f"`{extra[0]}` of the state dict is neither a parameter nor a buffer",
-                notes=("a module gives it as extra state, which no layout could keep",),
+                notes=("a module returns it as extra state, which cannot be sharded or saved",),
                 helps=("leave it out: override `get_extra_state` in a subclass",),
             )
         )

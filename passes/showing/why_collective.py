@@ -91,7 +91,9 @@ def why_collective(plan: Plan, file: n.File, account: Account, number: int) -> s
     known = groups(account)
     if not 0 <= number < len(known):
         none = "no rank sends anything" if account.collectives is not None else account.notes[-1]
-        legal = f"there are 0 to {len(known) - 1}: `why FILE --collectives`" if known else none
+        legal = (
+            f"they are numbered 0 to {len(known) - 1}: `why FILE --collectives`" if known else none
+        )
         title = f"there is no collective {number}"
         raise Refusal(Diagnostic("S866", title, helps=(legal,)))
     group = known[number]

@@ -72,7 +72,7 @@ CODES: Mapping[str, tuple[str, str]] = {
         "Nothing was changed; the message lists names and shapes.",
     ),
     "S650": (
-        "ranks would not build the same",
+        "ranks would build different programs",
         "All ranks of a job tell each other what they build from: versions, mesh, model, rows,\n"
         "options, initial weights, the optimizer's settings; not with `compare='nothing'`.",
     ),

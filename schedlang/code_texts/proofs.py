@@ -64,7 +64,7 @@ CODES: Mapping[str, tuple[str, str]] = {
         "`model()` has as defaults.  Else `small()` of the model file makes the reduced model.",
     ),
     "S752": (
-        "no smaller model shows all that the schedule does",
+        "no reduced model keeps all that the schedule does",
         "Divisibility, order of sizes, kinds of layers and cut points must stay as they are.",
     ),
     "S753": (

@@ -169,7 +169,10 @@ CODES: Mapping[str, tuple[str, str]] = {
         "casts within casts",
         "A module computes in one dtype; only `cast(fp32)` may stand inside of a lower one.",
     ),
-    "S893": ("the rows name two loss scales", "There is one loss, and all its gradients have one scale."),
+    "S893": (
+        "the rows name two loss scales",
+        "There is one loss, and all its gradients have one scale.",
+    ),
     "S894": (
         "a scaled loss, and sums in fewer bytes",
         "What a code leaves out is kept for the next step, which may have another scale.",

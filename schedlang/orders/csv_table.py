@@ -85,7 +85,7 @@ def table_order(path: str) -> Order:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise OrderError(
-            f"the table `{path}` cannot be read: {reason}", 'name a table, or an order: "1F1B"'
+            f"cannot read the table `{path}`: {reason}", 'name a table, or an order: "1F1B"'
         ) from error
 
     def problem(size: Size) -> Problem | None:

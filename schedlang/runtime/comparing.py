@@ -16,8 +16,8 @@ from schedlang.runtime.parts import Batch
 from schedlang.runtime.storage.folder import gathered
 
 _HELPS = (
-    "give the same whole batch to every rank: seed samplers and shuffling alike",
-    "or, where each rank has rows of its own, say so: `train_step(batch, local=True)`",
+    "pass the same full batch on every rank: use the same seed for samplers and shuffling",
+    "or, if each rank has its own rows, write `train_step(batch, local=True)`",
 )
 
 

@@ -38,7 +38,8 @@ class Left:
         more = f" and {len(self.sites) - 1} more" if len(self.sites) > 1 else ""
         first = f" (first {self.given})" if self.given else ""
         return (
-            f"`{self.kernel}` leaves calls of `{self.sites[0] or 'the model'}`{more} to the"
+            f"`{self.kernel}` does not take some calls of"
+            f" `{self.sites[0] or 'the model'}`{more} to the"
             f" model: {self.why}{first}"
         )
 
@@ -46,7 +47,7 @@ class Left:
     def warning(self) -> Diagnostic:
         """W703."""
         row = "fuse()" if self.kernel == "fuse" else f"replace_kernel({self.kernel})"
-        helps = (f"drop the row `{row}` there, or change what is said",)
+        helps = (f"drop the row `{row}` there, or change what the message names",)
         return Diagnostic("W703", str(self), helps=helps, level="warning")
 
 

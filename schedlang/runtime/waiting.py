@@ -92,9 +92,10 @@ class Waiting:
             Diagnostic(
                 "S616", f"`{name}` is not available yet: the program is built at its first batch",
                 Label(python_span()),
-                notes=("shapes are known from a batch, and none was given to `build`",
+                notes=("`build` got no batch, from which shapes are known",
                        *([_NEEDS[name]] if name in _NEEDS else [])),
-                helps=("give one, only its shapes count: `sch.build(batch=batch, ...)`",
+                helps=("give a batch, of which only the shapes are used:"
+                       " `sch.build(batch=batch, ...)`",
                        f"or use `{name}` after the first `train_step` or `eval_step`"),
             )
         )  # fmt: skip

@@ -99,10 +99,10 @@ def load_state_dict(a: Assembly, state: Mapping[str, Tensor]) -> None:
     ]
     if wrong:
         more = (f"and {len(wrong) - 8} more like these",) * (len(wrong) > 8)
-        helps = ("give the full state dict of this model: names as in `model.state_dict()`",)
+        helps = ("give the full state dict of this model, as `model.state_dict()` returns it",)
         notes = (*wrong[:8], *more)
         raise Refusal(
-            Diagnostic("S641", "this state is not of this model", notes=notes, helps=helps)
+            Diagnostic("S641", "the state dict is not of this model", notes=notes, helps=helps)
         )
     with torch.no_grad():
         for name, parameter in a.parameters.items():

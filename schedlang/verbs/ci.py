@@ -125,7 +125,7 @@ def _schedules(paths: Sequence[Path]) -> Iterator[Path]:
         below = [p for p in every if not any(x[0] == "." for x in p.relative_to(path).parts)]
         if not below:
             title = f"there is no schedule below `{path}`"
-            raise Refusal(Diagnostic("S000", title, helps=("name the files: `x.sched`",)))
+            raise Refusal(Diagnostic("S000", title, helps=("give the files: `x.sched`",)))
         yield from below
 
 
@@ -137,7 +137,7 @@ def _meant(said: Sequence[str], files: Sequence[Path]) -> dict[Path, str]:
     for text in said:
         name, _, code = text.rpartition(":")
         if Path(name).resolve() not in known or not code:
-            title = f"`--refused {text}` names none of the schedules"
+            title = f"`--refused {text}` matches none of the schedules"
             helps = ("write the file, a colon and the code: `--refused x.sched:S403`",)
             raise Refusal(Diagnostic("S109", title, helps=helps))
         found[Path(name).resolve()] = code.strip()

@@ -51,7 +51,7 @@ class Ranks:
         from schedlang.runtime.launching.launch import Pool
         from schedlang.runtime.launching.preload import BASE, PROGRAMS
 
-        assert self._found is not None, "the ranks are those of a model file"
+        assert self._found is not None, "the ranks belong to a model file"
         if self._pool is None:
             self._pool = Pool(preload=(*BASE, *PROGRAMS), files=self._found.files)
         return self._pool

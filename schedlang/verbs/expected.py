@@ -59,7 +59,7 @@ def _say_left(plan: Plan, took: Took | None) -> None:
     from schedlang.passes.costs.expected_time import LEFT, timed
 
     for one in timed(plan) if took is None else ():
-        print(f"`{one.said}` is not held here: {LEFT}", file=sys.stderr)
+        print(f"`{one.said}` is not compared here: {LEFT}", file=sys.stderr)
 
 
 def _fail(problems: Iterable[Diagnostic]) -> None:

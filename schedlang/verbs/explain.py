@@ -43,7 +43,7 @@ def explain(
         helps = VERBS.get(name) or (
             (f"did you mean `{near}`?",) if near else ("`schedlang explain` lists them all",)
         )
-        title = f"there is no primitive and no code `{name}`"
+        title = f"there is no primitive or code `{name}`"
         raise Refusal(Diagnostic("S301", title, helps=helps))
 
 

@@ -108,8 +108,10 @@ def _check_lock_alone(common: Common, locks: Locks) -> None:
     from schedlang.diagnostic import Diagnostic, Refusal
 
     if common.knob or common.mesh or locks.lock:
-        title = "a lock has its settings: `--knob`, `--mesh` and `--lock` do not go with `--locked`"
-        helps = ("leave them out, or write another lock with them: `--lock`",)
+        title = (
+            "`--locked` uses the settings of the lock: leave out `--knob`, `--mesh` and `--lock`"
+        )
+        helps = ("or write a new lock with them: `--lock`",)
         raise Refusal(Diagnostic("S109", title, helps=helps))
 
 

@@ -146,14 +146,16 @@ def _planned(
 
     given = settings(common.knob, common.mesh)
     if (file is None) == (record is None):
-        title = "`run` needs a schedule or a saved plan, and one of them"
+        title = "`run` needs either a schedule or a saved plan"
         raise Refusal(
             Diagnostic("S109", title, helps=("`schedlang run FILE`, or `--plan p.json`",))
         )
     if record is not None:
         if given.knobs or given.mesh:
-            title = "a saved plan has its decisions: `--knob` and `--mesh` go with a schedule"
-            raise Refusal(Diagnostic("S109", title, helps=("run the schedule, or plan it anew",)))
+            title = "a saved plan has its own settings: `--knob` and `--mesh` are for schedules"
+            raise Refusal(
+                Diagnostic("S109", title, helps=("run the schedule, or save a new plan",))
+            )
         made, found = recorded(record, common.model)
         return found, restored(made, ModelFacts(found.model(seed=seed)))
     assert file is not None

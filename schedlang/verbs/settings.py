@@ -34,5 +34,5 @@ def _pair(option: str, text: str) -> tuple[str, str]:
 
 
 def _bad(option: str, text: str, help_: str) -> None:
-    title = f"`{option} {text}` cannot be read"
+    title = f"cannot read `{option} {text}`"
     raise Refusal(Diagnostic("S109", title, helps=(help_,)))

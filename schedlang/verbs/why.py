@@ -34,7 +34,7 @@ def why(
     from schedlang.verbs.files import accounted, planned
 
     if (name is not None) + (collective is not None) + collectives != 1:
-        title = "`why` explains a module or a collective, and one of them"
+        title = "`why` needs either a module or a collective"
         helps = ("`why FILE transformer.h.0`, `why FILE --collectives`, `why FILE --collective 3`",)
         raise Refusal(Diagnostic("S109", title, helps=helps))
     found = planned(file, common.model, common.knob, common.mesh)

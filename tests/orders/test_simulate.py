@@ -95,7 +95,7 @@ def test_costs() -> None:
         (("--cost", "F="), "no number"),
         (("--cost", "com=1"), "did you mean `comm`"),
         (("--cost", "F=1,f=2"), "given twice"),
-        (("--cost", "B=1,W=2"), "B is I and W together"),
+        (("--cost", "B=1,W=2"), "`B` is `I` and `W` together"),
         (("--cost", "F=0,B=0"), "above zero"),
         (("--cost", "kept=2"), "share"),
         (("--stages", 0), "at least 1"),

@@ -340,7 +340,7 @@ def test_a_cube_names_its_axes_in_turn() -> None:
     rows = PAIR.format(CUBE, CUBE) + "zero(stage=0, over=x)"
     text = refused(Toy().double(), rows, "x=1, y=2, z=2", points(0, 4))
     assert "lies in the order of its own results" in text
-    assert "name its last two axes in the other order" in text
+    assert "swap the last two axes of its `over`" in text
 
 
 def test_a_group_counts_in_the_order_named(threads: Threads) -> None:

@@ -168,7 +168,7 @@ def test_damage_changes_nothing(tmp_path: Path, damage: str, before: bool) -> No
     program = program_under("one", True, fresh=True)
     as_it_was = seen(program)
     for folder in (step, step if before else tmp_path / "a"):
-        refused(lambda folder=folder: program.load(folder), "S633", "the program is as it was")
+        refused(lambda folder=folder: program.load(folder), "S633", "the program is unchanged")
     equal(seen(program), as_it_was)
     assert last_checkpoint(step) is None
 

@@ -192,7 +192,7 @@ def test_the_choice_of_guides_is_found(file: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "no cluster is named"),
+        ((), "the cluster is missing"),
         (("--on", "abacus", "--gpus", "4"), "nothing is known of `abacus`"),
         (("--on", "a100"), "number of ranks is not known"),
         (("--on", "a100x4", "--memory", "much"), "`--memory much` cannot be read"),

@@ -82,5 +82,5 @@ def test_what_could_not_be_looked_at_is_not_passed(tmp_path: Path) -> None:
     file.write_text('schedule 1\n\nstep "s" {\n  `0`  checkpoint()\n  verify(forward)\n}\n')
     found = check(file, "--model", tmp_path / "model.py")
     assert found.exit_code == 2, found.output
-    assert "error[S615]: the model gives no loss" in found.output
+    assert "error[S615]: the model returns no loss" in found.output
     assert "holds" not in found.output

@@ -30,7 +30,7 @@ from schedlang.runtime.storage.scratch import Scratch
 from schedlang.runtime.storage.tiers import CPU, DEVICE, DISK, PEER, mark, plain_copy
 from schedlang.runtime.summing.gradient import buckets, local_gradient
 
-UNDONE = "everything is as it was before the step"
+UNDONE = "nothing was changed: the state is that before the step"
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class Away:
                 self.homes[name].settle(self.scratch.put(self.homes[name].home))
         if self.peer is not None and optimizer is not None:
             self.peer.settle(optimizer)
-        self.check("what could not be written stays in memory")
+        self.check("the state that could not be written stays in memory")
 
     def home(self, optimizer: torch.optim.Optimizer | None) -> AbstractContextManager[None]:
         """While it is entered, state that other ranks hold is here; all ranks enter it."""

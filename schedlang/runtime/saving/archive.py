@@ -49,7 +49,7 @@ TRIES = 8  # of a load while another job saves and takes old checkpoints away
 
 FAILURES = (OSError, Unreadable)
 
-SAME_MODEL = "build the program of a model with these names: the one that was saved"
+SAME_MODEL = "build the program of a model with these names: the model that was saved"
 TRAINED = "build the program with the `freeze` rows and `requires_grad` that it was saved under"
 
 
@@ -172,7 +172,7 @@ def _blank(program: Program, contents: Mapping[str, Any], told: Moments) -> Any:
 
 def _unmoved(target: Path, before: tuple[int, ...], same: bool) -> None:
     if not same:
-        raise Unreadable("ranks have read different saves")
+        raise Unreadable("the ranks have read different checkpoints")
     if state_of(target) != before:
         raise Unreadable("it was changed while it was read")
 
@@ -279,7 +279,7 @@ def _check(program: Program, contents: Mapping[str, Any], told: Moments) -> None
         if ours != theirs:
             raise Refusal(
                 Diagnostic(
-                    "S635", f"`{name}` was saved as {_kind(theirs)}, and is {_kind(ours)} here",
+                    "S635", f"`{name}` was saved as {_kind(theirs)}, but is {_kind(ours)} here",
                     helps=("load it into a program of the same model and dtype",),
                 )
             )  # fmt: skip
@@ -290,19 +290,19 @@ def _check(program: Program, contents: Mapping[str, Any], told: Moments) -> None
         _check_optimizer(kinds[0], {name for _, names in found for name in names}, told)
         mixed = next((m for m in gathered(grouped_otherwise(program, told), world) if m), None)
         if mixed:
-            raise _other_optimizer(f"it had other groups: {quoted(mixed)} were in two")
+            raise _other_optimizer(f"its parameter groups differ: {quoted(mixed)} were in two")
         odd = next((key for key in gathered(unfit(program, told), world) if key), None)
         if odd:
-            raise _other_optimizer(f"`{odd}` of its groups is of another kind here")
+            raise _other_optimizer(f"`{odd}` of its groups has a different type here")
 
 
 def _check_optimizer(kind: str, names: set[str], told: Moments) -> None:
     if told.kind is None:
-        raise _other_optimizer("the checkpoint was saved without one")
+        raise _other_optimizer("the checkpoint was saved without an optimizer")
     if told.kind != kind:
-        raise _other_optimizer(f"it was saved from `{told.kind}`, and here is `{kind}`")
+        raise _other_optimizer(f"it was saved from `{told.kind}`, but the program has `{kind}`")
     _same_names(
-        "S636", "the checkpoint's optimizer trained other parameters", told.of, names, TRAINED
+        "S636", "the optimizer of the checkpoint trained other parameters", told.of, names, TRAINED
     )
 
 
@@ -311,7 +311,7 @@ def _same_names(
 ) -> None:
     missing, unknown = sorted(set(here) - set(saved)), sorted(set(saved) - set(here))
     notes = [f"missing in the checkpoint: {quoted(missing)}"] if missing else []
-    notes += [f"unknown here: {quoted(unknown)}"] if unknown else []
+    notes += [f"not in the model: {quoted(unknown)}"] if unknown else []
     if notes:
         raise Refusal(Diagnostic(code, title, notes=tuple(notes), helps=(help_,)))
 
@@ -335,17 +335,17 @@ def _kind(found: tuple[str, list[int]]) -> str:
 
 def _unwritten(target: Path, where: str, error: BaseException) -> Diagnostic:
     return Diagnostic(
-        "S631", f"no checkpoint can be written into `{target}`",
-        notes=(where + reason(error), "what was there before is as it was"),
-        helps=("give another folder, one that every rank can write",),
+        "S631", f"cannot write a checkpoint into `{target}`",
+        notes=(where + reason(error), "what was there before is unchanged"),
+        helps=("give a different folder, one that every rank can write",),
     )  # fmt: skip
 
 
 def _keeps(keep: Any) -> Refusal:
     return Refusal(
         Diagnostic(
-            "S631", f"`keep={keep!r}` is no number of checkpoints",
-            notes=("the one that is saved is always kept",),
+            "S631", f"`keep` must be None, or 1 or more, not {keep!r}",
+            notes=("the new checkpoint is always kept",),
             helps=("`keep=3`: it and the two before it", "`keep=None`: all"),
         )
     )  # fmt: skip
@@ -354,18 +354,18 @@ def _keeps(keep: Any) -> Refusal:
 def _unread(folder: Path, target: Path, error: BaseException) -> Diagnostic:
     older = steps.last_whole(folder, target)
     return Diagnostic(
-        "S633", f"the checkpoint `{target}` cannot be read",
-        notes=(reason(error), "the program is as it was"),
-        helps=("name the folder that `program.save` wrote",) if older is None
-        else (f"load another of this folder: `{older}`",),
+        "S633", f"cannot read the checkpoint `{target}`",
+        notes=(reason(error), "the program is unchanged"),
+        helps=("give the folder that `program.save` wrote",) if older is None
+        else (f"load another checkpoint of this folder: `{older}`",),
     )  # fmt: skip
 
 
 def _other_optimizer(note: str) -> Refusal:
     return Refusal(
         Diagnostic(
-            "S636", "the checkpoint is of another optimizer", notes=(note,),
-            helps=("build the program with the optimizer that was saved",
-                   "or without one, to take over the model alone"),
+            "S636", "the checkpoint is of a different optimizer", notes=(note,),
+            helps=("build the program with the optimizer of the checkpoint",
+                   "or without an optimizer, to load only the model"),
         )
     )  # fmt: skip

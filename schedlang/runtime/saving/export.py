@@ -56,7 +56,7 @@ def _check(target: Path, state: dict[str, Tensor], model: nn.Module) -> None:
             Diagnostic(
                 "S634",
                 f"this is a {type(model).__name__}, not the model that was scheduled",
-                helps=("give the module itself, as `create_schedule` was given it",),
+                helps=("give the module that was passed to `create_schedule`",),
             )
         )
     known = model.state_dict(keep_vars=True)
@@ -73,7 +73,7 @@ def _check(target: Path, state: dict[str, Tensor], model: nn.Module) -> None:
         one = first.setdefault(id(tensor), name)
         if not torch.equal(state[one], state[name]):
             raise Refusal(_unwritten(target, f"`{one}` and `{name}` are one parameter of the "
-                                     "model that is given, and have been trained apart",
+                                     "given model, but were trained separately",
                                      "give a model in which they are not tied"))  # fmt: skip
 
 
@@ -97,6 +97,4 @@ def _write(folder: Path, state: dict[str, Tensor], model: nn.Module) -> None:
 
 
 def _unwritten(target: Path, why: str, *helps: str) -> Diagnostic:
-    return Diagnostic(
-        "S631", f"the weights cannot be written to `{target}`", notes=(why,), helps=helps
-    )
+    return Diagnostic("S631", f"cannot write the weights to `{target}`", notes=(why,), helps=helps)

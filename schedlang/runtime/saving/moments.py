@@ -181,8 +181,8 @@ def _saved(name: str, value: Any) -> Any:
     raise Refusal(
         Diagnostic(
             "S637", f"`{name}` of the optimizer is a `{type(value).__name__}`",
-            notes=("a checkpoint holds tensors, numbers and texts",),
-            helps=("take it out of the optimizer's state before saving",),
+            notes=("a checkpoint may hold tensors, numbers and strings",),
+            helps=("remove it from the optimizer's state before saving",),
         )
     )  # fmt: skip
 
@@ -228,7 +228,7 @@ def _unlike(name: str, key: str) -> Refusal:
     return Refusal(
         Diagnostic(
             "S637", f"ranks differ in `{key}` of the optimizer for `{name}`",
-            notes=("it is not shaped like the parameter, so it must be equal on all ranks",),
+            notes=("it does not have the shape of the parameter: it must be equal on all ranks",),
             helps=("compute it only from values that are equal on all ranks",
                    "or save it yourself, rank by rank"),
         )

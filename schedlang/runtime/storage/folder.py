@@ -117,9 +117,9 @@ def _begin(target: Path, marks: Sequence[str], held: ExitStack) -> Path:
     if target.exists() and not _replaceable(target, marks):
         raise Refusal(
             Diagnostic(
-                "S632", f"`{target}` exists and is no checkpoint",
-                notes=("only a checkpoint or an empty folder is replaced",),
-                helps=("give the path of a folder of its own",),
+                "S632", f"`{target}` exists, and is not a checkpoint",
+                notes=("only a checkpoint or an empty folder may be replaced",),
+                helps=("give the path of another folder",),
             )
         )  # fmt: skip
     _sweep(target)
@@ -144,7 +144,7 @@ def _see(beside: Path) -> None:
         raise Refusal(
             Diagnostic(
                 "S631", f"not all ranks see `{beside.parent}`",
-                notes=("each rank writes its own parts into one folder",),
+                notes=("each rank writes its shards into this folder",),
                 helps=("give a path on a file system that all nodes share",),
             )
         )  # fmt: skip

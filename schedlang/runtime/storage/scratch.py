@@ -69,10 +69,10 @@ class Scratch:
 def full(error: BaseException, consequence: str) -> Diagnostic:
     """What is said where a file cannot be written."""
     return Diagnostic(
-        "S850", f"what a row puts on disk cannot be written in `{tempfile.gettempdir()}`",
+        "S850", f"cannot write what a row offloads to disk in `{tempfile.gettempdir()}`",
         notes=(str(error), consequence),
         helps=("make room, or set TMPDIR to a folder on a larger disk",
-               "or keep it in host memory: `to=cpu`"),
+               "or offload to host memory: `to=cpu`"),
     )  # fmt: skip
 
 
