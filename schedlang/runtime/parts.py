@@ -240,7 +240,8 @@ def _enough(batch: Batch, replicas: int, micro: int) -> int:
     if count < replicas * micro:
         raise Refusal(
             Diagnostic(
-                "S606", f"the batch has {count} rows, but {replicas * micro} are needed",
+                "S606", f"the batch has {count} row{'s' * (count != 1)}, but {replicas * micro} are"
+                " needed",
                 notes=(f"{replicas} data-parallel ranks with {micro}"
                        f" microbatch{'es' * (micro > 1)} each",),
                 helps=(f"use a batch of at least {replicas * micro} rows",),

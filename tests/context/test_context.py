@@ -284,7 +284,7 @@ def test_a_convolution_in_front() -> None:
     with pytest.raises(Refusal) as error:
         tokens_of(Sounds(), OWN.format("ring, over=cp"), batch)
     said = error.value.render()
-    assert "S659" in said and "`patches` is a `Conv1d`: it mixes neighbours" in said, said
+    assert "S659" in said and "`patches` is a `Conv1d`: it mixes neighbouring" in said, said
 
 
 def test_an_attention_without_a_row() -> None:
@@ -328,7 +328,7 @@ def test_slices_of_split_sequences() -> None:
     rows = LLAMA.format("ring, over=cp") + (
         '\nmodel.layers  pipeline_split(over=pp)\npipeline(order="Seq1F1B", micro=2, slices=2)'
     )
-    with pytest.raises(Refusal, match="S662|cut into slices as well"):
+    with pytest.raises(Refusal, match="S662|and into slices as well"):
         prepare(planned(models.llama(2), rows, "cp=2, pp=2"), models.tokens(4, 12))
 
 

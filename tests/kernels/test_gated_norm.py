@@ -243,7 +243,7 @@ def ragged(x: Tensor, z: Tensor, w: Tensor) -> Tensor:
         (lambda x, z, w: wide(x, z, w.detach()), "gradients differ"),
         (lambda x, z, w: w * rms(x + z), "differs"),
         (lambda x, z, w: w * rms(x) * F.silu(z), "rounds otherwise"),
-        (lambda x, z, w: w * rms(x.float(), 2.0**-52) * F.silu(z), "follows the type"),
+        (lambda x, z, w: w * rms(x.float(), 2.0**-52) * F.silu(z), "depends on the dtype"),
         (lambda x, z, w: w * rms(x.float()).to(x.dtype) * F.silu(z.float()), "rounds otherwise"),
         (lambda x, z, w: wide(x, z, w.to(x.dtype)).float(), "rounds otherwise"),
         (ragged, "parts of one size"),
@@ -294,7 +294,7 @@ def test_a_call_without_a_gate_is_the_modules_own() -> None:
     gate = torch.randn(3, 24)
     assert torch.equal(module(x, gate), Gated(before)(x, gate))
     (left,) = left_in(module)
-    assert left.calls == 2 and "a gate of the input's shape" in left.why
+    assert left.calls == 2 and "a gate of the shape of the input" in left.why
 
 
 def test_the_references_of_both_ways_agree_on_half_precision() -> None:

@@ -50,7 +50,7 @@ BATCH = {"x": torch.randn(4, 6, generator=torch.Generator().manual_seed(0))}
 OWN = """layers.*  replace_kernel(add_norm)
 layers.1.norm  replace_kernel(layer_norm)
 """
-WHY = "`norm` has hooks, a layout, a row or a unit of its own, and is called by itself"
+WHY = "`norm` has hooks, a placement or a row of its own, and is called by itself"
 
 
 def net() -> Net:

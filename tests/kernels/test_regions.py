@@ -282,7 +282,7 @@ def test_what_a_child_may_leave_out_is_not_asked(asks: Any) -> None:
     module = _Asking(asks)
     with pytest.raises(Refusal, match="cannot be followed") as refusal:
         flow(module, imagined(module), Looked(whole=frozenset({"maybe"})))
-    assert "which `maybe` gives, is None" in refusal.value.render()
+    assert "returned by `maybe`, is None" in refusal.value.render()
 
 
 def _of_one_place(pair: Any) -> Tensor:

@@ -173,7 +173,7 @@ def rough(q, k, cos, sin):
 
 @pytest.mark.parametrize(
     ("other", "said"),
-    [(backwards, "turns its numbers otherwise"), (detached, "gradients differ"),
+    [(backwards, "does not compute this rotation"), (detached, "gradients differ"),
      (rough, "rounds otherwise")],
 )  # fmt: skip
 def test_refuses_what_only_resembles(monkeypatch, other, said):

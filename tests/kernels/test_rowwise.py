@@ -111,8 +111,8 @@ def test_long_rows_are_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     (lambda x: x - x.mean(1, keepdim=True), ((2, 4, 8),), "`mean` over dim [1] reduces over rows"),
     (lambda x, m: x + m, ((2, 3, 4, 8), (2, 1, 4, 8)), "is broadcast over some of the leading"),
     (lambda x: x + x.mT, ((8, 8),), "`permute` is not a row-wise operator"),
-    (lambda x, y: x + y.unsqueeze(-1), ((8, 8), (8,)), "`add` joins rows with columns"),
-    (lambda x: x.reshape(8, 4) * 2, ((4, 8),), "`view` moves numbers between rows"),
+    (lambda x, y: x + y.unsqueeze(-1), ((8, 8), (8,)), "`add` merges rows with columns"),
+    (lambda x: x.reshape(8, 4) * 2, ((4, 8),), "`view` moves elements between rows"),
 ])  # fmt: skip
 def test_what_is_no_chain_is_named(
     function: Callable[..., Any], shapes: tuple[tuple[int, ...], ...], said: str

@@ -126,7 +126,7 @@ def test_bases_of_bases(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ('drop step "memory"\n', ("S114", "bring a base in above")),
+        ('drop step "memory"\n', ("S114", "use a base schedule above")),
         (
             'use "base.sched"\ndrop step "memry"\n',
             ("S114", "has a step `memry`", "did you mean `memory`?"),

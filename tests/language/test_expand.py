@@ -235,7 +235,7 @@ def test_libraries(tmp_path: Path) -> None:
         ("schedule 1\nmesh(a=0)\n", "S111", "1 to 1048576 ranks"),
         ("schedule 1\nmesh(a=_, b=_)\n", "S111", "only one axis may be"),
         ("schedule 1\nmesh(a=_, b=3) on x8\n", "S111", "the other axes take 3 of 8 ranks"),
-        ("schedule 1\nknob a: int = 1\nmesh(a=2)\n", "S101", "`a` is a knob and an axis"),
+        ("schedule 1\nknob a: int = 1\nmesh(a=2)\n", "S101", "`a` is a knob and also an axis"),
         ("schedule 1\nknob n: int = 1\nmesh(a=m)\n", "S111", "is `m`"),
         ("schedule 1\nview v of (a, b)\n", "S204", "no axis `a`"),
         ('schedule 1\nstep "a" relax(rngg) {\n}\n', "S303", "did you mean `rng`?"),
@@ -311,7 +311,7 @@ step "kernels" {
     assert (
         refused(text).render()
         == """\
-error[S505]: this row changes numerics (`rng`), which its step does not allow
+error[S505]: this row changes numerics (`rng`): its step does not allow that
  --> gpt2.sched:3:12
   |
 2 | step "kernels" {

@@ -50,7 +50,7 @@ def test_values(text: str, settings: dict[str, Any], value: object) -> None:
         ("x: number = 1", {}, "S102", "choose one of `int`"),
         ("x: inte = 1", {}, "S102", "did you mean `int`?"),
         ("x: int", {}, "S105", "--knob x="),
-        ("x: int = 1 in 5..2", {}, "S102", "smaller to a larger"),
+        ("x: int = 1 in 5..2", {}, "S102", "smaller to the larger"),
         ("x: int = 1 in 5", {}, "S102", "a list or an interval"),
     ],
 )

@@ -108,7 +108,7 @@ def test_fields_are_the_arguments(split: type[Primitive], many: type[Primitive])
         (("col",), {"over": "tpp"}, "S204", "the mesh is tp=2, dp=4"),
         (("col",), {"over": 3}, "S304", "`over` of `split` is an axis of the mesh"),
         (("col",), {"over": "tp", "block": 3}, "S302", "did you mean `blocks`?"),
-        (("col", 2, 5), {"over": "tp"}, "S302", "no further argument without a name"),
+        (("col", 2, 5), {"over": "tp"}, "S302", "no further positional argument"),
         (("col", 2), {"blocks": 2, "over": "tp"}, "S302", "`blocks` is given twice"),
         (("col",), {}, "S305", "for example `h  split(col, over=tp)`"),
         (("col",), {"over": "tp", "blocks": "x"}, "S304", "a whole number or a list"),

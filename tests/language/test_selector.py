@@ -150,8 +150,8 @@ def test_no_module_of_the_type() -> None:
         ("transformer.h.* where place > 9", "S207", "`where` is false for all of them"),
         ("transformer.h.* except transformer.h.*", "S207", "`except` takes all"),
         ("transformer.h.* where plaice > 9", "S208", "attribute `plaice`"),
-        ("transformer.h.* where place + 1", "S304", "needs a test"),
-        ("transformer.h[:ckptt]", "S210", "nothing is called `ckptt`"),
+        ("transformer.h.* where place + 1", "S304", "needs a condition"),
+        ("transformer.h[:ckptt]", "S210", "unknown name `ckptt`"),
         ("transformer.h.* except transformer.x", "S201", "no child `x`"),
     ],
 )

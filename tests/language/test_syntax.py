@@ -163,7 +163,7 @@ error[S003]: the line ends where `(` or `.` or `:` should be
     "text, code, said",
     [
         ("schedule 2\n", "S006", "edition 2"),
-        ("schedule 1\nknob step: int = 1\n", "S007", "`step` is a word of the language"),
+        ("schedule 1\nknob step: int = 1\n", "S007", "`step` is a keyword of the language"),
         ("schedule 1\nmesh(model=2)\n", "S007", "`model`"),
         ("schedule 1\ndef at(x) { shard() }\n", "S00", ""),
         ("schedule 1\nview of of (a, b)\n", "S00", ""),

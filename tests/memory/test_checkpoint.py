@@ -85,9 +85,9 @@ def test_a_plan_is_refused_in_less_than_any_needs() -> None:
 @pytest.mark.parametrize(
     "row, code, words",
     [
-        (ROW.format("group=0"), "S840", "`group=0` is no number of modules"),
+        (ROW.format("group=0"), "S840", "`group` must be 1 or more, not 0"),
         (ROW.format("every=0"), "S840", "`every` counts them"),
-        ("transformer.h[::2]  checkpoint(group=2)", "S840", "are not neighbours"),
+        ("transformer.h[::2]  checkpoint(group=2)", "S840", "are not consecutive"),
         (ROW.format("plan=rotor"), "S842", "`plan` needs `memory`"),
         (ROW.format("memory=1GiB"), "S842", "`memory` needs `plan`"),
         (ROW.format("plan=rotor, memory=1GiB, group=2"), "S842", "a plan chooses by itself"),

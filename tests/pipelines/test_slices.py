@@ -204,7 +204,7 @@ def test_inputs_of_slices() -> None:
     assert last.inputs["attention_mask"].shape == (2, 6) and last.inputs["scale"] == 0.5
     assert last.inputs["inputs_embeds"].shape == (2, 4, 3)
     assert first.inputs["bias"].shape == (2, 1, 2, 2) and last.inputs["bias"].shape == (2, 1, 4, 6)
-    with pytest.raises(Refusal, match="6 tokens cannot fill 7 slices"):
+    with pytest.raises(Refusal, match="6 tokens are too few for 7 slices"):
         Slicing(7, "calls").pieces(batch)
 
 

@@ -190,8 +190,8 @@ def test_unknown_axis() -> None:
 
 
 def test_two_axes_of_one_kind() -> None:
-    """Two axes that would do the same are refused."""
-    with pytest.raises(Refusal, match=r"S211(.|\n)*`tp` and `model` would do the same"):
+    """Two axes that would split the same are refused."""
+    with pytest.raises(Refusal, match=r"S211(.|\n)*`tp` and `model` would split the same"):
         propose(nn.Linear(2, 2), {}, {"tp": 2, "model": 2})
 
 

@@ -117,11 +117,11 @@ def test_settings_go_with_schedules(folder: Path) -> None:
     saved = folder / "a.json"
     assert run("plan", folder / "a.sched", "--out", saved)[0] == 0
     code, text = run("diff", saved, saved, "--mesh", "dp=4")
-    assert code == 2 and "S109" in text and "saved plans have their decisions" in text
+    assert code == 2 and "S109" in text and "a saved plan has its own settings" in text
     assert run("diff", saved, folder / "b.sched", "--mesh", "dp=4")[0] == 0
     saved.write_text(' {"plan": 2}')
     code, text = run("diff", saved, folder / "b.sched")
-    assert code == 2 and "S907" in text and "no plan of version 1" in text
+    assert code == 2 and "S907" in text and "not hold a plan of version 1" in text
 
 
 NEST = MODEL.replace("def model", """class Mine(nn.Module):

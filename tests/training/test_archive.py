@@ -195,10 +195,10 @@ class Wider(Odd):
     ("change", "code", "words"),
     [
         ("more", "S634", ["missing in the checkpoint: `extra`"]),
-        ("less", "S634", ["unknown here: `shift`"]),
+        ("less", "S634", ["not in the model: `shift`"]),
         ("shape", "S635", ["`row` was saved as float64[1, 7], and is float64[] here"]),
         ("dtype", "S635", ["was saved as float64", "float32"]),
-        ("frozen", "S636", ["unknown here: `row`"]),
+        ("frozen", "S636", ["not in the model: `row`"]),
     ],
 )
 def test_another_model(tmp_path: Path, change: str, code: str, words: list[str]) -> None:

@@ -75,7 +75,7 @@ def test_no_code_of_an_index_is_run(tmp_path: Path) -> None:
         equal(seen(fresh), seen(program))
         (before / ".metadata").write_bytes(data)
         told = unchanged(lambda p: p.load(before))
-        assert "an index is plain data" in told, told
+        assert "an index may hold only plain data" in told, told
         assert last_checkpoint(before) is None
         (step / "schedlang.json").rename(tmp_path / "away")  # as if it were one of before
         assert "plain data" in unchanged(lambda p: p.load(tmp_path / "a"))
@@ -163,7 +163,7 @@ OTHERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "optimizer {}": put("optimizer", {}),
     "optimizer none": put("optimizer", None),
     "kind a list": put("optimizer", "kind", [1]),
-    "entry of no meaning": put("optimizer", "evil", [1]),
+    "has an unknown entry": put("optimizer", "evil", [1]),
     "parameters a list": put("parameters", [1]),
     "shape a text": put("parameters", "row", "17"),
     "shape below zero": put("parameters", "row", [-1, 7]),
@@ -315,4 +315,4 @@ def test_a_flipped_bit_is_told_with_its_box(tmp_path: Path) -> None:
     told = unchanged(lambda p: p.load(tmp_path / "a"))
     assert "`__0_0.distcp` is damaged" in told
     assert "box [0:1, 0:7] of `optim.state.row.exp_avg`" in told
-    assert "load another of this folder" in told and "step-00000001" in told
+    assert "load another checkpoint of this folder" in told and "step-00000001" in told

@@ -99,7 +99,7 @@ def test_a_batch_with_new_names_is_refused() -> None:
         (lambda sch: sch.build(optimizer=torch.optim.SGD), "give a function of them"),
         (lambda sch: sch.build(batch=torch.ones(3)), "`batch` is a Tensor, not a dict"),
         (lambda sch: sch.build(loss=3), "`loss` is a int"),
-        (lambda sch: sch.build(clip=-1.0), "a number above zero"),
+        (lambda sch: sch.build(clip=-1.0), "a number above 0"),
         (lambda sch: sch.build(seed=0.5), "give an integer"),
     ],
 )

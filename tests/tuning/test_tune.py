@@ -193,8 +193,8 @@ def test_the_choice_of_guides_is_found(file: Path) -> None:
     ("words", "said"),
     [
         ((), "the cluster is missing"),
-        (("--on", "abacus", "--gpus", "4"), "nothing is known of `abacus`"),
-        (("--on", "a100"), "number of ranks is not known"),
+        (("--on", "abacus", "--gpus", "4"), "unknown cluster `abacus`"),
+        (("--on", "a100"), "number of ranks is missing"),
         (("--on", "a100x4", "--memory", "much"), "`--memory much` cannot be read"),
         (("--on", "a100x4", "--tflops", "0"), "`--tflops 0` cannot be"),
         (("--on", "a100x4", "--try", "micro"), "`--try micro` cannot be read"),

@@ -75,11 +75,11 @@ def test_another_machine(costs: Account) -> None:
     "text, said",
     [
         ("peak_memori < 1GiB", "did you mean `peak_memory`?"),
-        ("peak_memory", "compares no measure with a bound"),
+        ("peak_memory", "must compare a measure with a bound"),
         ("peak_memory == 3", "a bound is one of <, <=, >, >="),
         ("comm_bytes(tp) < 3", "takes axes of the mesh"),
         ("peak_memory(pp) < 3", "takes no arguments"),
-        ("bubble < true", "which is no number"),
+        ("bubble < true", "not a number"),
         ("time < 180ms", "a time is that of a step"),
         ("time(row) < 180ms", "a time is that of a step"),
         ("time(step) < 180", "a time with its unit, not `180`"),
