@@ -68,7 +68,7 @@ class pipeline_split(Primitive):  # noqa: N801
         if not lists and self.balance != "even":
             refuse(
                 "S409",
-                "`balance` needs a list of modules, and this row selects single modules",
+                "`balance` needs a list of modules; this row selects single modules",
                 helps=("leave out `balance`", "or select the list of modules to cut"),
             )
         row = next((a for a in plan.actions if a.primitive.cuts), None)

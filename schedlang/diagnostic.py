@@ -188,7 +188,7 @@ def _framed(label: Label, sign: str) -> tuple[str, str]:
 
 def _labelled(marks: str, text: str, width: int | None) -> list[str]:
     """Marks with their text behind them, or below them where both do not fit a line."""
-    if width is None or len(marks) + 1 + len(text) <= width:
+    if not text or width is None or len(marks) + 1 + len(text) <= width:
         return [f"{marks} {text}".rstrip()]
     left = len(marks) - len(marks.lstrip())
     return [marks, *wrapped(text, width, " " * max(0, min(left, width - NARROWEST)), None)]

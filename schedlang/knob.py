@@ -151,7 +151,7 @@ def _outside(knob: Knob, node: n.Knob, value: Any, from_setting: bool) -> None:
     many = f"set `{knob.name}` to one of {said}" if knob.choices else f"choose from {said}"
     title = f"`{knob.name}` cannot be {shown(value).strip('`')}"
     also = () if from_setting or node.default is None else (Label(node.default.span, "default"),)
-    label = Label(node.domain.span, "outside its domain")
+    label = Label(node.domain.span, "its allowed values")
     raise Refusal(Diagnostic("S103", title, label, also, helps=(many,)))
 
 

@@ -12,7 +12,8 @@ from typing import TextIO
 Row = Sequence[str]
 GAP = "  "
 PLAIN = 80  # columns of messages where no terminal says how many there are
-CODE, GLUE = re.compile(r"`[^`\n]*`"), "\0"  # what is written in code marks; its spaces meanwhile
+# what is written in code marks, and shapes; their spaces meanwhile
+CODE, GLUE = re.compile(r"`[^`\n]*`|\[[\d, ]+\]"), "\0"
 
 
 def columns(out: TextIO | None = None) -> int | None:

@@ -50,7 +50,7 @@ def _functions(given: Mapping[str, Any]) -> None:
     if optimizer is not None and (isinstance(optimizer, type) or not callable(optimizer)):
         word = "a class" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
         _refuse(
-            f"`optimizer` must be a function of the program's parameters, not {word}",
+            f"`optimizer` must be a function of the parameters, not {word}",
             "give a function of them: `optimizer=lambda named: torch.optim.AdamW(named, lr=3e-4)`",
         )
 

@@ -116,8 +116,7 @@ def tier_of_unit(plan: Plan, fqn: str, names: Sequence[str]) -> str:
         row = next((a for a in plan.actions if a.name == "offload"), None)
         refusal = Refusal(
             Diagnostic(
-                "S854", f"`zero` gathers the parameters of {unit} together, but they are in two"
-                        f" places",
+                "S854", f"`zero` gathers {unit} as one, but its parameters are on two devices",
                 notes=(f"`{near}` is on `{kinds[-1]}`, `{away}` on `{kinds[0]}`",),
                 helps=("select complete layers",
                        "or leave the selector out: `offload(parameters, to=cpu)`"),

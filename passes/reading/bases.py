@@ -65,7 +65,7 @@ def opened(use: n.Use, above: tuple[Path, ...]) -> Spliced:
     if all(isinstance(item, DEFINES) for item in splicer.items):
         return Spliced()
     if use.alias is not None:
-        title = f"`{use.path}` has steps or rows: it is a base schedule, not a library"
+        title = f"`{use.path}` is a base schedule: it has steps or rows"
         label = Label(use.span, "a base schedule is used without `as`")
         raise Refusal(Diagnostic("S115", title, label, helps=(f'write `use "{use.path}"`',)))
     return Spliced(_with_knobs(use, splicer.items), (file.header, *splicer.headers))

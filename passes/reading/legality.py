@@ -131,10 +131,18 @@ def _refuse(
     raise Refusal(Diagnostic(code, title, Label(span, now), also, tuple(notes), tuple(helps)))
 
 
+NOUNS = {
+    "recompute": "recomputation",
+    "residence": "offloading",
+    "state": "optimizer state",
+    "trained": "trainable parameters",
+}
+
+
 def _clash(first: Action, then: Primitive, meetings: Sequence[Meeting], span: Span) -> None:
     name = type(then).__name__
     facets = sorted((then.writes & first.primitive.reads) - first.primitive.writes)
-    what = " and ".join(facets) or "parameters"
+    what = " and ".join(NOUNS.get(facet, facet) for facet in facets) or "parameters"
     one, other = meetings[0]
     _refuse(
         "S503",

@@ -317,7 +317,7 @@ def _check_state(plan: Plan) -> None:
         raise Refusal(
             Diagnostic(
                 "S624",
-                f"`{extra[0]}` of the state dict is neither a parameter nor a buffer",
+                f"`{extra[0]}` of the state dict is not a parameter or a buffer",
                 notes=("a module returns it as extra state, which cannot be sharded or saved",),
                 helps=("leave it out: override `get_extra_state` in a subclass",),
             )

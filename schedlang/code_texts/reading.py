@@ -54,7 +54,7 @@ CODES: Mapping[str, tuple[str, str]] = {
     ),
     "S102": ("a value of another type", "Knobs are int, float, bool or choice, and stay so."),
     "S103": (
-        "a knob outside its domain",
+        "a knob its allowed values",
         "`in [1, 2, 4]` and `in 1..8` say which values a knob may have, for you and for a tuner.",
     ),
     "S104": (

@@ -236,8 +236,7 @@ class Program:
         if new and known:
             raise Refusal(
                 Diagnostic(
-                    "S619", f"the batch has a key `{new[0]}`, which the batch of `build` does"
-                            f" not have",
+                    "S619", f"the key `{new[0]}` of the batch was not in the batch of `build`",
                     notes=(f"the program was built from a batch of {', '.join(sorted(known))}",),
                     helps=("build with a batch that has all keys of training:"
                            " `sch.build(batch=batch)`",),

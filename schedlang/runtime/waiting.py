@@ -90,9 +90,9 @@ class Waiting:
             raise AttributeError(f"a program has no `{name}`")
         raise Refusal(
             Diagnostic(
-                "S616", f"`{name}` is not available yet: the program is built at its first batch",
+                "S616", f"no `{name}` yet: the program is built at its first batch",
                 Label(python_span()),
-                notes=("`build` got no batch, from which shapes are known",
+                notes=("shapes are known from a batch, and `build` got none",
                        *([_NEEDS[name]] if name in _NEEDS else [])),
                 helps=("give a batch, of which only the shapes are used:"
                        " `sch.build(batch=batch, ...)`",

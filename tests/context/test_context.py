@@ -227,7 +227,7 @@ class Einsum(Causal):
 
 REFUSED = {
     "convolution": (lambda: Causal("conv", layers=2), "S659", "`blocks.0"),
-    "positions by a list": (lambda: Numbered(layers=2), "S659", "`blocks.0.norm` gives a token"),
+    "positions by a list": (lambda: Numbered(layers=2), "S659", "`blocks.0.norm` computes a token"),
     "attention by sums": (lambda: Einsum(), "S659", "`blocks.0"),
     "a mean over tokens": (lambda: Pooled(layers=2), "S659", "loss"),
 }

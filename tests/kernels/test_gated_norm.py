@@ -256,7 +256,7 @@ def test_refuses_what_only_resembles(form: Callable[..., Tensor], said: str) -> 
     """Another gate, a cut gradient, foreign parts or roundings are refused, and measured."""
     found = match(Gated(form), "rms_norm")
     assert isinstance(found, Mismatch)
-    assert "may be given `lever` beside its input" in found.reason
+    assert "takes `lever` beside its input" in found.reason
     assert said in found.reason
     if "differ" in said:
         assert found.error is not None and found.error > 1e-8

@@ -75,7 +75,7 @@ error[S202]: index 7 is out of range
         Diagnostic(
             "S103",
             "`tp` cannot be 3",
-            Label(mark(4, "[1, 2, 4]"), "outside its domain"),
+            Label(mark(4, "[1, 2, 4]"), "its allowed values"),
             helps=("set `tp` to one of [1, 2, 4]",),
         ),
         """\
@@ -83,7 +83,7 @@ error[S103]: `tp` cannot be 3
  --> gpt2.sched:4:21
   |
 4 | knob tp: int = 2 in [1, 2, 4]
-  |                     ^^^^^^^^^ outside its domain
+  |                     ^^^^^^^^^ its allowed values
   |
   = help: set `tp` to one of [1, 2, 4]""",
     ),

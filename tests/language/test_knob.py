@@ -73,7 +73,7 @@ error[S103]: `tp` cannot be 3
  --> gpt2.sched:4:21
   |
 4 | knob tp: int = 2 in [1, 2, 4]
-  |                     ^^^^^^^^^ outside its domain
+  |                     ^^^^^^^^^ its allowed values
   |
   = help: set `tp` to one of [1, 2, 4]"""
     )

@@ -174,7 +174,7 @@ error[S003]: the line ends where `(` or `.` or `:` should be
         ("schedule 1\nknbo tp: int = 2\n", "S003", "did you mean `knob`"),
         ('schedule 1\nstep "a {\n}\n', "S001", "never closed"),
         ("schedule 1\nstep 'a' {\n}\n", "S001", "double quotes"),
-        ("schedule 1\nmesh(tp=2;)\n", "S001", "`;` means nothing here"),
+        ("schedule 1\nmesh(tp=2;)\n", "S001", "unexpected character `;`"),
         ("schedule 1\nrequire 1 in 2\n", "S003", "`in`"),
         ("schedule 1\nrequire " + "(" * 5000 + "1", "S004", "too deep"),
         ("schedule 1\nrequire " + "-" * 5000 + "1", "S004", "too deep"),

@@ -168,6 +168,6 @@ def test_what_no_generator_of_torch_gives_is_refused(name: str) -> None:
     with pytest.raises(Refusal) as caught:
         prepare(plan, batch)
     told = caught.value.render()
-    assert "S843" in told and "a second run of `layers.0` is not the first" in told
+    assert "S843" in told and "recomputing `layers.0` gives another result" in told
     assert ("`from_numpy`" if name == "numpy" else "`mul`") in told or "`__mul__`" in told
     assert "test_checkpoint.py:" in told and "torch.rand" in told

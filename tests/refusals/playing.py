@@ -19,7 +19,7 @@ from schedlang.code_example import MODEL, Example, model
 from schedlang.diagnostic import Refusal
 
 HERE = "/net"  # what a page calls the folder
-TIMES = re.compile(r"^(planned|written) in .*\n", re.MULTILINE)
+TIMES = re.compile(r"^(planned|written) in .*\n|^ +\d+\.\d s  .*\n", re.MULTILINE)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import schedlang
 from schedlang.code_example import example, exemplified
 
 EXAMPLES = Path(schedlang.__file__).parent / "code_texts" / "examples"
-TITLE = re.compile(r"^(?:error|warning)\[[SW]\d+\]: .*$", re.MULTILINE)
+TITLE = re.compile(r"^(?:error|warning)\[[SW]\d+\]: .*(?:\n {10,}.*)*$", re.MULTILINE)
 SHORT = ("S428", "S510", "S619", "S625", "S668", "S935")
 # what may be longer than a line: quoted source, the marks below it, paths, and what is to be pasted
 QUOTED = re.compile(r" *\d+ \| .*| *\| +[-^]+| *(?:-->|:::) \S+| {6}\S.*")
@@ -20,7 +20,7 @@ UNBROKEN = re.compile(r"(?: *= (?:note|help): | +\| +| +)(?:`[^`]*`|\S)+")
 
 @pytest.mark.parametrize("code", SHORT)
 def test_a_title_fits(code: str) -> None:
-    """With the names of its example it has at most 80 columns."""
+    """With the names of its example it has at most 80 columns, and one line."""
     titles = TITLE.findall((EXAMPLES / f"{code}.txt").read_text())
     assert titles and max(map(len, titles)) <= 80, titles
 

@@ -240,7 +240,7 @@ SAID = {
     "other dtype": "`model.row` is float32 in it, and should be float64",
     "tensor missing": "`model.row` of [1, 7] is not in it",
     "another's data": "`model.row` of [1, 7] is not in it",
-    "value missing": "there is no `schedlang` in it",
+    "value missing": "`schedlang` is not in it",
     "place beyond": "`__0_0.distcp` ends before box [0:1, 0:7] of `model.row` does",
     "length beyond": "`__0_0.distcp` ends before box [0:1, 0:7] of `model.row` does",
 }
@@ -271,12 +271,12 @@ def test_files_of_two_saves(tmp_path: Path) -> None:
     assert last_checkpoint(tmp_path / "a") == old
     data.unlink()
     os.mkfifo(data)
-    assert "no file `__0_0.distcp`" in unchanged(lambda p: p.load(new))
+    assert "the file `__0_0.distcp` is missing" in unchanged(lambda p: p.load(new))
     data.unlink()
     data.write_bytes(kept)
     index = new / "schedlang.json"
     index.write_bytes((old / "schedlang.json").read_bytes())
-    assert "`latest` tells of" in unchanged(lambda p: p.load(tmp_path / "a"))
+    assert "`latest` names" in unchanged(lambda p: p.load(tmp_path / "a"))
 
 
 def test_changed_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,9 +195,9 @@ def test_the_choice_of_guides_is_found(file: Path) -> None:
         ((), "the cluster is missing"),
         (("--on", "abacus", "--gpus", "4"), "unknown cluster `abacus`"),
         (("--on", "a100"), "number of ranks is missing"),
-        (("--on", "a100x4", "--memory", "much"), "`--memory much` cannot be read"),
+        (("--on", "a100x4", "--memory", "much"), "cannot read `--memory much`"),
         (("--on", "a100x4", "--tflops", "0"), "`--tflops 0` cannot be"),
-        (("--on", "a100x4", "--try", "micro"), "`--try micro` cannot be read"),
+        (("--on", "a100x4", "--try", "micro"), "cannot read `--try micro`"),
         (("--on", "a100x4", "--try", "macro=2"), "no knob `macro`"),
     ],
 )

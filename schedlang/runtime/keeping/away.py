@@ -135,7 +135,7 @@ class Away:
         if whole is not None and self.rewritten:
             raise Refusal(
                 Diagnostic(
-                    "S855", "an optimizer step on full tensors cannot be undone if a disk is full",
+                    "S855", "an optimizer step on full tensors cannot be undone on a full disk",
                     notes=("this optimizer needs full tensors, and they are sharded",),
                     helps=("keep everything in memory: `to=cpu`",
                            "or use an elementwise optimizer (SGD, Adam, AdamW, ...)"),

@@ -279,7 +279,7 @@ def _check(program: Program, contents: Mapping[str, Any], told: Moments) -> None
         if ours != theirs:
             raise Refusal(
                 Diagnostic(
-                    "S635", f"`{name}` was saved as {_kind(theirs)}, but is {_kind(ours)} here",
+                    "S635", f"`{name}` was saved as {_kind(theirs)}, but is {_kind(ours)}",
                     helps=("load it into a program of the same model and dtype",),
                 )
             )  # fmt: skip
