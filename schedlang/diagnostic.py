@@ -37,7 +37,10 @@ class Label:
 
 @dataclass(frozen=True, repr=False)
 class Diagnostic:
-    """One message: a sentence that stands alone, the place, other places, facts, and remedies."""
+    """One message: a sentence that stands alone, the place, other places, facts, and remedies.
+
+    `facts` are names and values for programs that act on a message; they are not printed.
+    """
 
     code: str
     title: str
@@ -46,6 +49,11 @@ class Diagnostic:
     notes: tuple[str, ...] = ()
     helps: tuple[str, ...] = ()
     level: str = "error"
+    facts: tuple[tuple[str, str], ...] = ()
+
+    def fact(self, name: str) -> str | None:
+        """The fact of this name, or None."""
+        return dict(self.facts).get(name)
 
     def at(self, span: Span) -> Diagnostic:
         """The same message at `span`, if it does not name a place of its own yet."""

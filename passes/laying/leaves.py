@@ -83,6 +83,7 @@ def _half_sharded(plan: Plan, name: str, used: str, axis: str) -> Diagnostic:
         "S506", f"`{owner}` shares a sharded weight, but has no `shard` row",
         Label(row.span) if row.span is not None else Label(),
         notes=(f"`{used}` and `{name}` are the same tensor", f"it is sharded over `{axis}`"),
+                facts=(("parameter", used),),
         helps=(f"shard it, too: `{owner} shard(vocab, over={axis})`",),
     )  # fmt: skip
 

@@ -27,7 +27,7 @@ REFUSED = {
     "attention by products": (lambda: Causal("products"), "does not run on a slice"),
     "positions by sums": (
         lambda: Causal(positions="counted"),
-        "`places` computes a slice differently",
+        "`places` computes a slice",
     ),
 }
 
