@@ -92,9 +92,9 @@ def peer_of(
     optimizer: Callable[..., torch.optim.Optimizer] | None,
 ) -> Peer | None:
     """This rank's place in the ring; None where no state goes to a peer, or nobody steps here."""
+    from schedlang.runtime.collectives import comm
     from schedlang.runtime.keeping.peer import Peer
     from schedlang.runtime.stepping.elementwise import is_elementwise, is_tensorwise
-    from schedlang.runtime.storage.folder import gathered
     from schedlang.runtime.storage.leaving import local
 
     rows = peer_rows(builder.plan, "optimizer")
@@ -109,8 +109,7 @@ def peer_of(
     names = [n for n, t in tiers.items() if t.state == "peer" and found[n].requires_grad]
     rounds = [[names[k] for k in turn] for turn in _rounds([local(found[n]).nbytes for n in names])]
     axis: str = rows[0].primitive.over  # type: ignore[attr-defined]
-    ranks = builder.plan.mesh
-    everyone = gathered(len(rounds), ranks.world)
+    everyone = comm.gathered(len(rounds))
     group = replace(builder.ranks.group(axis), pg=builder.ranks.again(axis, "peer"))
     return Peer(group, found, rounds, max(everyone[rank] for rank in group.ranks))
 

@@ -153,8 +153,8 @@ def away(
         let_leave([found[name] for name, one in tiers.items() if one.gradient == tier], to)
     alone = optimizer is None or is_tensorwise(optimizer)
     files = any(r.tier == DISK and r.what in ("parameters", "optimizer") for r in plan.stores)
-    world, ring = plan.mesh.world, peer_of(builder, found, tiers, optimizer)
-    made = Away(found, tiers, homes, window, scratch, world, disk, files, alone, ring)
+    ring = peer_of(builder, found, tiers, optimizer)
+    made = Away(found, tiers, homes, window, scratch, disk, files, alone, ring)
     made.check("the program was not built")
     return made
 

@@ -315,9 +315,9 @@ class Distributed:
         }
 
     def _gathered(self, mine: Any) -> list[Any]:
-        from schedlang.runtime.storage.folder import gathered
+        from schedlang.runtime.collectives import comm
 
-        return list(gathered(mine, self.program.assembly.ranks.mesh.world))
+        return comm.gathered(mine)
 
 
 def _logical(program: Program) -> LogicalDropout | None:

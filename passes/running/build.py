@@ -134,7 +134,7 @@ def _built(plan: Plan, batch: Mapping[str, Any], given: Options) -> Program:
     prepared = given.prepared
     if prepared is None:
         sample = parts.sample(batch, 1 if given.local else plan.shares, plan.micro)
-        prepared = _agreed(prepare(plan, sample, loss, given.weight, trains=False), ranks)
+        prepared = _agreed(prepare(plan, sample, loss, given.weight, trains=False))
     traced, staged, holdings = prepared.traced, prepared.staged, prepared.holdings
     check_build(staged, given.optimizer, given.clip, given.hollow)
     if given.check is not None:
@@ -210,13 +210,13 @@ def _steered_alike(
     return Comparing(lambda: optimized_by(optimizer, names))
 
 
-def _agreed(prepared: Prepared, ranks: Ranks) -> Prepared:
+def _agreed(prepared: Prepared) -> Prepared:
     """With the first rank's table of bits: each has measured its own, on a machine of its own."""
-    from schedlang.runtime.storage.folder import gathered
+    from schedlang.runtime.collectives import comm
 
     if not prepared.bits:
         return prepared
-    return replace(prepared, bits=gathered(prepared.bits, ranks.mesh.world)[0])
+    return replace(prepared, bits=comm.gathered(prepared.bits)[0])
 
 
 def _ends_early(plan: Plan, staged: Staged) -> bool:

@@ -123,7 +123,6 @@ class Away:
     homes: Mapping[str, Home]  # of parameters off the device
     window: Window
     scratch: Scratch
-    world: int
     disk: bool
     rewritten: bool
     tensorwise: bool = True
@@ -194,7 +193,7 @@ class Away:
         """Raise Refusal S850 on all ranks if anything could not be written on one."""
         if self.disk:
             try:
-                self.scratch.check(self.world, consequence)
+                self.scratch.check(consequence)
             except Refusal:
                 for buffer, old in self._buffers:
                     buffer.detach().copy_(old)

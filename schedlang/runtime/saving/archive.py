@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from schedlang.diagnostic import Diagnostic, Refusal, quoted
+from schedlang.runtime.collectives import comm
 from schedlang.runtime.saving import residue, steps
 from schedlang.runtime.saving.boxes import (
     Boxed,
@@ -38,7 +39,7 @@ from schedlang.runtime.saving.moments import (
     put_back,
     unfit,
 )
-from schedlang.runtime.storage.folder import agreed, gathered, together
+from schedlang.runtime.storage.folder import together
 from schedlang.runtime.summing.replicas import reshard
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def save(program: Program, path: str | os.PathLike[str], keep: int | None = 3) -
     world, rank = a.ranks.mesh.world, a.ranks.rank
     if keep is not None and (type(keep) is not int or keep < 1):
         raise _keeps(keep)
-    target, id_ = agreed((steps.resolved(path), secrets.token_hex(8)), world)
+    target, id_ = comm.told_by(0, (steps.resolved(path), secrets.token_hex(8)))
     moments = described(program)
     contents = {
         "version": VERSION, "step": program.step, "optimizer": moments.plain(),
@@ -81,13 +82,11 @@ def save(program: Program, path: str | os.PathLike[str], keep: int | None = 3) -
     told = partial(_unwritten, target, f"rank {rank}: " if world > 1 else "")
 
     def fill(folder: Path) -> None:
-        mine = together(
-            world, lambda: write(folder, id_, rank, tensors, values), told, (Exception,)
-        )
-        everyone = gathered(mine, world)
-        together(world, lambda: indexed(folder, id_, everyone) if rank == 0 else None, told)
+        mine = together(lambda: write(folder, id_, rank, tensors, values), told, (Exception,))
+        everyone = comm.gathered(mine)
+        together(lambda: indexed(folder, id_, everyone) if rank == 0 else None, told)
 
-    steps.save_step(target, id_, program.step, rank, world, keep, fill, told)
+    steps.save_step(target, id_, program.step, rank, keep, fill, told)
 
 
 @dataclass
@@ -109,17 +108,16 @@ def load(program: Program, path: str | os.PathLike[str]) -> None:
     (unreadable, damaged), S634 (names), S635 (shapes, dtypes) or S636 (optimizer) on all ranks,
     before anything is changed.
     """
-    world = program.assembly.ranks.mesh.world
-    folder = agreed(steps.resolved(path), world)
+    folder = comm.told_by(0, steps.resolved(path))
     for _ in range(TRIES):
-        target, id_ = agreed(together(
-            world, lambda: _last(program, folder), partial(_unread, folder, folder), FAILURES
-        ), world)  # fmt: skip
+        target, id_ = comm.told_by(0, together(
+            lambda: _last(program, folder), partial(_unread, folder, folder), FAILURES
+        ))  # fmt: skip
         try:
             found = _read(program, folder, target, id_)
             break
         except Refusal as refusal:  # another job may have saved, and taken this one away
-            if refusal.diagnostic.code != "S633" or not agreed(_moved(folder, target), world):
+            if refusal.diagnostic.code != "S633" or not comm.told_by(0, _moved(folder, target)):
                 raise
             missed = refusal
     else:
@@ -147,13 +145,12 @@ def _moved(folder: Path, target: Path) -> bool:
 
 def _read(program: Program, folder: Path, target: Path, id_: str | None) -> _Found:
     """All of this rank's parts, none of which is in the program yet."""
-    world = program.assembly.ranks.mesh.world
 
     def reading(step: Callable[[], Any]) -> Any:  # whatever a crafted folder leads to
-        return together(world, step, partial(_unread, folder, target), (Exception,))
+        return together(step, partial(_unread, folder, target), (Exception,))
 
     before, index, contents = reading(lambda: _contents(target, id_))
-    first = agreed(index.mark, world)
+    first = comm.told_by(0, index.mark)
     told = Moments(**contents["optimizer"])
     _check(program, contents, told)
     model, moments, kept = reading(lambda: _blank(program, contents, told))
@@ -268,7 +265,6 @@ def _contents(target: Path, id_: str | None) -> tuple[tuple[int, ...], Index, di
 def _check(program: Program, contents: Mapping[str, Any], told: Moments) -> None:
     """Raise the same Refusal on all ranks where checkpoint and program do not fit."""
     a = program.assembly
-    world = a.ranks.mesh.world
     here = {name: list(holding.layout.shape) for name, holding in a.holdings.items()}
     here |= {name: list(buffer.shape) for name, buffer in _buffers(program).items()}
     saved = {**contents["parameters"], **contents["buffers"]}
@@ -284,14 +280,14 @@ def _check(program: Program, contents: Mapping[str, Any], told: Moments) -> None
                 )
             )  # fmt: skip
     kind = type(program.optimizer).__qualname__ if program.optimizer is not None else None
-    found = gathered((kind, list(named(program))), world)
+    found = comm.gathered((kind, list(named(program))))
     kinds = [kind for kind, _ in found if kind is not None]
     if kinds:
         _check_optimizer(kinds[0], {name for _, names in found for name in names}, told)
-        mixed = next((m for m in gathered(grouped_otherwise(program, told), world) if m), None)
+        mixed = next((m for m in comm.gathered(grouped_otherwise(program, told)) if m), None)
         if mixed:
             raise _other_optimizer(f"its parameter groups differ: {quoted(mixed)} were in two")
-        odd = next((key for key in gathered(unfit(program, told), world) if key), None)
+        odd = next((key for key in comm.gathered(unfit(program, told)) if key), None)
         if odd:
             raise _other_optimizer(f"`{odd}` of its groups has a different type here")
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.runtime.storage.folder import agreed, replace_folder
+from schedlang.runtime.collectives import comm
+from schedlang.runtime.storage.folder import replace_folder
 
 if TYPE_CHECKING:
     from schedlang.runtime.program import Program
@@ -32,9 +33,9 @@ def export(program: Program, path: str | os.PathLike[str], model: nn.Module) -> 
     all ranks, leaving what was at the path as it was.
     """
     a = program.assembly
-    world, rank = a.ranks.mesh.world, a.ranks.rank
+    rank = a.ranks.rank
     target = Path(
-        agreed(os.path.realpath(path), world)
+        comm.told_by(0, os.path.realpath(path))
     )  # a link stays, and what it leads to is new
     state = program.state_dict()
     _check(target, state, model)
@@ -44,7 +45,7 @@ def export(program: Program, path: str | os.PathLike[str], model: nn.Module) -> 
             _write(folder, state, model)
 
     replace_folder(
-        target, rank, world, fill, marks=MARKS,
+        target, rank, fill, marks=MARKS,
         told=lambda error: _unwritten(target, str(error)), failures=(Exception,),
     )  # fmt: skip
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from schedlang.diagnostic import Diagnostic, Refusal
-from schedlang.runtime.storage.folder import gathered, together
+from schedlang.runtime.collectives import comm
+from schedlang.runtime.storage.folder import together
 
 if TYPE_CHECKING:
     from schedlang.runtime.program import Program
@@ -46,9 +47,8 @@ def described(program: Program) -> Moments:
     Raises Refusal S637, alike on all ranks, for what is neither a tensor nor plain data, or what
     differs between ranks although it does not lie in parts.
     """
-    world = program.assembly.ranks.mesh.world
-    mine = together(world, lambda: _mine(program), lambda error: Diagnostic("S637", str(error)))
-    everyone = gathered(mine, world)
+    mine = together(lambda: _mine(program), lambda error: Diagnostic("S637", str(error)))
+    everyone = comm.gathered(mine)
     out = Moments(next((m.kind for m in everyone if m.kind is not None), None))
     for found in everyone:
         for name, number in found.of.items():

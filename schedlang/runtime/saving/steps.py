@@ -92,7 +92,7 @@ def _home(target: Path) -> Path:
 
 
 def save_step(
-    target: Path, id_: str, step: int, rank: int, world: int, keep: int | None,
+    target: Path, id_: str, step: int, rank: int, keep: int | None,
     fill: Callable[[Path], None], told: Callable[[BaseException], Diagnostic],
 ) -> None:  # fmt: skip
     """Let all ranks fill a new checkpoint, and name it as the last when all of it is on the disk.
@@ -102,7 +102,7 @@ def save_step(
     """
     with ExitStack() as held:
         fill_folder(
-            rank, world, lambda: _begin(target, step, held), fill,
+            rank, lambda: _begin(target, step, held), fill,
             lambda beside: _publish(target, beside, step, id_, keep), told,
         )  # fmt: skip
 

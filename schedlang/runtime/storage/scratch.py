@@ -55,7 +55,7 @@ class Scratch:
             self.written += size
         return mark(mapped, DISK)
 
-    def check(self, world: int, consequence: str) -> None:
+    def check(self, consequence: str) -> None:
         """Raise the same Refusal S850 on all ranks if anything could not be written on one."""
         failure, self.failure = self.failure, None
 
@@ -63,7 +63,7 @@ class Scratch:
             if failure is not None:
                 raise failure
 
-        together(world, fail, lambda error: full(error, consequence))
+        together(fail, lambda error: full(error, consequence))
 
 
 def full(error: BaseException, consequence: str) -> Diagnostic:
