@@ -68,7 +68,7 @@ class expert_parallel(Primitive):  # noqa: N801
                    helps=("leave out `shadow=` and `chunks=`",))  # fmt: skip
 
     def check(self, site: Site, plan: Plan) -> None:
-        """Refuse what is no module of experts, and numbers of experts that do not divide."""
+        """Refuse what is not a module of experts, and numbers of experts that do not divide."""
         found = self._experts(site, plan)
         if hasattr(found, "reason"):
             said, helps = (found.said,), found.helps
@@ -99,7 +99,7 @@ class expert_parallel(Primitive):  # noqa: N801
                    helps=(f"its experts are 0 to {count - 1}",))  # fmt: skip
 
     def _check_inner(self, site: Site, plan: Plan) -> None:
-        """Refuse experts that cannot be cut inside, or not over this axis (S428)."""
+        """Refuse experts that cannot be sharded inside, or not over this axis (S428)."""
         if self.inner is None:
             return
         shared = set(plan.mesh.fold(self.inner)) & set(plan.mesh.fold(self.over))

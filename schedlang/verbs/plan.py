@@ -23,7 +23,7 @@ Cost = Annotated[
         "--cost",
         metavar="F=18,B=37,step=4|T.json",
         help="Milliseconds of a microbatch on one rank's share, or what `run --timeline T.html "
-        "--json` printed: `expect time(step)` is held against a step simulated with them.",
+        "--json` printed: `expect time(step)` is compared with a step simulated with them.",
     ),
 ]
 
@@ -33,7 +33,9 @@ class Written:
     """Files that are written: pictures, and the plan itself; None: not asked for."""
 
     svg: Annotated[Path | None, typer.Option("--svg", help="Draw it into this file.")] = None
-    html: Annotated[Path | None, typer.Option("--html", help="The same as a page.")] = None
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Draw it into this file, as a page.")
+    ] = None
     trace: Annotated[
         Path | None, typer.Option("--trace", help="The timeline for Perfetto or Chrome.")
     ] = None
@@ -46,7 +48,7 @@ class Written:
 class Locks:
     """What is done with the lock file beside the schedule."""
 
-    lock: Annotated[bool, typer.Option("--lock", help="Write FILE.lock anew.")] = False
+    lock: Annotated[bool, typer.Option("--lock", help="Write FILE.lock.")] = False
     locked: Annotated[
         bool, typer.Option("--locked", help="Only compare with FILE.lock; exit 1 if it differs.")
     ] = False

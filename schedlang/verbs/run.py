@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 class Training:
     """How long is trained, how, and from which numbers."""
 
-    steps: Annotated[int, typer.Option(metavar="N", help="How many steps.")] = 20
-    lr: Annotated[float | None, typer.Option(help="Default 0.003; sgd 0.1.")] = None
-    optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw"
-    seed: Annotated[int, typer.Option(help="Of weights, batches and dropout.")] = 0
+    steps: Annotated[int, typer.Option(metavar="N", help="Number of steps.")] = 20
+    lr: Annotated[float | None, typer.Option(help="Learning rate; default 0.003, for sgd 0.1.")] = (
+        None
+    )
+    optimizer: Annotated[str, typer.Option(help="Optimizer: adamw or sgd.")] = "adamw"
+    seed: Annotated[int, typer.Option(help="Seed of weights, batches and dropout.")] = 0
 
 
 @verb
@@ -38,7 +40,7 @@ def run(
     common: Common,
     training: Training,
     plan: Annotated[
-        Path | None, typer.Option(metavar="P.json", help="A saved plan, in place of FILE.")
+        Path | None, typer.Option(metavar="P.json", help="A saved plan, instead of FILE.")
     ] = None,
     timeline: Run = None,
     timeout: Timeout = None,

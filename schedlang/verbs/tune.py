@@ -28,15 +28,18 @@ class Machine:
     """What the ranks are; what is left out is that of the cluster that is named."""
 
     gpus: Annotated[
-        int | None, typer.Option("--gpus", metavar="N", help="Ranks; else of `on NAMExN`.")
+        int | None,
+        typer.Option("--gpus", metavar="N", help="Number of ranks; default: that of `on NAMExN`."),
     ] = None
     on: Annotated[
         str | None,
-        typer.Option("--on", metavar="NAME", help="v100, a100, h100 or h200; else of `on NAMExN`."),
+        typer.Option(
+            "--on", metavar="NAME", help="v100, a100, h100 or h200; default: that of `on NAMExN`."
+        ),
     ] = None
-    memory: Annotated[str | None, typer.Option("--memory", metavar="80GiB", help="Of a rank.")] = (
-        None
-    )
+    memory: Annotated[
+        str | None, typer.Option("--memory", metavar="80GiB", help="Memory of a rank.")
+    ] = None
     tflops: Annotated[
         float | None, typer.Option("--tflops", help="TFLOP/s of a rank, in 16 bits.")
     ] = None
@@ -46,7 +49,7 @@ class Machine:
     network: Annotated[
         float | None, typer.Option("--network", help="GB/s of a rank to other nodes.")
     ] = None
-    node: Annotated[int | None, typer.Option("--node", help="Ranks of a node.")] = None
+    node: Annotated[int | None, typer.Option("--node", help="Ranks in a node.")] = None
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Wanted:
         list[str] | None,
         typer.Option("--try", metavar="NAME=V,V,..", help="Values of a knob; may be repeated."),
     ] = None
-    top: Annotated[int, typer.Option("--top", help="Rows of the table.")] = 10
+    top: Annotated[int, typer.Option("--top", help="Number of rows of the table.")] = 10
 
 
 @verb
@@ -75,9 +78,9 @@ def tune(
     """Rank settings by the time of a step: `schedlang tune my.sched --gpus 64 --on a100`.
 
     Every setting of a schedule's knobs, or for a model file (`model.py`) every mesh of data,
-    stages and tensors with the schedule that `init` writes for it.  Steps are played on the meta
-    device and timed on a cluster by its data sheet; what needs more than `--memory` is left out.
-    Exit 1 where nothing fits.
+    stages and tensors with the schedule that `init` writes for it.  Steps are simulated on the
+    meta device and timed on a cluster by its data sheet; what needs more than `--memory` is left
+    out.  Exit 1 where nothing fits.
     """
     from schedlang.passes.tuning.tune import ranked
     from schedlang.passes.tuning.tune_text import text, to_json

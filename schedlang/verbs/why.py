@@ -19,10 +19,13 @@ def why(
     ] = None,
     *,
     collective: Annotated[
-        int | None, typer.Option("--collective", metavar="N", help="One of `--collectives`.")
+        int | None,
+        typer.Option(
+            "--collective", metavar="N", help="Explain one of `--collectives`, by its number."
+        ),
     ] = None,
     collectives: Annotated[
-        bool, typer.Option("--collectives", help="All that ranks send in a step, numbered.")
+        bool, typer.Option("--collectives", help="List all that ranks send in a step, numbered.")
     ] = False,
     common: Common,
     as_json: AsJson = False,

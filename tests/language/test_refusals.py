@@ -215,4 +215,4 @@ def test_wrong_options(tmp_path: Path) -> None:
     assert "cannot be read" in _refused(tmp_path, _text(TP), "--mesh", "tp=0")
     assert "knob" in _refused(tmp_path, _text(TP), "--knob", "tpp=2")
     assert "no row is" in _refused(tmp_path, _text(TP), "--only", "900")
-    assert "no working dtype" in _refused(tmp_path, _text(TP), "--dtype", "float3")
+    assert "not a working dtype" in _refused(tmp_path, _text(TP), "--dtype", "float3")

@@ -223,4 +223,4 @@ def test_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archive, "VERSION", 2)  # of the contents
     trained().save(tmp_path / "a")
     monkeypatch.undo()
-    refused(lambda: odd_program().load(tmp_path / "a"), "S633", "another version")
+    refused(lambda: odd_program().load(tmp_path / "a"), "S633", "its version is not")

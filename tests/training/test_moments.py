@@ -1,4 +1,4 @@
-"""Tests of moments: whatever an optimizer keeps is kept, and another optimizer gets nothing."""
+"""Tests of moments: whatever an optimizer keeps is kept, and a different optimizer gets nothing."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class NoExperts:
-    """Why a module is no module of experts, and by how much it differs (relative) if it ran.
+    """Why a module is not a module of experts, and by how much it differs (relative) if it ran.
 
     helps   what can be done with what it is
     """
