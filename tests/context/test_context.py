@@ -235,7 +235,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_mixes_tokens_elsewhere_is_named(name: str) -> None:
-    """The refusal names the first module that gives a token another result, and the row."""
+    """The refusal names the first module that computes a token differently, and the row."""
     make, code, wanted = REFUSED[name]
     with pytest.raises(Refusal) as error:
         tokens_of(make(), OWN.format("ring, over=cp, layout=zigzag"), models.tokens(3, 9, False))
@@ -350,7 +350,7 @@ def test_a_wrong_way_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without positions a model differs when it is tried; alone it does not: the way is wrong."""
     way = Tokens("contiguous", 2, "labels", "given", positions=False)
     monkeypatch.setattr(probe, "candidates", lambda trial, kind, ranks: [way])
-    with pytest.raises(OwnError, match="gives a token another result"):
+    with pytest.raises(OwnError, match="computes a token differently"):
         tokens_of(models.llama(2), LLAMA.format("gather, over=cp"), models.tokens(3, 9))
 
 

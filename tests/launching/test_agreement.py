@@ -207,7 +207,7 @@ def test_a_rank_that_does_not_come(pool: Pool, comes: int) -> None:
     with pytest.raises(Refusal) as info:
         pool.run(body, 2)
     assert info.value.diagnostic.code == "S651"
-    assert f"rank {1 - comes} has not come to `build` within 1 s" in str(info.value)
+    assert f"rank {1 - comes} has not called `build` within 1 s" in str(info.value)
     assert time.monotonic() - start < 30
 
 

@@ -54,7 +54,7 @@ def test_every_collective_has_a_reason_and_its_row(folder: Path) -> None:
     (number,) = sums
     said = run("why", folder / "a.sched", "--collective", number)[1]
     assert "a.sched:6   shard(row, over=tp)" in said and "groups of 2 ranks along tp" in said
-    assert "every rank has a part of a sum" in said and "takes its output whole" in said
+    assert "each rank has a partial sum" in said and "needs its full output" in said
     (number,) = [n for n, said in numbered.items() if "step: grads " in said]
     said = run("why", folder / "a.sched", "--collective", number)[1]
     assert "a.sched:7   zero(stage=0, over=dp)" in said and "different rows of the batch" in said
