@@ -112,7 +112,7 @@ def _begun(plan: Plan, axis: str, blocks: Blocks, row: Action) -> list[_Begun]:
     if not found:
         raise Refusal(
             Diagnostic("S425", f"no row shards anything over `{axis}`", _label(row), helps=(
-                f"shard one projection of a block first: `shard(col, over={axis})`",
+                f"start with one projection of a block: `shard(col, over={axis})`",
                 "or let `schedlang init` write the whole schedule"))
         )  # fmt: skip
     outside = found.pop("", {})
