@@ -237,7 +237,7 @@ def _residence(
     """A tensor class lives in one place; two rows may move two classes."""
     if type(first.primitive) is type(then) and _subject(first.primitive) == _subject(then):
         one, other = meetings[0]
-        title = f"the activations of {_name(other)} are offloaded already"
+        title = f"{_name(other)} is offloaded already"
         now, before = f"offloads {_name(other)}", f"offloads {_name(one)}"
         helps = ["drop one of the two"]
         _refuse("S501", title, now, before, first, span, _more(meetings), helps)

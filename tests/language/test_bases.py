@@ -140,7 +140,7 @@ def test_bases_of_bases(folder: Path) -> None:
         ('use "base.sched"\nstep "memory" {\n}\n', ("S101", "two steps `memory`")),
         ('use "main.sched"\n', ("S112", "main.sched -> main.sched")),
         ('use "bad.sched"\n', ("S201", "bad.sched:3")),
-        ('use "bert.sched"\n', ("S110", "this schedule is for BertModel")),
+        ('use "bert.sched"\n', ("S110", "this schedule is for the model class BertModel")),
     ],
 )
 def test_refused(folder: Path, body: str, words: tuple[str, ...]) -> None:

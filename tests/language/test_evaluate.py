@@ -100,7 +100,7 @@ def test_without_a_model() -> None:
         ("model.nothing", "S206", "no attribute `nothing`"),
         ("S(out, block=3)", "S302", "it takes `blocks`"),
         ("S()", "S305", "takes one dim"),
-        ("S(out, blocks=0)", "S304", "`blocks` is how many"),
+        ("S(out, blocks=0)", "S304", "`blocks` must be the number of blocks"),
         ("P(mean)", "S303", "`P(sum)`"),
     ],
 )

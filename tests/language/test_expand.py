@@ -315,7 +315,7 @@ error[S505]: this row changes numerics (`rng`): its step does not allow that
  --> gpt2.sched:3:12
   |
 2 | step "kernels" {
-  | -------------- allows nothing beyond rounding
+  | -------------- allows only rounding
 3 |   lm_head  replace_kernel(x, rng=philox)
   |            ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^ results may differ in rng
   |

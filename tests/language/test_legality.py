@@ -43,7 +43,7 @@ error[S501]: `transformer.h.1` is already checkpointed
 4 |   transformer.h[:3]  checkpoint()
   |                      ------------ first checkpointed here
 5 |   transformer.h.1    checkpoint()
-  |                      ^^^^^^^^^^^^ this would recompute it twice
+  |                      ^^^^^^^^^^^^ would recompute it twice
   |
   = help: drop one of the two"""
     )

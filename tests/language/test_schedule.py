@@ -128,7 +128,7 @@ def test_a_refusal_changes_nothing(sch: Schedule) -> None:
         (lambda s: s["lm_head"].checkpoint(save=object()), "has no form in a schedule"),
         (lambda s: s["lm_head"].pad("out", multiple=float("nan")), "cannot be written"),
         (lambda s: s["h.*..x"], "1 | h.*..x"),
-        (lambda s: s.mesh(tp=0), "an axis has 1 to"),
+        (lambda s: s.mesh(tp=0), "an axis must have 1 to"),
         (lambda s: s.require(s.model.config.n_head == 5), "`require` fails"),
         (lambda s: s.require(False), "`require` fails"),
         (lambda s: s.require("n_head == 5"), "unknown name `n_head`"),

@@ -149,13 +149,13 @@ def test_row_without_primitive() -> None:
     assert (
         edited("    mlp.c_fc     shard(col, over=tp)", "    mlp.c_fc")
         == """\
-error[S003]: the line ends where `(` or `.` or `:` should be
+error[S003]: expected `(`, `.` or `:`, found the end of the line
   --> gpt2.sched:16:13
    |
 16 |     mlp.c_fc
    |             ^ the primitive is missing
    |
-   = help: say what is done to it: `mlp.c_fc  checkpoint()`"""
+   = help: add a primitive: `mlp.c_fc  checkpoint()`"""
     )
 
 
@@ -167,7 +167,7 @@ error[S003]: the line ends where `(` or `.` or `:` should be
         ("schedule 1\nmesh(model=2)\n", "S007", "`model`"),
         ("schedule 1\ndef at(x) { shard() }\n", "S00", ""),
         ("schedule 1\nview of of (a, b)\n", "S00", ""),
-        ('schedule 1\nstep "a" {\n  h.*(1)\n}\n', "S004", "no primitive"),
+        ('schedule 1\nstep "a" {\n  h.*(1)\n}\n', "S004", "the primitive is missing"),
         ("mesh(tp=2)\n", "S003", "schedule 1"),
         ("", "S003", "schedule 1"),
         ('schedule 1\nstop "x" {\n}\n', "S003", "did you mean `step`"),
@@ -180,7 +180,7 @@ error[S003]: the line ends where `(` or `.` or `:` should be
         ("schedule 1\nrequire " + "-" * 5000 + "1", "S004", "too deep"),
         ("schedule 1\nrequire " + "not " * 5000 + "1", "S004", "too deep"),
         ("schedule 1\nrequire " + "(-" * 25 + "1" + ")" * 25, "S004", "brackets and signs"),
-        ('schedule 1\nstep "s" {\n' + "at a {\n" * 48, "S004", "brackets may stand 48 deep"),
+        ('schedule 1\nstep "s" {\n' + "at a {\n" * 48, "S004", "brackets may be nested 48 deep"),
         ("schedule 1\nmesh(tp=" + "9" * 5000 + ")", "S004", "5000 digits"),
     ],
 )

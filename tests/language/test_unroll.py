@@ -75,7 +75,7 @@ def test_equal_shares_of_the_calls() -> None:
     ("rows", "words"),
     [
         ("again  unroll(0)", ("S304", "needs 1 call or more")),
-        ("unroll(3)", ("S408", "called once")),
+        ("unroll(3)", ("S408", "called only once")),
         ("again  unroll(3)\nagain  unroll(3)", ("S501", "unrolled already")),
         ("layers.0  unroll(1)\nlayers.0.mlp  unroll(1)", ("S502", "lies inside")),
         ("layers  pipeline_split(over=pp)\nagain  unroll(3)", ("S503", "above `pipeline_split`")),

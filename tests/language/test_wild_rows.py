@@ -26,7 +26,7 @@ TIED = Config((Block(),), width=6, entry="words", vocab=12, tied=True)
         (WORDS, "blocks.0.up  shard(vocab, input=S(0), over=tp)", "needs a replicated input"),
         (MLP, "blocks.0.up  shard(col, output=S(seq), over=tp)", "cannot output"),
         (MLP, "blocks.0.down  shard(row, blocks=2, over=tp)", "sharded in blocks"),
-        (MLP, "blocks.0.up  shard(vocab, blocks=2, over=tp)", "one block"),
+        (MLP, "blocks.0.up  shard(vocab, blocks=2, over=tp)", "cannot be split into blocks"),
         (MLP, "blocks.0.up  shard(weight=S(out), output=R, over=tp)", "only one of weight"),
         (MLP, "blocks.0.up  shard(weight=S(in), bias=S(out), over=tp)", "only one of weight"),
         (TIED, "head  shard(col, output=R, over=tp)", "`embed` shares a sharded weight"),

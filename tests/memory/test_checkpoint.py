@@ -86,12 +86,20 @@ def test_a_plan_is_refused_in_less_than_any_needs() -> None:
     "row, code, words",
     [
         (ROW.format("group=0"), "S840", "`group` must be 1 or more, not 0"),
-        (ROW.format("every=0"), "S840", "`every` counts them"),
+        (ROW.format("every=0"), "S840", "`every` is a number of modules"),
         ("transformer.h[::2]  checkpoint(group=2)", "S840", "are not consecutive"),
         (ROW.format("plan=rotor"), "S842", "`plan` needs `memory`"),
         (ROW.format("memory=1GiB"), "S842", "`memory` needs `plan`"),
-        (ROW.format("plan=rotor, memory=1GiB, group=2"), "S842", "a plan chooses by itself"),
-        ("transformer.h[0,2]  checkpoint(plan=rotor, memory=1GiB)", "S842", "follow each other"),
+        (
+            ROW.format("plan=rotor, memory=1GiB, group=2"),
+            "S842",
+            "a plan chooses what is recomputed together",
+        ),
+        (
+            "transformer.h[0,2]  checkpoint(plan=rotor, memory=1GiB)",
+            "S842",
+            "consecutive modules of one list",
+        ),
         (
             "transformer.h.0, transformer.h.0.mlp  checkpoint()",
             "S502",

@@ -119,7 +119,7 @@ def test_a_dead_rank_ends_it(sched: Path) -> None:
     [
         (["--mesh", "dp=8,tp=2"], "`run` starts at most 8 ranks"),
         (["--optimizer", "adam"], "choose adamw or sgd"),
-        (["--steps", "0"], "trains nothing"),
+        (["--steps", "0"], "`--steps` must be above 0"),
         (["--plan", "p.json"], "one of them"),
         (["--model", "none.py"], "no model file"),
     ],

@@ -65,7 +65,7 @@ def test_every_collective_has_a_reason_and_its_row(folder: Path) -> None:
 def test_why_refuses(folder: Path) -> None:
     """A number that none has (S866), a question for nothing or for two things at once (S109)."""
     code, text = run("why", folder / "a.sched", "--collective", "99")
-    assert code == 2 and "S866" in text and "there are 0 to " in text
+    assert code == 2 and "S866" in text and "they are numbered 0 to " in text
     for words in ((), ("up", "--collectives")):
         code, text = run("why", folder / "a.sched", *words)
         assert code == 2 and "S109" in text and "one of them" in text

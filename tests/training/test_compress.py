@@ -152,7 +152,7 @@ def test_bytes_are_those_of_the_plan(threads: Threads, how: str) -> None:
     ("compress(gradients, int8, over=dp)", "lossy", "S417", "no all-reduce of gradients"),
     ("zero(stage=0, over=dp)\ncompress(gradients, int8, over=dp)", "", "S505", "relax(lossy)"),
     ("zero(stage=0, over=dp)\ncompress(gradients, powersgd, rank=0, over=dp)", "lossy", "S304",
-     "a rank is 1 or more"),
+     "`rank` must be 1 or more"),
     ("zero(stage=0, over=dp)\ncompress(gradients, int8, over=dp)\n"
      "compress(gradients, onebit, over=dp)", "lossy", "S509", "compressed already"),
 ])  # fmt: skip

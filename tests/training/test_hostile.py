@@ -158,7 +158,7 @@ OTHERS: dict[str, Callable[[dict[str, Any]], Any]] = {
         for key in ("version", "step", "optimizer", "parameters", "buffers", "dtypes", "ties")
     },
     **{f"step {step!r}": put("step", step) for step in ("x", -5, NAN, True, 2.0, 1 << 70, None)},
-    "no table": lambda found: [1],
+    "not a table": lambda found: [1],
     "version": put("version", 2),
     "optimizer {}": put("optimizer", {}),
     "optimizer none": put("optimizer", None),
@@ -237,7 +237,7 @@ INDEXES: dict[str, Callable[[dict[str, Any]], Any]] = {
 SAID = {
     "box smaller": "parts of `model.row` are not in it",
     "boxes missing": "parts of `model.row` are not in it",
-    "other dtype": "`model.row` is float32 in it, and should be float64",
+    "other dtype": "`model.row` is float32 in it, but should be float64",
     "tensor missing": "`model.row` of [1, 7] is not in it",
     "another's data": "`model.row` of [1, 7] is not in it",
     "value missing": "`schedlang` is not in it",

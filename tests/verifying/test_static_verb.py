@@ -32,7 +32,7 @@ def test_examples_hold(name: str) -> None:
         ("reductions", "placement types", "loss weights", "matching", "ownership"), lines[1:]
     ):
         assert line.strip().startswith(start) and line.endswith(": holds")
-    assert any(line.strip().startswith("not seen: values") for line in lines)
+    assert any(line.strip().startswith("not covered: values") for line in lines)
 
 
 def test_the_page_shows_what_is_printed() -> None:
@@ -41,7 +41,7 @@ def test_the_page_shows_what_is_printed() -> None:
     page = (ROOT / "docs" / "static.md").read_text()
     printed = check(ROOT / file, "--model", ROOT / "examples/gpt2/model.py").stdout
     for line in printed.splitlines():
-        if line.startswith("  ") and "not seen" not in line:
+        if line.startswith("  ") and "not covered" not in line:
             assert line in page, line
 
 
