@@ -104,7 +104,7 @@ def test_padding_on_the_left() -> None:
 
 
 def test_packed_rows_are_refused() -> None:
-    """Positions that restart within a row tell documents apart, which a cache of keys does not see."""
+    """Positions that start anew tell documents apart, which a cache of keys does not see."""
     batch = models.tokens(2, 8, mask=False)
     batch["position_ids"] = torch.arange(8).expand(2, 8) % 5
     model = models.llama(2)

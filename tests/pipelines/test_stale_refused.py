@@ -36,7 +36,8 @@ REFUSED = {
     "tied": (lambda: stale(models.gpt2(2), '"PipeDream", micro=4', "pp=2"), TOKENS,
              "`transformer.wte.weight` is used by the stages 0 and 1"),
     "sliced": (lambda: stale(Chain(), '"PipeDream", micro=4', "dp=2, pp=2",
-                             zero="zero(stage=1, over=dp)"), series(16, 0), "sharded parameters cannot be kept"),
+                             zero="zero(stage=1, over=dp)"), series(16, 0),
+               "sharded parameters cannot be kept"),
     "recomputed": (lambda: stale(Chain(), '"PB", micro=4', "pp=2", "layers.*  checkpoint()"),
                    series(16, 0), "recomputation would use other weights"),
     "early": (lambda: stale(Chain(), '"PipeDream", micro=4', "dp=2, pp=2",
@@ -50,7 +51,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_clear_meaning(name: str) -> None:
-    """Shared weights, sharded parameters cannot be kept, recomputation without a stash: S625 with the row and a way."""
+    """Shared weights, sliced state, recomputation without a stash: S625 with the row and a way."""
     from schedlang.passes.preparing.prepare import prepare
 
     make, batch, words = REFUSED[name]
