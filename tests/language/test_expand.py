@@ -229,7 +229,7 @@ def test_libraries(tmp_path: Path) -> None:
         (body("lm_head  pad(vocab)"), "S305", "needs `multiple`"),
         (body("verfy(forward)"), "S301", "did you mean `verify`?"),
         (body("verify(forwards)"), "S303", "`forward`"),
-        ("schedule 1 for Llama\n", "S110", "the model is a GPT2LMHeadModel"),
+        ("schedule 1 for Llama\n", "S110", "the model is of class GPT2LMHeadModel"),
         ("schedule 1\nknob a: int = 1\nknob a: int = 2\n", "S101", "first declared here"),
         ("schedule 1\nmesh(a=2)\nmesh(b=2)\n", "S101", "the mesh is declared twice"),
         ("schedule 1\nmesh(a=0)\n", "S111", "1 to 1048576 ranks"),
@@ -241,7 +241,7 @@ def test_libraries(tmp_path: Path) -> None:
         ('schedule 1\nstep "a" relax(rngg) {\n}\n', "S303", "did you mean `rng`?"),
         ('schedule 1\nstep "a" {\n}\nstep "a" {\n}\n', "S101", "two steps `a`"),
         ("schedule 1\nlm_head checkpoint()\nmesh(tp=2)\n", "S111", "above the first row"),
-        ("schedule 1\nrequire 2\n", "S304", "a test"),
+        ("schedule 1\nrequire 2\n", "S304", "needs a condition"),
     ],
 )
 def test_refusals(text: str, code: str, said: str) -> None:
